@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ LIMITS: Final = {
     "fds": 320,
     "threads": 96,
     "series": 6000,
-    "folders": MOST_RECENT + ENGINES,
+    "folders": MOST_RECENT + 2 * ENGINES,
     "log_kib_per_change": 16,
 }
 
@@ -84,6 +85,8 @@ class Node:
     tree: NodeTree
     nvml: FakeNvml
     engines: list[Engine]
+    unused_servers: deque[EngineServer]
+    """The servers of no pod, the one that has been unused for longest first: no address is used again at once."""
     next_pid: int = 1000
     next_uid_number: int = 1
     changes: dict[str, int] = field(default_factory=dict)
@@ -95,6 +98,8 @@ class Node:
         if engine.pid:
             self.stop(engine)
             self.tree.remove(engine.pid - 1)
+            self.unused_servers.append(engine.server)
+            engine.server = self.unused_servers.popleft()
         engine.uid_number = self.next_uid_number
         engine.pod = f"llama-{self.next_uid_number}"
         self.next_uid_number += 1
@@ -279,8 +284,9 @@ def main() -> int:
         folder = Path(name)
         state = folder / "state"
         gpus = [FakeGpu(uuid=f"GPU-{number}", used_bytes=GIB) for number in range(ENGINES)]
-        engines = [Engine(gpu, stack.enter_context(EngineServer(reset))) for gpu in range(ENGINES)]
-        node = Node(NodeTree(folder), FakeNvml(folder, gpus), engines)
+        servers = [stack.enter_context(EngineServer(reset)) for _ in range(2 * ENGINES)]
+        engines = [Engine(gpu, servers[gpu]) for gpu in range(ENGINES)]
+        node = Node(NodeTree(folder), FakeNvml(folder, gpus), engines, deque(servers[ENGINES:]))
         for engine in engines:
             node.create(engine)
         settings = {
