@@ -39,12 +39,12 @@ def replay_leaks(name: str) -> LeakReplay:
 def list_memory(name: str, role: Role) -> list[tuple[float, float, float]]:
     """Return times, finished requests and a role's own memory, without files, of the later half of a recording."""
     found = []
-    for each in read_snapshots(name):
-        if isinstance(each.engines, EnginePage) and not isinstance(each.processes, Failure):
-            processes = [process for process in each.processes if process.role is role]
+    for snapshot in read_snapshots(name):
+        if isinstance(snapshot.engines, EnginePage) and not isinstance(snapshot.processes, Failure):
+            processes = [process for process in snapshot.processes if process.role is role]
             held_bytes = sum(process.rss_bytes - (process.file_bytes or 0) for process in processes)
-            finished = sum(engine.finished_total or 0.0 for engine in each.engines.engines)
-            found.append((each.time_seconds, finished, float(held_bytes)))
+            finished = sum(engine.finished_total or 0.0 for engine in snapshot.engines.engines)
+            found.append((snapshot.time_seconds, finished, float(held_bytes)))
     return found[len(found) // 2 :]
 
 

@@ -91,7 +91,7 @@ def counters(dashboard: Json) -> Faults:
     """A counter is never shown as it is: it falls to 0 at a restart."""
     for query, expr in trees(every_query(dashboard)):
         inside = [str(selector) for call in _calls(expr) if call.func.name in COUNTS for selector in selectors(call)]
-        for bare in Counter(str(each) for each in selectors(expr)) - Counter(inside):
+        for bare in Counter(str(vector_selector) for vector_selector in selectors(expr)) - Counter(inside):
             if re.match(r"\w+_total\b", bare):
                 yield Fault(where=query.where, what=f"{bare.partition('{')[0]} is not inside rate or the like")
 

@@ -25,13 +25,13 @@ MORE: Final[Mapping[str, frozenset[str]]] = {
 
 def dashboard_schema(dashboard: Json) -> Faults:
     """Everything outside of panels' own options is as Grafana writes it."""
-    known = json.loads(json.dumps(dashboard))
+    document = json.loads(json.dumps(dashboard))
     for part in ("annotations", "templating"):
-        known[part]["list"] = [_without(each, MORE[part]) for each in known[part]["list"]]
-    for variable in known["templating"]["list"]:
+        document[part]["list"] = [_without(each, MORE[part]) for each in document[part]["list"]]
+    for variable in document["templating"]["list"]:
         if variable["current"] == {}:  # nothing chosen yet: Grafana takes the default data source
             del variable["current"]
-    for error in Draft7Validator(DASHBOARD).iter_errors(known):
+    for error in Draft7Validator(DASHBOARD).iter_errors(document):
         yield Fault(where=error.json_path, what=_told(error))
 
 

@@ -62,7 +62,7 @@ def expect(folder: Path, mark: str, series: dict[str, str], labels: list[str]) -
         {
             "expr": filled(expr, PUT_IN),
             "eval_time": "5m",
-            "exp_samples": [{"labels": each, "value": 1} for each in labels],
+            "exp_samples": [{"labels": label, "value": 1} for label in labels],
         },
         {"expr": filled(expr, PUT_IN), "eval_time": "6m", "exp_samples": []},
     ]

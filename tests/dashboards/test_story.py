@@ -71,13 +71,13 @@ def read_tile(prometheus: Prometheus, target: str, where: str) -> str:
 def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
     for target in ALIVE:
         with subtests.test(target=target):
-            left = read_tile(prometheus, target, "Likely out of memory")
+            tile = read_tile(prometheus, target, "Likely out of memory")
 
             if target in LEAKS:
-                assert HOUR < float(left) < 24 * HOUR
+                assert HOUR < float(tile) < 24 * HOUR
             else:
-                assert left == ("asleep" if target == "asleep" else "no leak seen")
-            assert (read_tile(prometheus, target, "Out of memory at the earliest") == left) == (target not in LEAKS)
+                assert tile == ("asleep" if target == "asleep" else "no leak seen")
+            assert (read_tile(prometheus, target, "Out of memory at the earliest") == tile) == (target not in LEAKS)
 
 
 def test_the_first_tile_names_the_situation_and_the_next_what_to_do(

@@ -67,8 +67,8 @@ class Engine:
     def fates(self) -> list[Fate]:
         gpu = self.tick()
         assert gpu.engine_bytes == 5 * GIB, "what ended is the engine's and no neighbour's"
-        assert {left.pid for left in gpu.leftovers} <= {self.core}
-        return [left.fate for left in gpu.leftovers]
+        assert {leftover.pid for leftover in gpu.leftovers} <= {self.core}
+        return [leftover.fate for leftover in gpu.leftovers]
 
 
 @pytest.fixture

@@ -103,11 +103,11 @@ def test_an_engine_that_ends_again_and_again_is_paged_and_two_ends_are_not(bench
     for ends in (1, 2):
         replica.answer = living("serving", exits=ends)
         scraped(replica, ENOUGH_SCRAPES)
-    before = find_events(pagerduty, source="prod/loops")
+    earlier_events = find_events(pagerduty, source="prod/loops")
     replica.answer = living("serving", exits=3)
     opened = first(pagerduty, source="prod/loops", severity="critical")
 
-    assert before == []
+    assert earlier_events == []
     assert opened.routing_key == KEYS["ml-platform"]
     assert opened.payload["summary"] == "llama exits again and again. prod/loops"
     assert "exited 3 times" in opened.payload["custom_details"]["firing"]

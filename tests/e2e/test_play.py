@@ -27,7 +27,7 @@ LATEST_MINUTES: Final = {
 
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: apt-get install {' '.join(MISSING)}")
 def test_each_loss_is_one_notification_in_time_and_nobody_hears_of_a_deploy(tmp_path: Path) -> None:
-    situations = [each for each in ROWS if each.name in LATEST_MINUTES or each in WELL]
+    situations = [row for row in ROWS if row.name in LATEST_MINUTES or row in WELL]
 
     played = play(situations, tmp_path, minutes=PLAY_MINUTES)
 

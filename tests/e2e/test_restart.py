@@ -168,9 +168,9 @@ def test_the_demo_is_a_new_world_each_time(tmp_path: Path) -> None:
     STATE.write(tmp_path, replace(saved, saved_at_seconds=time.time()))  # not from the future: its engine has to tell
 
     with daemon(*demo, STATE_DIR=str(tmp_path)) as running:
-        first = running.sees(is_in, "a leak state")
+        first_page = running.sees(is_in, "a leak state")
 
-        assert is_in(first) in {"unknown", "warming_up", "unsettled", "stable"}
+        assert is_in(first_page) in {"unknown", "warming_up", "unsettled", "stable"}
         assert running.log().count(SET_ASIDE) == 1
         assert "before the engine's restart" in running.log()
 

@@ -43,8 +43,8 @@ def test_what_the_daemon_recorded_can_be_replayed(tmp_path: Path) -> None:
 
 def test_a_daemon_that_cannot_record_says_so_once_and_runs_on(tmp_path: Path) -> None:
     with daemon("demo", "--speed", "100", TRACE_FILE=str(tmp_path / "missing" / "trace")) as running:
-        first = running.sees(lambda page: page.value("engine_requests_finished_total"), "the first sample")
-        before = first.value("engine_requests_finished_total")
+        first_page = running.sees(lambda page: page.value("engine_requests_finished_total"), "the first sample")
+        before = first_page.value("engine_requests_finished_total")
         running.sees(lambda page: page.value("engine_requests_finished_total") > before + 1000, "it samples on")
 
         assert running.log().count("trace not written") == 1

@@ -87,7 +87,7 @@ def profiled(case: dict[str, Any]) -> tuple[str, int, int]:
     config = AutoConfig.from_pretrained(folder)
     tokens = KINDS.get(config.model_type, qwen)(config)
     batch = case["max_num_batched_tokens"]
-    told = Settings(
+    settings = Settings(
         max_num_encoder_input_tokens=batch,
         encoder_cache_size=batch,
         disable_chunked_mm_input=False,
@@ -95,10 +95,10 @@ def profiled(case: dict[str, Any]) -> tuple[str, int, int]:
         max_num_batched_tokens=batch,
     )
     budget = MultiModalBudget.__new__(MultiModalBudget)
-    budget.scheduler_config, budget.mm_max_toks_per_item = told, tokens
+    budget.scheduler_config, budget.mm_max_toks_per_item = settings, tokens
     budget.max_model_len, budget.max_num_reqs = case["max_model_len"], case["max_num_seqs"]
     budget.mm_limits = dict.fromkeys(tokens, 999)
-    budget.encoder_compute_budget, budget.encoder_cache_size = compute_mm_encoder_budget(told, tokens)
+    budget.encoder_compute_budget, budget.encoder_cache_size = compute_mm_encoder_budget(settings, tokens)
     chosen = budget.get_modality_with_max_tokens()
     return chosen, tokens[chosen], budget._get_max_items(chosen, tokens[chosen])[1]
 

@@ -69,8 +69,8 @@ def test_smoke_waits_while_the_model_loads(starting: Engine) -> None:
 
 def test_smoke_makes_one_request_and_finds_it_counted(engine: Engine) -> None:
     with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="2") as beside:
-        before = beside.sees(lambda page: page.has("engine_requests_finished_total"), "the engine is found")
-        finished = before.value("engine_requests_finished_total")
+        earlier_page = beside.sees(lambda page: page.has("engine_requests_finished_total"), "the engine is found")
+        finished = earlier_page.value("engine_requests_finished_total")
 
         status, found, said = smoke("--engine-url", engine.url)
 

@@ -65,10 +65,10 @@ def core(engine: Engine) -> int:
 def test_it_is_starting_until_its_page_is_there_and_what_it_loads_is_no_leak(
     starting: Engine, beside: Daemon, nvml: FakeNvml
 ) -> None:
-    first = becomes(beside, "starting")
-    assert abs(first.value("engine_start_timestamp_seconds") - time.time()) < PATIENCE_SECONDS
+    first_page = becomes(beside, "starting")
+    assert abs(first_page.value("engine_start_timestamp_seconds") - time.time()) < PATIENCE_SECONDS
 
-    page = first
+    page = first_page
     while state(page) == "starting":
         nvml.gpus[0].used_bytes += 64 * 2**20
         nvml.write()

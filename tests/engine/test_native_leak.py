@@ -101,13 +101,13 @@ def test_a_recording_names_the_kind_and_the_function(engine: Probed, way: str) -
     leak(engine, way)
     out, _ = asked.communicate(timeout=600)
 
-    found = read_data(out)
-    core = next(each for each in found["processes"] if each["role"] == "engine_core")
+    data = read_data(out)
+    core = next(each for each in data["processes"] if each["role"] == "engine_core")
     kind, size = next(iter(core["mappings"].items()))
-    sys.stdout.write(f"{way}: {size} in {kind}; {json.dumps((core['native'] or [])[:2])} {found['no_native']}\n")
+    sys.stdout.write(f"{way}: {size} in {kind}; {json.dumps((core['native'] or [])[:2])} {data['no_native']}\n")
     assert kind == WAYS[way]
     assert size >= LEAKED_BYTES
     if shutil.which("perf") is None:
-        assert found["no_native"] == "perf is not installed here"
+        assert data["no_native"] == "perf is not installed here"
     else:
         assert any("leak (libleaks.so)" in frame for frame in core["native"][0]["stack"][:6])

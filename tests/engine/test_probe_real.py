@@ -40,8 +40,8 @@ def parts(engine: Probed, worker: str) -> Document:
     """Wait for what a worker's memory is used for, the KV cache too, which it makes after its weights."""
 
     def known() -> Document | None:
-        found: Document = engine.reports()[worker]["parts"] or {}
-        return found if found.get("kv_cache") else None
+        document: Document = engine.reports()[worker]["parts"] or {}
+        return document if document.get("kv_cache") else None
 
     return eventually(known, "the worker has a model and a KV cache")
 
@@ -85,8 +85,8 @@ def test_tokens_fill_the_blocks_of_a_request_but_its_last(engine: Probed) -> Non
     asking.start()
 
     def holding() -> Document | None:
-        found: Document | None = engine.reports()["EngineCore"]["scheduler"]
-        return found if found and found["kv_blocks_live"] else None
+        document: Document | None = engine.reports()["EngineCore"]["scheduler"]
+        return document if document and document["kv_blocks_live"] else None
 
     core = eventually(holding, "a request holds blocks")
     asking.join()

@@ -45,11 +45,11 @@ config.current_platform = MagicMock(wraps=current_platform, is_xpu=lambda: True)
 
 def engine_config(path: Path) -> VllmConfig:
     """Return vLLM's configuration for the model, unquantised."""
-    told = json.loads(path.read_text(encoding="utf-8"))
-    for part in (told, told.get("text_config", {})):
+    document = json.loads(path.read_text(encoding="utf-8"))
+    for part in (document, document.get("text_config", {})):
         part.pop("quantization_config", None)
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(document), encoding="utf-8")
     return EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -66,29 +66,31 @@ def engine_config(path: Path) -> VllmConfig:
 
 def built(path: Path) -> dict[str, Any]:
     """Return what vLLM makes of one model."""
-    told = engine_config(path)
-    with set_current_vllm_config(told):
+    vllm_config = engine_config(path)
+    with set_current_vllm_config(vllm_config):
         init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")  # noqa: S306 - of this process
         initialize_model_parallel(1, 1)
         with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
-            model = initialize_model(told)
-        type(current_platform).update_block_size_for_backend(told)
-        layers = told.compilation_config.static_forward_context
-        kept = {n: each.get_kv_cache_spec(told) for n, each in layers.items() if isinstance(each, AttentionLayerBase)}
+            model = initialize_model(vllm_config)
+        type(current_platform).update_block_size_for_backend(vllm_config)
+        layers = vllm_config.compilation_config.static_forward_context
+        kept = {
+            n: each.get_kv_cache_spec(vllm_config) for n, each in layers.items() if isinstance(each, AttentionLayerBase)
+        }
         shared = {
             n for n, each in layers.items() if getattr(each, "kv_sharing_target_layer_name", None)
         }  # keep nothing
         kept = {name: spec for name, spec in kept.items() if spec is not None and name not in shared}
-        groups = kv_cache_utils.get_kv_cache_groups(told, kept)
+        groups = kv_cache_utils.get_kv_cache_groups(vllm_config, kept)
     weights = dict(model.named_parameters())
     return {
-        "model_len": told.model_config.max_model_len,
-        "block_tokens": told.cache_config.block_size,
-        "in_flight_tokens": told.max_in_flight_tokens,
+        "model_len": vllm_config.model_config.max_model_len,
+        "block_tokens": vllm_config.cache_config.block_size,
+        "in_flight_tokens": vllm_config.max_in_flight_tokens,
         "parameters": sum(weight.numel() for weight in weights.values()),
         "weights_bytes": sum(value.numel() * value.element_size() for value in weights.values()),
         "layers": dict(Counter(described(spec) for spec in kept.values())),
-        "sequence_bytes": {tokens: needed(told, groups, tokens) for tokens in LENGTHS},
+        "sequence_bytes": {tokens: needed(vllm_config, groups, tokens) for tokens in LENGTHS},
     }
 
 

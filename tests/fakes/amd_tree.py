@@ -67,14 +67,16 @@ class AmdTree:
         used_bytes: int = DRIVER_BYTES,
     ) -> AmdCard:
         """Add a card as DRM's number `card`; KFD does not know it before it has a node."""
-        made = AmdCard(self._device(address, "amdgpu", "0x1002", card=card))
-        made.sensors.mkdir(parents=True)
+        amd_card = AmdCard(self._device(address, "amdgpu", "0x1002", card=card))
+        amd_card.sensors.mkdir(parents=True)
         told = {"unique_id": unique_id, "product_name": product}
-        made.tell(**{name: value for name, value in told.items() if value is not None})
-        made.tell(mem_info_vram_total=total_bytes, mem_info_vram_used=used_bytes, gpu_busy_percent=0, device="0x74a1")
-        made.tell(mem_info_gtt_total=64 * GIB, mem_info_gtt_used=14_970_880, current_compute_partition="SPX")
-        made.sense(name="amdgpu", power1_input=138_000_000, temp2_input=41_000, temp3_input=36_000)
-        return made
+        amd_card.tell(**{name: value for name, value in told.items() if value is not None})
+        amd_card.tell(
+            mem_info_vram_total=total_bytes, mem_info_vram_used=used_bytes, gpu_busy_percent=0, device="0x74a1"
+        )
+        amd_card.tell(mem_info_gtt_total=64 * GIB, mem_info_gtt_used=14_970_880, current_compute_partition="SPX")
+        amd_card.sense(name="amdgpu", power1_input=138_000_000, temp2_input=41_000, temp3_input=36_000)
+        return amd_card
 
     def add_node(self, address: str, gpu_id: int, memory_bytes: int | None = MI300X_BYTES, *, part: int = 0) -> Path:
         """Add a compute device on a card; a partition's number lies in the bits of the function."""

@@ -277,9 +277,9 @@ def main() -> int:
     parser.add_argument("--speed", type=float, default=USUAL_SPEED, help="how many times as fast its clock runs")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--log", type=Path, help="a file for the daemon's log")
-    given = parser.parse_args()
-    print(f"seed {given.seed}: {given.days:g} days at {given.speed:g} times the speed", flush=True)
-    dice = random.Random(given.seed)
+    args = parser.parse_args()
+    print(f"seed {args.seed}: {args.days:g} days at {args.speed:g} times the speed", flush=True)
+    dice = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         state = folder / "state"
@@ -295,7 +295,7 @@ def main() -> int:
             "SAMPLE_INTERVAL_SECONDS": str(SAMPLE_SECONDS),
             "GPU_SAMPLE_INTERVAL_SECONDS": str(SAMPLE_SECONDS),
             "STATE_DIR": str(state),
-            "SPEED": str(given.speed),
+            "SPEED": str(args.speed),
             "BEGAN": repr(time.time()),
             "NODE_TREE": str(folder),
             **node.nvml.environment(),
@@ -304,12 +304,12 @@ def main() -> int:
             names = {engine.pod for engine in engines}
             eventually(lambda: list_pods(running) == names, "all are found", SETTLE_SECONDS)
             began = time.monotonic()
-            figures = play(node, running, state, dice, given.days * 86400 / given.speed)
-            hours = (time.monotonic() - began) * given.speed / 3600
+            figures = play(node, running, state, dice, args.days * 86400 / args.speed)
+            hours = (time.monotonic() - began) * args.speed / 3600
             status, _ = running.stop()
             wrong = report(figures, node, hours=hours, log=running.log(), status=status)
-            if given.log:
-                given.log.write_text(running.log())
+            if args.log:
+                args.log.write_text(running.log())
     print("\n".join(wrong) if wrong else "nothing grew")
     return bool(wrong)
 

@@ -270,15 +270,15 @@ def main() -> int:
     parser.add_argument("--speed", type=float, default=300.0, help="how many times as fast its clock runs")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--log", type=Path, help="a file for the daemon's log")
-    given = parser.parse_args()
-    print(f"seed {given.seed}: {given.days:g} days at {given.speed:g} times the speed", flush=True)
+    args = parser.parse_args()
+    print(f"seed {args.seed}: {args.days:g} days at {args.speed:g} times the speed", flush=True)
     with tempfile.TemporaryDirectory() as name, EngineServer(hang) as engine:
         folder, began = Path(name), time.time()
         volume, trace = folder / "volume", folder / "volume" / "trace.jsonl"
         for each in (volume, folder / "probe"):
             each.mkdir()
         nvml = FakeNvml(folder, [FakeGpu(uuid="GPU-a", used_bytes=60 * GIB)])
-        world = World(folder, engine, nvml, given.speed, random.Random(given.seed))
+        world = World(folder, engine, nvml, args.speed, random.Random(args.seed))
         world.serve()
         settings = {
             "ENGINE_URL": engine.url,
@@ -289,7 +289,7 @@ def main() -> int:
             "STATE_DIR": str(volume),
             "TRACE_FILE": str(trace),
             "TRACE_MAX_BYTES": str(TRACE_BYTES),
-            "SPEED": str(given.speed),
+            "SPEED": str(args.speed),
             "BEGAN": repr(began),
             "LD_PRELOAD": str(preloadable(STUCK_VOLUME, folder)),
             "STUCK": str(volume),
@@ -298,12 +298,12 @@ def main() -> int:
         }
         with daemon(module="tests.e2e.hurried", **settings) as running:
             world.running, soak = running, Soak(world)
-            soak.run(given.days * 86400 / given.speed)
-            hours = (time.monotonic() - soak.began) * given.speed / 3600
+            soak.run(args.days * 86400 / args.speed)
+            hours = (time.monotonic() - soak.began) * args.speed / 3600
             status, _ = running.stop()
             wrong = report(soak, began=began, hours=hours, log=running.log(), trace=trace, status=status)
-            if given.log:
-                given.log.write_text(running.log())
+            if args.log:
+                args.log.write_text(running.log())
     print("\n".join(wrong) if wrong else "nothing was lost")
     return bool(wrong)
 

@@ -34,13 +34,15 @@ def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_help_a_version_and_tells_every_mistake_at_once(name: str) -> None:
-    told, version = run_process(name, "--help", COLUMNS="80"), run_process(name, "--version")
+    process, version = run_process(name, "--help", COLUMNS="80"), run_process(name, "--version")
     wrong = run_command(name, "--versoin", "--colour", "--help-me")
 
-    assert (told.returncode, told.stderr) == (version.returncode, version.stderr) == (0, "")
-    assert told.stdout.startswith("usage: vllm-headroom ")
-    assert max(map(len, told.stdout.splitlines())) <= 80
-    assert name == "doctor" or f"\n  vllm-headroom {'' if name == 'run' else name}" in told.stdout, "it has an example"
+    assert (process.returncode, process.stderr) == (version.returncode, version.stderr) == (0, "")
+    assert process.stdout.startswith("usage: vllm-headroom ")
+    assert max(map(len, process.stdout.splitlines())) <= 80
+    assert name == "doctor" or f"\n  vllm-headroom {'' if name == 'run' else name}" in process.stdout, (
+        "it has an example"
+    )
     assert version.stdout == f"vllm-headroom {metadata.version('vllm-headroom')}\n"
     assert (wrong.returncode, wrong.stdout) == (2, "")
     # plan and preflight take vLLM's options too, and say so.

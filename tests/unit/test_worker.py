@@ -83,12 +83,12 @@ def test_a_call_that_timed_out_before_its_turn_is_never_made(worker: Worker[obje
     released, made = threading.Event(), []
 
     async def steps() -> None:
-        first = asyncio.create_task(worker.call(released.wait, DEADLINE_SECONDS))
+        first_task = asyncio.create_task(worker.call(released.wait, DEADLINE_SECONDS))
         await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
             await worker.call(lambda: made.append("second"), SHORT_SECONDS)
         released.set()
-        assert await first is True
+        assert await first_task is True
         await worker.call(lambda: made.append("third"), DEADLINE_SECONDS)
 
     asyncio.run(steps())
@@ -120,10 +120,10 @@ def test_a_call_whose_caller_was_cancelled_counts_as_given_up(worker: Worker[obj
         return released.wait()
 
     async def steps() -> None:
-        first = asyncio.create_task(worker.call(hang, DEADLINE_SECONDS))
+        first_task = asyncio.create_task(worker.call(hang, DEADLINE_SECONDS))
         assert await asyncio.to_thread(begun.wait, DEADLINE_SECONDS)
-        first.cancel()
-        await asyncio.wait([first])
+        first_task.cancel()
+        await asyncio.wait([first_task])
         with pytest.raises(TimeoutError):
             await worker.call(lambda: "second", DEADLINE_SECONDS)
         released.set()

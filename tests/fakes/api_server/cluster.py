@@ -172,14 +172,14 @@ class Cluster:
         if self.asked[-1] not in self.verbs:
             user = f"system:serviceaccount:{NAMESPACE}:vllm-headroom"
             return failure(403, f'{resource} is forbidden: User "{user}" cannot {verb} resource "{resource}"')
-        name, given = match["name"] or "", json.loads(json.dumps(body or {}))
+        name, document = match["name"] or "", json.loads(json.dumps(body or {}))
         answers: dict[str, Callable[[], Answer]] = {
             "get pods": lambda: self._show_pod(name),
-            "create pods/eviction": lambda: self._evict(name, given),
+            "create pods/eviction": lambda: self._evict(name, document),
             "list poddisruptionbudgets": lambda: (200, {"items": copy.deepcopy(self._budgets)}),
             "get leases": lambda: self._find_lease(name),
-            "create leases": lambda: self._create_lease(given),
-            "update leases": lambda: self._update_lease(name, given),
+            "create leases": lambda: self._create_lease(document),
+            "update leases": lambda: self._update_lease(name, document),
         }
         return answers[self.asked[-1]]()
 

@@ -61,9 +61,9 @@ def test_a_mistake_is_an_object_too(words: list[str], capsys: pytest.CaptureFixt
     assert execute(command(lambda _given: answering("")), "test", words) == 2
 
     printed, told = capsys.readouterr()
-    found = json.loads(printed)
-    assert (found["command"], found["status"], found["verdict"]) == ("test", 2, "cannot_tell")
-    assert found["headline"] == found["findings"][0]["text"] == "--colour: not an option, see --help"
+    document = json.loads(printed)
+    assert (document["command"], document["status"], document["verdict"]) == ("test", 2, "cannot_tell")
+    assert document["headline"] == document["findings"][0]["text"] == "--colour: not an option, see --help"
     assert told == "vllm-headroom test: --colour: not an option, see --help\n"
 
 

@@ -44,8 +44,10 @@ def host(processes: ProcessReadings | Failure, **more: Any) -> HostMemory | None
 
 def probed(block: HostReading | None) -> ProbeReadings:
     """Return what the probe of one process says, beside one that says nothing of the host."""
-    other = ProbedProcess(pid=7, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER)
-    return ProbeReadings(present=(other, replace(other, pid=8, host=block)))
+    other_probed_process = ProbedProcess(
+        pid=7, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER
+    )
+    return ProbeReadings(present=(other_probed_process, replace(other_probed_process, pid=8, host=block)))
 
 
 def followed(looks: Iterable[ProcessReadings | Failure], limit_bytes: int | None = None) -> list[int | None]:
@@ -201,11 +203,13 @@ def test_a_container_that_went_with_its_count_was_killed_if_it_was_full_and_the_
 
 def test_where_no_cgroup_is_seen_the_end_of_the_processes_tells() -> None:
     after = replace(MACHINE, oom_kills=6)
-    gone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=after))
+    processes = ProcessReadings(
+        engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=after)
+    )
 
-    assert followed([readings(SERVER, CORE), gone], limit_bytes=6 * GIB) == [None, 1]
-    assert followed([readings(SERVER, CORE), gone], limit_bytes=60 * GIB) == [None, None]
-    assert followed([readings(SERVER, CORE), gone]) == [None, None]
+    assert followed([readings(SERVER, CORE), processes], limit_bytes=6 * GIB) == [None, 1]
+    assert followed([readings(SERVER, CORE), processes], limit_bytes=60 * GIB) == [None, None]
+    assert followed([readings(SERVER, CORE), processes]) == [None, None]
 
 
 def gone(machine_kills: int) -> ProcessReadings:
@@ -282,7 +286,7 @@ def test_while_a_run_lasts_its_figures_keep_their_scope() -> None:
     nothing = readings(SERVER)
     lost = failure(Source.PROCESS)
 
-    found = follow_figures(
+    figures = follow_figures(
         [
             (nothing, None),
             (nothing, outside),
@@ -294,7 +298,7 @@ def test_while_a_run_lasts_its_figures_keep_their_scope() -> None:
         ]
     )
 
-    assert found == [
+    assert figures == [
         (HostBasis.PROCESSES, 32 * GIB),
         (HostBasis.PROBE, 9 * GIB),
         (HostBasis.CGROUP, 64 * GIB),

@@ -35,11 +35,11 @@ def capacity_bytes(
 
 
 def test_a_recorded_page_of_the_tiny_model_says_the_gibibyte_that_vllm_was_given() -> None:
-    seen = parse_engines(RECORDED)
-    assert isinstance(seen, EnginePage)
+    engines = parse_engines(RECORDED)
+    assert isinstance(engines, EnginePage)
 
     samples = derive_kv_cache(
-        snapshot(engines=seen, gpus=failure(Source.NVML)), bytes_per_token=None, model=of_model("tiny")
+        snapshot(engines=engines, gpus=failure(Source.NVML)), bytes_per_token=None, model=of_model("tiny")
     )
 
     assert values(samples, catalog.ENGINE_KV_CAPACITY_BYTES) == {("tiny", "0"): 2.0**30}

@@ -50,7 +50,7 @@ def test_a_pid_that_is_used_again_is_another_process_for_good() -> None:
 def test_what_nobody_saw_alive_is_missed_where_all_processes_show_and_nowhere_else() -> None:
     listed = gpus(device(0, (55, 5 * GIB), (99, GIB), used=6 * GIB))
 
-    assert [left.fate for left in last((listed, ALL_SEEN))[0].leftovers] == [Fate.VANISHED]
+    assert [leftover.fate for leftover in last((listed, ALL_SEEN))[0].leftovers] == [Fate.VANISHED]
     assert last((listed, engine(visible=(1, 99))))[0].leftovers == ()
     assert last((listed, engine(visible=(99,), host=True)))[0].leftovers == (), "without pid 1 others are hidden"
 

@@ -432,11 +432,13 @@ def test_stranded_blocks_are_a_warning() -> None:
 def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None:
     core = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("engine_core",))
     worker = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
-    held = Sample(catalog.HOST_MEMORY, ("worker",), 2.0 * GIB)
+    sample = Sample(catalog.HOST_MEMORY, ("worker",), 2.0 * GIB)
 
     leaking = of("host memory", core, worker, Sample(catalog.HOST_LEAK_RATE, ("engine_core",), 1000.0))
     assert leaking.sentence == "Host memory of engine_core leaks 3.43 MiB an hour."
-    assert of("host memory", worker, held).sentence == ("Host memory: no leak seen; the engine's processes hold 2 GiB.")
+    assert of("host memory", worker, sample).sentence == (
+        "Host memory: no leak seen; the engine's processes hold 2 GiB."
+    )
 
 
 @pytest.mark.parametrize(
@@ -448,12 +450,12 @@ def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None
     ],
 )
 def test_growth_on_the_host_has_the_alert_of_its_time(left_hours: float, leaking: str, growing: str) -> None:
-    left = Sample(catalog.HOST_TIME_TO_OOM, (), left_hours * HOUR)
+    sample = Sample(catalog.HOST_TIME_TO_OOM, (), left_hours * HOUR)
     sure, unsure = (
         state(each, catalog.HOST_LEAK_STATE, ("worker",)) for each in (LeakState.LEAKING, LeakState.GROWING)
     )
 
-    assert (of("host memory", sure, left).alert, of("host memory", unsure, left).alert) == (leaking, growing)
+    assert (of("host memory", sure, sample).alert, of("host memory", unsure, sample).alert) == (leaking, growing)
 
 
 @pytest.mark.parametrize(
@@ -467,9 +469,9 @@ def test_growth_on_the_host_has_the_alert_of_its_time(left_hours: float, leaking
 )
 def test_host_memory_is_judged_in_the_words_of_a_gpu(leak: LeakState, level: Level, sentence: str) -> None:
     core = state(leak, catalog.HOST_LEAK_STATE, ("engine_core",))
-    held = Sample(catalog.HOST_MEMORY, ("engine_core",), 2.0 * GIB)
+    sample = Sample(catalog.HOST_MEMORY, ("engine_core",), 2.0 * GIB)
 
-    verdict = of("host memory", core, held)
+    verdict = of("host memory", core, sample)
 
     assert (verdict.level, verdict.sentence) == (level, f"{sentence}the engine's processes hold 2 GiB.")
 
@@ -509,10 +511,10 @@ def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> No
 def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     leaking = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("worker",))
     stable = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
-    soon, least = Sample(catalog.HOST_TIME_TO_OOM, (), 1800.0), Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), 1200.0)
+    soon, sample = Sample(catalog.HOST_TIME_TO_OOM, (), 1800.0), Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), 1200.0)
     room = (Sample(catalog.HOST_MEMORY_USED, (), 12.0 * GIB), Sample(catalog.HOST_MEMORY_LIMIT, (), 64.0 * GIB))
 
-    verdict = of("host memory", leaking, soon, least)
+    verdict = of("host memory", leaking, soon, sample)
     assert (
         verdict.sentence
         == "Host memory of worker leaks: out of memory in 20 min 0 s at the earliest, likely in about 30 min 0 s."
@@ -594,8 +596,8 @@ def test_the_worst_comes_first() -> None:
 
 
 def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_said_of_the_gpu() -> None:
-    left = Leftover(pid=4711, fate=Fate.ORPHANED, used_bytes=38 * GIB)
-    at = replace(make_snapshot(), gpus=(replace(gpu(), leftovers=(left,)),))
+    leftover = Leftover(pid=4711, fate=Fate.ORPHANED, used_bytes=38 * GIB)
+    at = replace(make_snapshot(), gpus=(replace(gpu(), leftovers=(leftover,)),))
 
     first, *_ = [
         verdict for verdict in judge_snapshot(at, Values([state(LeakState.STABLE)])) if verdict.subject == "GPU 0"
@@ -687,9 +689,9 @@ UNREAD: Final = replace(make_snapshot(), gpus=failure(Source.NVML))
 def test_the_worst_situation_is_the_first_sentence(
     at: Snapshot, samples: tuple[Sample, ...], situation: Situation
 ) -> None:
-    said, made = derive_verdicts(at, Values(samples), LeakMemory())
+    verdicts, made = derive_verdicts(at, Values(samples), LeakMemory())
 
-    assert said[0].situation is situation
+    assert verdicts[0].situation is situation
     assert {sample.labels[0]: sample.value for sample in made} == {each: float(each is situation) for each in Situation}
 
 
@@ -750,9 +752,9 @@ def test_unified_memory_in_the_page_cache_is_not_free() -> None:
 @pytest.mark.parametrize(("role", "level"), [("serving", Level.WARNING), ("shared-gpu", Level.GOOD)])
 def test_a_neighbour_on_a_gpu_that_is_shared_by_plan_is_no_warning(role: str, level: Level) -> None:
     samples = [state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 2.0 * 2**30)]
-    said, made = derive_verdicts(make_snapshot(), Values(samples), LeakMemory(), role)
+    verdicts, made = derive_verdicts(make_snapshot(), Values(samples), LeakMemory(), role)
 
     assert {
-        text.level for text in said if text.alert == "HeadroomNeighbourGrowing" or "other proc" in text.sentence
+        text.level for text in verdicts if text.alert == "HeadroomNeighbourGrowing" or "other proc" in text.sentence
     } == {level}
     assert [each.labels for each in made if each.metric is catalog.ROLE] == ([] if role == "serving" else [(role,)])

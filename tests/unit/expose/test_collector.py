@@ -49,9 +49,11 @@ def test_samples_come_in_the_catalogues_order_with_their_age_at_the_scrape() -> 
 def test_when_the_last_incident_was_is_there_where_there_was_one() -> None:
     published = Published(samples=(), monotonic_seconds=100.0)
     incident = Sample(catalog.LAST_INCIDENT, (), 1_760_000_000.0)
-    told = HeadroomCollector(lambda: published, lambda: 107.5, BUILD, lambda: [incident])
+    headroom_collector = HeadroomCollector(lambda: published, lambda: 107.5, BUILD, lambda: [incident])
 
-    assert "headroom_last_incident_timestamp_seconds 1.76e+09" in own_lines(generate_latest(told).decode())
+    assert "headroom_last_incident_timestamp_seconds 1.76e+09" in own_lines(
+        generate_latest(headroom_collector).decode()
+    )
     assert "last_incident" not in "".join(own_lines(page(published)))
 
 

@@ -156,31 +156,31 @@ def test_events_are_bounded() -> None:
 
 
 def test_a_later_process_goes_on_from_what_was_kept() -> None:
-    before, after = history(at(0)), History()
+    before, later_history = history(at(0)), History()
 
-    after.restore(before.save())
-    after.step(at(120), (), None)
+    later_history.restore(before.save())
+    later_history.step(at(120), (), None)
 
-    assert points(after.read_curve("free GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
+    assert points(later_history.read_curve("free GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
 
 
 def test_curves_of_another_length_are_left_out() -> None:
-    kept, after = history(at(0)).save(), History()
+    kept, later_history = history(at(0)).save(), History()
 
-    after.restore(replace(kept, curves={**kept.curves, "running": b"x" * 75}))
+    later_history.restore(replace(kept, curves={**kept.curves, "running": b"x" * 75}))
 
-    assert points(after.read_curve("free GPU-a")) == [(BEGIN, 100.0)]
-    assert points(after.read_curve("running")) == []
+    assert points(later_history.read_curve("free GPU-a")) == [(BEGIN, 100.0)]
+    assert points(later_history.read_curve("running")) == []
 
 
 def test_what_changed_while_no_process_looked_is_an_event() -> None:
-    before, after = History(), History()
-    before.step(at(0), (GOOD,), None)
-    after.restore(before.save())
-    after.step(at(300), (BAD,), None)
-    after.step(at(305), (BAD,), None)
+    earlier_history, later_history = History(), History()
+    earlier_history.step(at(0), (GOOD,), None)
+    later_history.restore(earlier_history.save())
+    later_history.step(at(300), (BAD,), None)
+    later_history.step(at(305), (BAD,), None)
 
-    assert [(event.seconds, event.text) for event in after.events] == [(BEGIN + 300, "GPU 0 leaks.")]
+    assert [(event.seconds, event.text) for event in later_history.events] == [(BEGIN + 300, "GPU 0 leaks.")]
 
 
 def test_a_number_beyond_any_is_no_point() -> None:
@@ -205,14 +205,14 @@ def test_a_week_has_the_lowest_of_each_ten_minutes_and_takes_less_than_the_day()
 
 def test_a_week_outlives_the_day_and_the_process() -> None:
     before = history(at(0), at(3 * DAY))
-    after = History()
-    after.restore(before.save())
-    after.step(at(3 * DAY + 60), (), None)
+    later_history = History()
+    later_history.restore(before.save())
+    later_history.step(at(3 * DAY + 60), (), None)
 
-    week = [value for _, value in points(after.read_curve("free GPU-a", 7 * 86400.0)) if value is not None]
+    week = [value for _, value in points(later_history.read_curve("free GPU-a", 7 * 86400.0)) if value is not None]
 
     assert week == [100.0, 100.0]
-    assert len(points(after.read_curve("free GPU-a"))) == 2
+    assert len(points(later_history.read_curve("free GPU-a"))) == 2
 
 
 def test_after_a_week_the_oldest_is_forgotten() -> None:
@@ -225,15 +225,15 @@ def test_since_when_a_verdict_holds_is_known_and_kept() -> None:
     made = History()
     made.step(at(0), (GOOD,), None)
     made.step(at(5), (BAD,), None)
-    after = History()
-    after.restore(made.save())
-    after.step(at(65), (BAD,), None)
+    later_history = History()
+    later_history.restore(made.save())
+    later_history.step(at(65), (BAD,), None)
 
-    start = after.find_start(BAD, None)
+    start = later_history.find_start(BAD, None)
 
     assert start is not None
     assert (start.seconds, start.is_exact) == (BEGIN + 5, True)
-    assert after.find_start(GOOD, None) is None
+    assert later_history.find_start(GOOD, None) is None
 
 
 def test_a_verdict_of_the_first_sample_may_have_held_before() -> None:
@@ -252,7 +252,7 @@ def test_how_long_starts_took_is_kept_for_the_last_five() -> None:
         for seconds, state in ((0.0, EngineState.STARTING), (60.0 + start, EngineState.SERVING)):
             status = EngineStatus(state=state, began_seconds=BEGIN + began)
             made.step(replace(at(began + seconds), engine_status=status), (), None)
-    after = History()
-    after.restore(made.save())
+    later_history = History()
+    later_history.restore(made.save())
 
-    assert after.start_durations_seconds == (62.0, 63.0, 64.0, 65.0, 66.0)
+    assert later_history.start_durations_seconds == (62.0, 63.0, 64.0, 65.0, 66.0)

@@ -321,8 +321,8 @@ def test_a_trouble_shows_since_when_it_holds_and_how_big_it_is() -> None:
 
 
 def test_a_neighbour_that_is_named_is_not_to_be_found() -> None:
-    other = GpuProcess(pid=4711, used_bytes=10 * GIB)
-    used = gpu(used=70 * GIB, total=80 * GIB, engine=60 * GIB, other=10 * GIB, processes=(other,))
+    other_gpu_process = GpuProcess(pid=4711, used_bytes=10 * GIB)
+    used = gpu(used=70 * GIB, total=80 * GIB, engine=60 * GIB, other=10 * GIB, processes=(other_gpu_process,))
 
     shown = show(
         view(
@@ -489,9 +489,9 @@ def test_the_forecast_is_drawn_where_there_is_one() -> None:
 
 
 def test_the_first_sample_of_all_draws_a_line_across_the_figure() -> None:
-    first = day(minutes=1, late=20.0)
+    first_view = day(minutes=1, late=20.0)
 
-    path = re.search(r'class="line" d="M([^"]*)"', show(first))
+    path = re.search(r'class="line" d="M([^"]*)"', show(first_view))
 
     assert path is not None
     assert [point.split()[0] for point in path[1].split("L")] == ["0.0", "1000.0"]

@@ -132,8 +132,8 @@ def test_an_unwanted_line_that_cannot_be_parsed_does_no_harm() -> None:
 @pytest.mark.parametrize("length", [1, 10_000])
 def test_a_line_that_comes_again_is_read_alike(length: int) -> None:
     page = f'vllm:num_requests_running{{model_name="{"m" * length}"}} 1\n'
-    first = parse_samples(page, WANTED)
+    first_samples = parse_samples(page, WANTED)
 
-    assert not isinstance(first, Failure)
-    assert first == parse_samples(page, WANTED)
-    assert [(sample.labels, sample.value) for sample in first] == [({"model_name": "m" * length}, 1.0)]
+    assert not isinstance(first_samples, Failure)
+    assert first_samples == parse_samples(page, WANTED)
+    assert [(sample.labels, sample.value) for sample in first_samples] == [({"model_name": "m" * length}, 1.0)]

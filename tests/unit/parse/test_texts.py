@@ -11,7 +11,7 @@ RUNNING = 'vllm:num_requests_running{model_name="m",engine="0"} 1\n'
 
 
 def dtype(*labels: str) -> str | None:
-    info = "".join(f'vllm:cache_config_info{{block_size="16",{more}}} 1\n' for more in labels)
+    info = "".join(f'vllm:cache_config_info{{block_size="16",{label}}} 1\n' for label in labels)
     page = parse_engines(RUNNING + info)
     assert isinstance(page, EnginePage)
     assert ("kv_cache_dtype", page.engines[0].kv_cache_dtype is not None) in page.inputs

@@ -36,11 +36,11 @@ GRANITE: dict[str, object] = {
 
 
 def shape(config: dict[str, object]) -> ModelShape:
-    found = parse_model_config(json.dumps(config))
+    model_config = parse_model_config(json.dumps(config))
 
-    assert isinstance(found, ModelShape), found
+    assert isinstance(model_config, ModelShape), model_config
 
-    return found
+    return model_config
 
 
 def test_granite_4_h_by_hand() -> None:
@@ -101,13 +101,13 @@ def test_a_model_beside_which_its_pooling_lies_has_no_output_matrix(tmp_path: Pa
     (tmp_path / CONFIG_FILE).write_text(
         json.dumps({**json.loads(config_text("qwen3-8b")), "tie_word_embeddings": False})
     )
-    whole = read_model(tmp_path)
+    model = read_model(tmp_path)
     (tmp_path / POOLING_FILE).write_text("[]")
     pooled = read_model(tmp_path)
 
-    assert isinstance(whole, ModelShape)
+    assert isinstance(model, ModelShape)
     assert isinstance(pooled, ModelShape)
-    assert (whole.embeddings, pooled.embeddings) == (2 * 151936 * 4096, 151936 * 4096)
+    assert (model.embeddings, pooled.embeddings) == (2 * 151936 * 4096, 151936 * 4096)
 
 
 def test_the_mergers_of_qwen3_vl_by_hand() -> None:

@@ -35,11 +35,11 @@ def test_as_many_items_are_profiled_of_the_size_that_vllm_says(subtests: pytest.
         for name in CONFIGS:
             with subtests.test(case=case, name=name):
                 encoder = parse_encoder(CONFIGS[name])
-                asked = Question(shape=replace(model("tiny"), encoder=encoder), **TOLD[case])
+                question = Question(shape=replace(model("tiny"), encoder=encoder), **TOLD[case])
                 _, tokens, items = RECORDED[name][case]
 
-                assert asked.largest_input is not None
-                assert (asked.largest_input.tokens, asked.encoder_items) == (tokens, items)
+                assert question.largest_input is not None
+                assert (question.largest_input.tokens, question.encoder_items) == (tokens, items)
 
 
 def activations(question: Question) -> Range | None:
@@ -49,8 +49,8 @@ def activations(question: Question) -> Range | None:
 def test_the_profiling_holds_the_largest_image_and_then_its_tokens_beside_a_batch() -> None:
     told: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 1, "max_model_len": 32768}
     shape = model("qwen3-vl-8b-instruct")
-    seen, blind = Question(shape=shape, **told), Question(shape=replace(shape, encoder=None), **told)
-    image, text = activations(seen), activations(blind)
+    question, blind = Question(shape=shape, **told), Question(shape=replace(shape, encoder=None), **told)
+    image, text = activations(question), activations(blind)
     assert image is not None
     assert text is not None
     patches, hidden, width = 4 * 16384, 1152, 4 * 1152  # the file leaves the width out

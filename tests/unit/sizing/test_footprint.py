@@ -197,11 +197,11 @@ def test_the_first_and_the_last_stage_hold_one_embedding_each() -> None:
 @given(total=st.integers(0, 10**13), ranks=sizes, stages=sizes)
 def test_ranks_hold_all_weights_between_them(total: int, ranks: int, stages: int) -> None:
     shape = model("llama-3.1-70b")
-    one = count_weights_bytes(shape, total_bytes=total, tensor_parallel=ranks, pipeline_parallel=stages)
+    weights_bytes = count_weights_bytes(shape, total_bytes=total, tensor_parallel=ranks, pipeline_parallel=stages)
 
-    assert one is not None
-    assert one * ranks * stages >= total
-    assert stages > 1 or one <= ceil(total / ranks)
+    assert weights_bytes is not None
+    assert weights_bytes * ranks * stages >= total
+    assert stages > 1 or weights_bytes <= ceil(total / ranks)
 
 
 def test_data_parallelism_divides_experts_alone() -> None:

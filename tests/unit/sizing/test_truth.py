@@ -27,9 +27,9 @@ REFUSED: Final = {
 
 def shape(name: str) -> ModelShape:
     text = config_text(name)
-    found = parse_model_config(text, THERE if "mamba" in text or "linear_num" in text else None)
-    assert isinstance(found, ModelShape), found
-    return found
+    model_config = parse_model_config(text, THERE if "mamba" in text or "linear_num" in text else None)
+    assert isinstance(model_config, ModelShape), model_config
+    return model_config
 
 
 def test_every_configuration_was_asked_for() -> None:
@@ -71,10 +71,10 @@ def model_type(name: str) -> str | None:
 def test_a_model_that_is_not_understood_is_refused_by_what_it_has(subtests: pytest.Subtests) -> None:
     for name in REFUSED:
         with subtests.test(name):
-            found = parse_model_config(config_text(name))
+            model_config = parse_model_config(config_text(name))
 
-            assert isinstance(found, str)
-            assert found.endswith(REFUSED[name])
+            assert isinstance(model_config, str)
+            assert model_config.endswith(REFUSED[name])
 
 
 @pytest.mark.parametrize("name", ["minicpm3-default"])

@@ -203,13 +203,13 @@ TEXT = "text without control characters"
     ],
 )
 def test_a_line_that_is_wrong_is_named_and_ends_the_trace(line: str, problem: str) -> None:
-    seen = parse_trace([HEADER, b'{"t": 1}\n', line.encode() + b"\n", b'{"t": 2}\n'])
+    trace = parse_trace([HEADER, b'{"t": 1}\n', line.encode() + b"\n", b'{"t": 2}\n'])
 
-    assert next(seen).time_seconds == 1.0
+    assert next(trace).time_seconds == 1.0
     with pytest.raises(BadInput) as error:
-        next(seen)
+        next(trace)
     assert str(error.value) == f"line 3: {problem}"
-    assert list(seen) == []
+    assert list(trace) == []
 
 
 def test_a_line_that_is_no_utf_8_is_named() -> None:

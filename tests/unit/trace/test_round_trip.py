@@ -242,9 +242,9 @@ def test_the_host_has_the_names_of_the_contract() -> None:
 
 
 def test_what_is_inside_has_the_names_of_the_contract() -> None:
-    known = Inside(granted_bytes=7, allocated_bytes=5, reserved_bytes=6, parts=((MemoryPart.WEIGHTS, 4),))
+    inside = Inside(granted_bytes=7, allocated_bytes=5, reserved_bytes=6, parts=((MemoryPart.WEIGHTS, 4),))
 
-    (entry,) = build_record(snapshot(gpus=(gpu(inside=known),)))["gpus"]
+    (entry,) = build_record(snapshot(gpus=(gpu(inside=inside),)))["gpus"]
 
     names = ("granted", "allocated", "reserved_by_torch", "parts")
     assert tuple(entry[name] for name in names) == (7, 5, 6, {"weights": 4})

@@ -16,13 +16,13 @@ def main() -> None:
     parser.add_argument("--start", choices=["spawn", "fork"], default="spawn")
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
-    given = parser.parse_args()
+    args = parser.parse_args()
     load_general_plugins()
-    context = multiprocessing.get_context(given.start)
+    context = multiprocessing.get_context(args.start)
     cores = []
-    for rank in range(given.cores):
-        name = f"EngineCore_DP{rank}" if given.cores > 1 else "EngineCore"
-        arguments = (rank, given.workers, given.start)
+    for rank in range(args.cores):
+        name = f"EngineCore_DP{rank}" if args.cores > 1 else "EngineCore"
+        arguments = (rank, args.workers, args.start)
         cores.append(context.Process(target=EngineCore.run_engine_core, args=arguments, name=name))
         cores[-1].start()
     sys.stdout.write("serves\n")

@@ -26,10 +26,10 @@ def test_a_steady_engine_passes_and_it_is_reported_which_leak_would_have_been_se
 
 
 def test_what_is_said_to_be_seen_would_not_pass(tmp_path: Path) -> None:
-    seen = write_trace(tmp_path / "seen", engine(leak=500e3))
+    trace = write_trace(tmp_path / "seen", engine(leak=500e3))
     fainter = write_trace(tmp_path / "fainter", engine(leak=250e3))
 
-    assert run_check("--trace", seen, "--max-leak-per-thousand-requests", "400kB")[0] != 0
+    assert run_check("--trace", trace, "--max-leak-per-thousand-requests", "400kB")[0] != 0
     assert run_check("--trace", fainter, *AT_1_MB)[0] == 0
 
 

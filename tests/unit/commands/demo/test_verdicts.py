@@ -60,7 +60,7 @@ def test_the_leak_is_found_with_its_rate_and_the_time_left() -> None:
 def test_a_scenario_shows_the_situation_that_it_is_named_after(scenario: str, situation: Situation) -> None:
     evaluations = [sample.latest for sample in play(TABLE[scenario], 1.0, began=EPOCH) if sample.latest is not None]
 
-    assert situation in {each.verdicts[0].situation for each in evaluations}
+    assert situation in {evaluation.verdicts[0].situation for evaluation in evaluations}
 
 
 def test_the_kernel_kills_the_engine_that_leaks_host_memory() -> None:

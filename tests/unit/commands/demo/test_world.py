@@ -56,11 +56,11 @@ def test_the_world_follows_from_scenario_and_seed_however_it_is_asked(scenario: 
 def test_the_world_never_goes_back() -> None:
     now = world("healthy")
     now.advance(100)
-    before = picture(now)
+    earlier_picture = picture(now)
     now.advance(50)
 
     assert now.seconds == 100
-    assert picture(now) == before
+    assert picture(now) == earlier_picture
 
 
 def test_the_leak_is_all_that_tells_a_leaking_engine_from_a_healthy_one() -> None:

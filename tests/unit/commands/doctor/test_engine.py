@@ -130,10 +130,10 @@ def test_giving_up_before_the_daemon_would_is_not_called_missing() -> None:
         daemon_waits_seconds=30.0,
     )
 
-    found = check_engine(sight)
+    check = check_engine(sight)
 
-    assert found.state is Status.UNKNOWN
-    assert found.details == ("the daemon waits 30 s, this command 6 s",)
+    assert check.state is Status.UNKNOWN
+    assert check.details == ("the daemon waits 30 s, this command 6 s",)
 
 
 @pytest.mark.parametrize("reason", REASONS[Source.ENGINE])

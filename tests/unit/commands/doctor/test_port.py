@@ -63,11 +63,11 @@ def web_config(tmp_path: Path) -> Path:
 def test_a_daemon_behind_tls_is_known_by_its_certificate(web_config: Path) -> None:
     with daemon(WEB_CONFIG_FILE=str(web_config)) as running:
         port = int(running.url.rpartition(":")[2])
-        known = listen_port(port, WEB_CONFIG_FILE=str(web_config))
+        check = listen_port(port, WEB_CONFIG_FILE=str(web_config))
         unknown = listen_port(port)
 
     text = f"a daemon is running here: port {port} speaks TLS with the certificate of HEADROOM_WEB_CONFIG_FILE"
-    assert (known.state, known.text) == (Status.OK, text)
+    assert (check.state, check.text) == (Status.OK, text)
     assert unknown.state is Status.UNKNOWN
     assert unknown.text.startswith(f"port {port} speaks TLS, as a daemon with HEADROOM_WEB_CONFIG_FILE does")
 

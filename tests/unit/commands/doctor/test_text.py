@@ -56,12 +56,12 @@ def test_the_fix_for_where_it_runs_is_marked_and_comes_first(
     environ: dict[str, str], marker: str, first: str, tmp_path: Path
 ) -> None:
     (tmp_path / marker).touch()
-    found = build_report(ALL, "0.1.0", find_place(environ, tmp_path))
+    report = build_report(ALL, "0.1.0", find_place(environ, tmp_path))
 
-    fixes = [line for line in found.lines if line.startswith(("         fix", "         or "))]
+    fixes = [line for line in report.lines if line.startswith(("         fix", "         or "))]
     assert fixes[0] == first
     assert [line[9:11] for line in fixes] == ["fi", "or"]
-    assert found.data["checks"][1]["fix"][0]["where"] == first[18:-1]
+    assert report.data["checks"][1]["fix"][0]["where"] == first[18:-1]
 
 
 def test_that_nothing_is_missing_is_said() -> None:

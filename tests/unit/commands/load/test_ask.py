@@ -52,10 +52,10 @@ def ask_server(server: StreamingServer | int, count: int = 1, **how: object) -> 
     counted = tally()
 
     async def steps() -> None:
-        made = asker(server, **how)  # type: ignore[arg-type]
+        request_sender = asker(server, **how)  # type: ignore[arg-type]
         for _ in range(count):
-            await made.send(counted)
-        await made.close()
+            await request_sender.send(counted)
+        await request_sender.close()
 
     run(steps)
     return counted
@@ -156,10 +156,10 @@ def test_a_limit_of_this_machine_is_not_the_servers() -> None:
     counted = tally()
 
     async def steps() -> None:
-        made = asker(server)
+        request_sender = asker(server)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            await made.send(counted)
+            await request_sender.send(counted)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

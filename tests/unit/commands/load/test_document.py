@@ -96,11 +96,11 @@ def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False
 
 
 def make_replay(state: LeakState, *series: str) -> LeakReplay:
-    made = LeakReplay()
+    leak_replay = LeakReplay()
     for name in series:
-        course = made._courses[name] = LeakCourse()
+        course = leak_replay._courses[name] = LeakCourse()
         course.step(state, Moment(seconds=1.0, bytes_per_request=500.0))
-    return made
+    return leak_replay
 
 
 STABLE = make_replay(LeakState.STABLE, "GPU-a")
@@ -114,8 +114,8 @@ def report(
     stopped: bool = False,
     limits: tuple[str, ...] = (),
 ) -> Report:
-    given = read_order(build_parser(COMMAND, "load").read((*WORDS, *limits)))
-    return build_report(given, "m", steps, seen or whole(), watch, is_interrupted=stopped)
+    load_order = read_order(build_parser(COMMAND, "load").read((*WORDS, *limits)))
+    return build_report(load_order, "m", steps, seen or whole(), watch, is_interrupted=stopped)
 
 
 GOOD_STEP = step({Outcome.SUCCEEDED: 20})

@@ -18,22 +18,27 @@ def ordered(*words: str) -> LoadOrder:
 
 
 def test_what_is_not_said_is_bounded() -> None:
-    made = ordered()
+    load_order = ordered()
 
-    assert str(made.page_url) == "http://engine:8000/metrics"
-    assert (made.api, made.concurrency, made.model) == (CompletionApi.COMPLETIONS, 10, None)
-    assert (made.seconds, made.grace_seconds, made.timeout_seconds) == (60, 30, 300)
-    assert (made.prompt_tokens, made.output_tokens) == (
+    assert str(load_order.page_url) == "http://engine:8000/metrics"
+    assert (load_order.api, load_order.concurrency, load_order.model) == (CompletionApi.COMPLETIONS, 10, None)
+    assert (load_order.seconds, load_order.grace_seconds, load_order.timeout_seconds) == (60, 30, 300)
+    assert (load_order.prompt_tokens, load_order.output_tokens) == (
         Lengths(shortest=512, longest=512),
         Lengths(shortest=128, longest=128),
     )
-    assert (made.shared_ratio, made.most_requests, made.requests_per_second, made.gpus) == (0, None, None, "auto")
-    assert made.trace.name.startswith("vllm-headroom-load-2")
-    assert str(made) == "completions, prompts of about 512 tokens, answers of 128"
+    assert (load_order.shared_ratio, load_order.most_requests, load_order.requests_per_second, load_order.gpus) == (
+        0,
+        None,
+        None,
+        "auto",
+    )
+    assert load_order.trace.name.startswith("vllm-headroom-load-2")
+    assert str(load_order) == "completions, prompts of about 512 tokens, answers of 128"
 
 
 def test_everything_can_be_said() -> None:
-    made = ordered(
+    load_order = ordered(
         *("--api", "chat", "--model", "m", "--prompt-tokens", "256..2048", "--output-tokens", "64..512"),
         *("--shared-prefix", "30%", "--duration", "5m", "--grace", "2s", "--timeout", "90s", "--max-requests", "7"),
         *("--rate", "0.5", "--metrics-url", "http://pod:9000", "--gpus", "0,GPU-a", "--trace", "t.jsonl"),
@@ -41,13 +46,17 @@ def test_everything_can_be_said() -> None:
         *("--probe-dir", "/run/headroom-probe"),
     )
 
-    assert str(made) == "chat, prompts of about 256..2048 tokens, 30% of them shared, answers of 64..512"
-    assert (made.model, made.most_requests, made.requests_per_second) == ("m", 7, 0.5)
-    assert (made.seconds, made.grace_seconds, made.timeout_seconds) == (300, 2, 90)
-    assert str(made.page_url) == "http://pod:9000/metrics"
-    assert made.gpus == ("0", "GPU-a")
-    assert (made.trace, made.bearer_token_file, made.ca_file) == (Path("t.jsonl"), Path("token"), Path("ca.pem"))
-    assert made.probe_dir == Path("/run/headroom-probe")
+    assert str(load_order) == "chat, prompts of about 256..2048 tokens, 30% of them shared, answers of 64..512"
+    assert (load_order.model, load_order.most_requests, load_order.requests_per_second) == ("m", 7, 0.5)
+    assert (load_order.seconds, load_order.grace_seconds, load_order.timeout_seconds) == (300, 2, 90)
+    assert str(load_order.page_url) == "http://pod:9000/metrics"
+    assert load_order.gpus == ("0", "GPU-a")
+    assert (load_order.trace, load_order.bearer_token_file, load_order.ca_file) == (
+        Path("t.jsonl"),
+        Path("token"),
+        Path("ca.pem"),
+    )
+    assert load_order.probe_dir == Path("/run/headroom-probe")
     assert str(ordered("--image-size", "64x32")) == (
         "chat, prompts of about 512 tokens and an image of 64x32 pixels, answers of 128"
     )

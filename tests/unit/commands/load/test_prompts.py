@@ -117,11 +117,11 @@ def test_a_dataset_without_a_prompt_is_refused(content: str | None, why: str, tm
 @pytest.mark.parametrize("size", [(1, 1), (32, 32), (70, 33), (640, 480)])
 def test_an_image_is_a_png_of_that_size_that_no_cache_has(size: tuple[int, int]) -> None:
     random = Random(4)  # noqa: S311 - not for secrets
-    image, other = draw_image(size, random), draw_image(size, random)
+    image, other_image = draw_image(size, random), draw_image(size, random)
 
     pixels = decode_png(image)
     assert (len(pixels[0]) // 3, len(pixels)) == size
-    assert image != other
+    assert image != other_image
     assert len({row[:3] for row in pixels}) == -(-size[1] // 32)
 
 

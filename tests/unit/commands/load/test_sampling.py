@@ -59,12 +59,12 @@ def records(trace: Path) -> list[dict[str, object]]:
 
 
 def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeNvml, tmp_path: Path) -> None:
-    trace, first, second = tmp_path / "trace", LoadObservation(), LoadObservation()
+    trace, first_load_observation, second = tmp_path / "trace", LoadObservation(), LoadObservation()
     create_trace(trace)
 
     async def steps(server: StreamingServer) -> Sampling:
         load_sampling = sampling(server, trace, here=True)
-        await load_sampling.start_step(first)
+        await load_sampling.start_step(first_load_observation)
         nvml.gpus[0].used_bytes = 2 * GIB
         nvml.write()
         await load_sampling.start_step(second)
@@ -76,7 +76,11 @@ def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeN
         made = run(lambda: steps(server))
 
     assert (made.overall.samples, len(records(trace))) == (3, 4)
-    (whole,), (before,), (after,) = made.overall.gpu_bytes.values(), first.gpu_bytes.values(), second.gpu_bytes.values()
+    (whole,), (before,), (after,) = (
+        made.overall.gpu_bytes.values(),
+        first_load_observation.gpu_bytes.values(),
+        second.gpu_bytes.values(),
+    )
     assert (whole.start, whole.newest) == (GIB, 2 * GIB)
     assert before.highest == GIB
     assert after.start == 2 * GIB
@@ -144,10 +148,10 @@ def test_what_is_read_follows_from_where_the_server_is(
     host: str, words: tuple[str, ...], kinds: tuple[type, type, type]
 ) -> None:
     async def steps() -> None:
-        made = read_order(
+        load_order = read_order(
             build_parser(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words])
         )
-        parts = _build_parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
+        parts = _build_parts(load_order, replace(target(8000), address=(host, 8000)), SystemClock())
 
         readers = (parts.gpus, *(getattr(read, "__self__", None) for read in (parts.processes, parts.probe)))
         assert tuple(map(type, readers)) == kinds

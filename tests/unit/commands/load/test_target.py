@@ -152,9 +152,9 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
 
         async def steps() -> ListedModel:
             tls = load_trust(certificate)
-            found = await find_target(base, CompletionApi.CHAT, tls, None)
-            assert found.tls is tls
-            return await fetch_model(base, found)
+            target = await find_target(base, CompletionApi.CHAT, tls, None)
+            assert target.tls is tls
+            return await fetch_model(base, target)
 
         assert run(steps).name == "tiny"
         assert "certificate verify failed" in problem(server.url)

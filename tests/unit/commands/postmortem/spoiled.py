@@ -73,8 +73,8 @@ def end_of(scene: Scene) -> float:
 
 
 def _without(scene: Scene, begin: float, end: float) -> Scene:
-    kept: list[Record] = [sample for sample in scene.samples if not begin <= sample["t"] < end]
-    return replace(scene, samples=kept)
+    records: list[Record] = [sample for sample in scene.samples if not begin <= sample["t"] < end]
+    return replace(scene, samples=records)
 
 
 SPOILS: Final[tuple[Spoil, ...]] = (

@@ -76,7 +76,7 @@ def test_a_step_that_stood_still_for_a_minute_before_the_gpu_was_full_is_no_hang
     engine.look(REFUSED, processes=(), gpus=(FREE,))
 
     diagnoses = engine.judge(run)
-    assert [each["what"] for each in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
+    assert [event["what"] for event in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
     assert diagnoses["cause"] == "out_of_memory_burst"
     assert "hang" not in {each["cause"] for each in diagnoses["also"]}  # type: ignore[attr-defined]
 
@@ -93,15 +93,15 @@ def test_the_page_of_the_sidecar_names_the_end_and_not_the_stall(tmp_path: Path)
 
 
 def test_an_end_that_came_later_or_for_no_known_reason_leaves_the_stall(run: Run, tmp_path: Path) -> None:
-    late, gone = Recorded(tmp_path / "late", killed(0)), Recorded(tmp_path / "gone", killed(0))
+    late, recorded = Recorded(tmp_path / "late", killed(0)), Recorded(tmp_path / "gone", killed(0))
     late.look(working(44), processes=(SERVER,), gpus=(FREE,), host=killed(1))
     late.look(working(44), after=16.0)
     late.look(REFUSED, processes=())
-    gone.look(working(44), processes=(SERVER, CORE))
-    gone.look(REFUSED, processes=())
+    recorded.look(working(44), processes=(SERVER, CORE))
+    recorded.look(REFUSED, processes=())
 
-    assert [late.judge(run)["what"], gone.judge(run)["what"]] == ["stalled", "stalled"]
-    assert gone.judge(run)["cause"] == "crash"
+    assert [late.judge(run)["what"], recorded.judge(run)["what"]] == ["stalled", "stalled"]
+    assert recorded.judge(run)["cause"] == "crash"
 
 
 def test_a_stall_during_which_proc_fails_is_one_incident(tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ def test_a_stall_during_which_proc_fails_is_one_incident(tmp_path: Path) -> None
     for _ in range(13):
         engine.look(REFUSED, processes=WHOLE)
 
-    assert [each["what"] for each in header(the_incident(tmp_path))["events"]] == ["stalled"]
+    assert [event["what"] for event in header(the_incident(tmp_path))["events"]] == ["stalled"]

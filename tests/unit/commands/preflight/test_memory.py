@@ -85,10 +85,10 @@ def test_a_budget_that_fits_only_just_is_a_go_with_a_remark(preflight: Preflight
 
 def test_bytes_are_asked_beside_a_utilization(preflight: Preflight) -> None:
     ask = MemoryRequest(utilization_ratio=0.5, bytes_per_gpu=60 * GIB)
-    less = MemoryRequest(utilization_ratio=0.5, bytes_per_gpu=10 * GIB)
+    memory_request = MemoryRequest(utilization_ratio=0.5, bytes_per_gpu=10 * GIB)
 
     assert preflight.report(ask).gpus[0].requested_bytes == 60 * GIB
-    assert preflight.report(less).gpus[0].requested_bytes == USABLE // 2
+    assert preflight.report(memory_request).gpus[0].requested_bytes == USABLE // 2
 
 
 def test_more_than_the_gpu_has_does_not_pass_by_waiting(preflight: Preflight) -> None:

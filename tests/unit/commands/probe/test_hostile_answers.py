@@ -62,8 +62,8 @@ def test_an_answer_that_is_no_file_is_none_and_the_others_are_reported(
 
 
 def _answered(folder: Path) -> None:
-    asked = json.loads((folder / "record.json").read_text())
-    (folder / HONEST).write_text(json.dumps({"headroom_record": 1, "id": asked["id"]}))
+    document = json.loads((folder / "record.json").read_text())
+    (folder / HONEST).write_text(json.dumps({"headroom_record": 1, "id": document["id"]}))
 
 
 DEEP: Final = b"[" * MAX_ANSWER_BYTES

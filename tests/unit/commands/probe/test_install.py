@@ -77,11 +77,11 @@ def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_to_set(tmp_path: Path) -> None:
-    told = run_process("probe", "install", os.path.relpath(tmp_path))
+    process = run_process("probe", "install", os.path.relpath(tmp_path))
     printed = run_command("probe", "install", "--json", str(tmp_path))
 
-    assert (told.returncode, told.stderr) == (0, "")
-    (line,) = (line for line in told.stdout.splitlines() if "PYTHONPATH" in line)
+    assert (process.returncode, process.stderr) == (0, "")
+    (line,) = (line for line in process.stdout.splitlines() if "PYTHONPATH" in line)
     path = line.removeprefix("  PYTHONPATH=")
     assert path.startswith("/"), "vLLM is started elsewhere"
     assert os.path.samefile(path, tmp_path)  # noqa: PTH121 - of two texts

@@ -179,7 +179,7 @@ def test_every_process_that_keeps_a_history_is_asked(folder: Path) -> None:
     report = report_taken(data)
 
     assert said == ["2 processes write a snapshot"]
-    assert {each["pid"]: each["problem"] for each in data["snapshots"]} == {7: None, 8: "OSError: full"}
+    assert {snapshot["pid"]: snapshot["problem"] for snapshot in data["snapshots"]} == {7: None, 8: "OSError: full"}
     assert sorted(report.lines) == [
         "  8 B in 2 blocks, since 1970-01-01 00:00:01Z: /site/a.py:3",
         "worker (pid 7) wrote /snapshots/requested-rank0-7-1000.pickle, which stopped it for 0.250 s:",
@@ -198,7 +198,7 @@ def test_a_process_that_does_not_answer_in_time_is_reported(folder: Path, monkey
 
     data = asyncio.run(take_snapshots(folder, answer_another_request))
 
-    assert {each["pid"]: each["problem"] for each in data["snapshots"]} == {7: None, 8: "no answer"}
+    assert {snapshot["pid"]: snapshot["problem"] for snapshot in data["snapshots"]} == {7: None, 8: "no answer"}
 
 
 def test_without_a_history_there_is_nothing_to_ask(folder: Path) -> None:

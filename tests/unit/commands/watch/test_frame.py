@@ -34,25 +34,27 @@ def test_the_verdict_and_the_time_left_are_written() -> None:
 
 
 def test_instances_of_one_gpu_are_distinguished() -> None:
-    seen = json.loads(json.dumps(build_document(day(gpus=2))))
+    document = json.loads(json.dumps(build_document(day(gpus=2))))
     for gpu, curve, uuid in zip(
-        seen["gpus"], seen["history"]["gpus"], ("MIG-1234567890", "MIG-abcdefghij"), strict=True
+        document["gpus"], document["history"]["gpus"], ("MIG-1234567890", "MIG-abcdefghij"), strict=True
     ):
         gpu["gpu"], gpu["uuid"], curve["uuid"] = "1", uuid, uuid
         gpu["info"]["attribution"] = "process"
 
-    shown = looked_at(seen)
+    shown = looked_at(document)
 
     assert "GPU 1 MIG-12345678: " in shown
     assert "GPU 1 MIG-abcdefgh: " in shown
 
 
 def test_free_host_memory_is_drawn_and_is_not_asked_of_an_earlier_sidecar() -> None:
-    seen = json.loads(json.dumps(build_document(host_day())))
+    document = json.loads(json.dumps(build_document(host_day())))
 
-    assert "host memory: 4 GiB free, full in 4 min 0 s; the last 1 h 0 min, on a scale from 0" in looked_at(seen, 100)
-    del seen["history"]["host_free_bytes"]
-    assert "host memory: " not in looked_at(seen, 100)
+    assert "host memory: 4 GiB free, full in 4 min 0 s; the last 1 h 0 min, on a scale from 0" in looked_at(
+        document, 100
+    )
+    del document["history"]["host_free_bytes"]
+    assert "host memory: " not in looked_at(document, 100)
 
 
 def test_no_line_is_wider_than_the_terminal() -> None:

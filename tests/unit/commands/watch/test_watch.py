@@ -105,11 +105,11 @@ def test_the_exit_code_and_json_go_together() -> None:
 
 def test_the_address_may_be_an_option_but_not_both() -> None:
     with sidecar() as url:
-        asked = run_command("watch", "--headroom-url", url, "--json")
+        command = run_command("watch", "--headroom-url", url, "--json")
         both = run_command("watch", url, "--headroom-url", url, "--json")
 
-    assert asked.returncode == 0
-    assert read_data(asked.stdout)["verdicts"]
+    assert command.returncode == 0
+    assert read_data(command.stdout)["verdicts"]
     assert (both.returncode, both.stderr.count("\n")) == (2, 1)
     assert "URL and --headroom-url cannot both be given" in both.stderr
 

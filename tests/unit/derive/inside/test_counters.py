@@ -46,20 +46,20 @@ def test_a_new_worker_counts_on_from_the_last_one() -> None:
 
 
 def test_what_a_worker_counted_before_it_died_is_in_its_last_file() -> None:
-    last = ProbeReadings(others=(worker(7, retries=9, ooms=1),))
+    last_probe_readings = ProbeReadings(others=(worker(7, retries=9, ooms=1),))
 
-    samples = followed(here(worker(7, retries=4, ooms=0)), last)[1]
+    samples = followed(here(worker(7, retries=4, ooms=0)), last_probe_readings)[1]
 
     assert values(samples, catalog.ALLOCATOR_RETRIES) == {A_GPU: 9.0}
     assert values(samples, catalog.ALLOCATOR_OOMS) == {A_GPU: 1.0}
 
 
 def test_an_error_that_only_the_observer_saw_counts() -> None:
-    seen = OomRecord(at_seconds=1.0, uuid="GPU-a", seen=2)
+    oom_record = OomRecord(at_seconds=1.0, uuid="GPU-a", seen=2)
     elsewhere = OomRecord(at_seconds=1.0, uuid="GPU-b", seen=2)
 
-    assert values(followed(here(worker(oom=seen)))[1], catalog.ALLOCATOR_OOMS) == {A_GPU: 2.0}
-    assert values(followed(here(worker(ooms=3, oom=seen)))[1], catalog.ALLOCATOR_OOMS) == {A_GPU: 3.0}
+    assert values(followed(here(worker(oom=oom_record)))[1], catalog.ALLOCATOR_OOMS) == {A_GPU: 2.0}
+    assert values(followed(here(worker(ooms=3, oom=oom_record)))[1], catalog.ALLOCATOR_OOMS) == {A_GPU: 3.0}
     assert values(followed(here(worker(oom=elsewhere)))[1], catalog.ALLOCATOR_OOMS) == {}
 
 

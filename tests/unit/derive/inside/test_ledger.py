@@ -104,11 +104,11 @@ def test_a_whole_ledger_sums_to_what_is_held(  # noqa: PLR0917 - each is a size
     reserved = allocated + split + cached
     sums = Sums(allocated=allocated, reserved=reserved, split=split, weights=weights, kv_cache=kv_cache, graphs=graphs)
 
-    found = build_ledger(sums, reserved + outside)
+    ledger = build_ledger(sums, reserved + outside)
 
-    assert sum(found.values()) == reserved + outside
-    assert min(found.values()) >= 0
-    assert set(MemoryPart) - found.keys() <= {MemoryPart.CUDA_GRAPHS}
+    assert sum(ledger.values()) == reserved + outside
+    assert min(ledger.values()) >= 0
+    assert set(MemoryPart) - ledger.keys() <= {MemoryPart.CUDA_GRAPHS}
 
 
 def device(**known: Any) -> AllocatorReading:

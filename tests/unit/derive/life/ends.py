@@ -66,8 +66,8 @@ class Timeline:
         ending = next(ending for event, ending in self.events if event is decisive)
         xids = () if self.plan.xid is None else (Xid(t=decisive.t, uuid="GPU-a", xid=self.plan.xid),)
         ooms = () if self.plan.oom is None else (self.plan.oom,)
-        known = Incident(t=decisive.t, what=decisive.what, reason=decisive.reason, xids=xids, ooms=ooms)
-        return judge_ending(add_evidence(ending, known))[0]
+        incident = Incident(t=decisive.t, what=decisive.what, reason=decisive.reason, xids=xids, ooms=ooms)
+        return judge_ending(add_evidence(ending, incident))[0]
 
     def _look(self, at: float, step: float) -> None:
         left = tuple(each for each in self._all if self.plan.deaths.get(each.pid, NEVER) > at)

@@ -109,11 +109,11 @@ def test_an_excess_lasts_through_a_dip_and_is_over_with_a_fall() -> None:
     watch = Watch()
     at_work(watch, 10, BUDGET_GIB + 3.5)
     through = excess_of(at_work(watch, 5, BUDGET_GIB + 2))
-    after = excess_of(at_work(watch, 5, BUDGET_GIB + 1))
+    later_budget_excess = excess_of(at_work(watch, 5, BUDGET_GIB + 1))
 
     assert through is not None
     assert through.seconds == pytest.approx(15 * MINUTE, abs=15)
-    assert after is None
+    assert later_budget_excess is None
 
 
 def test_the_largest_peak_that_an_engine_has_shown_is_what_a_burst_takes() -> None:
@@ -126,9 +126,9 @@ def test_the_largest_peak_that_an_engine_has_shown_is_what_a_burst_takes() -> No
     assert excess is not None
     assert excess.needed_bytes == pytest.approx(1.7 * GIB, abs=2)
     at_work(beside_others, 5, 0, gpus=(shared,))
-    known = excess_of(at_work(beside_others, 1, 78))
-    assert known is not None
-    assert known.needed_bytes == int(0.8 * GIB), "a peak may have been anybody's"
+    budget_excess = excess_of(at_work(beside_others, 1, 78))
+    assert budget_excess is not None
+    assert budget_excess.needed_bytes == int(0.8 * GIB), "a peak may have been anybody's"
 
 
 def test_the_operators_figure_is_a_budget_too() -> None:
@@ -136,10 +136,10 @@ def test_the_operators_figure_is_a_budget_too() -> None:
     at_work(watch, 10, 78, gpu_memory_utilization_ratio=None)
     assert watch.seen is not None
 
-    _, told = update_engine(watch.state, watch.seen, configured_bytes=74.0 * GIB)
+    _, snapshot = update_engine(watch.state, watch.seen, configured_bytes=74.0 * GIB)
 
-    assert told.engine_status is not None
-    excess = excess_of(told.engine_status)
+    assert snapshot.engine_status is not None
+    excess = excess_of(snapshot.engine_status)
     assert excess is not None
     assert excess.excess_bytes == 4 * GIB
 
@@ -172,7 +172,7 @@ def test_an_engine_over_its_budget_whose_gpu_was_full_surely_died_of_it() -> Non
 
     assert status.event is not None
     assert status.exit_reason is ExitReason.OVER_BUDGET
-    assert [(each.cause, each.sureness) for each in judge_ending(status.event)] == [
+    assert [(diagnosis.cause, diagnosis.sureness) for diagnosis in judge_ending(status.event)] == [
         (EndCause.OVER_BUDGET, Sureness.SURE)
     ]
 

@@ -129,17 +129,17 @@ def test_sources_that_fail_end_no_run_and_begin_none(subtests: pytest.Subtests) 
             with subtests.test(stages=stages, sources=sources):
                 for (looks, after), (page, late, knows_pids) in product(LENGTHS, WAYS):
                     world = World(has_view=True, knows_pids=knows_pids)
-                    before = world.pass_through(*stages)
-                    assert before.state is stages[-1].state
+                    earlier_engine_status = world.pass_through(*stages)
+                    assert earlier_engine_status.state is stages[-1].state
                     failing = {"page": page, "processes": late, "gpus": NO_GPU, "probe": NO_PROBE}
                     failures = {source: failing[source] for source in sources}
                     lives = [world.look(stages[-1], failures, after) for _ in range(looks)]
                     lives += [world.look(stages[-1], {}) for _ in range(13)]
 
-                    assert {each.state for each in lives} <= {before.state, EngineState.UNKNOWN}
-                    assert lives[-1].state is before.state
+                    assert {each.state for each in lives} <= {earlier_engine_status.state, EngineState.UNKNOWN}
+                    assert lives[-1].state is earlier_engine_status.state
                     counts = {(exits(live), live.restarts, live.exit_reason) for live in lives}
-                    assert counts == {(exits(before), before.restarts, None)}
+                    assert counts == {(exits(earlier_engine_status), earlier_engine_status.restarts, None)}
 
 
 def test_a_sidecar_without_a_view_of_processes_ends_no_run_either(subtests: pytest.Subtests) -> None:
@@ -149,15 +149,17 @@ def test_a_sidecar_without_a_view_of_processes_ends_no_run_either(subtests: pyte
             with subtests.test(name=name, sources=sources):
                 for looks, after in LENGTHS:
                     world = World(has_view=False, knows_pids=False)
-                    before = world.pass_through(*STAGES[name])
+                    earlier_engine_status = world.pass_through(*STAGES[name])
                     failing = {"page": SILENT, "processes": UNSEEN, "gpus": NO_GPU, "probe": NO_PROBE}
                     failures = {source: failing[source] for source in sources}
                     lives = [world.look(STAGES[name][-1], failures, after) for _ in range(looks)]
                     lives += [world.look(STAGES[name][-1], {}) for _ in range(3)]
 
-                    assert lives[-1].state is before.state
+                    assert lives[-1].state is earlier_engine_status.state
                     assert EngineState.DOWN not in {each.state for each in lives}
-                    assert {(exits(live), live.restarts) for live in lives} == {(exits(before), before.restarts)}
+                    assert {(exits(live), live.restarts) for live in lives} == {
+                        (exits(earlier_engine_status), earlier_engine_status.restarts)
+                    }
 
 
 WINDOW: Final = st.tuples(st.sampled_from(PAIRS), st.integers(0, 120), st.integers(1, TEN_MINUTES), st.booleans())

@@ -64,8 +64,10 @@ def judge(oom_seconds: float, *, leak: LeakState = LeakState.STABLE, work: Work 
     peak = WorkPeak(transient_bytes=int(3.1 * GIB), size=8192, step=STEP)
     lower = WorkPeak(transient_bytes=GIB, size=8192, step=STEP)
     works = WorkPeaks(work=Work.PREFILL, recent=lower), WorkPeaks(work=Work.PROMPT_LOGPROBS, recent=peak)
-    before = LastInService(probe=(ProbedMemory(pid=1, peaks=PeakReadings(works=works)),))
-    written = drop_unknown(Incident(t=END_SECONDS, what=IncidentKind.ENDED, ooms=(oom,), before=before))
+    earlier_last_in_service = LastInService(probe=(ProbedMemory(pid=1, peaks=PeakReadings(works=works)),))
+    written = drop_unknown(
+        Incident(t=END_SECONDS, what=IncidentKind.ENDED, ooms=(oom,), before=earlier_last_in_service)
+    )
     incident = read_incident(written)
     assert incident is not None
     gpu = GpuAtEnd(index=0, uuid="GPU-a", first_room_bytes=4 * GIB, last_room_bytes=GIB, leak=leak)

@@ -290,19 +290,19 @@ def test_a_run_that_ended_has_no_beginning() -> None:
 
 
 def test_a_daemon_that_takes_up_the_runs_knows_its_engine_again() -> None:
-    before, after = serving(), Watch()
-    after.state = EngineMemory(runs=before.state.runs)
+    before, later_watch = serving(), Watch()
+    later_watch.state = EngineMemory(runs=before.state.runs)
     nudged = tuple(replace(process, started_at_seconds=process.started_at_seconds + 1) for process in WHOLE)
 
-    assert after.look(REFUSED, processes=nudged).restarts == 0
-    assert after.look(working(30)).restarts == 0
+    assert later_watch.look(REFUSED, processes=nudged).restarts == 0
+    assert later_watch.look(working(30)).restarts == 0
 
 
 def test_a_daemon_that_takes_up_the_runs_counts_what_happened_meanwhile() -> None:
-    before, after = serving(), Watch()
-    after.state = EngineMemory(runs=before.state.runs)
+    before, later_watch = serving(), Watch()
+    later_watch.state = EngineMemory(runs=before.state.runs)
 
-    life = after.look(REFUSED, processes=NEXT)
+    life = later_watch.look(REFUSED, processes=NEXT)
 
     assert (life.restarts, exits(life)) == (1, {ExitReason.GONE: 1})
     assert not life.is_in_service

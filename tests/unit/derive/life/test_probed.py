@@ -55,11 +55,11 @@ def test_silence_without_work_or_of_another_process_is_no_stall() -> None:
 def died(oom: OomRecord, *, written: float, replaced: bool = False) -> dict[ExitReason, int]:
     """Return the exits after a death at second 10 of the run, which left that record."""
     watch = serving()
-    left = ProbeReadings(others=(probed(oom=oom, written_at_seconds=BEGAN + written),))
+    probe_readings = ProbeReadings(others=(probed(oom=oom, written_at_seconds=BEGAN + written),))
     life: EngineStatus = (
-        watch.look(working(0, started=BEGAN + 9000), processes=NEXT, probe=left)
+        watch.look(working(0, started=BEGAN + 9000), processes=NEXT, probe=probe_readings)
         if replaced
-        else watch.look(REFUSED, processes=(), gpus=(card(0.5),), probe=left)
+        else watch.look(REFUSED, processes=(), gpus=(card(0.5),), probe=probe_readings)
     )
     return {reason: count for reason, count in life.exits if count}
 

@@ -44,14 +44,14 @@ def vllm(tmp_path: Path) -> Path:
 
 def test_a_process_in_a_real_cgroup_is_seen_against_its_limit(vllm: Path) -> None:
     with limited(LIMIT) as folder, taking(folder, vllm) as taker:
-        before = cgroup(taker)
+        earlier_cgroup = cgroup(taker)
         taker.asked("hold", 40)
-        after = cgroup(taker)
+        later_cgroup = cgroup(taker)
 
-    assert before.limit_bytes == after.limit_bytes == LIMIT
-    assert 40 * MIB - CHARGED_AHEAD <= own(after) - own(before) < 48 * MIB
-    assert before.identity == after.identity
-    assert after.oom_kills == 0
+    assert earlier_cgroup.limit_bytes == later_cgroup.limit_bytes == LIMIT
+    assert 40 * MIB - CHARGED_AHEAD <= own(later_cgroup) - own(earlier_cgroup) < 48 * MIB
+    assert earlier_cgroup.identity == later_cgroup.identity
+    assert later_cgroup.oom_kills == 0
 
 
 def test_files_of_a_real_process_fill_the_cgroup_and_are_no_pressure(tmp_path: Path, vllm: Path) -> None:
@@ -60,12 +60,12 @@ def test_files_of_a_real_process_fill_the_cgroup_and_are_no_pressure(tmp_path: P
     if subprocess.check_output(["stat", "-f", "-c", "%T", file], text=True).strip() == "tmpfs":
         pytest.skip("files here lie in memory, which no kernel can take back")
     with limited(LIMIT) as folder, taking(folder, vllm, file=file) as taker:
-        before = cgroup(taker)
+        earlier_cgroup = cgroup(taker)
         taker.asked("fill", 64)  # less than the limit: beyond it the kernel takes back as it likes
-        after = cgroup(taker)
+        later_cgroup = cgroup(taker)
 
-    assert after.used_bytes - before.used_bytes > 32 * MIB
-    assert own(after) < own(before) + 8 * MIB
+    assert later_cgroup.used_bytes - earlier_cgroup.used_bytes > 32 * MIB
+    assert own(later_cgroup) < own(earlier_cgroup) + 8 * MIB
 
 
 def test_the_kernel_really_kills_and_its_count_is_read(vllm: Path) -> None:

@@ -80,11 +80,11 @@ def test_what_may_have_changed_is_read_again(tree: ProcTree, before: tuple[str, 
     tree.add(7, 1, *before)
     entry = read_entry(tree.path, 7)
     tree.add(7, 1, *after)
-    found = read_entry(tree.path, 7, entry)
+    proc_entry = read_entry(tree.path, 7, entry)
 
-    assert found is not None
-    assert found.command == after
-    assert found == read_entry(tree.path, 7)
+    assert proc_entry is not None
+    assert proc_entry.command == after
+    assert proc_entry == read_entry(tree.path, 7)
 
 
 def test_another_process_with_the_same_pid_is_read_again(tree: ProcTree) -> None:

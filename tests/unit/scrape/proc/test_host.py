@@ -183,10 +183,10 @@ def test_a_mount_point_may_have_what_is_a_line_elsewhere_in_its_name(tree: ProcT
 def test_no_process_has_no_container_and_no_shared_memory(tree: ProcTree) -> None:
     (tree.path / "meminfo").write_text(MEMINFO)
 
-    seen = read_host(tree.path, None)
+    host = read_host(tree.path, None)
 
-    assert (seen.cgroup, seen.shm) == (None, None)
-    assert seen.machine is not None
+    assert (host.cgroup, host.shm) == (None, None)
+    assert host.machine is not None
 
 
 def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> None:
