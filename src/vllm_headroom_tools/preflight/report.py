@@ -63,7 +63,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
     def highest_utilization_ratio(self) -> float | None:
         """Return the highest gpu_memory_utilization that would surely work now on all of the GPUs.
 
-        Returns None if no value would work on one of them, or without GPUs.
+        Returns None if a GPU exists on which no value would work, or if there are no GPUs.
         """
         ratios = []
         for gpu in self.gpus:

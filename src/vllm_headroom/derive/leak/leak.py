@@ -260,7 +260,7 @@ def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
 def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakState:
     """Return the leak state that is exported for a track.
 
-    `is_known` is whether the memory is known now. `is_settled` is whether load is level.
+    `is_known` says whether the memory is known now; `is_settled` says whether load is level.
     """
     if not is_known or track.history.anchor is None:
         return LeakState.UNKNOWN

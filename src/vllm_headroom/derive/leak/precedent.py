@@ -120,9 +120,9 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
 
 
 def settle_precedent(track: Track, newest: Block) -> Track:
-    """Return the track with what this run has reached as its precedent, if that growth was no leak.
+    """Return the track; if this run's growth was no leak, it becomes the track's precedent.
 
-    It was no leak if memory has levelled off or has followed load down, with room left and without
+    The growth was no leak if memory has levelled off or has followed load down, with room left and without
     an alarm.
     """
     reached = track.reached

@@ -265,9 +265,9 @@ def _read_failure(failure: Failure) -> PageAnswer:
 def _judge_visibility(
     snapshot: Snapshot, runs: EngineRuns, processes: tuple[EngineProcess, ...] | None
 ) -> bool | None:
-    """Return whether the engine's processes are visible: False if a page answers without any.
+    """Return whether the engine's processes are visible.
 
-    Returns None while that is unknown. An earlier result of the same run is kept.
+    Returns False if a page answers although no process is visible, and None while that is unknown. An earlier result of the same run is kept.
     """
     if processes:
         return True
