@@ -494,7 +494,8 @@ class Parser(argparse.ArgumentParser):
             if OPTION.match(word):
                 typed_options.append(self._parse_option(word))
                 continue
-            # Either the last option still needs a value, or the command takes no more positional words.
+            # Either the last option still needs a value, or the command takes no more positional
+            # words.
             is_value = bool(typed_options) and (
                 typed_options[-1].is_open or len(loose_words) == positional_count
             )

@@ -122,8 +122,8 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
 def settle_precedent(track: Track, newest: Block) -> Track:
     """Return the track; if this run's growth was no leak, it becomes the track's precedent.
 
-    The growth was no leak if memory has levelled off or has followed load down, with room left and without
-    an alarm.
+    The growth was no leak if memory has levelled off or has followed load down, with room left and
+    without an alarm.
     """
     reached = track.reached
     if reached is None or track.alarm is not None:

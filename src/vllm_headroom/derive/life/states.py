@@ -267,7 +267,8 @@ def _judge_visibility(
 ) -> bool | None:
     """Return whether the engine's processes are visible.
 
-    Returns False if a page answers although no process is visible, and None while that is unknown. An earlier result of the same run is kept.
+    Returns False if a page answers although no process is visible, and None while that is unknown.
+    An earlier result of the same run is kept.
     """
     if processes:
         return True

@@ -145,7 +145,7 @@ class PageReader:
     async def send(
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> Reply | Failure:
-        """Return the answer to a request, whatever its status; a Failure if `fetch` would return one.
+        """Return the answer to a request, whatever its status; a Failure if there is none.
 
         `path` is relative to the URL; "" is the URL itself. `body` is sent as JSON. If it is None,
         no body is sent.
