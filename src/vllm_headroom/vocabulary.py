@@ -427,7 +427,7 @@ class LogRemarkKind(StrEnum):
 
 
 class LogFailureKind(StrEnum):
-    """What failed, by the engine's log."""
+    """The kinds of failures that an engine's log shows."""
 
     GPU_OUT_OF_MEMORY = "gpu_out_of_memory"
     NO_KV_CACHE_MEMORY = "no_kv_cache_memory"

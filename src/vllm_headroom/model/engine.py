@@ -133,7 +133,7 @@ def _input(name: str, metric: str | None = None) -> Input:
 
 
 class EngineReading(Struct, frozen=True, kw_only=True):
-    """The readings of one engine, which is one data-parallel rank; None if not offered."""
+    """Readings of one engine (one data-parallel rank); a field is None if the page lacks it."""
 
     model_name: str
     engine: str

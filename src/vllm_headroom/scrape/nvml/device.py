@@ -309,7 +309,7 @@ class NvmlDevice:
         return used_bytes
 
     def read_faults(self) -> GpuFaults:
-        """Return the faults in the memory of the whole GPU; a field is None if not reported."""
+        """Return the faults in the memory of the whole GPU; a field is None if it is unknown."""
         gpu = self.gpu or self._open()
         ecc = self._query(gpu, "ECC mode", pynvml.nvmlDeviceGetEccMode)
         rows = self._query(gpu, "row remapping", pynvml.nvmlDeviceGetRemappedRows)
