@@ -33,6 +33,7 @@ OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "clipped rises": (growth_evidence, "CLIP_MEDIANS", 1e9),
     "patience": (verdicts, "compute_patience", lambda *_, **__: growth_evidence.GROWING_SECONDS),
     "keeps its pace": (verdicts, "is_fading", lambda _: False),
+    "most of the room": (verdicts, "find_growth_without_room", lambda *_: None),
     "large steps": (verdicts, "find_step_windows", lambda *_: ()),
     "sizes of steps": (growth_evidence, "score_likeness", lambda *_: 0.0),
     "load that doubled": (track, "LOAD_LEAP", 1e9),

@@ -81,6 +81,9 @@ SOON_SHARE: Final = 0.75
 the time left. After an hour, `LATE_SHARE` is used instead.
 """
 
+GONE_RATIO: Final = 6.0
+"""Our choice: most of the room is gone when growth took this many times what is left of it."""
+
 STRAIGHT_LEFT_SECONDS: Final = 600.0
 """A straight line of six blocks is an alarm if less time than this is left. If a card is full in
 minutes, there is no time for eleven blocks.
@@ -591,18 +594,21 @@ def _judge_rings(
         verdict = Certainty.GROWING
     history = replace(track.history, rings=tuple(rings))
     track = replace(track, history=history, verdict=verdict, is_excused=is_excused)
-    growth_of_steps = None
-    # This does not depend on the windows: another step of the size that repeats would not fit.
+    urgent_growth = None
+    # Regardless of the windows: another step of the size that repeats would not fit, or most of the
+    # room is gone.
     if verdict is not Certainty.LEAKING and room_bytes is not None:
-        growth_of_steps = _find_growth_without_next_step(track, room_bytes)
-    if growth_of_steps is not None:
+        urgent_growth = _find_growth_without_next_step(track, room_bytes)
+        if urgent_growth is None and not is_excused:
+            urgent_growth = find_growth_without_room(track, room_bytes)
+    if urgent_growth is not None:
         track = replace(
             track,
             verdict=Certainty.LEAKING,
-            alarm=_raise_alarm(growth_of_steps),
+            alarm=_raise_alarm(urgent_growth),
             is_excused=False,
         )
-        return track, growth_of_steps
+        return track, urgent_growth
     if surest is None:
         return track, None
     if verdict is Certainty.LEAKING:
@@ -632,6 +638,31 @@ def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | 
     begin = bisect_left(ring.blocks, next_step.first_seconds, key=lambda block: block.seconds) - 1
     survey = survey_ring(ring, ring.blocks[max(0, begin)])
     return None if survey is None else cut_window(survey, 0)
+
+
+def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
+    """Return the growth of the run if it took most of the room, has not slowed down, and goes on.
+
+    Bounded growth that gets so far has slowed down by then. None in the first hour, because a start
+    takes memory fast.
+    """
+    anchor = track.history.anchor
+    assert anchor is not None  # noqa: S101 - it is set before the first block
+    newest = track.history.rings[0].blocks[-1]
+    grown_bytes = newest.floor_bytes - anchor.floor_bytes
+    usable_bytes = room_bytes - OUT_OF_MEMORY_BYTES
+    if usable_bytes <= 0 or grown_bytes < GONE_RATIO * usable_bytes:
+        return None
+    is_young = newest.seconds - anchor.seconds < LEAKING_SECONDS
+    if is_young or newest.floor_bytes < _find_full_pools(track):
+        return None
+    survey = survey_ring(_find_reaching_ring(track.history.rings, anchor.seconds), anchor)
+    if survey is None or is_fading(track):
+        return None
+    growth = cut_window(survey, 0)
+    if growth.rise_count < LEAST_RISES or has_ended(growth):
+        return None
+    return growth
 
 
 def _judge_straight_line(

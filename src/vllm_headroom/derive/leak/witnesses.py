@@ -198,6 +198,18 @@ WITNESSES: Final = (
         "::test_a_release_does_not_end_an_alarm_while_the_lows_rise",
     ),
     Witness(
+        name="most of the room",
+        measures="the growth of the run, against what is left of the room",
+        adds="an alarm without odds once growth took six times what is left, and has not slowed"
+        " down",
+        functions=(judge.find_growth_without_room,),
+        constants={"GONE_RATIO": judge.GONE_RATIO},
+        source="our choice; simulated engines whose uneven steps left no evidence ran out of memory"
+        " without an alarm",
+        fails_without="tests/unit/derive/leak/test_room_gone.py"
+        "::test_uneven_growth_that_took_most_of_the_room_is_an_alarm",
+    ),
+    Witness(
         name="no concern",
         measures="the growth of half a day, against the room",
         adds="nothing; what would take a year to fill ends an alarm",
