@@ -7,14 +7,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-
-from tests.e2e.paging import free_addresses, is_answering
-from tests.process import eventually
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = Path(os.environ.get("CLUSTER_FOLDER", ".cluster")).resolve()
@@ -31,10 +26,16 @@ READ_SECONDS: Final = 900.0
 """How long all tries of a request that only reads may take: on a busy machine the API server answers late."""
 
 SIDECAR_IMAGE: Final = os.environ.get("SIDECAR_IMAGE", "localhost/vllm-headroom:image-test")
+NEXT_SIDECAR_IMAGE: Final = os.environ.get("NEXT_SIDECAR_IMAGE", "localhost/vllm-headroom:next")
+"""The image to which a sidecar is upgraded: another name is enough."""
+
 ENGINE_IMAGE: Final = os.environ.get("ENGINE_IMAGE", "localhost/vllm-stand-in:1")
 NODE: Final = FOLDER / "node"
 IS_OWN_CLUSTER: Final = NODE.exists()
 """Whether node/start.sh started it: then its parts may be stopped."""
+
+HOST_ADDRESS: Final = os.environ.get("HOST_ADDRESS", "10.200.7.1")
+"""The address at which pods find what a test serves, by default that of the node of node/start.sh."""
 
 OVERLAY: Final = """\
 apiVersion: kustomize.config.k8s.io/v1beta1
@@ -66,7 +67,9 @@ patches:
         spec:
           containers:
           - name: vllm
-            env: [{{name: POD_NAME, valueFrom: {{fieldRef: {{fieldPath: metadata.name}}}}}}]
+            env:
+            - {{name: POD_NAME, valueFrom: {{fieldRef: {{fieldPath: metadata.name}}}}}}
+            - {{name: ENGINE_LOAD_SECONDS, value: "{load_seconds}"}}
             args: [{model}, --host=0.0.0.0, --port=8000, --gpu-memory-utilization=0.90]
             startupProbe: {{periodSeconds: 1, failureThreshold: 600}}
             resources:
@@ -74,7 +77,7 @@ patches:
               limits: {{memory: 256Mi, nvidia.com/gpu: 1}}
             volumeMounts: [{{name: nvml, mountPath: /run/nvml}}]
           volumes:
-          - {{name: nvml, emptyDir: {{}}}}
+          - {{name: nvml, emptyDir: {{sizeLimit: 64Mi}}}}
           - {{name: models, emptyDir: {{}}, persistentVolumeClaim: null}}
 """
 """What this machine has no room for is taken out of the example, and its volume, which needs a disk of 100 GiB."""
@@ -110,6 +113,12 @@ WEB_CONFIG: Final = (
 )
 GOOD_WEB_CONFIG: Final = "http_server_config: {headers: {X-Frame-Options: deny}}"
 SPOILED_WEB_CONFIG: Final = "tls_server_config: {cert_file: none.crt"
+
+VOLUME_BYTES: Final = 64 * 2**20
+"""The size limit of the volume in which the card's file is, as in `OVERLAY`."""
+
+HOST_BYTES: Final = 200 * 2**20
+"""Less than the limit of the engine's container, and more than a pod needs."""
 
 SIGNAL_SIDECAR: Final = """\
 import os, pathlib, sys
@@ -167,6 +176,8 @@ class Workload:
 
     namespace: str
     has_sidecar: bool = True
+    load_seconds: int = 5
+    """How long the start of each new pod's engine takes."""
     has_web_config: bool = False
     """Whether the sidecar has a web.config.yml, from a Secret."""
 
@@ -187,6 +198,7 @@ class Workload:
             namespace=self.namespace,
             replicas=replicas,
             model=self.model,
+            load_seconds=self.load_seconds,
             example=os.path.relpath(example if self.has_sidecar else example / "vllm", place),
             engine=ENGINE_IMAGE.rsplit(":", 1),
             sidecar=SIDECAR_IMAGE.rsplit(":", 1),
@@ -236,6 +248,27 @@ class Workload:
         """Have every later start of that engine take this long."""
         self._append("load_seconds", str(seconds))
 
+    def fail_starts(self) -> None:
+        """Have every later start of that engine end with status 1 when it has loaded."""
+        self._append("fail", "")
+
+    def roll_out_failing(self) -> None:
+        """Roll out engines of which each start fails."""
+        self.kubectl("set", "env", "deployment/vllm", "--containers=vllm", "ENGINE_FAILS=1")
+
+    def fill_disk(self) -> None:
+        """Write more into a volume of the first pod than the kubelet lets it have."""
+        self.exec("vllm", "sh", "-c", f"head -c {2 * VOLUME_BYTES} /dev/zero > /run/nvml/fill")
+
+    def fill_host(self) -> None:
+        """Let the kernel have no more memory for the first pod than this, below the limits of its containers."""
+        uid = self.pods()[0]["metadata"]["uid"]
+        cluster = (NODE / "name").read_text().strip()
+        # Control groups v1, and v2.
+        for limit in (f"memory/{cluster}/*/*/pod{uid}/memory.limit_in_bytes", f"{cluster}/*/*/pod{uid}/memory.max"):
+            for file in Path("/sys/fs/cgroup").glob(limit):
+                file.write_text(str(HOST_BYTES))
+
     def _append(self, file: str, *lines: str) -> None:
         self.exec("vllm", "sh", "-c", f"printf '%s\\n' \"$@\" >> /run/nvml/{file}", "sh", *lines)
 
@@ -252,6 +285,14 @@ class Workload:
 
     def set_image(self, image: str) -> None:
         self.kubectl("set", "image", "deployment/vllm", f"vllm={image}")
+
+    def upgrade_sidecar(self) -> None:
+        """Change the sidecar's image in the first pod, under the running engine."""
+        self.kubectl("set", "image", f"pod/{self.pods()[0]['metadata']['name']}", f"headroom={NEXT_SIDECAR_IMAGE}")
+
+    def autoscale(self, replicas: int) -> None:
+        """Have a HorizontalPodAutoscaler keep at least so many; it needs no metrics for that."""
+        self.kubectl("autoscale", "deployment/vllm", f"--min={replicas}", f"--max={replicas + 1}", "--cpu=80%")
 
     def evict(self) -> None:
         """Ask the API server to evict the first pod, as a drain does."""
@@ -329,65 +370,3 @@ def kill_containers(containers: list[str]) -> None:
 def run_ctr(*words: str) -> str:
     command = ("ctr", "--address", str(NODE / "containerd.sock"), "--namespace", "k8s.io", *words)
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
-
-def list_targets(namespaces: set[str], proxy_address: str) -> list[dict[str, Any]]:
-    """Return what the PodMonitor's discovery finds, for Prometheus's discovery by files.
-
-    Pods of another cluster are reached through its API server, by the proxy at this address.
-    """
-    targets = []
-    for pod in read("pods", "--all-namespaces", "--selector=vllm-headroom=enabled")["items"]:
-        namespace = pod["metadata"]["namespace"]
-        name = pod["metadata"]["name"]
-        address = pod["status"].get("podIP")
-        # The operator drops pods that have ended.
-        if namespace not in namespaces or address is None or pod["status"]["phase"] in {"Succeeded", "Failed"}:
-            continue
-        labels = {
-            "namespace": namespace,
-            "pod": name,
-            "container": "headroom",
-            "job": f"{namespace}/vllm-headroom",
-            "instance": f"{address}:9839",
-        }
-        if IS_OWN_CLUSTER:
-            targets.append({"targets": [f"{address}:9839"], "labels": labels})
-            continue
-        labels["__metrics_path__"] = f"/api/v1/namespaces/{namespace}/pods/{name}:9839/proxy/metrics"
-        targets.append({"targets": [proxy_address], "labels": labels})
-    return targets
-
-
-@contextmanager
-def proxy(port: int) -> Iterator[str]:
-    """Run `kubectl proxy`, by which Prometheus reaches the pods of any cluster; yield its address once it answers."""
-    address = f"127.0.0.1:{port}"
-    process = subprocess.Popen([FOLDER / "kubectl", "proxy", f"--port={port}"], stdout=subprocess.DEVNULL)
-    try:
-        eventually(lambda: is_answering(f"http://{address}/version"), "kubectl proxy answers", PATIENCE_SECONDS, 0.5)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-@contextmanager
-def run_state_metrics() -> Iterator[str]:
-    """Run kube-state-metrics, as kube-prometheus does; yield its address."""
-    address, telemetry_address = free_addresses()
-    config = os.environ.get("KUBECONFIG", str(NODE / "admin.conf"))
-    command = [
-        str(FOLDER / "kube-state-metrics"),
-        f"--kubeconfig={config}",
-        "--resources=deployments,statefulsets,pods",
-        f"--port={address.partition(':')[2]}",
-        f"--telemetry-port={telemetry_address.partition(':')[2]}",
-    ]
-    with (FOLDER / "kube-state-metrics.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        yield address
-    finally:
-        process.terminate()
-        process.wait(30)

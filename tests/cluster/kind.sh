@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts a cluster of kind that the tests can use, with both images and the fake GPU.   usage: kind.sh FOLDER
-# Afterwards: KUBECONFIG=FOLDER/kubeconfig make cluster-test; `kind delete cluster` ends it. Needs kind, docker, kubectl, ctr, cc and Go.
+# Starts a cluster of kind that the tests can use, with the images and the fake GPU.   usage: kind.sh FOLDER
+# Afterwards: KUBECONFIG=FOLDER/kubeconfig HOST_ADDRESS=$(cat FOLDER/host-address) make cluster-test; `kind delete cluster` ends it. Needs kind, docker, kubectl, ctr, cc and Go.
 # It has not been run: where it was written there is no kind.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -39,7 +39,8 @@ kind create cluster --config "$folder/kind.yaml"
 install engine.py "$folder/images/vllm"
 printf 'FROM localhost/vllm-headroom:image-test\nCOPY vllm /usr/local/bin/vllm\nENTRYPOINT []\n' >"$folder/images/Dockerfile"
 docker build --quiet --tag localhost/vllm-stand-in:1 "$folder/images"
-kind load docker-image localhost/vllm-stand-in:1 localhost/vllm-headroom:image-test
+docker tag localhost/vllm-headroom:image-test localhost/vllm-headroom:next
+kind load docker-image localhost/vllm-stand-in:1 localhost/vllm-headroom:image-test localhost/vllm-headroom:next
 
 node=kind-control-plane
 kubectl patch node $node --subresource=status --type=json --patch '[{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "110"}]'
@@ -50,7 +51,5 @@ kind: RuntimeClass
 metadata: {name: nvidia}
 handler: nvidia
 END
-operator=$(go mod download -json github.com/prometheus-operator/prometheus-operator@v0.85.0 | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
-for resource in podmonitors prometheusrules; do
-  kubectl create --filename "$operator/example/prometheus-operator-crd/monitoring.coreos.com_$resource.yaml"
-done
+# Where its pods reach this machine.
+docker exec $node ip route show default | awk '{ print $3 }' >"$folder/host-address"

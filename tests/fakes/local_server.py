@@ -1,4 +1,4 @@
-"""What the stand-ins for web servers have in common: a thread that serves on loopback."""
+"""What the stand-ins for web servers have in common: a thread that serves, on loopback by default."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Self
 
 
 class LocalServer:
-    """Listens on loopback from construction until `close`, and serves with the class of handlers it is given."""
+    """Listens from construction until `close`, and serves with the class of handlers it is given."""
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    def __init__(self, handler: type[BaseHTTPRequestHandler], address: str = "127.0.0.1") -> None:
+        self._address = address
+        self._server = ThreadingHTTPServer((address, 0), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return f"http://{self._address}:{self._server.server_port}"
 
     def close(self) -> None:
         self._server.shutdown()

@@ -52,19 +52,19 @@ class Event:
 
 
 class PagerDuty(LocalServer):
-    """Listens on loopback from construction until `close`; `keys` are the integration keys it knows.
+    """Listens from construction until `close`; `keys` are the integration keys it knows.
 
     `events` are those accepted, `refused` the answers to all others; `throttled` many next requests get 429.
     """
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], address: str = "127.0.0.1") -> None:
         self.events: list[Event] = []
         self.refused: list[Answer] = []
         self.throttled = 0
         self._keys = frozenset(keys)
         self._open: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
-        super().__init__(self._handler())
+        super().__init__(self._handler(), address)
 
     @property
     def url(self) -> str:
