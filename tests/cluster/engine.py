@@ -11,6 +11,7 @@ container, with what this one and those after it do:
   orders         one a line, done as it is written: work, idle, queue REQUESTS, die, hang, oom, exit,
                  leak BYTES_A_SECOND
   next           the orders of every later start, done once it serves
+  fail           where it exists, and where ENGINE_FAILS is set, a start ends with status 1 when it has loaded
 """
 
 from __future__ import annotations
@@ -189,6 +190,8 @@ def serve(model: str) -> None:
     load = SHARED / "load_seconds"
     time.sleep(float(load.read_text() if load.exists() else os.environ.get("ENGINE_LOAD_SECONDS", "5")))
     engine.write_card(WEIGHTS_BYTES)
+    if (SHARED / "fail").exists() or "ENGINE_FAILS" in os.environ:
+        engine.stop(1)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -33,6 +33,8 @@ class Situation:
     """Whether it stops parts of the cluster itself."""
     is_played_last: bool = False
     """Whether it begins when all others have ended, since it leaves the cluster without its node."""
+    load_seconds: int = 5
+    """How long the start of each new pod's engine takes."""
     has_web_config: bool = False
     """Whether the sidecar has a web.config.yml, from a Secret."""
     has_own_prometheus: bool = False
@@ -87,6 +89,45 @@ SITUATIONS: Final = (
         alerts=frozenset({"HeadroomModelDown"}),
     ),
     Situation(
+        name="host-oom",
+        text="the host has no memory for a lone engine below its limit: the kernel kills the core, two minutes to load",
+        steps=(step("load_for", 120), step("fill_host"), step("order", "oom")),
+        alerts=frozenset({"HeadroomModelDown"}),
+        needs_own_cluster=True,
+    ),
+    Situation(
+        name="start-fails",
+        text="a lone engine dies once under load, and each start after that fails while it loads",
+        steps=(step("fail_starts"), step("order", "die")),
+        alerts=frozenset({"HeadroomModelDown"}),
+    ),
+    Situation(
+        name="rollout-fails",
+        text="a rollout of two replicas to a version of which each start fails while it loads",
+        replicas=2,
+        steps=(step("roll_out_failing"),),
+        alerts=frozenset({"HeadroomEngineCrashLoop"}),
+    ),
+    Situation(
+        name="kubelet-evicts",
+        text="the kubelet evicts a lone engine that fills its disk, and the next pod loads for two minutes",
+        load_seconds=120,
+        steps=(step("fill_disk"),),
+        alerts=frozenset({"HeadroomModelDown"}),
+    ),
+    Situation(
+        name="kubelet-evicts-one",
+        text="the kubelet evicts one engine of two that fills its disk",
+        replicas=2,
+        steps=(step("fill_disk"),),
+    ),
+    Situation(
+        name="autoscaled",
+        text="a HorizontalPodAutoscaler asks for a third replica while two are rolled out",
+        replicas=2,
+        steps=(step("restart"), step("autoscale", 3)),
+    ),
+    Situation(
         name="hang",
         text="one engine of two has requests and makes no progress; /health answers",
         replicas=2,
@@ -107,6 +148,11 @@ SITUATIONS: Final = (
         name="sidecar-frozen",
         text="the sidecar is frozen (SIGSTOP)",
         steps=(step("signal_sidecar", int(signal.SIGSTOP)),),
+    ),
+    Situation(
+        name="sidecar-upgraded",
+        text="the sidecar's image is changed in a running pod",
+        steps=(step("upgrade_sidecar"),),
     ),
     Situation(
         name="no-image",
