@@ -13,51 +13,51 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState
 
 FULL_BATCH_SAMPLES: Final = 3
-"""The highest load counts as the engine's limit only after this many samples in which requests
-waited at that load. One queue proves nothing.
+"""The highest observed load is taken as the engine's limit only after requests were seen waiting at
+that load in this many samples. A single queue proves nothing.
 """
 
 
 class BatchEvidence(Struct, frozen=True, kw_only=True):
-    """The evidence of how many requests one engine can run at once (the batch limit)."""
+    """Evidence of the batch limit: how many requests one engine can run at once."""
 
     most_running: float = 0.0
     """The highest number of running requests so far."""
 
     waited_samples: int = 0
-    """In how many samples requests waited at the highest load although the KV cache had room for
-    one more.
+    """The number of samples in which requests waited at the highest load although the KV cache had
+    room for one more.
     """
 
     is_reported: bool = False
-    """Whether the engine ever reported its limit. If so, the limit is unknown while the engine does
-    not report it, and is never estimated.
+    """Whether the engine has ever reported its limit. If it has, the limit is never estimated, and
+    counts as unknown whenever the engine does not report it.
     """
 
 
 class Batches(Struct, frozen=True, kw_only=True):
-    """The evidence of each engine in one run."""
+    """The evidence for each engine within one run."""
 
     restarts: int = 0
-    """Identifies the run by its number of restarts."""
+    """The number of restarts, which identifies the run."""
     engines: dict[tuple[str, str], BatchEvidence] = field(default_factory=dict)
-    """The evidence of each engine, by the labels `model_name` and `engine`."""
+    """The evidence for each engine, by the labels `model_name` and `engine`."""
 
 
 def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
-    """Return how many more requests each engine can run, by its KV cache and `max_num_seqs`.
+    """Return how many more requests each engine can run, given its KV cache and `max_num_seqs`.
 
-    vLLM's page does not show `max_num_seqs`. If the setting is unknown, the limit is the highest
-    number of running requests so far. It counts only if other requests waited at that load although
-    the KV cache had room. While nothing runs, or while the engine does not serve, there is no
-    sample, because the gauges of a sleeping or stalled engine do not change.
+    vLLM's metrics page does not expose `max_num_seqs`. If the setting is unknown, the limit is
+    taken to be the highest number of running requests so far, but only if other requests were
+    waiting at that load while the KV cache had room. There is no sample while nothing is running or
+    the engine is not serving, because the gauges of a sleeping or stalled engine do not change.
     """
     status = snapshot.engine_status
     if snapshot.page is None:
         return state, ()
     if status is not None and status.state is not EngineState.SERVING:
         return state, ()
-    # Another run may have been started with another limit.
+    # The new run may have been started with a different limit.
     if status is not None and status.restarts != state.restarts:
         state = Batches(restarts=status.restarts)
     batches = {}
@@ -73,14 +73,15 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
 
 
 def _update_batch(batch: BatchEvidence, engine: EngineReading) -> BatchEvidence:
-    """Return the evidence of an engine's limit with this reading added."""
+    """Return the evidence for an engine's limit, updated with this reading."""
     running = engine.running or 0.0
     is_reported = batch.is_reported or engine.max_num_seqs is not None
-    # The limit is at least the new highest load, so queues at lower loads are no longer evidence.
+    # The limit is at least the new highest load, so queues seen at lower loads are no longer
+    # evidence.
     if running > batch.most_running or is_reported != batch.is_reported:
         batch = BatchEvidence(most_running=running, is_reported=is_reported)
     has_queue_at_limit = running == batch.most_running and bool(engine.waiting)
-    # Requests that wait for the KV cache are no evidence of the limit.
+    # Requests that wait for the KV cache are not evidence of the limit.
     if has_queue_at_limit and _fits_one_more(engine):
         waited_samples = min(FULL_BATCH_SAMPLES, batch.waited_samples + 1)
         batch = replace(batch, waited_samples=waited_samples)
@@ -101,16 +102,16 @@ def _count_additional(engine: EngineReading, batch: BatchEvidence) -> float | No
     limit = None
     if batch.is_reported:
         limit = engine.max_num_seqs
-        # The engine reported its limit before, and does not report it now. The highest load must
+        # The engine has reported its limit before but does not report it now. The highest load must
         # not replace the reported limit.
         if limit is None:
             return None
     elif batch.waited_samples >= FULL_BATCH_SAMPLES:
         limit = batch.most_running
-    # The running requests take the used share of the cache, so the free share has room for
-    # proportionally many more.
+    # The running requests occupy the used share of the cache, so the free share has room for a
+    # proportional number of additional requests.
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
-    # If the used share is tiny, the quotient is infinite.
+    # If the used share is tiny, the division yields infinity.
     if isfinite(fitting):
         fitting = float(floor(fitting))
     if limit is None:

@@ -1,4 +1,4 @@
-"""The errors of torch's allocator, counted over all processes of the engine."""
+"""Errors of torch's allocator, summed over all processes of the engine."""
 
 from typing import Final
 
@@ -16,8 +16,8 @@ from vllm_headroom.model import (
 )
 
 MOST_COUNTS: Final = 512
-"""This many counters of processes are kept, which is four times the number of files that are read
-at once.
+"""The number of per-process counters that are kept: four times the number of files that are read at
+once.
 """
 
 CounterKey = tuple[str, str, int, float]
@@ -33,7 +33,7 @@ class Counts(Struct, frozen=True, kw_only=True):
     """The counts of all processes so far."""
 
     last: dict[CounterKey, int] = field(default_factory=dict)
-    """The newest count of each process. The counts that were read longest ago come first."""
+    """The newest count of each process, ordered from the least to the most recently read."""
 
     sums: dict[SumKey, int] = field(default_factory=dict)
     """The sums over all processes, including exited ones."""
@@ -42,8 +42,8 @@ class Counts(Struct, frozen=True, kw_only=True):
 def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
     """Return the allocator's counters for each GPU of the engine, over all its processes.
 
-    For an exited process, the counts of its last file are used. There are no samples without the
-    probe or a GPU. If no process has reported a counter, it has no sample.
+    For an exited process, the counts in its last file are used. There are no samples without the
+    probe or a GPU. A counter that no process has reported has no sample.
     """
     probe = snapshot.probe
     gpus = snapshot.owned_gpus
@@ -53,7 +53,7 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     present_keys = {(uuid, metric.name) for uuid in uuids for metric in _COUNTERS}
     counts = dict(state.last)
     sums = limit_remembered(state.sums, present_keys)
-    # Present processes come last, because the last ones are kept if there are too many.
+    # Present processes come last, because only the last entries are kept if there are too many.
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:
@@ -65,7 +65,7 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
             key = (gpu.reading.uuid.casefold(), metric.name)
             if key in sums:
                 samples.append(Sample(metric, label_gpu(gpu), float(sums[key])))
-    # The number of counts is bounded, because a crash loop adds processes all day.
+    # The number of counters is bounded, because a crash loop keeps adding processes.
     newest_counts = dict(tuple(counts.items())[-MOST_COUNTS:])
     return Counts(last=newest_counts, sums=sums), tuple(samples)
 

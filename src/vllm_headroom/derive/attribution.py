@@ -34,7 +34,7 @@ WHAT_TO_DO: Final = {
     " the node",
     Fate.VANISHED: "the driver gives it back within a minute, or keeps it until the GPU is reset",
 }
-"""How to release the memory, by what became of its process."""
+"""How to release the memory that a process holds, by the fate of the process."""
 
 
 def is_alive(pid: int, processes: ProcessReadings) -> bool:
@@ -45,7 +45,7 @@ def is_alive(pid: int, processes: ProcessReadings) -> bool:
 
 
 def describe_leftover(leftover: Leftover) -> str:
-    """Return a clause: which process holds how much memory, and how to get it back."""
+    """Return a clause that states which process holds how much memory, and how to release it."""
     size = "an unknown share"
     if leftover.used_bytes is not None:
         size = format_size(leftover.used_bytes)
@@ -55,8 +55,8 @@ def describe_leftover(leftover: Leftover) -> str:
 
 
 def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
-    """Return a clause about the orphans that hold no memory on these GPUs; None without any."""
-    # The sentence on a GPU names the orphans that hold its memory.
+    """Return a clause about orphans that hold no memory on these GPUs; None if there are none."""
+    # Orphans that hold memory of a GPU are named in the sentence on that GPU.
     holders = set[int]()
     for gpu in gpus:
         holders.update(leftover.pid for leftover in gpu.leftovers)
@@ -71,10 +71,10 @@ def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None
 def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int]) -> Fate | None:
     """Return what became of a process that the driver lists; None if it is or may be alive.
 
-    The pid must mean the same process in NVML and in /proc. `engine_pids` are the pids of the
-    engine's former processes. If /proc does not show a pid, the process counts as vanished in two
-    cases: it was the engine's, or /proc shows the whole machine. If pid 1 is not visible, other
-    processes may be hidden too.
+    The pid must refer to the same process in NVML and in /proc. `engine_pids` are the pids of the
+    engine's former processes. A pid that /proc does not show counts as vanished if it belonged to
+    the engine, or if /proc shows the whole machine. If pid 1 is not visible, other processes may be
+    hidden too.
     """
     if pid in processes.left_behind:
         return Fate.ORPHANED
@@ -88,48 +88,47 @@ def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int])
     return None
 
 
-# Outside the machine's first PID namespace, it depends on the version of an NVIDIA driver which
-# pids it lists (open-gpu-kernel-modules, gpu_rmapi.c: `_gpuConvertPid`, `_gpuMatchClientPid`;
-# #614).
+# Outside the machine's initial PID namespace, the pids that an NVIDIA driver lists depend on its
+# version (open-gpu-kernel-modules, gpu_rmapi.c: `_gpuConvertPid`, `_gpuMatchClientPid`; #614).
 
 _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
-"""The first driver that lists the pids of the container's namespace. Older drivers list the host's
-pids in a container.
+"""The first driver that lists the pids of the container's PID namespace. In a container, older
+drivers list the host's pids.
 """
 
 _DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)
 """The first driver that lists the memory of the right process in a container. Drivers up to 560
-list the right pids with another process's memory.
+list the right pids, but with another process's memory.
 """
 
 _NVML_RACE_BYTES: Final = 64 * MIB
 """A process may free this much memory between two NVML calls. If the processes together exceed the
-memory in use by more than this, the driver lists memory of another device.
+memory in use by more than this, the driver has listed memory of another device.
 """
 
 
 NEIGHBOUR_BYTES: Final = GIB
-"""If other processes hold less memory than this, they are not mentioned, as in the alert
-HeadroomNeighbourGrowing. A CUDA context takes less. The limit is also used for files in /dev/shm,
-as in HeadroomHostMemoryLow.
+"""Other processes are mentioned only if they hold at least this much memory, as in the alert
+HeadroomNeighbourGrowing. A CUDA context takes less. The same threshold applies to files in
+/dev/shm, as in HeadroomHostMemoryLow.
 """
 
 
 class Selection(Struct, frozen=True, kw_only=True):
     """The GPUs that the operator selected.
 
-    With both defaults, attribution is automatic.
+    If both fields have their defaults, attribution is automatic.
     """
 
     everything: bool = False
-    """Whether all visible GPUs are the engine's."""
+    """Whether all visible GPUs belong to the engine."""
 
     listed: tuple[str, ...] = ()
     """The engine's GPUs, by UUID (in upper or lower case) or by NVML index."""
 
     @classmethod
     def of(cls, gpus: str | tuple[str, ...]) -> "Selection":
-        """Return the selection of the setting HEADROOM_GPUS: `auto`, `all` or a list of names."""
+        """Return the selection for a value of HEADROOM_GPUS: `auto`, `all` or a list of names."""
         if isinstance(gpus, tuple):
             return cls(listed=gpus)
         return cls(everything=gpus == "all")
@@ -139,27 +138,28 @@ class AttributionState(Struct, frozen=True, kw_only=True):
     """The devices on which the engine's processes were last seen."""
 
     device_uuids: frozenset[str] = frozenset()
-    """The UUIDs of these devices; empty before any was seen."""
+    """The UUIDs of these devices; empty until one has been seen."""
 
     holders: frozenset[tuple[int, float]] = frozenset()
     """The pids and start times of the engine's processes that were last seen on these devices."""
 
     has_ledger: bool = False
-    """Whether the driver has ever reported the memory of an engine process. If it has, a reading
-    without this memory is a temporary gap.
+    """Whether the driver has ever reported memory for an engine process. If it has, a reading
+    without this memory is only a temporary gap.
     """
 
     engine_pids: frozenset[int] = frozenset()
-    """The engine's pids that were last seen on any device. The pid of an exited process stays here
-    while NVML lists it.
+    """The engine's pids that were last seen on any device. The pid of an exited process is kept as
+    long as NVML lists it.
     """
 
     is_ambiguous: bool = False
-    """Whether /proc showed several engines and none could be identified."""
+    """Whether /proc showed several engines, and it could not be determined which one is watched."""
 
     indices: dict[str, int] = field(default_factory=dict)
     """The NVML index that each device had when it was first seen, by UUID. When a device
-    disappears, NVML renumbers the others. HEADROOM_GPUS means the first numbers.
+    disappears, NVML renumbers the others, but HEADROOM_GPUS still refers to the original
+    numbers.
     """
 
 
@@ -171,15 +171,15 @@ def attribute(
 ) -> tuple[AttributionState, tuple[Gpu, ...]]:
     """Return every device with its attribution and the holders of its memory.
 
-    Automatic attribution takes the devices on which the engine's processes hold memory. These
+    Automatic attribution selects the devices on which the engine's processes hold memory. These
     devices are remembered while the engine is down, until a new engine holds memory. Before any
-    such device was seen, the only device of a machine counts as the engine's. Processes that an
-    exited run left behind count as the engine's until they are gone.
+    such device has been seen, a machine's only device counts as the engine's. Processes left behind
+    by an exited run count as the engine's until they are gone.
 
-    `engine_bytes` and `other_bytes` are known under three conditions: /proc and NVML mean the same
-    process by a pid (in the host's PID namespace, or with driver 565.57.01 and newer); an engine
-    process was seen on a device; and it is known which engine is the watched one. If they are
-    unknown, `held_bytes` is None if they were known before. If they can never be known,
+    `engine_bytes` and `other_bytes` are known under three conditions: a pid refers to the same
+    process in /proc and NVML (in the host's PID namespace, or with driver 565.57.01 or newer); an
+    engine process has been seen on a device; and it is known which engine is watched. If the two
+    values are unknown now but were known before, `held_bytes` is None. If they can never be known,
     `held_bytes` is all used memory.
     """
     indices = {
@@ -189,8 +189,8 @@ def attribute(
     }
     state = _follow_engine(replace(state, indices=indices), readings, processes)
     is_memory_reliable = is_process_memory_reliable(readings, processes)
-    # To split memory, and to find out what became of a process, the pids must mean the same process
-    # in NVML and /proc.
+    # To split memory, and to find out what became of a process, a pid must refer to the same
+    # process in NVML and /proc.
     splitting_processes = None
     if state.device_uuids and is_memory_reliable and not state.is_ambiguous:
         splitting_processes = processes
@@ -201,7 +201,7 @@ def attribute(
     if not isinstance(processes, Failure):
         current_pids = {process.pid for process in processes.engine}
         engine_pids = engine_pids.union(processes.orphans, current_pids)
-    # If the engine's memory will be known again, nothing is assumed in the meantime.
+    # If the engine's memory can become known again, nothing is assumed in the meantime.
     can_be_known = state.has_ledger or state.is_ambiguous
 
     gpus = []
@@ -211,7 +211,7 @@ def attribute(
         )
         engine_bytes, other_bytes = _split_memory(device, splitting_processes, engine_pids)
         held_bytes = engine_bytes
-        # Old drivers in a container never report the engine's memory, so all memory in use counts
+        # In a container, old drivers never report the engine's memory, so all memory in use counts
         # as the engine's.
         if engine_bytes is None and not can_be_known:
             held_bytes = _assume_held_bytes(device, other_bytes)
@@ -231,10 +231,10 @@ def attribute(
 
 
 def _assume_held_bytes(device: GpuReading, other_bytes: int | None) -> int | None:
-    """Return the used memory that is not known to belong to others.
+    """Return the used memory that is not known to belong to other processes.
 
-    Returns None if the memory is unknown. Returns None also on unified memory, because everything
-    on the machine uses it.
+    Returns None if the memory is unknown, or if it is unified, because everything on the machine
+    uses unified memory.
     """
     memory = device.memory
     if memory is None or memory.is_unified:
@@ -249,18 +249,17 @@ def _find_leftovers(
     *,
     is_memory_reliable: bool,
 ) -> tuple[Leftover, ...]:
-    """Return the processes on a device that outlived their engine, or are dead.
+    """Return the processes on a device that are dead, or that have outlived their engine.
 
-    The result is empty if `processes` are not known. If memory is not reported reliably, it is
-    None.
+    The result is empty if `processes` are not known. If memory is not reported reliably, each
+    leftover's memory is None.
     """
     if not isinstance(processes, ProcessReadings):
         return ()
     leftovers = []
     for process in device.processes or ():
         fate = find_fate(process.pid, processes, engine_pids)
-        # If it is not known what became of a process, the process is or may be alive. Then it is no
-        # leftover.
+        # If the fate is unknown, the process is or may be alive, so it is not a leftover.
         if fate is not None:
             used_bytes = process.used_bytes if is_memory_reliable else None
             leftovers.append(Leftover(pid=process.pid, fate=fate, used_bytes=used_bytes))
@@ -268,7 +267,7 @@ def _find_leftovers(
 
 
 def are_pids_reliable(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
-    """Return whether NVML and /proc mean the same process by one pid."""
+    """Return whether a pid refers to the same process in NVML and /proc."""
     return _has_same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS)
 
 
@@ -282,8 +281,9 @@ def _follow_engine(
 ) -> AttributionState:
     """Return the state with the devices on which the engine's processes are now.
 
-    While a process of the last reading is still on a device, it is the same engine. The engine then
-    keeps the devices that it has freed, because an exiting engine frees its devices one by one.
+    As long as a process of the last reading is still on a device, the engine is the same one. It
+    then keeps devices that it has already freed, because an exiting engine frees its devices one by
+    one.
     """
     if isinstance(processes, Failure):
         return state
@@ -304,14 +304,14 @@ def _follow_engine(
                 holders.add((process.pid, starts[process.pid]))
                 is_memory_reported |= process.used_bytes is not None
 
-    # An exited process counts as the engine's while NVML lists it, because its memory is not free
-    # yet.
+    # An exited process counts as the engine's while NVML lists it, because its memory has not been
+    # freed yet.
     exited_pids = frozenset(pid for pid in state.engine_pids if not is_alive(pid, processes))
     engine_pids = exited_pids | processes.orphans | frozenset(starts)
     state = replace(state, engine_pids=engine_pids & pids_on_devices)
     if not devices:
         return state
-    # Processes are compared by pid and start time, because a pid may be in use again.
+    # Processes are compared by pid and start time, because a pid may have been reused.
     is_same_engine = bool(holders & state.holders)
     if is_same_engine:
         devices |= state.device_uuids
@@ -329,12 +329,12 @@ def _follow_engine(
 def _has_same_pids(
     processes: ProcessReadings | Failure, readings: GpuReadings, driver_needed: tuple[int, int, int]
 ) -> bool:
-    """Return whether NVML and /proc agree: in the host's PID namespace, or with a new driver."""
+    """Return whether a PID namespace and a driver version make NVML and /proc use the same pids."""
     if isinstance(processes, Failure):
         return False
     if processes.sees_host_pids:
         return True
-    # For AMD's GPUs, only processes that /proc shows under the same pid are listed.
+    # For AMD GPUs, only processes that /proc shows under the same pid are listed.
     if all(device.vendor is Vendor.AMD for device in readings.devices):
         return True
     try:
@@ -348,16 +348,16 @@ def _attribute_device(
     device: GpuReading, state: AttributionState, selection: Selection, *, device_count: int
 ) -> Attribution | None:
     """Return why a device counts as the engine's; None if it does not."""
-    # The operator's setting comes first, even if the processes are seen on other devices.
+    # The operator's setting takes precedence, even if the processes are seen on other devices.
     if selection.everything:
         return Attribution.ASSUMED
     if selection.listed:
-        # The first index is used, because NVML renumbers the GPUs behind a GPU that was lost.
+        # The original index is used, because NVML renumbers the GPUs that follow a lost GPU.
         index = state.indices.get(device.uuid, device.index)
         names = {name.casefold() for name in selection.listed}
         is_listed = device.uuid.casefold() in names or str(index) in names
         return Attribution.UUID if is_listed else None
-    # Attribution is automatic, and never guesses among several devices.
+    # Automatic attribution never guesses among several devices.
     if state.device_uuids:
         return Attribution.PROCESS if device.uuid in state.device_uuids else None
     return Attribution.SINGLE if device_count == 1 else None
@@ -366,10 +366,10 @@ def _attribute_device(
 def _split_memory(
     device: GpuReading, processes: ProcessReadings | Failure | None, engine_pids: frozenset[int]
 ) -> tuple[int | None, int | None]:
-    """Return the bytes that the engine's processes hold, and those that other live ones hold.
+    """Return the bytes held by the engine's processes, and those held by other live processes.
 
-    Both are None if the processes are not known, or if together they hold more than is in use. One
-    of them is None if the driver does not report the memory of one of its processes. The two need
+    Both are None if the processes are not known, or if together they hold more than is in use.
+    Either is None if the driver does not report the memory of one of its processes. The two need
     not sum to the memory in use.
     """
     if not isinstance(processes, ProcessReadings):
@@ -388,11 +388,11 @@ def _split_memory(
     other_bytes = sum_known((0, *other_sizes))
 
     used_bytes = device.memory.used_bytes
-    # If the sum is too large, it contains memory of another device, so neither sum is reliable.
+    # If the sum is too large, it includes memory of another device, so neither figure is reliable.
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _NVML_RACE_BYTES:
         return None, None
-    # NVML reads the two figures one after the other. The sum may exceed the memory in use by what
-    # was freed in between, so it is capped.
+    # NVML reads the two figures one after the other. The sum may exceed the memory in use by the
+    # amount that was freed in between, so it is capped.
     if engine_bytes is not None:
         engine_bytes = min(engine_bytes, used_bytes)
     if other_bytes is not None:
@@ -403,10 +403,10 @@ def _split_memory(
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     """Attribute GPUs that cannot be opened to the engine, if they must be the engine's.
 
-    A GPU that cannot be opened has no UUID and no process list. If GPUs of the engine are missing,
-    the unopened GPUs are attributed to the engine, provided that there are no more of them than
-    missing ones. Meanwhile no readable GPU is assumed to be the engine's, even if it is the only
-    one. If no GPU is missing, the snapshot is returned unchanged.
+    A GPU that cannot be opened has neither a UUID nor a process list. If some of the engine's GPUs
+    are missing, the unopened GPUs are attributed to the engine, provided that they do not outnumber
+    the missing ones. Meanwhile, no readable GPU is assumed to be the engine's, even if it is the
+    only one. If no GPU is missing, the snapshot is returned unchanged.
     """
     if snapshot.engine_status is None or not snapshot.devices:
         return snapshot
@@ -414,11 +414,11 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     missing_uuids = sorted(engine_uuids - {gpu.reading.uuid for gpu in snapshot.devices})
     if not missing_uuids:
         return snapshot
-    # There are more unopened GPUs than missing ones. So some of them are not the engine's, and it
-    # is unknown which.
+    # If the unopened GPUs outnumber the missing ones, some of them are not the engine's, and it is
+    # unknown which.
     unopened_count = sum(1 for gpu in snapshot.devices if not gpu.reading.uuid)
     is_engines = unopened_count <= len(missing_uuids)
-    # If several GPUs are missing, it is unknown which of them an unopened GPU is.
+    # If several GPUs are missing, it is unknown which one an unopened GPU is.
     lost_uuid = missing_uuids[0] if len(missing_uuids) == 1 else ""
     gpus = []
     for gpu in snapshot.devices:
@@ -432,7 +432,7 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
 
 
 def _attribute_lost(gpu: Gpu, uuid: str) -> Gpu:
-    """Return an unreadable GPU as one of the engine's; the UUID is empty if it is unknown."""
+    """Return an unreadable GPU as one of the engine's; its UUID is empty if unknown."""
     return replace(
         gpu,
         reading=replace(gpu.reading, uuid=uuid),

@@ -31,17 +31,17 @@ _OPTIONS: Final = {
     "kv_cache_dtype": "kv_cache_dtype",
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
 }
-"""For each field of EngineReading, the option that sets it. The option is used if the page does not
-have the field.
+"""The option that sets each field of EngineReading. It is used if the page does not have the
+field.
 """
 
 OFFLOAD_FACTOR: Final = 1.92
-"""A KV-cache tier in host memory took this many times its configured size (vllm#53042). Offloaded
-weights took 1.9 times their size (vllm#56410).
+"""A KV-cache tier in host memory has been observed to take this many times its configured size
+(vllm#53042). Offloaded weights took 1.9 times their size (vllm#56410).
 """
 
 MULTIMODAL_CACHE_GB: Final = 4.0
-"""vLLM's default of --mm-processor-cache-gb (vllm/config/multimodal.py)."""
+"""vLLM's default for --mm-processor-cache-gb (vllm/config/multimodal.py)."""
 
 
 def find_schedulers(
@@ -49,8 +49,8 @@ def find_schedulers(
 ) -> dict[tuple[str, str], SchedulerReading]:
     """Return the scheduler of each engine on the page, by the engine's labels.
 
-    Engines and schedulers match by data-parallel rank. A single engine and a single scheduler
-    always match. An engine without a matching scheduler is left out.
+    Engines and schedulers are matched by data-parallel rank. A single engine and a single scheduler
+    always match. An engine without a matching scheduler is omitted.
     """
     schedulers = []
     by_rank = {}
@@ -60,7 +60,7 @@ def find_schedulers(
             if process.data_parallel_rank is not None:
                 by_rank[str(process.data_parallel_rank)] = process.scheduler
     engines = list_named(page)
-    # A single engine may have no rank, on the page or in the probe's file.
+    # A single engine may have no rank on the page or in the probe's file.
     if len(engines) == 1 and len(schedulers) == 1:
         return {label_engine(engines[0]): schedulers[0]}
     return {
@@ -76,10 +76,10 @@ def complete_page(
     options: EngineOptions | None,
     model: TokenBytes | None = None,
 ) -> EnginePage | Failure:
-    """Return the page with facts of the probe and of the command line added to each engine.
+    """Return the page with facts from the probe and the command line added to each engine.
 
-    The probe's facts replace those of the page. An option adds a fact only if the page and the
-    probe do not have it. If the probe of a core is silent, the core's last facts stay. If the
+    Facts from the probe replace those of the page. An option adds a fact only if neither the page
+    nor the probe has it. If the probe of an engine core is silent, its last facts are kept. If the
     model's name or `model` shows that groups of layers share the blocks, a capacity that was
     computed from blocks is dropped. A failure is returned unchanged.
     """
@@ -92,7 +92,7 @@ def complete_page(
     has_groups = _has_groups(options, model)
     for engine in page.engines:
         scheduler = schedulers.get(label_engine(engine))
-        # If both have a fact, the probe's fact replaces the option's.
+        # If both have a fact, the probe's value takes precedence.
         facts = _list_option_facts(engine, options) | _list_scheduler_facts(scheduler)
         if has_groups and page.has_capacity_of_blocks:
             facts["kv_capacity_tokens"] = None
@@ -103,7 +103,7 @@ def complete_page(
 def _has_groups(options: EngineOptions | None, model: TokenBytes | None) -> bool:
     """Return whether the model's layers are known to form groups that share the cache's blocks.
 
-    The page has only the served name, which may be an alias of the model's name.
+    The name on the page is not used, because a served name may be an alias of the model's name.
     """
     if model is not None and model("auto", 1) == NO_TOKEN_BYTES:
         return True
@@ -112,14 +112,14 @@ def _has_groups(options: EngineOptions | None, model: TokenBytes | None) -> bool
 
 
 def _list_scheduler_facts(scheduler: SchedulerReading | None) -> dict[str, Any]:
-    """Return the facts that the probe reports of an engine, by the fields of EngineReading."""
+    """Return the facts that the probe reports about an engine, by the fields of EngineReading."""
     if scheduler is None:
         return {}
     return {name: float(value) for name, value in asdict(scheduler).items() if value is not None}
 
 
 def _list_option_facts(engine: EngineReading, options: EngineOptions | None) -> dict[str, Any]:
-    """Return the options for facts that the page does not have, by the fields of EngineReading."""
+    """Return the options that supply facts missing from the page, by field of EngineReading."""
     facts = {}
     for fact, option in _OPTIONS.items():
         value = getattr(options, option, None)
@@ -133,7 +133,7 @@ def list_pools(
     processes: tuple[EngineProcess, ...] | Failure,
     options: EngineOptions | None,
 ) -> tuple[Pool, ...]:
-    """Return the pools that vLLM was configured to fill in the host memory of this machine.
+    """Return the pools in this machine's host memory that vLLM is configured to fill.
 
     Only pools that the page or the command line shows are returned.
     """
@@ -145,10 +145,10 @@ def list_pools(
     counts = Counter[Role]()
     if not isinstance(processes, Failure):
         counts.update(process.role for process in processes)
-    # If there are no separate processes, the core runs in the server and the worker in the core.
+    # Without separate processes, the core runs in the server and the worker in the core.
     core = Role.ENGINE_CORE if counts[Role.ENGINE_CORE] else Role.API_SERVER
     worker = Role.WORKER if counts[Role.WORKER] else core
-    # If a container hides its processes, there is at least the process that serves.
+    # If a container hides its processes, there is at least the serving process.
     workers = counts[worker] or 1
 
     pools = [
@@ -169,8 +169,8 @@ def _size_kv_offload(
         option_bytes = (options.kv_offloading_size or 0) * GIB
         tier_bytes = option_bytes or options.kv_connector_bytes or 0
         tiers_bytes = tier_bytes * max(1, len(engines))
-    # The configured size of LMCache is that of one worker. The size of vLLM's own tier is that of
-    # all workers of an engine.
+    # The configured size of LMCache is per worker. The size of vLLM's own tier is for all workers
+    # of an engine together.
     lmcache_bytes = (options.lmcache_gb or 0) * GIB * workers
     return _make_pool(HostPart.KV_OFFLOAD, worker, tiers_bytes + lmcache_bytes)
 
@@ -181,10 +181,10 @@ def _size_multimodal_caches(
     core: Role,
     counts: Counter[Role],
 ) -> Iterator[Pool]:
-    """Yield the pools of the caches of processed images.
+    """Yield the pools for the caches of processed images.
 
     Every API server and every engine core has such a cache (vllm/config/multimodal.py). `core` is
-    the role of the processes in which the cores run.
+    the role of the processes that run the engine cores.
     """
     cache_bytes = (_find_multimodal_cache_gb(engines, options) or 0) * GIB
     servers = options.api_server_count or counts[Role.API_SERVER] or 1
@@ -196,11 +196,11 @@ def _size_multimodal_caches(
 def _find_multimodal_cache_gb(
     engines: Collection[EngineReading], options: EngineOptions
 ) -> float | None:
-    """Return the size of one cache in GiB; None if there is none, or a file may set the size."""
+    """Return the size of one cache in GiB; None without a cache, or if a file may set it."""
     if options.mm_processor_cache_gb is not None:
         return options.mm_processor_cache_gb
     is_used = any(engine.multimodal_cache_queries_total for engine in engines)
-    # A file of options may set another size than vLLM's default.
+    # A configuration file may set a size other than vLLM's default.
     if not is_used or options.config:
         return None
     return MULTIMODAL_CACHE_GB

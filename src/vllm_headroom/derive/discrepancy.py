@@ -11,8 +11,8 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
     The difference is negative if the engine holds less than it reports. The reported memory is the
     first of these that is known: a metric in bytes on the engine's page; torch's reserved bytes,
     from the probe; the budget; `configured_bytes` per GPU. vLLM computes the budget as
-    gpu_memory_utilization times the device's total (vllm/v1/worker/utils.py), unless
-    kv_cache_memory_bytes is set. There is no sample if none of them is known, or while the page or
+    gpu_memory_utilization times the device's total memory (vllm/v1/worker/utils.py), unless
+    kv_cache_memory_bytes is set. There is no sample if none of these is known, or while the page or
     the device cannot be read.
     """
     samples: list[Sample] = []
@@ -71,7 +71,7 @@ def _compute_budget(page: EnginePage, total_bytes: int) -> float | None:
     budget_ratios = set[float]()
     for engine in page.engines:
         ratio = engine.gpu_memory_utilization_ratio
-        # If the size of the cache is configured in bytes, the ratio does not set the budget.
+        # If the cache size is configured in bytes, the ratio does not determine the budget.
         if ratio is not None and engine.kv_cache_memory_bytes is None:
             budget_ratios.add(ratio)
     return budget_ratios.pop() * total_bytes if len(budget_ratios) == 1 else None
@@ -80,7 +80,7 @@ def _compute_budget(page: EnginePage, total_bytes: int) -> float | None:
 def find_budget(page: EnginePage, total_bytes: int, configured_bytes: float | None) -> float | None:
     """Return the engine's configured bytes on a GPU.
 
-    If they are unknown, return the operator's figure. Returns None if neither is known. What torch
-    has reserved is not a budget.
+    Falls back to the operator's figure if they are unknown. Returns None if neither is known.
+    Memory that torch has reserved is not a budget.
     """
     return _compute_budget(page, total_bytes) or configured_bytes or None

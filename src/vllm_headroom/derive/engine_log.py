@@ -1,4 +1,4 @@
-"""Describe what the log of the engine reports on a failure, without any text of the log."""
+"""Describe what the engine's log reports about a failure, without quoting the log."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -41,7 +41,7 @@ SENTENCES: Final[Mapping[LogFailureKind, str]] = {
     LogFailureKind.EXCEPTION: "The engine raised an exception that is none of memory",
     LogFailureKind.ENGINE_DIED: "The engine's core exited, and the log does not say why",
 }
-"""What each failure means. A lack of GPU memory is described by its figures instead."""
+"""What each failure means. GPU memory that ran out is described by its figures instead."""
 
 
 def describe_failure(failure: LogFailure) -> str:
@@ -74,7 +74,7 @@ def describe_refusal(refusal: Refusal) -> str:
 
 
 def describe_place(failure: LogFailure) -> str:
-    """Return where the log says so: the line, its time, the process, and the line of code."""
+    """Return the place of a failure in the log: the line, its time, the process and the code."""
     parts = [f"line {failure.line_number:,}"]
     time = describe_time(failure.time)
     if time is not None:
@@ -93,7 +93,7 @@ def describe_place(failure: LogFailure) -> str:
 
 
 def describe_time(time: LogTime) -> str | None:
-    """Return the time of a line: in UTC if the runtime wrote it, otherwise by the engine's clock.
+    """Return the time of a log line: in UTC if the runtime wrote it, else by the engine's clock.
 
     Returns None if the line has no time.
     """
@@ -170,6 +170,6 @@ DETAILS: Final[Mapping[LogFailureKind, tuple[tuple[tuple[str, ...], str], ...]]]
         ),
     ),
 }
-"""The figures that a message needs, and the text built from these figures. The first row whose
-figures are all known is used.
+"""For each failure, the figures that a description needs, and the text built from them. The first
+row whose figures are all known is used.
 """

@@ -12,7 +12,7 @@ from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS, format_duration
 from vllm_headroom.vocabulary import EngineState, EvictionResult, LeakState
 
 GATE: Final = "gate"
-"""The name under which a failure to judge the gate is logged."""
+"""The name under which a failure to evaluate the gate is logged."""
 
 HOST_NAME: Final = "the host"
 """The name of the host's memory in sentences."""
@@ -35,23 +35,26 @@ class Guardrail(Struct, frozen=True, kw_only=True):
     """The pod is evicted if a leak may fill the memory within this time."""
 
     quiet_hour: int | None
-    """The hour of the day, in UTC, in which the pod is evicted even if a whole day is left. The
-    value is None if no hour is set.
+    """The hour of the day, in UTC, during which the pod is evicted even if up to a day is left;
+    None if no hour is set.
     """
 
     is_holder: bool
-    """Whether this pod holds the Lease of its workload. Only one pod at a time is evicted."""
+    """Whether this pod holds its workload's Lease. Only one pod at a time is evicted."""
 
     requests: tuple[tuple[EvictionResult, int], ...] = ()
-    """How many evictions were requested so far, by result."""
+    """How many evictions have been requested so far, by result."""
 
 
 class TimeToOom(Struct, frozen=True, order=True):
-    """The lower bound of the time until a memory is full; the shortest sorts first."""
+    """A lower bound on the time until the memory of a GPU or the host is full.
+
+    The shortest time sorts first.
+    """
 
     earliest_seconds: float
     owner: str
-    """The name, for a sentence, of the GPU or the host whose memory it is."""
+    """The name, for a sentence, of the GPU or the host that the memory belongs to."""
 
     def __str__(self) -> str:
         """Return the end of a sentence whose subject is the owner."""
@@ -64,11 +67,12 @@ def derive_gate(
     gate_seconds: float | None,
     guardrail: Guardrail | None = None,
 ) -> tuple[Gate, tuple[Sample, ...]]:
-    """Return the gate and its samples, from the `values` of all derivations of this tick.
+    """Return the gate and its samples, computed from the `values` of all derivations of this tick.
 
-    The gate is closed while the engine is stalled. It is also closed if this pod holds the Lease of
-    its workload, and a memory may be full within `gate_seconds` by the lower bound. Unknown values
-    never close the gate. If `gate_seconds` is None, the gate is always open and has no series.
+    The gate is closed while the engine is stalled. It is also closed if this pod holds its
+    workload's Lease and, by the lower bound, the memory of a GPU or the host may be full within
+    `gate_seconds`. Unknown values never close the gate. If `gate_seconds` is None, the gate is
+    always open and has no series.
     """
     reason = None
     due = None
@@ -126,10 +130,10 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
 
 
 def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
-    """Return the names of the GPUs and the host that are known to leak, joined for a sentence.
+    """Return the names, as used in sentences, of the GPUs and the host that are known to leak.
 
-    If the growth on a GPU may be another process's, the GPU is left out, because an eviction would
-    not end that growth.
+    A GPU whose growth may be another process's is omitted, because an eviction would not stop that
+    growth.
     """
     shared_uuids = {gpu.reading.uuid for gpu in snapshot.devices if not is_alone(gpu)}
     names = set()
@@ -143,7 +147,7 @@ def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
 
 
 def _list_times_to_oom(values: Values) -> Iterator[TimeToOom]:
-    """Yield the shortest time left of each GPU and of the host, if it is known."""
+    """Yield the lower bound on the time to out-of-memory of each GPU and of the host, if known."""
     for (gpu, uuid), seconds in values.find_all(catalog.TIME_TO_OOM_LOWER).items():
         yield TimeToOom(seconds, name_device(gpu, uuid))
     for seconds in values.find_all(catalog.HOST_TIME_TO_OOM_LOWER).values():

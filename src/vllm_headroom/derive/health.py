@@ -20,7 +20,7 @@ class HealthState(Struct, frozen=True, kw_only=True):
 
 
 def _list_zeros(*sources: Source) -> dict[tuple[str, str], int]:
-    """Return the counts of failures that sources start with, by their labels."""
+    """Return the initial failure counts of these sources, by their labels."""
     counts = {}
     for source in sources:
         for reason in REASONS[source]:
@@ -32,15 +32,15 @@ INITIAL: Final = HealthState(
     failures=_list_zeros(Source.ENGINE, Source.NVML, Source.PROCESS),
     last_success_seconds={},
 )
-"""The counts of all sources but the probe and the log start at 0. The counts of the probe and the
-log are added when these are first read. Without a configured folder or log they are not exported.
+"""The counts of all sources except the probe and the log start at 0. Those of the probe and the log
+are added when the source is first read. They are not exported if no folder or log is configured.
 """
 
 PROBE_ZEROS: Final = _list_zeros(Source.PROBE)
-"""The counts with which the probe starts when its folder is first read."""
+"""The probe's initial counts, which are added when its folder is first read."""
 
 LOG_ZEROS: Final = _list_zeros(Source.LOG)
-"""The counts with which the log starts when it is first read."""
+"""The log's initial counts, which are added when it is first read."""
 
 
 def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
@@ -64,10 +64,10 @@ def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, 
 
 
 def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | None:
-    """Return the time between the engine's and the GPUs' reading; None if one of them failed."""
+    """Return the time between the engine's and the GPUs' readings; None if one of them failed."""
     ends_seconds = {}
-    # A failed reading may have waited for its timeout, so the time at which it ended has no
-    # meaning.
+    # A failed reading may have waited for its timeout, so the time at which it ended is
+    # meaningless.
     for reading in snapshot.reading_times:
         if reading.source not in failed_sources:
             ends_seconds[reading.source] = reading.ended_monotonic_seconds
@@ -79,9 +79,9 @@ def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | No
 
 
 def _count_readings(state: HealthState, snapshot: Snapshot) -> HealthState:
-    """Return the state with this snapshot's failures and successes."""
+    """Return the state with this snapshot's failures and successes added."""
     failures = dict(state.failures)
-    # The probe's counts are exported from the first reading of its folder on.
+    # The probe's counts are exported as soon as its folder has been read.
     if snapshot.probe is not None:
         failures = PROBE_ZEROS | failures
     if snapshot.log is not None:

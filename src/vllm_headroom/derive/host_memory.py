@@ -28,12 +28,12 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import HostBasis, HostPart, Role
 
 HOST_KINDS: Final = ("anonymous", "file", "shared")
-"""The kinds of a process's resident memory, which are the values of the label `kind`."""
+"""The kinds of a process's resident memory: the values of the label `kind`."""
 
 FULL_SHARE: Final = 0.5
-"""If a container used less than this share of its limit at its last sample, it was not killed for
-lack of memory. Samples are 5 s apart. In that time the fastest reported leak takes 2 GB
-(vllm-project/vllm#35191). An engine that gets killed holds more than that.
+"""A container that used less than this share of its limit at its last sample was not killed for
+lack of memory. Samples are 5 s apart. In that time, the fastest reported leak takes 2 GB
+(vllm-project/vllm#35191), and an engine that gets killed holds more than that.
 """
 
 
@@ -43,13 +43,13 @@ SCOPES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.PROBE: " in the engine's container, as the probe reads it",
     HostBasis.PROCESSES: " by the engine's processes and its /dev/shm",
 }
-"""Where the memory in use is counted, as the end of a sentence. An older trace has no basis, so its
-key is None.
+"""The scope of the memory in use, as the end of a sentence. The key None is for older traces, which
+have no basis.
 """
 
 
 PROBE_PREFIX: Final = "probe:"
-"""The beginning of the identity of a container that only the probe in it can read."""
+"""The prefix of the identity of a container that only the probe inside it can read."""
 
 
 class ContainerState(Struct, frozen=True, kw_only=True):
@@ -64,22 +64,23 @@ class ContainerState(Struct, frozen=True, kw_only=True):
     """
 
     scope: HostMemory = field(default_factory=HostMemory)
-    """The reading of this run that had the most reliable basis. Figures with a less reliable basis
-    would describe something else, such as the machine's memory instead of the container's.
+    """The reading with the most reliable basis in this run. Figures with a less reliable basis
+    would describe something else, such as the memory of the machine instead of the container.
     """
 
     kills: int | None = None
-    """The number of the kernel's OOM kills so far, in all containers; None if no counter was read.
+    """The number of the kernel's OOM kills so far, in all containers; None if no counter was
+    read.
     """
 
     newest_container: str = ""
-    """The container whose counter of kills was read last."""
+    """The container whose kill counter was read last."""
 
     kills_by_container: dict[str, int] = field(default_factory=dict)
-    """The newest value of each container's counter."""
+    """The newest value of each container's kill counter."""
 
     machine_kills: int | None = None
-    """The newest value of the machine's counter."""
+    """The newest value of the machine's kill counter."""
 
 
 def update_container(
@@ -91,11 +92,11 @@ def update_container(
 ) -> tuple[ContainerState, HostMemory | None]:
     """Return the state and the host memory, from the most reliable source available.
 
-    The sources, the most reliable first, are: the cgroup of the engine's processes, or the machine
-    if that cgroup has no limit; the cgroup that the probe reads; the sum of the processes' memory
-    and /dev/shm. `limit_bytes`, from the settings, is the limit if the kernel reports none. If
-    nothing is known, the host memory is None. Within a run, figures from a less reliable source
-    than before are dropped, because they would describe something else.
+    The sources, from the most to the least reliable, are: the cgroup of the engine's processes, or
+    the machine if that cgroup has no limit; the cgroup that the probe reads; the sum of the
+    processes' memory and /dev/shm. `limit_bytes`, from the settings, is used as the limit if the
+    kernel reports none. The host memory is None if nothing is known. Within a run, figures from a
+    less reliable source than before are dropped, because they would describe something else.
     """
     probed_cgroup, probed_shm = _find_probed_host(probe)
     reading = HostReading()
@@ -111,7 +112,7 @@ def update_container(
 
     root = _identify_root(state, processes, probed_cgroup)
     memory = _choose_memory(reading, probed_cgroup, engine, limit_bytes)
-    # The next run may be in another container, so its scope starts empty.
+    # The next run may be in another container, so it starts with an empty scope.
     scope = state.scope if root == state.root else HostMemory()
     # A jump between the container's and the machine's figures would look like a leak, or like the
     # end of one.
@@ -141,7 +142,7 @@ def update_container(
 def _identify_root(
     state: ContainerState, processes: ProcessReadings | Failure, probed_cgroup: Cgroup | None
 ) -> str | None:
-    """Return what identifies this run, as `ContainerState.root`; None if nothing does."""
+    """Return the identity of this run, as in `ContainerState.root`; None if there is none."""
     if isinstance(processes, Failure):
         # While /proc cannot be read, the last visible root process identifies the run.
         was_seen = state.root is not None and not state.root.startswith(PROBE_PREFIX)
@@ -154,11 +155,11 @@ def _identify_root(
 
 
 def _has_lost_scope(memory: HostMemory, scope: HostMemory) -> bool:
-    """Return whether a reading has a less reliable basis than `scope`, the best of this run."""
+    """Return whether a reading has a less reliable basis than `scope`, the best one of this run."""
     if _rank_basis(memory) >= _rank_basis(scope):
         return False
-    # If the limit is the same, the probe reads the container that /proc showed, so its figures are
-    # comparable.
+    # If the limits are equal, the probe reads the same container that /proc showed, so its figures
+    # are comparable.
     is_same_container = scope.basis is HostBasis.CGROUP and memory.basis is HostBasis.PROBE
     return not (is_same_container and scope.limit_bytes == memory.limit_bytes)
 
@@ -171,7 +172,7 @@ def _rank_basis(memory: HostMemory) -> int:
 def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> float | None:
     """Return the memory pressure of the container.
 
-    If it is unknown, return that of the machine.
+    Falls back to that of the machine if it is unknown.
     """
     if cgroup is not None and cgroup.pressure_ratio is not None:
         return cgroup.pressure_ratio
@@ -183,7 +184,7 @@ def _find_probed_host(
 ) -> tuple[Cgroup | None, Shm | None]:
     """Return the container and /dev/shm as the probe reads them; each is None if it is unknown.
 
-    All processes of the engine share both, so the first process that reports them counts.
+    All processes of the engine share both, so those of the first reporting process are used.
     """
     if not isinstance(probe, ProbeReadings):
         return None, None
@@ -193,8 +194,8 @@ def _find_probed_host(
     host = hosts[0]
     if host.cgroup is None:
         return None, host.shm
-    # The probe does not report its cgroup, so the start time of its oldest process identifies the
-    # cgroup.
+    # The probe does not report the identity of its cgroup, so the start time of the oldest process
+    # is used instead.
     started_at_seconds = min(process.started_at_seconds for process in probe.present)
     return replace(host.cgroup, identity=f"{PROBE_PREFIX}{started_at_seconds:.0f}"), host.shm
 
@@ -205,15 +206,15 @@ def _choose_memory(
     engine: tuple[EngineProcess, ...],
     limit_bytes: int | None,
 ) -> HostMemory:
-    """Return the memory by the most reliable source, see `update_container`.
+    """Return the memory from the most reliable source, as described in `update_container`.
 
-    If nothing is known, all its figures are None.
+    All its figures are None if nothing is known.
     """
     if reading.cgroup is None and probed_cgroup is not None:
         return _measure_cgroup(probed_cgroup, HostBasis.PROBE, limit_bytes)
     if reading.cgroup is not None:
         has_limit = reading.cgroup.limit_bytes is not None or limit_bytes is not None
-        # A container without a limit may take all memory of the machine.
+        # A container without a limit may take all of the machine's memory.
         if has_limit:
             return _measure_cgroup(reading.cgroup, HostBasis.CGROUP, limit_bytes)
         if reading.machine is not None:
@@ -222,7 +223,7 @@ def _choose_memory(
 
 
 def _measure_cgroup(cgroup: Cgroup, basis: HostBasis, limit_bytes: int | None) -> HostMemory:
-    """Return the memory of a cgroup that the kernel cannot reclaim, and the limit of the cgroup."""
+    """Return the memory of a cgroup that the kernel cannot reclaim, and the cgroup's limit."""
     return HostMemory(
         basis=basis,
         used_bytes=max(0, cgroup.used_bytes - cgroup.cache_bytes),
@@ -232,7 +233,7 @@ def _measure_cgroup(cgroup: Cgroup, basis: HostBasis, limit_bytes: int | None) -
 
 
 def _measure_machine(machine: MachineMemory) -> HostMemory:
-    """Return the memory of the machine that is not available to a new process."""
+    """Return the machine's memory that is not available to a new process."""
     return HostMemory(
         basis=HostBasis.MACHINE,
         used_bytes=max(0, machine.total_bytes - machine.available_bytes),
@@ -244,17 +245,17 @@ def _measure_machine(machine: MachineMemory) -> HostMemory:
 def _measure_processes(
     engine: tuple[EngineProcess, ...], shm: Shm | None, limit_bytes: int | None
 ) -> HostMemory:
-    """Return the private and shared memory of the processes, without mapped files.
+    """Return the private and shared memory of the processes, excluding mapped files.
 
-    If a process's private memory is unknown, or there is no process, all figures are None.
+    All figures are None if there is no process, or if the private memory of one is unknown.
     """
     # Mapped files are left out, because the kernel can drop them.
     private_bytes = sum_known(process.anonymous_bytes for process in engine)
     if private_bytes is None:
         return HostMemory()
     shm_bytes = None if shm is None else shm.used_bytes
-    # /dev/shm may be invisible, or hold files that no process has mapped, so the larger figure
-    # counts.
+    # /dev/shm may be invisible, or hold files that no process has mapped, so the larger figure is
+    # used.
     shared_bytes = max(shm_bytes or 0, count_shared(engine, shm_bytes))
     return HostMemory(
         basis=HostBasis.PROCESSES,
@@ -265,12 +266,12 @@ def _measure_processes(
 
 
 def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> int:
-    """Return a lower bound of the shared memory that these processes hold together, in bytes.
+    """Return a lower bound on the shared memory that these processes hold together, in bytes.
 
     `shm_bytes` is how much of /dev/shm is in use; None if unknown. Memory in /dev/shm counts once,
-    however many processes map it. Memory that CUDA pins is counted for each process, because
-    processes cannot share it. In vllm-project/vllm#53042 four workers had 192 GiB each, and the
-    machine 769 GiB.
+    no matter how many processes map it. Memory pinned by CUDA counts for each process, because
+    processes cannot share it. In vllm-project/vllm#53042, each of the four workers had 192 GiB, and
+    the machine 769 GiB.
     """
     shared_sizes = [process.shared_bytes or 0 for process in processes]
     if shm_bytes is None:
@@ -282,16 +283,17 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 def _count_kills(
     state: ContainerState, cgroup: Cgroup | None, machine: MachineMemory | None, root: str | None
 ) -> ContainerState:
-    """Return the state with the kernel's kills since the last reading.
+    """Return the state with the kernel's OOM kills since the last reading.
 
     Each kill counts once, whichever source shows it. `root` identifies the container that is read
-    now. If the previous reading had another root, that run has ended. Its container, with the
-    counter of kills, may be gone. If that container was at least half full, the machine's counter
-    is used instead. If the container is visible again later, these kills are not counted twice.
+    now. If the previous reading had another root, that run has ended, and its container may be gone
+    together with its kill counter. If that container was at least half full, the machine's counter
+    is used instead. If the container becomes visible again later, these kills are not counted
+    twice.
     """
     has_ended = state.root is not None and root != state.root
-    # The machine counts the kills of all containers, so only a container that was full enough
-    # explains them.
+    # The machine counts the kills of all containers, so new kills are attributed only to a
+    # container that was full enough.
     if has_ended and _was_full(state.memory):
         state = _count_machine_kills(state, machine)
     if cgroup is not None and cgroup.oom_kills is not None:
@@ -302,15 +304,15 @@ def _count_kills(
 
 
 def _was_full(memory: HostMemory) -> bool:
-    """Return whether the container was so full that its end may be a kill; False if unknown."""
+    """Return whether the container was so full that it may have been killed; False if unknown."""
     full_bytes = FULL_SHARE * (memory.limit_bytes or inf)
     return (memory.used_bytes or 0) >= full_bytes
 
 
 def _count_machine_kills(state: ContainerState, machine: MachineMemory | None) -> ContainerState:
-    """Return the state with the machine's new kills, counted for the container that was read last.
+    """Return the state with the machine's new kills, attributed to the container read last.
 
-    If one of the machine's two counters is unknown, nothing is counted.
+    Nothing is counted if the previous or the current value of the machine's counter is unknown.
     """
     if machine is None or machine.oom_kills is None or state.machine_kills is None:
         return state
@@ -331,15 +333,15 @@ def _count_container_kills(
     """Return the state with a container's new kills; `oom_kills` is the value of its counter."""
     container = PROBE_PREFIX if cgroup.identity.startswith(PROBE_PREFIX) else cgroup.identity
     names = {container}
-    # The probe and /proc read one container under two names, and both names have the same counter.
+    # The probe and /proc read the same container under two names, which share one counter.
     if PROBE_PREFIX in (container, state.newest_container):
         names.add(state.newest_container)
     counters = state.kills_by_container
     earlier_kills = [counters[name] for name in names if name in counters]
     if not earlier_kills and root == state.root:
-        # This is the first reading in this run, so the kills so far may be older than the run.
+        # This is the first reading in this run, so the kills so far may predate the run.
         earlier_kills = [oom_kills]
-    # If a counter fell, it has restarted at 0, so all its kills are new.
+    # If a counter fell, it was reset to 0, so all its kills are new.
     counted_kills = max((kills for kills in earlier_kills if kills <= oom_kills), default=0)
     kills_by_container = limit_remembered(counters, {container})
     kills_by_container[container] = oom_kills
@@ -372,9 +374,9 @@ EngineProcess that are summed.
 
 
 def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the samples of each role's processes, of the pools and of the container.
+    """Return the samples for each role's processes, the pools and the container.
 
-    If a figure is unknown, it has no sample.
+    An unknown figure has no sample.
     """
     return (
         *_sum_processes(snapshot.engine_processes),
@@ -386,7 +388,7 @@ def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
 def _sum_processes(processes: tuple[EngineProcess, ...]) -> Iterator[Sample]:
     """Yield each role's sums over its processes.
 
-    If one process's figure is unknown, the role has no sum.
+    A role has no sum if one process's figure is unknown.
     """
     for metric, labels, fact in PROCESS_FACTS:
         for role in Role:
@@ -398,7 +400,7 @@ def _sum_processes(processes: tuple[EngineProcess, ...]) -> Iterator[Sample]:
 
 
 def _sum_pools(pools: tuple[Pool, ...]) -> Iterator[Sample]:
-    """Yield the configured size of the pools in host memory, by their purpose."""
+    """Yield the configured sizes of the pools in host memory, by purpose."""
     host_pools = [pool for pool in pools if pool.role]
     for part in HostPart:
         sizes = [pool.size_bytes for pool in host_pools if pool.part is part]

@@ -20,19 +20,19 @@ from vllm_headroom.vocabulary import MemoryPart
 PROBE_RACE_BYTES: Final = 64 * MIB
 """This much memory may be freed between the probe's reading and NVML's. If an engine seems to hold
 less than torch has reserved, but by no more than this, it holds nothing outside torch. A larger
-difference has no explanation, so the part outside torch is unknown then.
+difference cannot be explained, so the part outside torch is then unknown.
 """
 
 _GRAPH_HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TORCH)
-"""The parts in which captured graphs are counted. Graphs are subtracted from them in this order,
-because their private pools are mostly whole free segments of torch.
+"""The parts that include captured graphs. Graphs are subtracted from them in this order, because
+the graphs' private pools are mostly whole free segments of torch.
 """
 
 
 class Sums(Struct, frozen=True, kw_only=True):
     """Sums in bytes over the processes on one GPU.
 
-    A sum is None if one process does not report the value.
+    A sum is None if any process does not report the value.
     """
 
     allocated: int | None
@@ -47,9 +47,9 @@ class Sums(Struct, frozen=True, kw_only=True):
 def add_inside(
     gpus: tuple[Gpu, ...] | Failure, probe: ProbeReadings | Failure | None
 ) -> tuple[Gpu, ...] | Failure:
-    """Return the GPUs with what the probe reports for the engine's running processes.
+    """Return the GPUs with what the probe reports about the engine's running processes.
 
-    If the GPUs or the probe's files could not be read, the GPUs are returned unchanged.
+    The GPUs are returned unchanged if they or the probe's files could not be read.
     """
     if isinstance(gpus, Failure) or not isinstance(probe, ProbeReadings):
         return gpus
@@ -60,7 +60,7 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     """Return what the engine's processes report about a GPU.
 
     Returns None if the GPU is not the engine's, if no process reports about it, or if the reported
-    memory exceeds the GPU's.
+    memory exceeds the memory of the GPU.
     """
     if gpu.attribution is None:
         return None
@@ -73,7 +73,7 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     sizes = [report.allocator.total_bytes for report in reports]
     ledger = build_ledger(sums, gpu.held_bytes)
     return Inside(
-        # The smallest grant of its processes limits the engine.
+        # The engine is limited by the smallest grant among its processes.
         granted_bytes=min((size for size in sizes if size is not None), default=None),
         allocated_bytes=sums.allocated,
         reserved_bytes=sums.reserved,
@@ -82,7 +82,7 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
 
 
 def _exceeds_device(sums: Sums, gpu: Gpu) -> bool:
-    """Return whether the processes report more than the GPU has; False if that is unknown."""
+    """Return whether the processes report more than the GPU's memory; False if that is unknown."""
     if gpu.reading.memory is None:
         return False
     largest_bytes = max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0)
@@ -94,7 +94,7 @@ class ProbedDevice(NamedTuple):
 
     allocator: AllocatorReading
     parts: WorkerMeasurements | None
-    """vLLM's own measurements; None if they may be of another GPU."""
+    """vLLM's own measurements; None if they may belong to another GPU."""
 
     @property
     def graphs_bytes(self) -> int | None:
@@ -103,12 +103,11 @@ class ProbedDevice(NamedTuple):
 
 
 def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
-    """Return the report of each running process about this GPU."""
+    """Return each running process's report about this GPU."""
     uuid = gpu.reading.uuid.casefold()
     reports = []
     for process in probe.present:
-        # If a process is on several devices, it does not report to which of them its measurements
-        # belong.
+        # A process on several devices does not report which of them its measurements belong to.
         parts = process.parts if len(process.devices) == 1 else None
         reports += [
             ProbedDevice(device, parts)
@@ -119,7 +118,7 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
 
 
 def _sum_up(reports: list[ProbedDevice]) -> Sums:
-    """Return the sums over the processes on one GPU; a sum is None if a value is unknown."""
+    """Return the sums over the processes on one GPU; a sum is None if any value is unknown."""
     allocators = [report.allocator for report in reports]
     return Sums(
         allocated=sum_known(allocator.allocated_bytes for allocator in allocators),
@@ -136,8 +135,8 @@ def _find_current(
 ) -> int | None:
     """Return the current size of the weights or the KV cache of one process; None if unknown.
 
-    With vLLM's own memory pool, this is the size in the pool. Without it, this is the size measured
-    at the start. In a sleep without such a pool, the size is unknown.
+    With vLLM's own memory pool, this is the size in the pool. Without the pool, it is the size
+    measured at startup, or unknown while the engine sleeps.
     """
     if parts is None:
         return None
@@ -154,15 +153,15 @@ def _find_current(
 def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     """Return the sizes of the known parts of the engine's memory on one GPU.
 
-    Allocated memory is weights, KV cache and other tensors. Reserved memory that is not allocated
-    is fragmented or cached. Held memory that torch has not reserved is outside torch. A part that
-    is computed as a difference is present only if all its terms are known. With all of torch's
-    figures, the parts sum to what the engine holds.
+    Allocated memory consists of weights, KV cache and other tensors. Reserved memory that is not
+    allocated is fragmented or cached. Held memory that torch has not reserved is outside torch. A
+    part that is computed as a difference is present only if all its terms are known. If all of
+    torch's figures are known, the parts sum to what the engine holds.
 
-    Captured graphs are free blocks of private pools, and memory of the driver. vLLM's figure for
+    Captured graphs consist of free blocks in private pools, and of driver memory. vLLM's figure for
     graphs is subtracted from these parts, so that every byte counts once.
 
-    If weights and KV cache exceed what the engine holds, the result is empty. The probe writes only
+    The result is empty if weights and KV cache exceed what the engine holds. The probe writes only
     every five seconds, so it may have measured them before the engine fell asleep.
     """
     parts = {}
@@ -190,7 +189,7 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
 def _list_remainders(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     """Return the parts that are not allocated, as far as known: fragmented, cached, outside torch.
 
-    If the figures of a part contradict each other, it is left out.
+    A part whose figures contradict each other is omitted.
     """
     remainders = {}
     if sums.split is not None:
@@ -210,7 +209,7 @@ def _list_remainders(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int
 
 
 def _subtract_graphs(remainders: dict[MemoryPart, int], graphs_bytes: int) -> dict[MemoryPart, int]:
-    """Return the parts without captured graphs, taken from each of _GRAPH_HOMES in turn."""
+    """Return the parts after captured graphs are subtracted from each of _GRAPH_HOMES in turn."""
     remainders = dict(remainders)
     for part in _GRAPH_HOMES:
         part_bytes = min(graphs_bytes, remainders[part])

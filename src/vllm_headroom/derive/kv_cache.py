@@ -16,15 +16,15 @@ def derive_kv_cache(
 ) -> tuple[Sample, ...]:
     """Return the KV-cache samples of each engine.
 
-    `bytes_per_token` is the configured size of a token on all GPUs of one engine. It is None if it
-    is not configured, because vLLM does not export this size. The second source is the size of the
-    cache by the probe, divided by the cache's capacity in tokens. The third source is `model`, or
-    else the model that the engine's processes load. It computes the size from the cache's dtype.
-    Without any source there are samples in tokens, and none in bytes. While nothing runs, samples
-    per running request are absent.
+    `bytes_per_token` is the configured size of a token on all GPUs of one engine. vLLM does not
+    export this size, so it is None if it is not configured. The second source is the size of the
+    cache reported by the probe, divided by the cache's capacity in tokens. The third source is
+    `model`, which defaults to the model that the engine's processes load, and computes the size
+    from the cache's dtype. Without any source, there are samples in tokens but none in bytes. While
+    nothing is running, there are no samples per running request.
     """
     engines = list_named(snapshot.page)
-    # The operator's figure comes first, then what the probe sees, then the model's.
+    # The operator's figure takes precedence, then the probe's, then the model's.
     if bytes_per_token is None:
         bytes_per_token = _measure_bytes_per_token(snapshot, engines)
     if model is None:
@@ -42,11 +42,11 @@ def derive_kv_cache(
 def _measure_bytes_per_token(
     snapshot: Snapshot, engines: tuple[EngineReading, ...]
 ) -> float | None:
-    """Return the cache's bytes by the probe, divided by its capacity; None if one is unknown."""
+    """Return the probe's cache size divided by the cache's capacity; None if either is unknown."""
     sizes = []
     for gpu in snapshot.owned_gpus:
         parts = () if gpu.inside is None else gpu.inside.parts
-        # In sleep the size of the cache is unknown, and so is the sum.
+        # During sleep, the size of the cache is unknown, and so is the sum.
         sizes.append(dict(parts).get(MemoryPart.KV_CACHE))
     cache_bytes = sum_known(sizes)
     capacity_tokens = sum_known(engine.kv_capacity_tokens for engine in engines)
@@ -56,13 +56,13 @@ def _measure_bytes_per_token(
 
 
 def _count_gpus_per_engine(snapshot: Snapshot) -> int | None:
-    """Return the number of GPUs of the page per engine, rounded up; None without GPUs."""
+    """Return the number of the page's GPUs per engine, rounded up; None without GPUs."""
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
     return ceil(len(snapshot.owned_gpus) / max(1, len(ranks))) or None
 
 
 def _derive_engine_cache(engine: EngineReading, token_bytes: float | None) -> Iterator[Sample]:
-    """Yield the samples of one engine; if `token_bytes` is None, there are none in bytes."""
+    """Yield the samples of one engine; there are none in bytes if `token_bytes` is None."""
     labels = label_engine(engine)
     capacity_tokens = engine.kv_capacity_tokens
     request_tokens = count_tokens_per_request(engine)
@@ -77,9 +77,10 @@ def _derive_engine_cache(engine: EngineReading, token_bytes: float | None) -> It
 
 
 def count_tokens_per_request(engine: EngineReading) -> float | None:
-    """Return the average tokens per running request.
+    """Return the average number of tokens per running request.
 
-    Returns None while nothing runs, if the cache is empty, or if one of the figures is unknown.
+    Returns None while nothing is running, if the cache is empty, or if one of the figures is
+    unknown.
     """
     if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
         return None

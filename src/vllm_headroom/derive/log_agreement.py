@@ -1,4 +1,4 @@
-"""Compare what the engine's log says with the probe and the metrics page."""
+"""Compare the figures in the engine's log with those of the probe and the metrics page."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -14,16 +14,16 @@ TOLERANCE_SHARE: Final = 0.02
 """Our choice: a difference below this share of the size is ignored too."""
 
 TOLERANCE_RATIO: Final = 0.005
-"""This is half of the last digit that values of vLLM's options usually have."""
+"""Half a unit of the last digit that values of vLLM's options usually have."""
 
 
 def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
-    """Return a sentence for each figure of the log that another source contradicts.
+    """Return a sentence for each figure in the log that another source contradicts.
 
-    The figures are those of the newest start. The result is empty until that start has served, and
-    if there is no log. The weights and the KV cache are compared with the probe's figures, and the
-    budget with the page's. The log's KV cache is only an upper bound, because an option can make
-    vLLM use fewer blocks.
+    The figures are those of the newest start. The result is empty if there is no log, and until
+    that start has served. The weights and the KV cache are compared with the probe's figures, and
+    the budget with the page's. The KV cache in the log is only an upper bound, because an option
+    can make vLLM use fewer blocks.
     """
     if not isinstance(snapshot.log, LogReading) or not snapshot.is_in_service:
         return ()
@@ -34,7 +34,7 @@ def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def _compare_with_probe(start: EngineStart, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a sentence for each size in which the log and the probe's files differ."""
+    """Yield a sentence for each size on which the log and the probe's files differ."""
     if not isinstance(snapshot.probe, ProbeReadings):
         return
     parts = [process.parts for process in snapshot.probe.present if process.parts is not None]
@@ -53,7 +53,7 @@ def _compare_with_probe(start: EngineStart, snapshot: Snapshot) -> Iterator[str]
 
 
 def _list_sizes(parts: list[WorkerMeasurements], name: str) -> Iterator[int]:
-    """Yield the known sizes of a part; nothing for an engine that may be asleep."""
+    """Yield the known sizes of a part, except those of an engine that may be asleep."""
     for process_parts in parts:
         n_bytes = getattr(process_parts, name)
         if n_bytes is not None and process_parts.pool is None and not process_parts.asleep:
@@ -69,7 +69,7 @@ def _describe(part: str, log_bytes: float, probe_bytes: float) -> str:
 
 
 def _compare_budget(start: EngineStart, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a sentence if no engine of the page has the memory share that the log reports."""
+    """Yield a sentence if no engine on the page has the memory share that the log reports."""
     if snapshot.page is None:
         return
     log_ratio = start.find_option("gpu_memory_utilization")

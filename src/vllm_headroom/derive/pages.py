@@ -1,4 +1,4 @@
-"""What the page of a whole server shows, over all its engines."""
+"""What the metrics page of a server shows, over all its engines."""
 
 from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import EnginePage, EngineReading
@@ -20,7 +20,7 @@ def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
 def count_running(page: EnginePage | None) -> float | None:
     """Return the running requests of all engines; None if one is unknown, or without engines.
 
-    A sleeping engine counts as running none, because its gauges do not change.
+    A sleeping engine counts as running no requests, because its gauges do not change.
     """
     counts: list[float | None] = []
     for engine in list_named(page):
@@ -30,7 +30,7 @@ def count_running(page: EnginePage | None) -> float | None:
 
 
 def count_finished(page: EnginePage | None) -> float | None:
-    """Return the finished requests of all engines; None without engines, or if one is unknown."""
+    """Return the finished requests of all engines; None if one is unknown, or without engines."""
     return sum_known(engine.finished_total for engine in list_named(page))
 
 
@@ -41,7 +41,7 @@ def is_page_awake(page: EnginePage | None) -> bool | None:
 
 
 def find_highest_kv_use(page: EnginePage | None) -> float | None:
-    """Return the share in use of the fullest KV cache on the page; None if none is known.
+    """Return the used share of the fullest KV cache on the page; None if none is known.
 
     A sleeping engine has no cache, and its gauges do not change.
     """

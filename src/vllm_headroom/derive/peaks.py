@@ -24,40 +24,40 @@ from vllm_headroom.vocabulary import Work
 
 LOWEST_SIZE_SHARE: Final = 1 / 16
 """Only sizes of at least this share of the largest size are fitted. Small steps run in CUDA graphs,
-and something other than the size sets their peak, such as the logits.
+where something other than the size, such as the logits, determines the peak.
 """
 
 FEWEST_SIZES: Final = 4
-"""A line through fewer sizes has no useful interval."""
+"""With fewer sizes, the line has no useful interval."""
 
 FEWEST_STEPS: Final = 8
-"""A kind of work with fewer steps was observed too seldom for a line."""
+"""With fewer steps, a kind of work has been observed too rarely to fit a line."""
 
 SMALLEST_DEVIATION_BYTES: Final = MIB
-"""The smallest standard deviation of a peak, because torch hands out blocks that are up to 1 MiB
-larger than requested (c10/cuda/CUDACachingAllocator.cpp, should_split).
+"""The smallest standard deviation that is assumed for a peak, because torch hands out blocks that
+are up to 1 MiB larger than requested (c10/cuda/CUDACachingAllocator.cpp, should_split).
 """
 
 UNUSABLE_CACHED_SHARE: Final = 0.3
-"""A larger step cannot use this share of torch's unused segments: a tensor takes a part of a
-segment, and the next tensor does not fit into the remaining part. With prompt logprobs the share is
-at most a fifth: 18 % was measured at an OutOfMemoryError.
+"""The share of torch's unused segments that a larger step cannot use: when a tensor takes part of a
+segment, the next tensor does not fit into the rest. With prompt logprobs, the unusable share is at
+most a fifth: 18 % was measured at an OutOfMemoryError.
 """
 
 FURTHEST_SIZE_FACTOR: Final = 4
-"""If no setting of vLLM bounds a step, sizes are predicted up to this many times the largest
-observed size.
+"""If no vLLM setting bounds a step, sizes are predicted up to this many times the largest observed
+size.
 """
 
 T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""The 97.5 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
+"""The 97.5 % quantiles of Student's t-distribution with 1, 2, … degrees of freedom."""
 
 LARGEST_T: Final = 2.2
-"""The quantile for more degrees of freedom, which is the value for 11."""
+"""The quantile for more degrees of freedom: the value for 11."""
 
 
 class PeakLine(Struct, frozen=True, kw_only=True):
-    """A line of bytes over size by weighted least squares, with the figures for its interval.
+    """A line of bytes over size, fitted by weighted least squares, with the data for its interval.
 
     Large peaks scatter more than small ones, so each peak is weighted by its own size.
     """
@@ -100,7 +100,7 @@ class PeakLine(Struct, frozen=True, kw_only=True):
 
 
 def fit_sizes(peaks: tuple[SizePeak, ...]) -> PeakLine | None:
-    """Return the line of bytes over size; None if the kind of work was observed too seldom."""
+    """Return the line of bytes over size; None if the kind of work was observed too rarely."""
     largest_size = max((peak.size for peak in peaks), default=0)
     lowest_size = max(1.0, LOWEST_SIZE_SHARE * largest_size)
     fitted = [peak for peak in peaks if peak.size >= lowest_size]
@@ -137,7 +137,7 @@ def fit_sizes(peaks: tuple[SizePeak, ...]) -> PeakLine | None:
 
 
 class FitPoint(NamedTuple):
-    """A size's peak in a fit."""
+    """The peak of one size, as a point to be fitted."""
 
     size: int
     transient_bytes: int
@@ -171,10 +171,10 @@ class PeakRoom(NamedTuple):
     """The memory that a step may take on a GPU."""
 
     free_bytes: int
-    """The free memory of the GPU that the engine may take."""
+    """The free GPU memory that the engine may take."""
 
     cached_bytes: int
-    """The memory that torch holds unused, in segments of which nothing is in use."""
+    """The memory that torch holds unused, in segments that are entirely free."""
 
     @property
     def repeated_bytes(self) -> int:
@@ -183,7 +183,7 @@ class PeakRoom(NamedTuple):
 
     @property
     def larger_bytes(self) -> float:
-        """Return the room for a step larger than any before, which cannot use parts of segments."""
+        """Return the room for a step larger than any before, which cannot use the whole cache."""
         return self.free_bytes + (1 - UNUSABLE_CACHED_SHARE) * self.cached_bytes
 
 
@@ -195,7 +195,7 @@ def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> PeakRoom | None:
     split_bytes = peaks.resting_split_bytes
     if free_bytes is None or reserved_bytes is None or allocated_bytes is None:
         return None
-    # Since the newest step, torch may have returned memory to the GPU, where it is free now.
+    # Since the newest step, torch may have returned memory to the GPU, where it now counts as free.
     newest_reserved_bytes = None if gpu.inside is None else gpu.inside.reserved_bytes
     if newest_reserved_bytes is not None:
         reserved_bytes = min(reserved_bytes, newest_reserved_bytes)
@@ -254,7 +254,7 @@ def _derive_gpu(
 def _derive_work(
     work: WorkPeaks, fit: PeakLine | None, labels: tuple[str, ...], room_bytes: int | None
 ) -> list[Sample]:
-    """Return the samples of one kind of work; `fit` is None if it was observed too seldom."""
+    """Return the samples of one kind of work; `fit` is None if it was observed too rarely."""
     samples = []
     if work.recent is not None:
         recent_bytes = float(work.recent.transient_bytes)
@@ -272,14 +272,14 @@ SAFE_METRICS: Final = (
     (catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, Work.PROMPT_LOGPROBS),
     (catalog.ENGINE_SAFE_IMAGE_PIXELS, Work.ENCODER),
 )
-"""The metric of the largest safe request, by the kind of work."""
+"""The metric for the largest safe request of each kind of work."""
 
 
 def _find_free_cache_tokens(snapshot: Snapshot, rank: int | None) -> int | None:
-    """Return the free tokens of the KV cache of the engine with this data-parallel rank.
+    """Return the free KV-cache tokens of the engine with this data-parallel rank.
 
-    Without a rank, or if the page does not name the rank, the fullest engine counts. Returns None
-    if the number is unknown.
+    Without a rank, or if the page does not name it, the fullest engine is used. Returns None if the
+    number is unknown.
     """
     engines = list_engines(snapshot.page)
     named = [engine for engine in engines if engine.engine == str(rank)]
@@ -299,9 +299,9 @@ def _find_safe_sizes(
 ) -> dict[Work, int]:
     """Return the size of the largest single request of each kind of work that fits into the room.
 
-    A kind that was observed too seldom has no fit, and is left out. vLLM computes a long prompt in
-    steps of at most `batch_tokens`. If such a step fits, only the KV cache and the model limit the
-    prompt. If their figures are missing, the limit is unknown.
+    A kind of work that was observed too rarely has no fit and is omitted. vLLM computes a long
+    prompt in steps of at most `batch_tokens`. If such a step fits, the prompt is limited only by
+    the KV cache and the model. If neither of these limits is known, the prompt's limit is unknown.
     """
     sizes: dict[Work, int] = {}
     for work in (Work.PREFILL, Work.PROMPT_LOGPROBS):
@@ -310,7 +310,7 @@ def _find_safe_sizes(
             tokens = _find_safe_tokens(fit, peaks, room_bytes, cache_tokens)
             if tokens is not None:
                 sizes[work] = tokens
-    # A prompt with prompt logprobs is a prompt too.
+    # A prompt with prompt logprobs is a prompt too, so the smaller of both sizes applies.
     if Work.PROMPT_LOGPROBS in sizes:
         sizes[Work.PROMPT_LOGPROBS] = min(sizes.values())
     encoder_fit = fits.get(Work.ENCODER)
@@ -323,7 +323,7 @@ def _find_safe_sizes(
 def _find_safe_tokens(
     fit: PeakLine, peaks: PeakReadings, room_bytes: float, cache_tokens: int | None
 ) -> int | None:
-    """Return the tokens of the largest safe prompt; None if its limit is unknown."""
+    """Return the number of tokens in the largest safe prompt; None if its limit is unknown."""
     step_limit = peaks.batch_tokens or FURTHEST_SIZE_FACTOR * fit.largest_size
     step_tokens = find_largest_size(fit, room_bytes, step_limit)
     if peaks.batch_tokens is None or step_tokens < peaks.batch_tokens:

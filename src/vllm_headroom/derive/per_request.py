@@ -19,12 +19,12 @@ COMPARABLE_FACTOR: Final = 1.1
 """
 
 BASELINE_READINGS: Final = 60
-"""A baseline has this many readings, which is five minutes at the default interval. A baseline over
-less time could be the peak of a burst.
+"""The number of readings in a baseline: five minutes' worth at the default interval. Over less
+time, a baseline could reflect the peak of a burst.
 """
 
 WARM_REQUESTS: Final = 1000.0
-"""A baseline is learned only after this many requests have finished in this run. By then every
+"""A baseline is learned only after this many requests have finished in this run. By then, every
 kernel has been used once.
 """
 
@@ -40,19 +40,19 @@ class Baseline(NamedTuple):
 
 
 class BusiestLoad(NamedTuple):
-    """The highest number of running requests, and its time in seconds since the epoch."""
+    """The highest number of running requests, and when it was seen, in seconds since the epoch."""
 
     running: float = 0.0
     seconds: float = 0.0
 
 
 class Baselines(Struct, frozen=True, kw_only=True):
-    """The baselines that were learned in one run of the engine, and its highest load."""
+    """The baselines learned in one run of the engine, and its highest load."""
 
     run_id: str | None = field(default=None, name="life")  # its name in the state file
     finished_total: float | None = None
     bands: dict[str, dict[int, Baseline]] = field(default_factory=dict)
-    """The baselines by the GPU's UUID and the number of the load band."""
+    """The baselines, by the GPU's UUID and the number of the load band."""
 
     busiest: BusiestLoad = BusiestLoad()
     """The highest load of any run, without decay."""
@@ -63,10 +63,10 @@ def derive_baseline(
 ) -> tuple[Baselines, tuple[Sample, ...]]:
     """Return each GPU's memory per running request as a ratio of its baseline.
 
-    `configured_bytes` is the baseline, per running request and GPU at full load. If it is set,
-    there is a sample only near the highest load, because at night the same memory is spread over
-    fewer requests. If it is None, the baseline is the mean of the first readings at comparable
-    load. There is no sample until it is learned. There is no sample while nothing runs.
+    `configured_bytes` is the baseline per running request and GPU at full load. If it is set, there
+    is a sample only near the highest load, because at night the same memory is spread over fewer
+    requests. If it is None, the baseline is the mean of the first readings at comparable load, and
+    there is no sample until it has been learned. There is no sample while nothing is running.
     """
     page = snapshot.page
     if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):
@@ -81,14 +81,14 @@ def derive_baseline(
 
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
-    # First uses of kernels take memory that belongs to no request.
+    # When kernels are first used, they take memory that belongs to no request.
     is_warm = (state.finished_total or 0.0) >= WARM_REQUESTS
     # At lower load, the same memory is spread over fewer requests.
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
     band = find_load_band(running)
     for gpu in snapshot.gpus:
         # The memory is None if it is unknown, and 0 if the engine exited between the readings of
-        # page and GPU.
+        # the page and the GPU.
         if not gpu.held_bytes:
             continue
         ratio = None
@@ -118,7 +118,7 @@ def _follow_run(state: Baselines, page: EnginePage) -> Baselines:
 
 
 def _decay_busiest(busiest: BusiestLoad, now: float) -> float:
-    """Return the remembered highest load, halved for each half-life that has passed at `now`."""
+    """Return the remembered highest load at `now`, halved for each half-life that has passed."""
     # If the clock was set back, no time counts as passed.
     passed_seconds = max(0.0, now - busiest.seconds)
     return float(busiest.running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
@@ -139,17 +139,17 @@ def _learn(baseline: Baseline, held_bytes: int) -> Baseline:
 
 
 def find_load_band(running: float) -> int:
-    """Return the number of the band of a load above 0; loads of one band are comparable."""
+    """Return the number of the band of a load above 0; loads in the same band are comparable."""
     return round(log(running) / log(COMPARABLE_FACTOR))
 
 
 def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return each GPU's memory held by the engine, divided by all running requests of the page.
+    """Return the memory that the engine holds on each GPU, divided by the page's running requests.
 
-    The sum over the GPUs is the memory per request of the whole server, for tensor and data
-    parallelism alike. There are no samples while nothing runs, or while an engine does not report
-    its requests. If the engine holds nothing on a GPU, the GPU has no sample, as when the engine
-    exits between the two readings.
+    Summed over the GPUs, this is the memory per request of the whole server, for both tensor and
+    data parallelism. There are no samples while nothing is running, or while an engine does not
+    report its requests. A GPU on which the engine holds nothing has no sample, as happens when the
+    engine exits between the two readings.
     """
     running = count_running(snapshot.page)
     if not running:

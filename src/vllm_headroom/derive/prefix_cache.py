@@ -13,11 +13,11 @@ RATIO_WINDOW_SECONDS: Final = 300.0
 """The time over which the hit ratio is measured."""
 
 RATIO_WINDOW_STEPS: Final = 60
-"""At most this many counts of the window are kept. This bounds memory at any sampling interval."""
+"""The maximum number of counts in the window, which bounds memory at any sampling interval."""
 
 
 class Count(Struct, frozen=True, kw_only=True):
-    """The counters at one moment."""
+    """The counters at one point in time."""
 
     seconds: float
     queries: float
@@ -27,8 +27,8 @@ class Count(Struct, frozen=True, kw_only=True):
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
     """The counts of each engine within the window, and the last count before the window.
 
-    The oldest count is first. If an engine is missing from the page, it is dropped after the length
-    of a window.
+    The oldest count comes first. An engine that is missing from the page is dropped after the
+    length of a window.
     """
 
     engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def derive_prefix_cache(
     """Return, for each engine, hits divided by queries over the last five minutes.
 
     An engine without queries in that time has no sample. vLLM V0 has no counters, so its sample is
-    the average since the engine's start.
+    the average since the engine started.
     """
     # The counts of an ended run are not compared with those of the next run.
     if snapshot.engine_status is not None and not snapshot.engine_status.is_in_service:
@@ -58,7 +58,7 @@ def derive_prefix_cache(
             ratio = _measure_hit_ratio(counts)
         if ratio is not None:
             samples.append(Sample(catalog.ENGINE_PREFIX_HIT_RATIO, labels, ratio))
-    # If an engine is off the page for some minutes, its counts are kept.
+    # If an engine is missing from the page for a few minutes, its counts are kept.
     recent_counts = {
         labels: counts
         for labels, counts in limit_remembered(counts_by_engine, engines).items()
@@ -70,9 +70,9 @@ def derive_prefix_cache(
 def _update_counts(
     counts: tuple[Count, ...], engine: EngineReading, now: float
 ) -> tuple[Count, ...]:
-    """Return the counts of the window that ends at `now`, in seconds, with the engine's counters.
+    """Return the counts in the window that ends at `now`, in seconds, with the engine's counters.
 
-    If the page has no counters, none are added. If a counter fell, it has restarted at 0, and the
+    If the page has no counters, none are added. If a counter fell, it was reset to 0, and the
     counts start over.
     """
     old_counts = [count for count in counts if now - count.seconds >= RATIO_WINDOW_SECONDS]

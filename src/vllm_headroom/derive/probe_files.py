@@ -17,8 +17,8 @@ SHORTEST_FRESH_SECONDS: Final = 10.0
 LONGEST_FRESH_SECONDS: Final = 300.0
 
 AHEAD_SECONDS: Final = 60.0
-"""If a file has a time this far in the future, it is ignored, because the probe and the daemon
-share a clock.
+"""A file whose time is this far in the future is ignored, because the probe and the daemon share a
+clock.
 """
 
 
@@ -30,9 +30,9 @@ def classify_probe(
     """Sort the probe's files into present, silent and others, at `now` in seconds since the epoch.
 
     If /proc shows engine processes, a file belongs to this run if the process that wrote it started
-    when one of them did. Pids are not compared, because they may belong to another PID namespace.
-    If /proc shows no engine process, a fresh file belongs to this run. A failure, or None, is
-    returned unchanged.
+    at the same time as one of them. Pids are not compared, because they may belong to another PID
+    namespace. If /proc shows no engine process, a fresh file belongs to this run. A failure or None
+    is returned unchanged.
     """
     if files is None or isinstance(files, Failure):
         return files
@@ -66,7 +66,7 @@ def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedPro
 
 
 def _is_same_process(file: ProbedProcess, process: EngineProcess) -> bool:
-    """Return whether both have one start time: on the boot clock, or nearly on the wall clock."""
+    """Return whether both have the same start, by the boot clock or nearly by the wall clock."""
     boot_seconds = file.since_boot_seconds
     if boot_seconds is not None and boot_seconds == process.since_boot_seconds:
         return True
@@ -75,6 +75,6 @@ def _is_same_process(file: ProbedProcess, process: EngineProcess) -> bool:
 
 
 def _measure_fresh_seconds(file: ProbedProcess) -> float:
-    """Return for how many seconds a file is fresh after it was written."""
+    """Return how many seconds a file stays fresh after it was written."""
     fresh_seconds = max(SHORTEST_FRESH_SECONDS, FRESH_INTERVALS * file.interval_seconds)
     return min(fresh_seconds, LONGEST_FRESH_SECONDS)

@@ -31,7 +31,7 @@ _ENGINE_FACTS: Final = tuple(
 
 
 def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the readings of GPUs, engines and offered inputs as samples."""
+    """Return the readings of GPUs and engines, and the availability of inputs, as samples."""
     samples: list[Sample] = []
     for gpu in snapshot.devices:
         samples += _derive_gpu(gpu)
@@ -48,11 +48,11 @@ def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
-    """Yield the samples of one GPU, whoever uses it."""
+    """Yield the samples of one GPU, no matter which process uses it."""
     labels = label_gpu(gpu)
     reading = gpu.reading
     name = reading.name
-    # The figures of such a GPU describe the machine's memory, so the metrics have another name.
+    # The figures of a GPU with unified memory describe the machine's memory, so its name is marked.
     if reading.memory is not None and reading.memory.is_unified:
         name += " (unified memory)"
     yield Sample(catalog.GPU_INFO, (*labels, name, gpu.attribution or ""), 1.0)
@@ -62,7 +62,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
         yield from _derive_holders(gpu, reading.memory.used_bytes)
     if gpu.process_count is not None:
         yield Sample(catalog.GPU_PROCESSES, labels, float(gpu.process_count))
-    # A size that the driver does not report is left out, because 0 would say that nothing is held.
+    # A size that the driver does not report is omitted, because 0 would mean that nothing is held.
     leftover_sizes = [
         leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None
     ]
@@ -78,7 +78,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
 
 
 def _derive_holders(gpu: Gpu, used_bytes: int) -> Iterator[Sample]:
-    """Yield how much of the memory in use each holder has; the sizes sum to the memory in use."""
+    """Yield how much memory each holder has; the sizes sum to the memory in use."""
     labels = label_gpu(gpu)
     unattributed_bytes = used_bytes
     for holder, held_bytes in (("engine", gpu.engine_bytes), ("other", gpu.other_bytes)):

@@ -1,4 +1,4 @@
-"""The memory that an engine keeps in sleep."""
+"""The memory that an engine keeps while it sleeps."""
 
 from typing import Final
 
@@ -12,12 +12,12 @@ from vllm_headroom.derive.series import label_gpu, limit_remembered
 from vllm_headroom.model import Sample, Snapshot
 
 SETTLED_SECONDS: Final = 30.0
-"""After the page reports sleep, memory may still be freed for this time. On some devices that takes
+"""Memory may still be freed for this long after the page reports sleep. On some devices, this takes
 seconds (vllm-project/vllm#37533).
 """
 
 LEAST_RELEASED_SHARE: Final = 0.1
-"""If a sleep releases less than this share of the memory, it has no residue, because sleep level 0
+"""A sleep that releases less than this share of the memory has no residue, because sleep level 0
 only pauses the scheduler.
 """
 
@@ -35,14 +35,14 @@ class SleepState(Struct, frozen=True, kw_only=True):
     """
 
     least_bytes: dict[str, int] = field(default_factory=dict)
-    """The least memory that was held during one sleep, by UUID. The minimum counts, because memory
-    is freed some time after the start of the sleep, and taken again before the page reports the
-    wake.
+    """The least memory that was held during one sleep, by UUID. The minimum is used, because memory
+    is freed some time after the sleep starts, and taken again before the page reports that the
+    engine is awake.
     """
 
 
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
-    """Return the residue of each of the engine's GPUs: the memory that it keeps in sleep.
+    """Return the residue on each of the engine's GPUs: the memory that the engine keeps in sleep.
 
     Until memory has been freed, the residue of the previous sleep is returned. There is no sample
     before the run's first sleep.
@@ -66,14 +66,14 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
         state = SleepState(run_id=run_id)
     else:
         state = replace(state, run_id=state.run_id or run_id)
-    # The engine is awake. The residue of the last sleep stays known until the next sleep has
+    # The engine is awake. The residue of the last sleep remains known until the next sleep has
     # settled.
     if is_page_awake(page) is not False:
         return SleepState(run_id=state.run_id, least_bytes=state.least_bytes)
 
     now_seconds = snapshot.monotonic_seconds
     since_seconds = now_seconds if state.since_seconds is None else state.since_seconds
-    # vLLM still releases memory for some seconds.
+    # vLLM may still be releasing memory.
     if now_seconds - since_seconds < SETTLED_SECONDS:
         return replace(state, since_seconds=since_seconds)
     residues_bytes = _list_residues(snapshot)
@@ -89,9 +89,9 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
-    """Return the memory held now, by UUID, on each GPU on which the sleep has released a part.
+    """Return the memory held now, by UUID, on each GPU where the sleep has released a part.
 
-    If the released part is unknown, the GPU counts too.
+    A GPU is included if the released part is unknown.
     """
     status = snapshot.engine_status
     bytes_to_wake = {} if status is None else dict(status.wake_bytes)

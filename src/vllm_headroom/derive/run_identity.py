@@ -1,4 +1,4 @@
-"""Whether two pages are of the same run of the engine."""
+"""Whether two pages belong to the same run of the engine."""
 
 from typing import Final
 
@@ -6,15 +6,15 @@ from vllm_headroom.derive.pages import list_engines
 from vllm_headroom.model import EnginePage
 
 RESTART_SHARE: Final = 0.5
-"""If the count of finished requests falls below this share of the previous count, it belongs to
-another run.
+"""A count of finished requests that is below this share of the previous count belongs to another
+run.
 """
 
 
 def identify_run(page: EnginePage | None) -> str | None:
-    """Return the start times of the page's servers as a text that identifies the run.
+    """Return the start times of the page's servers as text that identifies the run.
 
-    Returns None if the page could not be read, or has no start time.
+    Returns None if the page could not be read or has no start time.
     """
     starts = {
         engine.started_at_seconds
@@ -30,10 +30,10 @@ def is_new_run(
     """Return whether a new id, or a new count of finished requests, belongs to another run.
 
     Returns False if the values that could show it are unknown. If the ids are equal, it is the same
-    run, even if its count was reset. Several servers that share a port have several start times and
-    may answer in turn. So only a later start is a new run. An earlier start is a new run only if
-    the count has also more than halved. Servers that share the load have similar counts, so in that
-    case the clock was set back.
+    run, even if its count was reset. Several servers that share a port have different start times
+    and may answer in turn, so only a later start indicates a new run. An earlier start does so only
+    if the count has also more than halved: servers that share the load have similar counts, so the
+    clock must have been set back.
     """
     has_restarted_count = False
     if finished is not None and new_finished is not None:

@@ -7,9 +7,9 @@ from typing import Final, TypeVar
 from vllm_headroom.model import EngineReading, Gpu, Metric, Sample
 
 MOST_REMEMBERED: Final = 256
-"""At most this many entries are kept for engines or GPUs that are not visible now. A page may have
-this many engines, and no machine has this many GPU parts. Names may change at every tick, so
-without a limit memory would grow.
+"""The maximum number of entries kept for engines or GPUs that are not currently visible. A page may
+have this many engines, and no machine has this many GPU parts. Names may change at every tick, so
+memory would grow without a limit.
 """
 
 K = TypeVar("K")
@@ -19,7 +19,7 @@ V = TypeVar("V")
 def limit_remembered(entries: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
     """Return the entries.
 
-    If there are more than MOST_REMEMBERED, only those of `present` names remain.
+    If there are more than MOST_REMEMBERED, only those whose names are in `present` are returned.
     """
     if len(entries) <= MOST_REMEMBERED:
         return dict(entries)
@@ -50,9 +50,9 @@ def make_states(metric: Metric, labels: tuple[str, ...], current: StrEnum) -> tu
 def make_facts(
     table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object
 ) -> list[Sample]:
-    """Return a reading's samples, by a table of metrics and their attributes.
+    """Return the samples of a reading, according to a table of metrics and their attributes.
 
-    An attribute that is None has no sample. Without a reading there are no samples.
+    An attribute that is None has no sample. There are no samples if the reading is None.
     """
     if reading is None:
         return []

@@ -14,24 +14,24 @@ from vllm_headroom.model import Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
-"""The window in minutes. It is taken from a simple rule in a post-mortem, an alert on growth over
-ten minutes.
+"""The window in minutes. It follows a simple rule from a post-mortem: alert on growth over ten
+minutes.
 """
 
 BAND_SHARE: Final = 0.15
 """Load is level if no minute's mean differs from the window's mean by more than this share. Random
-arrivals alone vary as much.
+arrivals alone cause this much variation.
 """
 
 BAND_REQUESTS: Final = 2.0
-"""At low load, a minute's mean may differ from the window's mean by this many requests."""
+"""At low load, a minute's mean may differ from the window's mean by up to this many requests."""
 
 
 class LoadState(Struct, frozen=True, kw_only=True):
-    """The requests in the engine over the newest minutes."""
+    """The number of requests in the engine over the most recent minutes."""
 
     minute_means: tuple[float, ...] = ()
-    """The mean number of requests of each full minute, the newest last."""
+    """The mean number of requests in each full minute, with the newest last."""
 
     minute_began_seconds: float | None = None
     """When the current minute began, on the monotonic clock."""
@@ -40,7 +40,7 @@ class LoadState(Struct, frozen=True, kw_only=True):
     """The sum of the requests over the samples of the current minute."""
 
     sample_count: int = 0
-    """The number of samples of the current minute."""
+    """The number of samples in the current minute."""
 
     is_stable: bool | None = None
     """Whether load was level at the end of the last full minute; None until the window is full."""
@@ -50,9 +50,9 @@ class LoadState(Struct, frozen=True, kw_only=True):
 
 
 def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
-    """Return whether load is level, and each GPU's change of memory since it became level.
+    """Return whether load is level, and each GPU's change in memory since it became level.
 
-    There are no samples until ten minutes were measured. If the number of running requests is
+    There are no samples until ten minutes have been measured. If the number of running requests is
     unknown, the measurement starts over.
     """
     engines = () if snapshot.page is None else list_named(snapshot.page)
@@ -63,7 +63,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
     state = _add_sample(state, requests, snapshot.monotonic_seconds)
     if state.is_stable is None:
         return state, ()
-    # Under a changing load, a difference in memory would only show the load.
+    # Under a changing load, a difference in memory would only reflect the load.
     if not state.is_stable:
         return replace(state, held_bytes={}), (Sample(catalog.LOAD_STABLE, (), 0.0),)
 
@@ -81,9 +81,9 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
 
 
 def _add_sample(state: LoadState, requests: float, now_seconds: float) -> LoadState:
-    """Return the state with a sample; after a full minute, judge again whether load is level."""
+    """Return the state with a sample; after each full minute, judge again whether load is level."""
     began_seconds = state.minute_began_seconds
-    # If the clock went back, the minute starts over.
+    # If the clock was set back, the minute starts over.
     if began_seconds is None or now_seconds < began_seconds:
         began_seconds = now_seconds
     requests_sum = state.requests_sum + requests

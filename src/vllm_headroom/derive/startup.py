@@ -13,15 +13,15 @@ FIELDS: Final = {
     StartPart.CUDA_GRAPHS: ("graphs_bytes",),
     StartPart.KV_CACHE: ("kv_cache_bytes",),
 }
-"""For each part, the fields of ProcessFigures that can give it. The first field that the log has
-counts.
+"""The fields of ProcessFigures that can provide each part. The first field that the log has is
+used.
 """
 
 
 def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the sizes of the newest start; each is that of the rank where it is largest.
+    """Return the sizes from the newest start, each taken from the rank where it is largest.
 
-    A part is absent if the log does not have it, or if a failed start left it negative.
+    A part is absent if the log does not have it, or if its value from a failed start is negative.
     """
     if not isinstance(snapshot.log, LogReading) or snapshot.log.start is None:
         return ()

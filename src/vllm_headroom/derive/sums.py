@@ -1,4 +1,4 @@
-"""Sum and extremes of values of which some may be unknown."""
+"""Sums and extremes of values, some of which may be unknown."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -7,7 +7,7 @@ N = TypeVar("N", int, float)
 
 
 def sum_known(values: Iterable[N | None]) -> N | None:
-    """Return the sum; None if one value is unknown, or without values."""
+    """Return the sum; None if any value is unknown, or if there are no values."""
     numbers: list[N] = []
     for value in values:
         if value is None:
@@ -17,7 +17,7 @@ def sum_known(values: Iterable[N | None]) -> N | None:
 
 
 def find_least_known(values: Iterable[int | None]) -> int | None:
-    """Return the least known value; None if none is known."""
+    """Return the lowest known value; None if none is known."""
     return min((value for value in values if value is not None), default=None)
 
 

@@ -1,4 +1,4 @@
-"""The order of a tick: attribute the GPUs, follow the engine's run, derive, judge."""
+"""The steps of a tick, in order: attribute the GPUs, follow the engine's run, derive, judge."""
 
 from collections.abc import Callable
 from functools import partial
@@ -59,7 +59,7 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import Reason, Source
 
 NO_PROCESSES: Final = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False)
-"""The process readings that are used if /proc could not be read."""
+"""The process readings that are used while /proc cannot be read."""
 
 UNEXPECTED: Final = {
     source: Failure(
@@ -70,7 +70,7 @@ UNEXPECTED: Final = {
     )
     for source in Source
 }
-"""The failure of a source whose reading or evaluation raised an error, by source."""
+"""For each source, the failure that is used if reading or evaluating the source raised an error."""
 
 State = TypeVar("State")
 T = TypeVar("T")
@@ -81,7 +81,7 @@ StepFunction = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
 
 
 class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
-    """A question about every snapshot; `step` returns the next state and the samples."""
+    """A question that is asked of every snapshot; `step` returns the next state and the samples."""
 
     name: str
     initial: State
@@ -93,7 +93,7 @@ def answer(
 ) -> tuple[State, tuple[Sample, ...]]:
     """Run one step of a derivation; return the next state and the samples with finite values.
 
-    Values that are not finite come from absurd numbers on a page, which overflow or divide to
+    Values that are not finite result from absurd numbers on a page, which overflow or divide to
     infinity.
     """
     following, samples = derivation.step(state, snapshot)
@@ -103,7 +103,7 @@ def answer(
 def make_stateless(
     name: str, question: Callable[[Snapshot], tuple[Sample, ...]]
 ) -> Derivation[None]:
-    """Build a derivation that needs no state."""
+    """Build a derivation that does not need any state."""
     return Derivation(name=name, initial=None, step=lambda _, snapshot: (None, question(snapshot)))
 
 
@@ -118,9 +118,9 @@ def build_derivations(
     model: TokenBytes | None = None,
     baseline_bytes_per_request: float | None = None,
 ) -> tuple[Derivation[Any], ...]:
-    """Return every derivation in the order of the page.
+    """Return every derivation, in the order of the page.
 
-    Add a new derivation here. An argument is None if the operator has not configured it.
+    Add new derivations here. An argument is None if the operator has not configured it.
     `reported_bytes` is the memory that the engine should use on each GPU. `kv_bytes_per_token` is
     the size of one token in the KV cache of one engine. `model` computes this size from the cache's
     dtype. `baseline_bytes_per_request` is the expected memory per running request on each GPU.
@@ -158,7 +158,7 @@ class Border(Protocol):
 
 
 def run_unguarded(name: str, step: Callable[[], T], fallback: F) -> T | F:
-    """Return a step's result, and let every error pass to the caller."""
+    """Return a step's result, and let every error propagate to the caller."""
     return step()
 
 
@@ -168,18 +168,18 @@ class TickRules(Struct, frozen=True, kw_only=True):
     selection: Selection
     derivations: tuple[Derivation[Any], ...]
     model: TokenBytes | None = None
-    """Computes the bytes per token of the model that the operator named; None if no model is named.
-    """
+    """Computes the bytes per token of the model that the operator named; None if none was named."""
     host_limit_bytes: int | None = None
-    """The limit of the engine's container. If it is None, /proc and cgroups have to show the limit.
+    """The limit of the engine's container. If it is None, the limit must come from /proc and
+    cgroups.
     """
     reported_bytes: float | None = None
-    """The bytes that the engine uses on each GPU. If it is None, the page or the probe has to show
-    them.
+    """The bytes that the engine uses on each GPU. If it is None, they must come from the page or
+    the probe.
     """
     role: str = SERVING
     gate_ready_seconds: float | None = None
-    """The gate closes if less than this time is left until out-of-memory; None if the gate is not
+    """The gate closes if less than this time is left until out-of-memory; None if no gate is
     configured.
     """
     read_guardrail: Callable[[], Guardrail] | None = None
@@ -195,9 +195,9 @@ class TickReadings(Struct, frozen=True, kw_only=True):
     gpus: GpuReadings | Failure
     processes: ProcessReadings | Failure
     probe_files: tuple[ProbedProcess, ...] | Failure | None
-    """The probe's files; None if no folder of the probe is configured."""
+    """The probe's files; None if no probe folder is configured."""
     log: LogReading | Failure | None = None
-    """What the engine's log says; None if no log of the engine is configured."""
+    """What the engine's log reports; None if no engine log is configured."""
     reading_times: tuple[ReadingTime, ...]
     token_bytes: TokenBytes | None
     unanswered_since_seconds: float | None
@@ -205,19 +205,19 @@ class TickReadings(Struct, frozen=True, kw_only=True):
 
 
 class TickResult(Struct, frozen=True, kw_only=True):
-    """What one tick read, derived and judged.
+    """What one tick has read, derived and judged.
 
-    It contains all that is shown, published and recorded.
+    It contains everything that is shown, published and recorded.
     """
 
     snapshot: Snapshot
-    """The readings of the tick. `snapshot.engine_status.event` is the engine's exit or stall, if
-    this tick saw one.
+    """The tick's readings. `snapshot.engine_status.event` is the engine's exit or stall, if this
+    tick observed one.
     """
     published: Published
     """The samples of the metrics page."""
     values: Values
-    """The same samples, for a look-up by metric and labels."""
+    """The same samples, for lookup by metric and labels."""
     verdicts: tuple[Verdict, ...]
     gate: Gate
 
@@ -225,7 +225,7 @@ class TickResult(Struct, frozen=True, kw_only=True):
 class Evaluation:
     """Evaluates the ticks of one engine, and owns the state of its derivations.
 
-    An error in one step costs only the samples of this step.
+    An error in one step costs only that step's samples.
     """
 
     def __init__(self, rules: TickRules, border: Border) -> None:
@@ -234,7 +234,8 @@ class Evaluation:
         self._attribution = AttributionState()
         self._container = ContainerState()
         self.states: dict[str, Any] = {ENGINE_RUN: EngineMemory()}
-        """Return the state of the engine's run and of each derivation, by name, as it is saved.
+        """The state of the engine's run and of each derivation, by name, in the form in which it is
+        saved.
         """
         for derivation in rules.derivations:
             self.states[derivation.name] = derivation.initial
@@ -306,7 +307,7 @@ class Evaluation:
 
         outcome = self._border(ENGINE_RUN, follow, None)
         if outcome is None:
-            # The run's data may have caused the error, which would then recur at every tick.
+            # The data of the run may have caused the error, which would then recur at every tick.
             self.states[ENGINE_RUN] = forget_run(memory)
             return snapshot
         self.states[ENGINE_RUN], snapshot = outcome
@@ -315,8 +316,8 @@ class Evaluation:
     def judge(self, snapshot: Snapshot) -> TickResult:
         """Derive the samples of a snapshot that has the engine's status; judge gate and verdicts.
 
-        If judging the gate fails, the gate is open. If judging the verdicts fails, the result is
-        NO_VERDICT.
+        If judging the gate fails, the gate is open. If judging the verdicts fails, the only verdict
+        is NO_VERDICT.
         """
         samples: list[Sample] = []
         for derivation in self._rules.derivations:
@@ -352,7 +353,7 @@ class Evaluation:
     def _attribute_gpus(
         self, gpus: GpuReadings | Failure, processes: ProcessReadings | Failure
     ) -> tuple[Gpu, ...] | Failure:
-        """Return the GPUs, with what the engine holds on each; a Failure if none could be read."""
+        """Return the GPUs with what the engine holds on each; a Failure if none could be read."""
         if isinstance(gpus, Failure):
             return gpus
         self._attribution, attributed = self._border(
@@ -370,6 +371,6 @@ class Evaluation:
     def _judge_verdicts(
         self, snapshot: Snapshot, values: Values
     ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-        """Return the verdicts and their samples; `values` has the gate's samples too."""
+        """Return the verdicts and their samples; `values` must include the gate's samples."""
         leak: LeakMemory = self.states.get(LEAK.name, LEAK.initial)
         return derive_verdicts(snapshot, values, leak, self._rules.role)

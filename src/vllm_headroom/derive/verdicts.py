@@ -52,62 +52,62 @@ from vllm_headroom.vocabulary import (
     Situation,
 )
 
-# A sentence warns from these limits on. Each limit is that of the alert that its text names.
+# The sentences start to warn at these limits. Each limit is that of the alert named in its text.
 
 LOW_BYTES: Final = 512 * MIB
-"""The free memory of a GPU is low if it is below this, and below LOW_SHARE of what was free at
-first, as in HeadroomGpuMemoryLow.
+"""A GPU's free memory is low if it is below this, and below LOW_SHARE of the initially free memory,
+as in HeadroomGpuMemoryLow.
 """
 
 LOW_SHARE: Final = 0.5
 """Free memory is low only if it is also below this share of what was free when the engine became
-ready. This applies to a GPU and to the host. If a GPU is configured to leave little memory free, it
-is not short of memory for that reason.
+ready. This applies to both a GPU and the host. A GPU that is configured to leave little memory free
+is therefore not reported as short of memory.
 """
 
 LOW_HOST_BYTES: Final = 4 * GIB
-"""The free memory of the host is low if it is below this, below LOW_HOST_SHARE of the limit, and
-below LOW_SHARE of what was free at first, as in HeadroomHostMemoryLow.
+"""The host's free memory is low if it is below this, below LOW_HOST_SHARE of the limit, and below
+LOW_SHARE of the initially free memory, as in HeadroomHostMemoryLow.
 """
 
 LOW_HOST_SHARE: Final = 0.05
-"""The free memory of the host is low only if it is also below this share of the host's limit."""
+"""The host's free memory is low only if it is also below this share of the host's limit."""
 
 OVER_BUDGET_SECONDS: Final = 300.0
-"""An excess over the budget is judged once it has lasted for this time, because levels at rest are
-taken over five minutes.
+"""An excess over the budget is judged once it has lasted this long, because levels at rest are
+measured over five minutes.
 """
 
 SCARCE_BLOCKS_BYTES: Final = GIB
 """If less unified memory than this is free in blocks of 2 MiB, allocations may fail. Some failed
-with 22.5 GiB available (vllm-project/vllm#54200). If nothing is loaded and no task waits for
-memory, it is normal to have few such blocks, because the page cache takes free memory.
+with 22.5 GiB available (vllm-project/vllm#54200). While nothing is being loaded and no task waits
+for memory, having few such blocks is normal, because the page cache takes free memory.
 """
 
 WAITING_RATIO: Final = 0.05
-"""Tasks count as waiting for memory if they waited for more than this share of the last ten seconds
-(PSI).
+"""Tasks count as waiting for memory if they waited during more than this share of the last ten
+seconds (PSI).
 """
 
 OVERSHOOT_FACTOR: Final = 1.15
 """Offloads are reported as larger than planned if they take more than this many times their planned
-size. Buffers and queues of vLLM are shared memory too.
+size. vLLM's buffers and queues are in shared memory too.
 """
 
 STRANDED_RATIO: Final = 0.05
-"""If more than this share of the KV cache is in use although no request holds it, this is reported,
-as in HeadroomKvCacheStranded.
+"""A KV cache is reported as stranded if more than this share of it is in use although no request
+holds it, as in HeadroomKvCacheStranded.
 """
 
 CRASH_LOOP_EXITS: Final = 3
-"""This many exits in 90 minutes are a crash loop, as in HeadroomEngineCrashLoop."""
+"""This many exits within 90 minutes are a crash loop, as in HeadroomEngineCrashLoop."""
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
-"""Until memory was watched for this long, its verdict states for how long it was watched. A leak in
-large steps becomes an alarm after four hours, and an even leak usually sooner.
+"""Until memory has been watched for this long, its verdict states how long it has been watched. A
+leak in large steps triggers an alarm after four hours, and an even leak usually sooner.
 """
 
-# These alerts are named in more than one place.
+# These alerts are used in more than one place.
 
 GPU_LOST: Final = "HeadroomGpuLost"
 BLIND: Final = "HeadroomSidecarBlind"
@@ -115,7 +115,7 @@ STALLED: Final = "HeadroomEngineStalled"
 
 
 class GrowthAlerts(Struct, frozen=True, kw_only=True):
-    """The alerts of growing memory, by the time left until it is full."""
+    """The alerts for growing memory, by the time left until it is full."""
 
     hour: str
     """The alert for a leak that leaves less than an hour."""
@@ -195,7 +195,7 @@ NEVER_SEEN: Final = EngineSentence(
     sentence="has not been seen yet: its metrics page does not answer and no engine process is"
     " running",
 )
-"""Replaces the sentence for DOWN before the first run. HeadroomEngineDown does not fire then
+"""Replaces the sentence for DOWN before the first run, when HeadroomEngineDown does not fire
 either.
 """
 
@@ -211,51 +211,53 @@ UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
         sentence="was asleep when last seen",
     ),
 }
-"""The sentences for states that are assumed from the last page while the page cannot be read."""
+"""The sentences for states that are carried over from the last page while the page cannot be
+read.
+"""
 
 PAGE_ALONE_FAILS: Final = (
     "has a server that answers other requests, and only its metrics page fails: whether it makes"
     " progress is not known"
 )
-"""The text if the page fails and the server's other pages answer."""
+"""The text used if the metrics page fails but the server's other pages answer."""
 
 SERVER_RUNS: Final = (
     "has a server that runs, and reports an error: whether it makes progress is not known"
 )
-"""The text if the server answers with an error instead of its page, and nothing else is known."""
+"""The text used if the server answers with an error instead of its page, and nothing else is
+known.
+"""
 
 LOGIN_WANTED: Final = (
     "is behind a server that answers, but asks for a login: whether the engine makes progress is"
     " not known"
 )
-"""The text if the server refuses the page because the login is missing or wrong."""
+"""The text used if the server refuses the page because the login is missing or wrong."""
 
 SLOW_PAGE_CAUSE: Final = (
     "; a PROMETHEUS_MULTIPROC_DIR that is full or on a network volume does this: check it with df"
 )
-"""This is added if only the page is late and the server answers. The message of an error already
-has the cause.
+"""Added if only the page is late and the server answers. An error's message already states the
+cause.
 """
 
 STALE_GAUGES: Final = (
     "; these gauges are stale, as after an abort of all requests: no CPU time, GPU or client"
     " supports them"
 )
-"""This is added to the load of an engine if all other evidence shows that its gauges are stale."""
+"""Added to an engine's load if all other evidence shows that its gauges are stale."""
 
 DOUBTED_GAUGES: Final = (
     "may be idle or hang: its page shows work without progress, nothing that is visible supports"
     " that there is any work, and its server answers: send one request, which updates stale gauges"
 )
-"""The text if too little is visible to be sure that the gauges are stale."""
+"""The text used if too little is visible to be sure that the gauges are stale."""
 
 SERVER_TROUBLES: Final = {
     ServerAnswer.UNHEALTHY: "; its health check reports an error",
     ServerAnswer.SILENT: "; its health check does not answer",
 }
-"""This is added to the sentence on a stalled engine. It is the evidence for the stall besides the
-page.
-"""
+"""Added to the sentence on a stalled engine, as evidence for the stall in addition to the page."""
 
 NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),
@@ -263,15 +265,15 @@ NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.ASLEEP: (Level.GOOD, "the engine sleeps"),
     LeakState.WARMING_UP: (Level.UNKNOWN, "too early to tell whether it leaks"),
 }
-"""The level and the text for memory that does not grow, by the leak state. Of several states, the
-first in this order counts.
+"""The level and the text for memory that does not grow, by leak state. If there are several states,
+the first one in this order is used.
 """
 
 VERDICTS: Final = "verdicts"
 """The name under which a failure to judge the verdicts is logged."""
 
 SERVING: Final = "serving"
-"""The role of an engine if no other role is set. This role has no series."""
+"""The role of an engine if no role is declared. This role has no series."""
 
 SHARING_ROLES: Final = ("swapped", "shared-gpu")
 """The declared roles of engines whose GPUs are meant to be shared."""
@@ -283,14 +285,14 @@ def derive_verdicts(
     leak: LeakMemory,
     role: str = SERVING,
 ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-    """Return the verdicts on a tick, and the samples of the worst situation and of the role.
+    """Return a tick's verdicts, and the samples of the worst situation and of the role.
 
     `leak` is the detector's state after the tick. Every role except SERVING has a sample.
     """
     verdicts = judge_snapshot(
         snapshot, values, measure_watches(leak), role=role, excused=list_excused(leak)
     )
-    # The page has one situation for the engine and all its GPUs, which is the worst one.
+    # The page has a single situation for the engine and all its GPUs: the worst one.
     samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
     if role != SERVING:
         samples += (Sample(catalog.ROLE, (role,), 1.0),)
@@ -298,9 +300,9 @@ def derive_verdicts(
 
 
 def measure_watches(state: LeakMemory) -> dict[str, float]:
-    """Return for how many seconds the detector has compared each series, by UUID or role.
+    """Return how many seconds the detector has compared each series for, by UUID or role.
 
-    A series without a first reading is left out.
+    A series without a first reading is omitted.
     """
     tracks = {**state.gpus, **state.host}.items()
     return {
@@ -311,7 +313,7 @@ def measure_watches(state: LeakMemory) -> dict[str, float]:
 
 
 def list_excused(state: LeakMemory) -> frozenset[str]:
-    """Return the UUIDs and roles whose memory grows as it did before without a leak."""
+    """Return the UUIDs and roles whose memory grows as it has before without being a leak."""
     tracks = {**state.gpus, **state.host}.items()
     return frozenset(name for name, track in tracks if track.is_excused)
 
@@ -323,13 +325,13 @@ def judge_snapshot(
     role: str = SERVING,
     excused: Collection[str] = (),
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts on a tick: alarms first, then warnings, then all others.
+    """Return a tick's verdicts: alarms first, then warnings, then all others.
 
-    Within each group, the worst situation is first. There is at least one verdict. `values` has the
-    samples of all derivations. `watches` has the seconds for which the detector has compared each
-    GPU, by UUID, and the host memory of each role. `excused` has the UUIDs and roles whose memory
-    grows as it did before without a leak. If the declared `role` shares its GPUs, other processes
-    on these GPUs are no reason to warn.
+    Within each group, the worst situation comes first. There is at least one verdict. `values` has
+    the samples of all derivations. `watches` states for how many seconds the detector has compared
+    each GPU, by UUID, and the host memory of each role. `excused` has the UUIDs and roles whose
+    memory grows as it has before without being a leak. If the declared `role` shares its GPUs,
+    other processes on these GPUs do not cause a warning.
     """
     gpu_verdicts = list(_judge_gpus(snapshot, values, watches, role, excused))
     verdicts = [
@@ -351,10 +353,10 @@ def _is_memory_low(gpu_verdicts: Iterable[Verdict]) -> bool:
 
 
 def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
-    """Return a sort key that puts the worst verdict, which decides the situation, first."""
+    """Return a sort key that puts the worst verdict, which determines the situation, first."""
     severity = tuple(Level).index(verdict.level)
     situation_rank = tuple(Situation).index(verdict.situation)
-    # GOOD and UNKNOWN are one group. Within it the situation decides the order.
+    # GOOD and UNKNOWN form one group, in which the situation determines the order.
     if verdict.level in (Level.WARNING, Level.ALARM):
         return (-severity, situation_rank, -severity)
     return (0, situation_rank, -severity)
@@ -375,13 +377,13 @@ def _judge_gates(values: Values) -> Iterator[Verdict]:
 def _describe_no_growth(
     states: Collection[str | None], watched_seconds: float
 ) -> tuple[Level, str]:
-    """Return the level and the text for memory without growth, by its leak states.
+    """Return the level and the text for memory without growth, given its leak states.
 
-    The most informative of the states counts. `watched_seconds` is for how long the memory was
-    compared.
+    The most informative state is used. `watched_seconds` is how long the memory has been compared
+    for.
     """
     state = next((state for state in NO_GROWTH_SENTENCES if state in states), None)
-    # A leak in large steps may not be visible yet.
+    # A leak in large steps may not have become visible yet.
     if state == LeakState.STABLE and watched_seconds < SURE_SECONDS:
         return Level.GOOD, f"watched for {format_duration(watched_seconds)}, no leak seen"
     unknown = (Level.UNKNOWN, "whether it leaks is not known")
@@ -418,8 +420,8 @@ def _judge_gpus(
             yield _judge_left_out_gpu(gpu)
     for gpu in sorted(snapshot.owned_gpus, key=lambda gpu: gpu.reading.index):
         yield _judge_gpu(gpu, snapshot, values, watches=watches, role=role, excused=excused)
-        # This comes in addition to the verdict on the GPU, because an exited engine's memory is
-        # another trouble with another remedy.
+        # This is in addition to the verdict on the GPU, because memory left behind by an exited
+        # engine is a separate problem with a different remedy.
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.display_name,
@@ -454,8 +456,8 @@ def _judge_gpu(
 ) -> Verdict:
     """Return the verdict on one GPU of the engine.
 
-    The verdict states the first of these that is true: the GPU cannot be read; its memory is
-    unknown; its memory grows; it has another trouble or none.
+    The verdict states the first of these that applies: the GPU cannot be read; its memory is
+    unknown; its memory grows; it has another problem, or none.
     """
     reading = gpu.reading
     name = reading.display_name
@@ -478,7 +480,7 @@ def _judge_gpu(
         )
     leak_state = values.state(catalog.LEAK_STATE, *label_gpu(gpu))
     if leak_state in GROWING_STATES:
-        # Growth comes before any other trouble of the GPU, because it fills the card.
+        # Growth takes precedence over any other problem of the GPU, because it fills the GPU.
         growth = _measure_gpu_growth(
             gpu, snapshot, values, is_leaking=leak_state == LeakState.LEAKING
         )
@@ -497,15 +499,15 @@ def _judge_quiet_gpu(
     watches: Mapping[str, float],
     role: str,
 ) -> Verdict:
-    """Return the verdict on a GPU without growth: its trouble, or that it has none."""
+    """Return the verdict on a GPU without growth: its problem, or that it has none."""
     labels = label_gpu(gpu)
     uuid = gpu.reading.uuid
     name = gpu.reading.display_name
-    # Without the detector's memory, as for a recorded page, the state alone counts.
+    # Without the detector's memory, as for a recorded page, only the state is used.
     watched_seconds = watches.get(uuid, SURE_SECONDS)
     level, no_growth = _describe_no_growth({leak_state}, watched_seconds)
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
-    # vLLM releases nearly all of its memory in a sleep. Another engine cannot use the rest.
+    # In sleep, vLLM releases nearly all of its memory. Another engine cannot use the rest.
     if leak_state == LeakState.ASLEEP and held_bytes is not None:
         no_growth = f"{no_growth} and holds {format_size(held_bytes)}"
     free_bytes = values.value(catalog.GPU_MEMORY_FREE, *labels)
@@ -520,7 +522,7 @@ def _judge_quiet_gpu(
         labels,
         status,
         values,
-        # If the free memory is unknown, a shortage must not be reported.
+        # While the free memory is unknown, a shortage must not be reported.
         free_bytes=inf if free_bytes is None else free_bytes,
         wake_bytes=wake_bytes,
         role=role,
@@ -545,16 +547,16 @@ def _judge_quiet_gpu(
 
 
 class Trouble(Struct, frozen=True, kw_only=True):
-    """What is wrong with a GPU on which no memory grows."""
+    """A problem of a GPU on which no memory grows."""
 
     situation: Situation
     text: str
     alert: str | None = None
-    """The alert that fires; None if no alert fires."""
+    """The alert that fires; None if none does."""
 
     level: Level = Level.WARNING
     needs_free_bytes: bool = False
-    """Whether the free memory must be added to the text."""
+    """Whether the text must be followed by the amount of free memory."""
 
 
 def _find_trouble(
@@ -566,9 +568,9 @@ def _find_trouble(
     wake_bytes: int,
     role: str,
 ) -> Trouble | None:
-    """Return the worst trouble of a GPU; None if it has none.
+    """Return the worst problem of a GPU; None if it has none.
 
-    `wake_bytes` is the memory that a sleeping engine needs to wake; 0 if the engine is not asleep.
+    `wake_bytes` is the memory that a sleeping engine needs to wake up; 0 if it is not asleep.
     """
     return (
         _find_excess(labels, status, values, free_bytes)
@@ -581,7 +583,7 @@ def _find_trouble(
 def _find_low_memory(
     labels: tuple[str, str], status: EngineStatus | None, free_bytes: float, wake_bytes: int
 ) -> Trouble | None:
-    """Return the trouble that free memory is low, or too low for a sleeping engine to wake.
+    """Return a Trouble if free memory is low, or too low for a sleeping engine to wake up.
 
     Returns None if neither is the case. The alert fires only for low memory.
     """
@@ -589,8 +591,8 @@ def _find_low_memory(
     first_free_bytes = 0
     if status is not None:
         first_free_bytes = dict(status.first_room_bytes).get(uuid, 0)
-    # Before an engine has served, memory is never low, because a start takes the memory that it was
-    # granted.
+    # Before an engine has served, memory is never reported as low, because the engine takes the
+    # memory that it was granted when it starts.
     is_low = free_bytes < min(LOW_BYTES, LOW_SHARE * first_free_bytes)
     if not is_low and free_bytes >= wake_bytes:
         return None
@@ -605,12 +607,12 @@ def _find_low_memory(
 def _find_scarce_blocks(
     labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
 ) -> Trouble | None:
-    """Return the trouble that unified memory is free only in small blocks.
+    """Return a Trouble if unified memory is free only in small blocks.
 
-    Returns None while no task waits for memory and no model is loaded.
+    Returns None while no task waits for memory and no model is being loaded.
     """
-    # The driver allocates in blocks of 2 MiB, so memory between pages of the page cache is of no
-    # use to it.
+    # The driver allocates in blocks of 2 MiB, so it cannot use memory between pages of the page
+    # cache.
     blocks_bytes = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
     if blocks_bytes is None or blocks_bytes >= min(SCARCE_BLOCKS_BYTES, free_bytes):
         return None
@@ -630,10 +632,10 @@ def _find_scarce_blocks(
 def _find_excess(
     labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
 ) -> Trouble | None:
-    """Return the trouble that the engine exceeds its budget and leaves too little for a burst.
+    """Return a Trouble if the engine exceeds its budget and leaves too little for a burst.
 
-    An excess alone is no trouble, because contexts, NCCL and graphs are outside of the budget.
-    Returns None if the engine does not serve, keeps its budget, or leaves enough.
+    An excess alone is not a problem, because contexts, NCCL and graphs are outside the budget.
+    Returns None if the engine is not serving, keeps its budget, or leaves enough memory.
     """
     if status is None or status.state is not EngineState.SERVING:
         return None
@@ -646,8 +648,8 @@ def _find_excess(
         return None
     size = format_size(excess.excess_bytes)
     text = f"the engine holds {size} ({100 * excess.ratio:.1f} %) more than its budget"
-    # The last burst still fits, so this is only a warning. If the last burst did not fit, the next
-    # one might end the engine.
+    # The last burst still fits, so this is only a warning. If it did not fit, the next burst might
+    # end the engine.
     if room_bytes >= excess.needed_bytes:
         is_share_small = room_bytes < TIGHT_SHARE * excess.total_bytes
         return Trouble(
@@ -670,10 +672,10 @@ def _find_room_at_rest(
 ) -> float:
     """Return the memory that is free between bursts.
 
-    Memory of other processes counts as free, because they may leave.
+    Memory held by other processes counts as free, because they may exit.
     """
     other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
-    # During a burst the engine holds more than at rest. The memory that it will release counts as
+    # During a burst, the engine holds more than at rest. The memory that it will release counts as
     # free.
     rest_bytes = excess.budget_bytes + excess.excess_bytes
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine") or rest_bytes
@@ -681,9 +683,9 @@ def _find_room_at_rest(
 
 
 def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Trouble | None:
-    """Return the trouble of other processes on the GPU.
+    """Return a Trouble if other processes hold memory on the GPU.
 
-    For a role that shares its GPUs, this is no warning.
+    For a role that shares its GPUs, this is not a warning.
 
     Returns None if they hold less than NEIGHBOUR_BYTES.
     """
@@ -708,13 +710,13 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
 
     subject: str
     name: str
-    """The name of the memory, for the beginning of a sentence."""
+    """The name of the memory, for use at the beginning of a sentence."""
 
     is_leaking: bool
-    """Whether the growth is an alarm; otherwise it is an early warning."""
+    """Whether the growth is an alarm rather than an early warning."""
 
     is_of_engine: bool
-    """Whether the growth is known to be the engine's. Otherwise it may be another process's."""
+    """Whether the growth is known to be the engine's. If False, it may be another process's."""
 
     bytes_per_second: float | None
     bytes_per_request: float | None = None
@@ -722,7 +724,7 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
     oom_seconds: float | None
     earliest_oom_seconds: float | None
     pools: tuple[Pool, ...]
-    """The pools that vLLM was configured to fill in this memory."""
+    """The pools in this memory that vLLM was configured to fill."""
 
     bound_bytes: float | None
     """The memory that these pools may still take; None without pools."""
@@ -739,9 +741,9 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
 def _measure_gpu_growth(
     gpu: Gpu, snapshot: Snapshot, values: Values, *, is_leaking: bool
 ) -> GrowingMemory:
-    """Return the growth on a GPU by the leak detector's figures."""
+    """Return the growth on a GPU, as measured by the leak detector."""
     labels = label_gpu(gpu)
-    # The probe measures only the engine's memory, so growth that it shows is the engine's.
+    # The probe measures only the engine's memory, so growth that the probe shows is the engine's.
     location = values.state(catalog.LEAK_LOCATION, *labels)
     return GrowingMemory(
         subject=gpu.reading.display_name,
@@ -763,7 +765,7 @@ def _measure_gpu_growth(
 def _measure_host_growth(
     role: str, snapshot: Snapshot, values: Values, *, is_leaking: bool
 ) -> GrowingMemory:
-    """Return the growth of the host memory of the engine's processes of one role."""
+    """Return the growth of the host memory held by the engine's processes of one role."""
     return GrowingMemory(
         subject="host memory",
         name=f"Host memory of {role}",
@@ -780,11 +782,11 @@ def _measure_host_growth(
 
 
 def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
-    """Return the verdict on growing memory: a leak, a possible leak, or a pool that fills.
+    """Return the verdict on growing memory: a leak, a possible leak, or a filling pool.
 
-    Growth is excused up to a height that was no leak before.
+    Growth is excused up to a level at which it was not a leak before.
     """
-    # A pool that still has room explains an early warning. An alarm is reported anyway.
+    # A pool with room left explains an early warning. An alarm is always reported.
     if growth.bound_bytes and not growth.is_leaking:
         return _judge_filling_pools(growth, growth.bound_bytes)
     if is_excused and not growth.is_leaking:
@@ -805,7 +807,7 @@ def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
 
 
 def _judge_filling_pools(growth: GrowingMemory, bound_bytes: float) -> Verdict:
-    """Return the verdict on growth that a configured pool explains while it has room."""
+    """Return the verdict on growth that is explained by a configured pool with room left."""
     filled = format_size(growth.pool_bytes - bound_bytes)
     return Verdict(
         subject=growth.subject,
@@ -817,10 +819,10 @@ def _judge_filling_pools(growth: GrowingMemory, bound_bytes: float) -> Verdict:
 
 
 def _describe_engine_growth(growth: GrowingMemory) -> str:
-    """Return the sentence that the engine leaks or may leak, with its rate and place."""
+    """Return the statement that the engine leaks or may leak, with the rate and the location."""
     words = ["leaks" if growth.is_leaking else "may leak"]
     rate = _describe_rate(growth)
-    # The rate per request is used if it is known, because it does not depend on load.
+    # The rate per request is preferred if it is known, because it does not depend on the load.
     if growth.bytes_per_request is not None:
         rate = f"{format_size(1000 * growth.bytes_per_request)} per 1,000 requests"
     if rate:
@@ -832,14 +834,14 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_usual_growth(growth: GrowingMemory) -> str:
-    """Return the sentence that memory grows as it did before without a leak, with its rate."""
+    """Return the statement that memory grows as it has before without a leak, with its rate."""
     rate = _describe_rate(growth)
     text = f"grows by {rate}" if rate else "grows"
     return f"{text}, up to now as in an earlier run or on an earlier day without a leak"
 
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:
-    """Return the sentence that memory fills, if the growth may be another process's."""
+    """Return the statement that memory fills, for growth that may be another process's."""
     verb = "fills" if growth.is_leaking else "may fill"
     rate = _describe_rate(growth)
     if rate:
@@ -848,7 +850,7 @@ def _describe_foreign_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_rate(growth: GrowingMemory) -> str:
-    """Return the growth in an hour, such as "3 GiB an hour"; empty if it is unknown."""
+    """Return the growth per hour, such as "3 GiB an hour"; empty if it is unknown."""
     if growth.bytes_per_second is None:
         return ""
     return f"{format_size(HOUR_SECONDS * growth.bytes_per_second)} an hour"
@@ -868,8 +870,8 @@ def _describe_time_to_oom(growth: GrowingMemory) -> str:
 
 
 def _describe_full_pools(growth: GrowingMemory) -> str:
-    """Return the clause that full offload pools may take more; empty if they are not full."""
-    # Only offload pools are known to take more than their configured size (OFFLOAD_FACTOR).
+    """Return a clause that full offload pools may exceed their size; empty if none is full."""
+    # Only offload pools are known to exceed their configured size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
         return ""
@@ -884,7 +886,7 @@ def _choose_level(growth: GrowingMemory) -> Level:
 
 
 def _choose_alert(growth: GrowingMemory) -> str:
-    """Return the alert that fires for this growth, by the time left."""
+    """Return the alert that fires for this growth, given the time left."""
     if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
         return growth.alerts.hour
     # An early warning may still be withdrawn, so it is urgent only if less than an hour is left.
@@ -902,7 +904,7 @@ def _judge_engine(snapshot: Snapshot, values: Values, *, is_memory_low: bool) ->
     """Yield the verdicts on the engine's state, on a crash loop and on a stranded KV cache."""
     yield _judge_engine_state(snapshot, values, is_memory_low=is_memory_low)
     status = snapshot.engine_status
-    # The crash loop is judged even while the engine serves, because in a crash loop the engine
+    # A crash loop is reported even while the engine is serving, because in a crash loop the engine
     # serves between two exits.
     if status is not None and status.recent_exits >= CRASH_LOOP_EXITS:
         yield Verdict(
@@ -912,8 +914,8 @@ def _judge_engine(snapshot: Snapshot, values: Values, *, is_memory_low: bool) ->
             alert="HeadroomEngineCrashLoop",
             situation=Situation.CRASH_LOOP,
         )
-    # The engine with the highest share counts, because no data-parallel rank can use another rank's
-    # cache.
+    # The highest share among the engines is used, because a data-parallel rank cannot use another
+    # rank's cache.
     stranded_ratio = max(values.find_all(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
     if stranded_ratio > STRANDED_RATIO:
         yield Verdict(
@@ -933,7 +935,7 @@ def _describe_crash_loop(status: EngineStatus) -> str:
 
 
 def _judge_engine_state(snapshot: Snapshot, values: Values, *, is_memory_low: bool) -> Verdict:
-    """Return the verdict on the engine's state, with its load or the page's failure."""
+    """Return the verdict on the engine's state, with its load or the failure of its page."""
     status = snapshot.engine_status
     state = EngineState.UNKNOWN if status is None else status.state
     row = _choose_engine_sentence(snapshot, state)
@@ -950,13 +952,14 @@ def _judge_engine_state(snapshot: Snapshot, values: Values, *, is_memory_low: bo
 
 
 def _choose_engine_sentence(snapshot: Snapshot, state: EngineState) -> EngineSentence:
-    """Return the sentence for a state of the engine, as far as this sample supports the state."""
+    """Return the sentence for a state of the engine, limited to what this sample supports."""
     status = snapshot.engine_status
     row = ENGINE_SENTENCES[state]
     if status is not None and state is EngineState.DOWN and not status.was_seen:
         row = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
-        # Without a page, the state of a serving or sleeping engine is assumed from the last page.
+        # Without a page, the state of a serving or sleeping engine is carried over from the last
+        # page.
         if state in UNREAD_SENTENCES:
             row = replace(UNREAD_SENTENCES[state], alert=row.alert)
         if state is EngineState.UNKNOWN:
@@ -983,7 +986,7 @@ def _describe_engine(
     if isinstance(snapshot.engines, Failure):
         return f"{_describe_server(snapshot, state)}; {snapshot.engines.message}"
     if status is not None and status.hang_signs:
-        # The page shows no work, so its load would contradict the sentence.
+        # The page shows no work, so the load on it would contradict the sentence.
         return _describe_hang(status.hang_signs)
     are_gauges_doubted = status is not None and status.are_gauges_doubted
     if state is EngineState.SERVING:
@@ -998,12 +1001,12 @@ def _describe_engine(
 
 
 def _describe_last_exit(failure: LogFailure) -> str:
-    """Return what the engine's log reports about its last exit, as a part of a sentence."""
+    """Return what the engine's log reports about the last exit, as part of a sentence."""
     return f"; its log has the cause of the last exit: {describe_failure(failure)}"
 
 
 def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:
-    """Return what is known of an engine without a page whose state is unknown."""
+    """Return what is known about an engine whose page is missing and whose state is unknown."""
     if snapshot.server is not None and snapshot.server.answer is ServerAnswer.HEALTHY:
         return PAGE_ALONE_FAILS
     if failure.reason is Reason.UNAUTHORIZED:
@@ -1014,12 +1017,12 @@ def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:
 
 
 def _describe_server(snapshot: Snapshot, state: EngineState) -> str:
-    """Return what is known of the server besides its page, as a part of a sentence."""
+    """Return what is known about the server besides its page, as part of a sentence."""
     server = snapshot.server
     if state is EngineState.STALLED:
         return "" if server is None else SERVER_TROUBLES.get(server.answer, "")
     text = ""
-    # If a server is short of CPU, it answers late, like a hung server.
+    # A server that is short of CPU answers late, as a hung server does.
     if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
         text = "; the machine is short of CPU"
     is_late = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.TIMEOUT
@@ -1055,8 +1058,8 @@ def _describe_load(values: Values, *, is_memory_low: bool) -> str:
         words.append(f"{sum(waiting):.0f} waiting")
     if used_ratios:
         words.append(f"KV cache {100 * max(used_ratios):.0f} % used")
-    # If requests wait or memory is low, no more requests should come, even if the KV cache has
-    # room.
+    # While requests are waiting or memory is low, no more requests should be sent, even if the KV
+    # cache has room.
     if additional and not any(waiting) and not is_memory_low:
         words.append(f"room in it for {sum(additional):.0f} more")
     return f": {', '.join(words)}" if words else ""
@@ -1068,10 +1071,10 @@ def _judge_host(
     watches: Mapping[str, float],
     excused: Collection[str],
 ) -> Iterator[Verdict]:
-    """Yield the verdicts on processes that an exited engine left, and on host memory.
+    """Yield the verdicts on processes that an exited engine left behind, and on host memory.
 
-    On host memory there is one verdict for each role whose memory grows. If host memory grows in no
-    role, there is one verdict on all roles. If no role has a leak state, there is none.
+    There is one verdict on host memory for each role whose memory grows, or a single one on all
+    roles if none grows. There is no verdict if no role has a leak state.
     """
     orphans = describe_orphans(snapshot.left_behind, snapshot.owned_gpus)
     if orphans is not None:
@@ -1081,7 +1084,7 @@ def _judge_host(
             sentence=f"{orphans[0].upper()}{orphans[1:]}.",
             situation=Situation.NEIGHBOUR,
         )
-    # Each role has a series for every state, of which one is 1.
+    # Each role has one series per state, and the current state's is 1.
     leak_states = {}
     for (role, leak_state), is_current in values.find_all(catalog.HOST_LEAK_STATE).items():
         if is_current:
@@ -1101,8 +1104,8 @@ def _judge_quiet_host(
     leak_states: Mapping[str, str],
     watches: Mapping[str, float],
 ) -> Verdict:
-    """Return the verdict on host memory that grows in no role; `leak_states` is by role."""
-    # The sentence covers all roles, so the role that was watched for the shortest time counts.
+    """Return the verdict on host memory that grows in no role; `leak_states` is keyed by role."""
+    # The sentence covers all roles, so the shortest time for which any role was watched is used.
     watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
     level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)
     use = _describe_host_use(snapshot, values) + _describe_offloads(snapshot, values)
@@ -1126,7 +1129,7 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
     )
     if host is None or host.room_bytes is None or first_room_bytes is None:
         return False
-    # The lowest of three limits counts, because the free memory of a small machine would always be
+    # The lowest of three limits is used, because the free memory of a small machine would always be
     # below a fixed size.
     low_bytes = min(
         LOW_HOST_BYTES,
@@ -1137,9 +1140,9 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
 
 
 def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
-    """Return the host memory in use, its limit, and what /dev/shm and swap take, as text.
+    """Return text with the host memory in use, its limit, and the use of /dev/shm and swap.
 
-    If use or limit is unknown, the text states how much the engine's processes hold.
+    If the use or the limit is unknown, the text states how much the engine's processes hold.
     """
     host = snapshot.host or HostMemory()
     used_bytes = values.value(catalog.HOST_MEMORY_USED)
@@ -1159,10 +1162,10 @@ def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
 
 
 def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
-    """Return the planned size of offloads and what they take, as text; empty without offloads.
+    """Return text with the planned and actual size of offloads; empty without offloads.
 
-    Offloads are in shared memory, so its size is what they take. If they take less than planned,
-    they may still grow, and the text states how much they may take.
+    Offloads are in shared memory, so the size of shared memory is what they take. If they take less
+    than planned, they may still grow, and the text states how much they may take.
     """
     planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
     offload_bytes = 0.0
@@ -1171,8 +1174,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if not offload_bytes:
         return ""
     shm_bytes = None
-    # If another engine runs here, a part of /dev/shm may be that engine's, so the size of /dev/shm
-    # is not used.
+    # If another engine runs on this machine, part of /dev/shm may belong to that engine, so the
+    # size of /dev/shm is not used.
     if snapshot.host is not None and not snapshot.neighbours:
         shm_bytes = snapshot.host.shm_used_bytes
     shared_bytes = count_shared(snapshot.engine_processes, shm_bytes)
@@ -1180,8 +1183,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if shared_bytes < offload_bytes:
         return f"{planned} may take up to {OFFLOAD_FACTOR} times that"
     text = f"{planned} take {format_size(shared_bytes)}"
-    # A small offload may exceed its plan by a large factor without harm, so the excess must be
-    # large in bytes too.
+    # A small offload may exceed its planned size by a large factor without harm, so the excess must
+    # also be large in bytes.
     is_far_over = shared_bytes > OVERSHOOT_FACTOR * offload_bytes
     if is_far_over and shared_bytes > offload_bytes + NEIGHBOUR_BYTES:
         factor = shared_bytes / offload_bytes
