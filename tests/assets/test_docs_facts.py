@@ -70,9 +70,9 @@ def test_the_figures_of_the_readme_are_rows_of_the_benchmark() -> None:
 
     assert (
         f"found {filled} of {filling} leaks that filled the card, and paged for {paged} of them before the card was"
-        f" full. It found {host_sums[0]} of {host_sums[1]} leaks that filled host memory. On GPU memory the detector"
+        f" full. It found {host_sums[0]} of {host_sums[1]} leaks that filled host memory. For GPU memory, the detector"
         f" raised {gpu_false} false alarms in {gpu_days} days without a leak, which is {rates[0]} a year (95 %"
-        f" interval: {rates[1]} to {rates[2]}). On host memory it raised {host_false_sums[0]} false alarms in"
+        f" interval: {rates[1]} to {rates[2]}). For host memory, it raised {host_false_sums[0]} false alarms in"
         f" {host_false_sums[1]} days."
     ) in readme
     assert f"raised {earlier[0]} false alarms a year (95 % interval: {earlier[1]} to {earlier[2]})" in readme
