@@ -9,19 +9,18 @@ from vllm_headroom.model import GpuReading
 log = Log(__name__)
 
 WINDOW_SECONDS: Final = 60.0
-"""A peak stays on the page for this time, which is four scrapes at the usual interval of 15 s."""
+"""How long a peak stays on the page, which is four scrapes at the usual interval of 15 s."""
 
 _PeakSample = tuple[float, int]
-"""A time in seconds of the monotonic clock, and the bytes in use."""
+"""A time on the monotonic clock in seconds, and the bytes in use."""
 
 
 class RecentPeak:
     """The highest memory in use within the last minute."""
 
     def __init__(self) -> None:
-        # Only samples that are, or can become, the highest of the window are kept. Each sample is
-        # higher than all later ones. So the first is the highest, and adding and reading cost
-        # little.
+        # Only samples that are, or can become, the highest in the window are kept. Each sample is
+        # higher than all later ones, so the first is the highest, and adding and reading are cheap.
         self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
@@ -45,16 +44,16 @@ class RecentPeak:
 
 
 class GpuTransitions:
-    """Logs once if a GPU fails, answers again, or does not report its memory."""
+    """Logs once when a GPU fails, when it answers again, or if it does not report its memory."""
 
     def __init__(self) -> None:
         self._failed_names: frozenset[str] = frozenset()
         """The GPUs that failed in the last readings."""
         self._uuids_without_memory: set[str] = set()
-        """The GPUs for which it was already logged that they do not report their memory."""
+        """The GPUs already logged as not reporting their memory."""
 
     def report(self, readings: tuple[GpuReading, ...]) -> None:
-        """Log what has changed since the last readings."""
+        """Log changes since the last readings."""
         previously_failed_names = self._failed_names
         self._failed_names = frozenset(_name(reading) for reading in readings if reading.failure)
         self._uuids_without_memory &= {reading.uuid for reading in readings}
@@ -67,7 +66,7 @@ class GpuTransitions:
                     fields |= {"reason": str(failure.reason), "problem": failure.message}
                     log.warning("GPU failed", **fields)
                 continue
-            # If a GPU did not open, it failed under its index, because its UUID was unknown.
+            # A GPU that could not be opened failed under its index, because its UUID was unknown.
             if previously_failed_names & {name, _name_by_index(reading)}:
                 log.info("GPU answers again", **fields)
             if reading.memory is None and reading.uuid not in self._uuids_without_memory:
@@ -78,7 +77,7 @@ class GpuTransitions:
 
 
 def _name(reading: GpuReading) -> str:
-    """Return a GPU's UUID or, while that is unknown, its index."""
+    """Return a GPU's UUID, or a name from its index while the UUID is unknown."""
     return reading.uuid or _name_by_index(reading)
 
 

@@ -22,7 +22,7 @@ NO_AMD_NOTE: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class
 
 
 class Gpus:
-    """Reads NVIDIA's GPUs from NVML and, at the same time, AMD's cards from `sys`."""
+    """Reads NVIDIA GPUs from NVML and, at the same time, AMD cards from `sys`."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Gpus:
             self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds)
         )
         if isinstance(nvml, Failure) and not amd:
-            # Without NVIDIA GPUs the operator may expect AMD's, so the message says that there is
-            # no AMD card either.
+            # If there are no NVIDIA GPUs, the operator may expect AMD ones, so the message adds
+            # that there is no AMD card either.
             if nvml.reason in NO_NVIDIA_REASONS:
                 return replace(nvml, message=nvml.message + NO_AMD_NOTE)
             return nvml
@@ -65,22 +65,23 @@ class Gpus:
         )
 
     def _complete_nvidia(self, nvml: GpuReadings | Failure) -> tuple[GpuReading, ...]:
-        """Return the readings of NVIDIA's GPUs on a machine that may have AMD's cards too.
+        """Return the readings of NVIDIA GPUs on a machine that may also have AMD cards.
 
-        If NVML fails, each GPU of its last reading has a failed reading.
+        If NVML fails, each GPU in its last reading gets a failed reading.
         """
         if not isinstance(nvml, Failure):
             return nvml.devices
         if not self._nvidia_readings and nvml.reason not in NO_NVIDIA_REASONS:
-            # This reason means that there is a GPU. None was read before, so the names of the GPUs
+            # This reason implies that there is a GPU, but none was read before, so the GPUs' names
             # are unknown.
             return (GpuReading(index=0, uuid="", name="", failure=nvml),)
         return tuple(reading.mark_failed(nvml) for reading in self._nvidia_readings)
 
     def _number_amd(self, amd: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
-        """Return the readings of AMD's cards, numbered after NVIDIA's GPUs.
+        """Return the readings of AMD cards, numbered after the NVIDIA GPUs.
 
-        If the machine has another GPU, integrated GPUs are left out, because they drive the screen.
+        If the machine has another GPU, integrated GPUs are left out, because they drive the
+        display.
         """
         discrete = tuple(
             reading for reading in amd if reading.uuid not in self._amd.integrated_uuids
@@ -101,9 +102,9 @@ class Gpus:
         return {**nvidia_used_bytes, **amd_used_bytes}
 
     async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
-        """Return the memory faults of each GPU of the last reading; never raise.
+        """Return the memory faults of each GPU in the last reading; never raise.
 
-        If a GPU cannot be read, it is left out. An AMD card has faults that are all None.
+        GPUs that cannot be read are left out. For an AMD card, all faults are None.
         """
         nvidia_faults = await self._nvml.read_faults(timeout_seconds)
         amd_indices = {reading.index for reading in self._amd_readings}

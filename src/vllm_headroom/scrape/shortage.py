@@ -1,4 +1,4 @@
-"""Shortages of the daemon's own resources, which keep it from reading any source."""
+"""Shortages of the daemon's own resources, which prevent it from reading any source."""
 
 import errno
 from typing import Final
@@ -9,15 +9,15 @@ from vllm_headroom.vocabulary import Reason, Source
 SHORTAGES: Final = frozenset(
     {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 )
-"""The error numbers which mean that the daemon has no thread, descriptor, port or memory left. The
-source itself may work.
+"""The error numbers which mean that the daemon has run out of threads, descriptors, ports or
+memory. The source itself may be working.
 """
 
 
 def build_unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:
     """Return the failure of a source that could not be read, with the reason UNAVAILABLE.
 
-    For a shortage, the advice is always to raise the limit. `advice` is for any other error.
+    For a shortage, the advice is always to raise the limit. For any other error, it is `advice`.
     """
     if error.errno in SHORTAGES:
         advice = "raise that limit of the sidecar, or find what uses it up on its machine"

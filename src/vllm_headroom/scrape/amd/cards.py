@@ -45,28 +45,28 @@ DRM_FOLDER: Final = "class/drm"
 TOPOLOGY_FOLDER: Final = "class/kfd/kfd/topology"
 
 TEMPERATURE_FILES: Final = ("temp1_input", "temp2_input")
-"""The temperature sensor of the edge. If the card has none, as from MI200 on, the sensor of the
-junction.
+"""The edge temperature sensor or, if the card has none (as from the MI200 on), the junction
+temperature sensor.
 """
 
 POWER_FILES: Final = ("power1_average", "power1_input")
-"""The sensor of the average power. If the card has none, the sensor of the current power. A card
-has one of the two.
+"""The average power sensor or, if the card has none, the current power sensor. A card has one of
+the two.
 """
 
 _CARD_NAME: Final = re.compile(r"card\d+")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""The name of a PCI device's folder. Partitions also appear as cards. Their device is
-`amdgpu_xcp_N`, which has no facts and does not match.
+"""The name of a PCI device's folder. Partitions also appear as cards, but their device is
+`amdgpu_xcp_N`, which provides no facts and does not match this pattern.
 """
 
 
 class KfdNode(Struct, frozen=True, kw_only=True):
-    """A card or a partition in the list of KFD, the compute part of the driver."""
+    """A card or a partition as listed by KFD, the compute part of the driver."""
 
     gpu_id: int
     memory_bytes: int | None
-    """The memory that its processes can allocate (amdgpu_amdkfd_reserve_mem_limit); None if
+    """The memory that processes on the node can allocate (amdgpu_amdkfd_reserve_mem_limit); None if
     unknown.
     """
 
@@ -75,7 +75,7 @@ class KfdNodes(Struct, frozen=True, kw_only=True):
     """All nodes that KFD lists."""
 
     by_address: Mapping[str, list[KfdNode]]
-    """The nodes of each card by its PCI address; cards without a node are left out."""
+    """The nodes of each card, by the card's PCI address; cards without a node are left out."""
     is_any_hidden: bool
     """Whether KFD denied access to at least one node."""
 
@@ -91,30 +91,30 @@ class AmdCard(Struct, frozen=True, kw_only=True):
     power_file: str
     """The path of the power sensor; "" if there is none."""
     is_apu: bool
-    """Whether the card is an integrated GPU. Only integrated GPUs have a sensor of the north
-    bridge's voltage (amdgpu_pm.c).
+    """Whether the card is an integrated GPU. Only integrated GPUs have a northbridge voltage sensor
+    (amdgpu_pm.c).
     """
     uuid: str
     name: str
     nodes: tuple[KfdNode, ...] | None
-    """The card's KFD nodes: several if the card is partitioned, none if ROCm cannot use it. The
-    value is None if KFD denies access. A container may see only the nodes of cards whose device is
-    in its /dev (kfd_topology.c).
+    """The card's KFD nodes: several if the card is partitioned, none if ROCm cannot use it. None if
+    KFD denies access. A container may see only the nodes of cards whose device is in its /dev
+    (kfd_topology.c).
     """
 
 
 def find_cards(sys: str) -> dict[str, AmdCard]:
     """Return the driver's cards by UUID; empty if there are none.
 
-    The cards are in the order of their PCI addresses, and not of their DRM numbers. A card whose
-    unique id is missing or shared gets a UUID from its PCI address.
+    The cards are ordered by PCI address, not by DRM number. A card whose unique id is missing or
+    shared gets a UUID derived from its PCI address.
     """
     folders = _find_folders(sys)
     kfd = _read_nodes(sys, folders.keys())
     unique_ids: dict[str, str] = {}
     for address, folder in folders.items():
         unique_ids[address] = read_line(f"{folder}/unique_id")
-    # If two cards share an id, the id names neither of them.
+    # An id that two cards share cannot identify either card.
     id_counts = Counter(unique_ids.values())
     cards: dict[str, AmdCard] = {}
     for address, folder in sorted(folders.items()):
@@ -175,9 +175,9 @@ def _find_name(path: str) -> str:
 
 
 def _read_nodes(sys: str, addresses: Collection[str]) -> KfdNodes:
-    """Return KFD's nodes of the cards at these PCI addresses.
+    """Return KFD's nodes for the cards at these PCI addresses.
 
-    Nodes of CPUs are left out. Nodes whose facts cannot be read or understood are left out too.
+    CPU nodes are left out, and so are nodes whose facts cannot be read or parsed.
     """
     nodes: defaultdict[str, list[KfdNode]] = defaultdict(list)
     is_any_hidden = False
@@ -203,27 +203,27 @@ def _read_nodes(sys: str, addresses: Collection[str]) -> KfdNodes:
 
 
 def _format_address(domain: int, location: int, addresses: Collection[str]) -> str:
-    """Return the PCI address of the card of a node; KFD packs the address into `location`."""
+    """Return the PCI address of a node's card; KFD packs the address into `location`."""
     bus = location >> 8 & 0xFF
     slot = location >> 3 & 0x1F
     function = location & 7
     device = f"{domain:04x}:{bus:02x}:{slot:02x}"
     address = f"{device}.{function}"
-    # If the card is partitioned, the function bits are the partition's number.
+    # If the card is partitioned, the function bits are the partition number.
     return address if address in addresses else f"{device}.0"
 
 
 def _read_node_memory(folder: str) -> int | None:
-    """Return the bytes of all memory banks of a node.
+    """Return the total size of a node's memory banks in bytes.
 
-    Returns None if the node lists no bank, or if the size of one is unknown.
+    Returns None if the node lists no banks, or if the size of any bank is unknown.
     """
     memory_bytes = 0
     banks = list_folder(f"{folder}/mem_banks")
     for bank in banks:
         facts = _parse_facts(read_line(f"{folder}/mem_banks/{bank}/properties"))
         size_bytes = parse_digits(facts.get("size_in_bytes", ""))
-        # If the size of one bank is missing, the sum would be too small.
+        # Without the size of this bank, the sum would be too small.
         if size_bytes is None:
             return None
         memory_bytes += size_bytes

@@ -27,15 +27,15 @@ UNPARTITIONED_MODE: Final = "SPX"
 """The compute partition mode of a card without partitions."""
 
 KFD_FOLDER: Final = "class/kfd/kfd/proc"
-"""The folder under /sys that has one folder for each compute process (KFD)."""
+"""The folder under /sys that contains one folder per compute process (KFD)."""
 
 KFD_FILE_PREFIX: Final = "vram_"
-"""In the folder of such a process, the file `vram_ID` has the bytes that the process holds on the
-node ID.
+"""In a process's folder, the file `vram_ID` contains the number of bytes that the process holds on
+the node with this ID.
 """
 
 DRI_FOLDER: Final = "/dev/dri/"
-"""The folder of the cards' device files, which processes open."""
+"""The folder that contains the cards' device files, which processes open."""
 
 GpuProcesses = tuple[GpuProcess, ...]
 
@@ -44,14 +44,13 @@ ProcessTable = Mapping[str, GpuProcesses]
 
 
 def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:
-    """Return one reading of the card.
+    """Return one reading of the card, or one per partition if it is partitioned.
 
-    If the card is partitioned, return one for each partition. Raises OSError if the card is gone or
-    its memory cannot be read.
+    Raises OSError if the card is gone or its memory cannot be read.
     """
     if card.nodes is not None and len(card.nodes) > 1:
-        # KFD keeps listing the nodes of a card that is gone. For such a card this call raises
-        # OSError.
+        # KFD keeps listing the nodes of a card that is gone, but this call raises OSError for such
+        # a card.
         _read_vram(card, "total")
         return tuple(
             _read_partition(card, index, position, node, context)
@@ -80,9 +79,9 @@ def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuRea
 def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
-    Returns None if the driver does not report it. Returns None also if it is unknown how much
-    processes can allocate. This is so on an integrated GPU or a partitioned card whose KFD nodes
-    are hidden. Raises OSError if the card is gone or its files cannot be read.
+    Returns None if the driver does not report the memory, or if the amount that processes can
+    allocate is unknown, as on an integrated GPU or a partitioned card whose KFD nodes are hidden.
+    Raises OSError if the card is gone or its files cannot be read.
     """
     total_bytes = _read_vram(card, "total")
     used_bytes = _read_vram(card, "used")
@@ -104,7 +103,7 @@ def _read_unified_memory(card: AmdCard, limit_bytes: int, proc: Path) -> GpuMemo
     """Return the memory of an integrated GPU (APU) that uses the machine's memory.
 
     KFD grants the GPU the machine's memory up to `limit_bytes` (amdgpu_ttm_init). Returns None if
-    the machine's memory, or what is granted, is unknown.
+    the machine's memory or the amount granted is unknown.
     """
     machine = read_machine(proc)
     granted_bytes = read_number_file(f"{card.folder}/mem_info_gtt_used")
@@ -132,17 +131,17 @@ def _read_vram(card: AmdCard, fact: str) -> int | None:
 def _read_partition(
     card: AmdCard, index: int, position: int, node: KfdNode, context: "ReadContext"
 ) -> GpuReading:
-    """Return a reading of the partition with this node of KFD.
+    """Return a reading of the partition with this KFD node.
 
-    Its memory in use is the sum of what KFD counts for its processes. The driver's own use is
-    missing. The memory is None if the partition's size, or the use of one process, is unknown.
+    Its memory in use is the sum of what KFD counts for its processes, without what the driver
+    itself uses. The memory is None if the partition's size or the use of any process is unknown.
     """
     processes = context.list_on_node(node)
     uuid = f"{card.uuid}-{position}"
     memory = None
     if node.memory_bytes is not None and processes is not None:
         held_bytes = [process.used_bytes for process in processes]
-        # If the size of one process is unknown, the partition would look emptier than it is.
+        # If the size of a process is unknown, the partition would look emptier than it is.
         known_bytes = [used_bytes for used_bytes in held_bytes if used_bytes is not None]
         if len(known_bytes) == len(held_bytes):
             memory = _build_memory(node.memory_bytes, sum(known_bytes))
@@ -160,7 +159,7 @@ def _read_partition(
 def _build_memory(
     total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None
 ) -> GpuMemory:
-    """Return the memory; `machine_available_bytes` is set if it is the machine's memory."""
+    """Return the memory; pass `machine_available_bytes` if it is the machine's memory."""
     return GpuMemory(
         total_bytes=total_bytes,
         used_bytes=used_bytes,
@@ -171,13 +170,14 @@ def _build_memory(
 
 
 class ReadContext:
-    """The data that all readings of one moment share: peaks, and processes that hold GPU memory.
+    """The data shared by all readings of one moment: peaks, and processes that hold GPU memory.
 
-    There are two sources of the processes. KFD has a folder for each process that computes, with
-    the bytes of the process on each node. All users can read it. The folder's name is the pid in
-    the machine's first PID namespace, so only a daemon in this namespace can use it. If KFD's pids
-    are unusable or nodes are hidden, the source is the list of each process's open files in /proc.
-    Only users that may trace the process can read this list. It shows cards, and not partitions.
+    There are two sources for the processes. KFD has a folder for each compute process, with the
+    number of bytes that the process holds on each node. Every user can read this folder. The
+    folder's name is the pid in the machine's first PID namespace, so only a daemon in this
+    namespace can use it. If KFD's pids are unusable or nodes are hidden, the source is the list of
+    each process's open files in /proc. Only users that may trace the process can read this list,
+    which shows cards but not partitions.
     """
 
     def __init__(
@@ -187,16 +187,16 @@ class ReadContext:
         self._sys = sys
         self._now = now
         self._peaks = peaks
-        """The peaks, by the UUID of a card or partition."""
+        """The peaks by the UUID of a card or partition."""
 
     def update_peak(self, uuid: str, memory: GpuMemory | None) -> int | None:
-        """Add the memory in use, if known, and return the peak; None if no use is known."""
+        """Add the memory in use, if known, and return the peak; None if there are no samples."""
         if memory is not None:
             self._peaks[uuid].add(self._now, memory.used_bytes)
         return self._peaks[uuid].highest_bytes(self._now)
 
     def list_on_node(self, node: KfdNode) -> GpuProcesses | None:
-        """Return the processes on a node of KFD; None if KFD's processes cannot be read."""
+        """Return the processes on a KFD node; None if KFD's processes cannot be read."""
         if self._by_node is None:
             return None
         return self._by_node.get(str(node.gpu_id), ())
@@ -224,9 +224,8 @@ class ReadContext:
     def _by_node(self) -> ProcessTable | None:
         """Return the processes by the id of their KFD node.
 
-        Returns None if KFD's processes cannot be read.
-
-        The bytes of a process are None if its file cannot be read.
+        The bytes of a process are None if its file cannot be read. Returns None if KFD's processes
+        cannot be read.
         """
         if self._kfd_pids is None:
             return None
@@ -254,8 +253,8 @@ class ReadContext:
 
         Returns None if access to a process was denied and no process was found.
         """
-        # A machine has thousands of processes with hundreds of files. So if KFD lists processes,
-        # only those are read.
+        # A machine has thousands of processes with hundreds of open files each, so if KFD lists
+        # processes, only those are read.
         pids = self._kfd_pids
         if pids is None:
             pids = [name for name in list_folder(str(self.proc)) if name.isdecimal()]
@@ -275,11 +274,12 @@ class ReadContext:
 
 
 def _read_open_cards(process: str) -> dict[str, int]:
-    """Return the bytes that a process holds on each card, by PCI address; without cards of 0 bytes.
+    """Return the bytes that a process holds on each card, by PCI address.
 
-    Raises OSError if the process has exited or may not be read.
+    Cards on which it holds none are left out. Raises OSError if the process has exited or may not
+    be read.
     """
-    # The bytes are kept by client, because several open files can belong to one DRM client.
+    # The bytes are keyed by client, because several open files can belong to one DRM client.
     clients_bytes: dict[tuple[str, str], int] = {}
     for descriptor in os.listdir(f"{process}/fd"):  # noqa: PTH208 - a process has hundreds of them
         facts = _read_descriptor(process, descriptor)
@@ -288,7 +288,7 @@ def _read_open_cards(process: str) -> dict[str, int]:
         size_kib = _parse_kib(facts.get("drm-memory-vram", ""))
         if size_kib is not None:
             client = facts.get("drm-pdev", ""), facts.get("drm-client-id", "")
-            # The same client's other files repeat this figure.
+            # The client's other files repeat this value.
             clients_bytes[client] = size_kib * KIB
     cards_bytes: defaultdict[str, int] = defaultdict(int)
     for (address, _), client_bytes in clients_bytes.items():
@@ -305,8 +305,8 @@ def _parse_kib(text: str) -> int | None:
 def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:
     """Return the kernel's facts about an open file of a DRM device, by name.
 
-    The result is empty for any other file, and for a file that was closed meanwhile. Raises OSError
-    for any other failure.
+    The result is empty for any other file, and for a file that has been closed in the meantime.
+    Raises OSError for any other failure.
     """
     try:
         target = os.readlink(f"{process}/fd/{descriptor}")  # noqa: PTH115 - no Path per file

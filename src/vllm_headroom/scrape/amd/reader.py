@@ -28,7 +28,7 @@ _REASONS: Final = {
     errno.EACCES: Reason.NO_PERMISSION,
     errno.EPERM: Reason.NO_PERMISSION,
 }
-"""The reason of a failure, by the number of its OSError; any other number means DRIVER_ERROR."""
+"""The reason for a failure, by the number of its OSError; any other number means DRIVER_ERROR."""
 
 _LOOK: Final = "look for amdgpu lines in the node's kernel log"
 _MESSAGES: Final = {
@@ -42,38 +42,38 @@ _MESSAGES: Final = {
 }
 
 SEARCH_INTERVAL_SECONDS: Final = 15.0
-"""The pause between two searches for a card while there is none. On a machine that has only
-NVIDIA's GPUs, the thread then need not wake at every sample.
+"""The pause between two searches for a card while there is none, so that on a machine with only
+NVIDIA GPUs the thread need not wake for every sample.
 """
 
 
 def explain_error(error: OSError) -> Failure:
-    """Return the failure for an error of a card's file, or for the thread's TimeoutError."""
+    """Return the failure for an error from a card's file, or for the thread's TimeoutError."""
     reason = _REASONS.get(error.errno, Reason.DRIVER_ERROR)
     suffix = "" if reason is Reason.TIMEOUT else f" ({error.strerror or error})"
     return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
 
 
 class Amd:
-    """Reads all cards that amdgpu drives, on a separate thread, which a faulty driver may block.
+    """Reads all cards that amdgpu drives, on a separate thread in case a faulty driver blocks.
 
-    Indices are in the order of PCI addresses. A card keeps its index. If it is gone, it stays
+    Indices follow the order of PCI addresses. A card keeps its index, and a card that is gone stays
     listed as failed.
     """
 
     def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
         self.integrated_uuids: frozenset[str] = frozenset()
-        """The UUIDs of the integrated GPUs of the last reading."""
+        """The UUIDs of the integrated GPUs in the last reading."""
         self._monotonic = monotonic
         self._sys = str(sys)
         self._proc = proc
         self._cards: dict[str, AmdCard] = {}
         """The cards by UUID. The position of a card in this mapping is its index."""
         self._last_readings: dict[str, tuple[GpuReading, ...]] = {}
-        """The last readings of each card or of its partitions, by the UUID of the card."""
+        """The last readings of each card or its partitions, by the UUID of the card."""
         self._topology: object = None
-        """The driver's list of cards and KFD's generation number, as they were when the cards were
-        last found. A change means that cards were added, removed or repartitioned.
+        """The driver's list of cards and KFD's generation number when the cards were last searched
+        for. A change means that cards were added, removed or repartitioned.
         """
         self._search_at_seconds = float("-inf")
         """When the next search may begin while there is no card, on the monotonic clock."""
@@ -84,7 +84,7 @@ class Amd:
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
         """Return a reading of every card or partition; empty if there is no card.
 
-        Never raises. If a card cannot be read in time, its reading is a failed one.
+        Never raises. A card that cannot be read in time gets a failed reading.
         """
         now_seconds = self._monotonic()
         if not self._cards and now_seconds < self._search_at_seconds:
@@ -103,7 +103,7 @@ class Amd:
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID, and add it to the peaks.
 
-        Partitioned cards, and cards that cannot be read, are left out. The result is empty after a
+        Partitioned cards and cards that cannot be read are left out. The result is empty after a
         timeout.
         """
         if not self._cards:
@@ -114,7 +114,7 @@ class Amd:
         return {}
 
     def close(self) -> None:
-        """End the thread when it has nothing more to do."""
+        """End the thread once it has finished its work."""
         self._worker.stop()
 
     def _read(self) -> tuple[GpuReading, ...]:
@@ -142,7 +142,7 @@ class Amd:
         return tuple(readings)
 
     def _find_cards(self) -> None:
-        """Find the cards again if one may have been added, removed or repartitioned."""
+        """Search for cards again if one may have been added, removed or repartitioned."""
         topology = (
             list_folder(f"{self._sys}/{DRM_FOLDER}"),
             read_number_file(f"{self._sys}/{TOPOLOGY_FOLDER}/generation_id"),
@@ -155,7 +155,7 @@ class Amd:
     def _build_failed(self, card: AmdCard, index: int, failure: Failure) -> tuple[GpuReading, ...]:
         """Return a failed reading of each partition of the card's last reading.
 
-        If the card was not partitioned, or was never read, return one failed reading of the whole
+        If the card was not partitioned or was never read, returns one failed reading of the whole
         card.
         """
         whole_card = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
@@ -180,7 +180,7 @@ class Amd:
 
 
 def _is_integrated(card: AmdCard, reading: GpuReading) -> bool:
-    """Return whether a GPU uses the machine's memory, or is an APU that does not report its own."""
+    """Return whether a GPU uses the machine's memory, or is an APU whose memory is unknown."""
     if reading.memory is None:
         return card.is_apu
     return reading.memory.is_unified

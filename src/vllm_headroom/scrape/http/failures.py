@@ -17,7 +17,7 @@ from vllm_headroom.text_file import read_file
 from vllm_headroom.vocabulary import Reason, Source
 
 _MAX_LOCATION_CHARACTERS: Final = 200
-"""At most this much of a redirect's target is shown, because a header can be 100 kB long."""
+"""The maximum length of a redirect's target in a message, because a header can be 100 kB long."""
 
 
 _STATUS_REASONS: Final[Mapping[int, Reason]] = {
@@ -29,7 +29,7 @@ _BROKEN_PAGE_ADVICE: Final = (
     "check with df whether its PROMETHEUS_MULTIPROC_DIR is full, gone or on a network volume, and"
     " look at the engine's log; requests are served without it, so this is no reason for a restart"
 )
-"""The advice if an otherwise healthy server answers with status 500 (vllm-project/vllm#49983)."""
+"""The advice if an otherwise healthy server responds with status 500 (vllm-project/vllm#49983)."""
 
 _ADVICE: Final = {
     Reason.UNAUTHORIZED: "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may read the page",
@@ -73,27 +73,27 @@ def strip_advice(failure: Failure) -> str:
 
 
 def hide_secrets(url: httpx.URL) -> httpx.URL:
-    """Return the URL without user, password and fragment, and with stars in place of a query."""
+    """Return the URL without user, password and fragment, and with `***` in place of a query."""
     return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
 def describe_answer(response: httpx.Response, url: str) -> str:
     """Return a clause such as "URL answers 404 Not Found".
 
-    The phrase is the standard one for the status, because the received phrase may quote a secret.
+    The standard phrase for the status is used, because the received phrase may contain a secret.
     """
     phrase = httpx.codes.get_reason_phrase(response.status_code)
     return f"{url} answers {response.status_code} {phrase}".strip()
 
 
 def explain_status(response: httpx.Response, url: str) -> Failure:
-    """Return the failure of an answer with a status other than 200.
+    """Return the failure for a response with a status other than 200.
 
     Raises httpx.InvalidURL if the target of a redirect is not a URL.
     """
     answer = describe_answer(response, url)
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
-    # Usually the answer is a redirect to a login page. The redirect's target shows this.
+    # A redirect usually leads to a login page, which its target reveals.
     if reason is Reason.HTTP_STATUS and response.has_redirect_location:
         target = hide_secrets(httpx.URL(response.headers["Location"]))
         location = str(target)[:_MAX_LOCATION_CHARACTERS]
@@ -105,7 +105,7 @@ def explain_status(response: httpx.Response, url: str) -> Failure:
 
 
 def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
-    """Return the failure of a body that could not be read; `reason` is that of `read_body`."""
+    """Return the failure for a body that could not be read; `reason` comes from `read_body`."""
     if reason is Reason.INCOMPLETE:
         return build_failure(
             reason, f"{url} broke off its page", "if it stays so, look for a proxy that cuts it"
@@ -119,14 +119,14 @@ def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
 
 
 def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Failure:
-    """Return the failure of a request that raised `error`, from httpx or the operating system."""
+    """Return the failure for a request that raised `error`, from httpx or the operating system."""
     match error:
         case TimeoutError() | httpx.TimeoutException():
             return build_failure(
                 Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s"
             )
-        # The text of these errors is left out, because it quotes the header, which may be a secret,
-        # or the received bytes.
+        # The text of these errors is left out, because it quotes the received bytes or the header,
+        # which may be a secret.
         case httpx.LocalProtocolError():
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
         case httpx.RemoteProtocolError() | httpx.InvalidURL():
@@ -135,13 +135,13 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
 
 
 def _explain_no_connection(error: Exception, url: str) -> Failure:
-    """Return the failure of a connection that was refused or broke.
+    """Return the failure for a connection that was refused or broken.
 
-    The innermost known cause gives the reason. If no cause is known, the reason is UNREACHABLE.
+    The reason is that of the first known cause in the chain, or UNREACHABLE if no cause is known.
     """
     is_connecting = isinstance(error, httpx.ConnectError)
     cause: BaseException | None = error
-    # httpx wraps the error of httpcore, which wraps the error of the socket.
+    # httpx wraps httpcore's error, which wraps the socket's error.
     while cause is not None:
         match cause:
             case socket.gaierror() | UnicodeError():
@@ -150,8 +150,8 @@ def _explain_no_connection(error: Exception, url: str) -> Failure:
                 )
             case ssl.SSLError():
                 return build_failure(Reason.TLS, f"TLS with {url} failed ({cause})")
-            # While connecting, a reset means that nothing listens there. Later it means that the
-            # server hung up.
+            # While connecting, a reset means that nothing is listening on the port. Later, it means
+            # that the server hung up.
             case ConnectionResetError() | BrokenPipeError() if not is_connecting:
                 return build_failure(Reason.INCOMPLETE, f"{url} {_HUNG_UP}")
             case OSError(errno=int(number)) if number in SHORTAGES:
@@ -168,22 +168,19 @@ TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 """Visible ASCII characters, without spaces."""
 
 MAX_TOKEN_FILE_BYTES: Final = 64 * 2**10
-"""At most this many bytes of a token file are read. This is far more than a token, because a file
-such as /dev/zero never ends.
+"""The maximum number of bytes read from a token file, because a file such as /dev/zero never ends.
+A token is much shorter.
 """
 
 
 class UnusableCredentials(Exception):  # noqa: N818 - the name describes the file
-    """A file cannot be used.
-
-    The message is for the operator.
-    """
+    """A file cannot be used; the message is for the operator."""
 
 
 def name_token_file(file: Path) -> str:
     """Return the name by which a message refers to a token file.
 
-    If the name is not an absolute path, it is not shown, because it may be the token itself.
+    A name that is not an absolute path is hidden, because it may be the token itself.
     """
     if file.is_absolute():
         return f"the token file {file}"
@@ -193,10 +190,10 @@ def name_token_file(file: Path) -> str:
 def read_token(file: Path) -> str:
     """Return the token in a file.
 
-    Raises UnusableCredentials if the file cannot be read, or has anything but a single token.
+    Raises UnusableCredentials if the file cannot be read or contains anything but a single token.
     """
     try:
-        # A byte that is not ASCII becomes a character that no token has.
+        # A non-ASCII byte becomes a character that cannot occur in a token.
         token = read_file(file, MAX_TOKEN_FILE_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
         problem = f"{name_token_file(file)} cannot be read ({error.strerror})"
@@ -208,11 +205,11 @@ def read_token(file: Path) -> str:
 
 
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
-    """Return a TLS context for clients, which trusts the authorities in the file.
+    """Return a client TLS context that trusts the authorities in the file.
 
-    If the file is None, the context trusts the authorities of the machine and of certifi. Chain,
-    name and time are verified as in Go and curl, in the same way in every version of Python. Raises
-    UnusableCredentials if the file cannot be read or has no certificate.
+    If the file is None, the context trusts the machine's authorities and those from certifi. Chain,
+    name and validity period are verified as in Go and curl, regardless of the Python version.
+    Raises UnusableCredentials if the file cannot be read or does not contain a certificate.
     """
     try:
         if ca_file is None:
@@ -225,10 +222,10 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
         raise UnusableCredentials(
             f"{problem}: make it a readable file of PEM certificates"
         ) from None
-    # Python sets this flag from 3.13 on. The flag refuses authorities without key usage or key
-    # identifiers, such as those of EKS clusters and of many companies.
+    # Python sets this flag as of 3.13. The flag rejects authorities without key usage or key
+    # identifiers, such as those of EKS clusters and many companies.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    # Python sets this flag from 3.13 on. With it, the file may contain only an intermediate
-    # authority.
+    # Python sets this flag as of 3.13. With the flag, an intermediate authority in the file is
+    # sufficient.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context

@@ -1,4 +1,4 @@
-"""Send HTTP requests on the event loop, with bounds on what their answers may cost."""
+"""Send HTTP requests on the event loop, and limit the cost of their responses."""
 
 import asyncio
 import ssl
@@ -9,42 +9,41 @@ import h11
 import httpx
 
 _MOST_HEAD_BYTES: Final = 64 * 2**10
-"""The most bytes of the head of an answer."""
+"""The maximum size of a response head."""
 
 _MOST_HINTS: Final = 256
-"""The most informational answers, such as `100 Continue`, before the answer; each costs 12 us."""
+"""The maximum number of informational responses, such as `100 Continue`; each costs 12 us."""
 
 _MOST_PARTS: Final = 16_384
-"""The most parts in which an answer may come; each costs 7 us. A page of 5,000 lines may have a
-part for each line.
+"""The maximum number of parts in a response; each costs 7 us. A page of 5,000 lines may arrive in
+one part per line.
 """
 
 _PARTS_PER_TURN: Final = 64
-"""After so many parts, which cost 0.5 ms, the other tasks of the event loop get their turn."""
+"""After this many parts, which cost 0.5 ms, other tasks on the event loop get a turn."""
 
 _MOST_UNREAD_BYTES: Final = 128 * 2**10
-"""So many bytes are received ahead, before the server has to wait."""
+"""The number of bytes buffered before the server has to wait."""
 
 _MOST_IDLE_SECONDS: Final = 2.0
-"""A connection is used again only within this time: vLLM closes one that is idle for 5 s."""
+"""A connection is reused only within this time, because vLLM closes connections idle for 5 s."""
 
 Resolve = Callable[[httpx.URL], Awaitable[Sequence[tuple[str, int]]]]
-"""Returns each IP address of a URL's host, with the URL's port; raises OSError."""
+"""Returns each IP address of a URL's host, along with the URL's port; raises OSError."""
 
 
 class TooManyParts(httpx.RemoteProtocolError):
-    """An answer comes in parts so small that they cost too much CPU."""
+    """A response arrives in parts so small that they cost too much CPU."""
 
 
 class PageTransport(httpx.AsyncBaseTransport):
     """Sends requests to one server, one after another.
 
-    httpx's own asynchronous transport takes almost three times the CPU. There are no cookies,
-    redirects or proxies. `tls` verifies the server; it is None if the server speaks plain http.
-
-    Where requests follow each other within _MOST_IDLE_SECONDS, they share a connection. It is
-    dropped as soon as bytes arrive that no request has asked for, so that no answer is taken for
-    the answer to another request.
+    httpx's own asynchronous transport uses almost three times as much CPU. Cookies, redirects and
+    proxies are not supported. `tls` verifies the server; it is None for plain http. Requests that
+    follow each other within _MOST_IDLE_SECONDS share a connection. The connection is dropped as
+    soon as unrequested bytes arrive, so that a response is never mistaken for the response to
+    another request.
     """
 
     def __init__(self, resolve: Resolve, tls: ssl.SSLContext | None) -> None:
@@ -53,15 +52,16 @@ class PageTransport(httpx.AsyncBaseTransport):
         self._idle_connection: _Connection | None = None
         """The connection of the last request, if the next request may use it."""
         self._request_seconds: float | None = None
-        """When the last request was sent, on the event loop's clock; None before the first."""
+        """When the last request was sent, on the event loop's clock; None before the first request.
+        """
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Return the answer, of which only the head was received.
+        """Return the response once its head has been received.
 
-        The request's body must be in memory. Only connecting has a time limit, the extension
-        `timeout` for each address of the host. Raises httpx.TransportError.
+        The request's body must be in memory. Only connecting is subject to a time limit, the
+        extension `timeout`, which applies to each address of the host. Raises httpx.TransportError.
         """
-        # Only a GET may be sent a second time, which an idle connection can make necessary.
+        # Only a GET may be sent twice, which can be necessary with an idle connection.
         can_share = self._note_request() and request.method == "GET"
         connection = self._idle_connection
         self._idle_connection = None
@@ -71,7 +71,7 @@ class PageTransport(httpx.AsyncBaseTransport):
             try:
                 return await self._exchange(connection, request, can_share=True)
             except (httpx.ReadError, httpx.RemoteProtocolError):
-                # The server may have closed the idle connection just before.
+                # The server may have just closed the idle connection.
                 if connection.has_answer:
                     raise
         connection = await self._connect(request)
@@ -84,7 +84,7 @@ class PageTransport(httpx.AsyncBaseTransport):
             self._idle_connection = None
 
     def _note_request(self) -> bool:
-        """Note that a request is sent now; return whether the last one was sent shortly before."""
+        """Record that a request is being sent; return whether the last one was sent recently."""
         last_seconds = self._request_seconds
         self._request_seconds = asyncio.get_running_loop().time()
         if last_seconds is None:
@@ -94,9 +94,9 @@ class PageTransport(httpx.AsyncBaseTransport):
     async def _exchange(
         self, connection: "_Connection", request: httpx.Request, *, can_share: bool
     ) -> httpx.Response:
-        """Send a request and return its answer.
+        """Send a request and return its response.
 
-        `can_share` keeps the connection for the next request.
+        If `can_share` is set, the connection is kept for the next request.
         """
         try:
             head = await connection.send(request)
@@ -105,7 +105,7 @@ class PageTransport(httpx.AsyncBaseTransport):
             raise
 
         def release() -> None:
-            """Keep the connection if the answer was received as a whole; close it otherwise."""
+            """Keep the connection if the whole response was received; close it otherwise."""
             if can_share and connection.finish():
                 self._idle_connection = connection
             else:
@@ -118,7 +118,7 @@ class PageTransport(httpx.AsyncBaseTransport):
     async def _connect(self, request: httpx.Request) -> "_Connection":
         """Return a connection to the first address of the host that accepts one.
 
-        If no address does, the function raises the error of the last one.
+        If none of them does, raises the error from the last address.
         """
         loop = asyncio.get_running_loop()
         server_name = None if self._tls is None else request.url.host
@@ -140,7 +140,7 @@ class PageTransport(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of an answer, which is received as it is read."""
+    """The body of a response, received while it is being read."""
 
     def __init__(self, connection: "_Connection", release: Callable[[], None]) -> None:
         self._connection = connection
@@ -159,23 +159,23 @@ class _Body(httpx.AsyncByteStream):
 
 
 class _Connection(asyncio.Protocol):
-    """A connection to a server, for one request after another."""
+    """A connection to a server that handles one request at a time."""
 
     def __init__(self) -> None:
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MOST_HEAD_BYTES)
         self.transport: asyncio.Transport
         """The open connection; `connection_made` sets it before anything is received."""
         self._problem: Exception | None = None
-        """Why the connection was lost; None while it is open, or if its end was regular."""
+        """Why the connection was lost; None while it is open, or if it was closed cleanly."""
         self._arrival = asyncio.Event()
-        """Is set when anything is received, and when the connection is closed."""
+        """Set when anything is received and when the connection is closed."""
         self._unread_bytes = 0
         self._parts = 0
-        """How many parts of the answer were received."""
+        """The number of parts of the response received so far."""
         self._is_idle = True
-        """Whether no answer is expected."""
+        """Whether no response is expected."""
         self.has_answer = False
-        """Whether anything was received since the request was sent."""
+        """Whether anything has been received since the request was sent."""
 
     @property
     def is_open(self) -> bool:
@@ -183,9 +183,10 @@ class _Connection(asyncio.Protocol):
         return not self.transport.is_closing()
 
     async def send(self, request: httpx.Request) -> h11.Response:
-        """Send a request, and return the head of its answer.
+        """Send a request and return the head of its response.
 
-        Raises httpx.LocalProtocolError if HTTP cannot carry a header, and the errors of `receive`.
+        Raises httpx.LocalProtocolError if HTTP cannot carry a header, and the same errors as
+        `receive`.
         """
         self._is_idle = False
         self._parts = 0
@@ -206,10 +207,10 @@ class _Connection(asyncio.Protocol):
         raise httpx.RemoteProtocolError("informational answers do not end")
 
     async def receive(self) -> object:
-        """Return the next part of the answer, an event of h11.
+        """Return the next part of the response, which is an h11 event.
 
-        Raises TooManyParts, and httpx.RemoteProtocolError or httpx.ReadError if the server breaks
-        HTTP or the connection.
+        Raises TooManyParts if the parts are too many, httpx.RemoteProtocolError if the server
+        violates HTTP, and httpx.ReadError if the connection is lost.
         """
         while True:
             self._parts += 1
@@ -220,7 +221,8 @@ class _Connection(asyncio.Protocol):
             try:
                 event = self._http.next_event()
             except h11.RemoteProtocolError as error:
-                # The cause is the better explanation: a lost connection also breaks HTTP.
+                # If the connection was lost, that is the better explanation, because it also
+                # violates HTTP.
                 if self._problem is not None:
                     raise httpx.ReadError(str(self._problem)) from self._problem
                 raise httpx.RemoteProtocolError(str(error)) from error
@@ -234,7 +236,7 @@ class _Connection(asyncio.Protocol):
     def finish(self) -> bool:
         """End the exchange; return whether another request may be sent.
 
-        That is so if the whole answer was received, with nothing behind it.
+        Another request may be sent if the whole response was received and no bytes follow it.
         """
         is_complete = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         if not self.is_open or not is_complete or self._http.trailing_data != (b"", False):
@@ -245,7 +247,7 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection without waiting for the server."""
-        # Not by `close`, which with TLS waits for the server's answer.
+        # `close` is not used because, with TLS, it waits for the server to respond.
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -253,7 +255,7 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take the next bytes of the answer; drop the connection if no answer is expected."""
+        """Handle the next bytes of the response; drop the connection if no response is expected."""
         if self._is_idle:
             self.close()
             return
@@ -265,12 +267,12 @@ class _Connection(asyncio.Protocol):
         self._arrival.set()
 
     def eof_received(self) -> None:
-        """Note that the server sends no more."""
+        """Record that the server will not send anything else."""
         self._http.receive_data(b"")
         self._arrival.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that the connection is closed; `exc` is None if its end was regular."""
+        """Record that the connection is closed; `exc` is None if it was closed cleanly."""
         self._problem = exc
         self._http.receive_data(b"")
         self._arrival.set()

@@ -37,31 +37,32 @@ REFUSAL_CODES: Final = frozenset(
         pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     }
 )
-"""The error codes after which the device will never answer this call."""
+"""The error codes which mean that the device never supports the call."""
 
 PAGE_BYTES: Final = 2 * MIB
-"""Memory on a device is allocated in blocks of this size, so a smaller difference is no change."""
+"""Memory on a device is allocated in blocks of this size, so a smaller difference is not a change.
+"""
 
 MAX_DEVICE_BYTES: Final = 2**41
-"""This is two TiB, several times the memory of the largest GPU. A failing driver once answered
+"""Two TiB, which is several times the memory of the largest GPU. A failing driver once returned
 2^64 - 1.
 """
 
 MAX_CELSIUS: Final = 200
-"""A higher temperature is no reading: GPUs switch off above 110 C, and a faulty driver may answer
-2^32 - 1.
+"""A higher temperature is ignored: GPUs shut down above 110 C, and a faulty driver may return 2^32
+- 1.
 """
 
 MAX_MILLIWATTS: Final = 10_000_000
-"""A higher power is no reading: a GPU of 2026 takes 1,400 W, and a faulty driver may answer
-2^32 - 1.
+"""A higher power is ignored: a 2026 GPU draws up to 1,400 W, and a faulty driver may return 2^32 -
+1.
 """
 
 MAX_PERCENT: Final = 100
 
 MIN_LIST_AGE_SECONDS: Final = 1.0
-"""The shortest time between two lists of processes. A list costs 400 times as much as memory info
-(4.5 ms, flightlessmango/MangoHud#2104), and holds the driver's lock.
+"""The minimum time between two process lists. Listing processes takes 4.5 ms, 400 times as long as
+reading memory info (flightlessmango/MangoHud#2104), and holds the driver's lock.
 """
 
 
@@ -83,25 +84,26 @@ class GpuPart:
 class GpuFaults(Struct, frozen=True, kw_only=True):
     """The memory faults of a GPU.
 
-    A field is None if unknown, as with MIG instances on the GPU.
+    A field is None if its value is unknown, for example because the GPU has MIG instances.
     """
 
     index: int
     """The index of the GPU in NVML."""
     ecc: tuple[bool, bool] | None = None
-    """Whether error correction (ECC) is on now, and whether it is on after the next reset."""
+    """Whether error correction (ECC) is enabled now, and whether it will be after the next reset.
+    """
     row_remap_pending: bool | None = None
-    """Whether rows are remapped at the next reset."""
+    """Whether rows will be remapped at the next reset."""
     row_remap_failed: bool | None = None
-    """Whether a remapping has ever failed. Once True, it stays True."""
+    """Whether a row remapping has ever failed. Once True, it stays True."""
     page_retirement_pending: bool | None = None
-    """Whether pages are retired at the next reset."""
+    """Whether pages will be retired at the next reset."""
     unlinked_indices: tuple[int, ...] | None = None
-    """The indices of the other GPUs to which NVLink does not connect this GPU."""
+    """The indices of the other GPUs that are not connected to this GPU by NVLink."""
 
 
 class ProcessList(Struct, frozen=True, kw_only=True):
-    """The processes on a whole GPU or a MIG instance, and its memory in use when listed."""
+    """The processes on a whole GPU or a MIG instance, and its memory in use at the time."""
 
     listed_at_seconds: float
     """When the processes were listed, on the monotonic clock."""
@@ -111,7 +113,7 @@ class ProcessList(Struct, frozen=True, kw_only=True):
 
 
 class Session:
-    """Initialises NVML, again if needed.
+    """Initialises NVML, and reinitialises it if needed.
 
     Its methods run on NVML's thread.
     """
@@ -128,24 +130,24 @@ class Session:
         self.memory_version: int | None = None
         """NVML's number for version 2 of memory info; None for version 1."""
         self.has_single_gpu = False
-        """Whether the machine has one GPU. The machines whose GPU uses the machine's memory are
-        among them.
+        """Whether the machine has exactly one GPU, as every machine does whose GPU uses the
+        machine's memory.
         """
         self.xids = Xids()
         self.peaks: defaultdict[str, RecentPeak] = defaultdict(RecentPeak)
-        """The peaks by the UUID of a GPU or MIG instance. They stay when NVML is initialised again.
+        """The peaks by the UUID of a GPU or MIG instance. They are kept when NVML is reinitialised.
         """
         self._refusals: dict[DeviceFact, int | None] = {}
-        """NVML's error code when the device first refused a fact; None if the device has ever
-        provided the fact.
+        """NVML's error code from the first time the device refused a fact; None if the device has
+        ever provided the fact.
         """
         self._is_initialised = False
         self._has_logged_v1 = False
 
     def open(self) -> Failure | None:
-        """Initialise NVML, after a shutdown if it was initialised, and list its devices.
+        """Initialise NVML, shutting it down first if needed, and list its devices.
 
-        Returns None on success, and a Failure otherwise. A machine without a GPU is a failure too.
+        Returns None on success, and a Failure otherwise. Finding no GPU also counts as a failure.
         """
         self.close()
         try:
@@ -168,8 +170,8 @@ class Session:
     def _choose_memory_version(self) -> None:
         """Choose the version of memory info, once per init, for all GPUs.
 
-        In version 1 the used memory contains the reserved memory. If the versions alternated, the
-        used memory would jump.
+        In version 1, used memory includes reserved memory. If the versions alternated, used memory
+        would jump.
         """
         has_v2 = hasattr(pynvml.nvmlLib, "nvmlDeviceGetMemoryInfo_v2")
         self.memory_version = int(pynvml.nvmlMemory_v2) if has_v2 else None
@@ -187,7 +189,7 @@ class Session:
                 del self.peaks[uuid]
 
     def close(self) -> None:
-        """Shut NVML down if it was initialised.
+        """Shut NVML down if it is initialised.
 
         Its handles become invalid.
         """
@@ -206,19 +208,19 @@ class Session:
         *arguments: object,
         is_essential: bool = False,
     ) -> T | None:
-        """Return a fact about the device `uuid` by calling a function of NVML.
+        """Return a fact about the device `uuid` by calling an NVML function.
 
-        Returns None if the device does not provide the fact now, or has refused it before. After a
-        refusal, only an essential fact is queried again.
+        Returns None if the device does not provide the fact at the moment, or has refused it
+        before. After a refusal, only essential facts are queried again.
 
-        Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, NVMLError is
-        also raised for NVML's "unknown error", which healthy devices return at times.
+        Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, NVML's
+        "unknown error" also raises NVMLError, although healthy devices occasionally return it.
         """
         if not is_essential and self._refusals.get((uuid, fact)) is not None:
             return None
         try:
             value = call(*arguments)
-        # pynvml decodes names, and a faulty driver may return damaged names.
+        # pynvml decodes names, and a faulty driver may return invalid ones.
         except UnicodeDecodeError:
             return None
         except pynvml.NVMLError as error:
@@ -226,7 +228,7 @@ class Session:
             if is_blocked or error.value in LOST_CODES | DRIVER_WIDE_CODES:
                 raise
             if error.value in REFUSAL_CODES:
-                # If a fact was provided before, its entry stays None, because a later refusal may
+                # If the fact was provided before, its entry stays None, because a later refusal may
                 # be temporary.
                 self._refusals.setdefault((uuid, fact), error.value)
             return None
@@ -234,43 +236,44 @@ class Session:
         return value
 
     def forget(self, uuid: str) -> None:
-        """Forget the refusals and the peak of a MIG instance that was removed."""
+        """Forget the refusals and the peak of a removed MIG instance."""
         for device_uuid, fact in tuple(self._refusals):
             if device_uuid == uuid:
                 del self._refusals[device_uuid, fact]
         self.peaks.pop(uuid, None)
 
     def is_unsupported(self, uuid: str, fact: str) -> bool:
-        """Return whether the device reported this fact as not supported, and never provided it."""
+        """Return whether the device reported the fact as not supported and never provided it."""
         return bool(self._refusals.get((uuid, fact)) == pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
 class NvmlDevice:
     """A GPU at one NVML index from init to shutdown, opened when it is first read.
 
-    Its methods run on NVML's thread. They raise NVMLError if the whole GPU, or the driver, fails.
-    After the error of a lost GPU, `lost_code` is set, and no method may be called again.
+    Its methods run on NVML's thread. They raise NVMLError if the whole GPU or the driver fails. If
+    the error means that the GPU is lost, `lost_code` is set, and no method may be called after
+    that.
     """
 
     def __init__(self, index: int, session: Session) -> None:
-        """Create a device that is not opened yet; `index` is NVML's number of the GPU."""
+        """Create a device without opening it; `index` is the GPU's index in NVML."""
         self.index = index
         self.gpu: GpuPart | None = None
-        """The whole GPU; None until it is opened."""
+        """The whole GPU; None until the device is opened."""
         self.parts: tuple[GpuPart, ...] = ()
-        """The MIG instances at the last reading, or the whole GPU alone; empty before the first
-        reading.
+        """The MIG instances at the last reading, or only the whole GPU if there were none; empty
+        before the first reading.
         """
         self.lost_code: int | None = None
         """NVML's error code when the GPU was lost; None while it is not lost."""
         self._session = session
         self._lists_by_uuid: dict[str, ProcessList] = {}
-        """The last list of processes of each of `parts`."""
+        """The last process list of each of `parts`."""
 
     def call(self, method: "Callable[[NvmlDevice], T]") -> T:
-        """Return what a method of this device returns, or raise what it raises.
+        """Call a method of this device, and return what it returns or raise what it raises.
 
-        If the error means that the GPU is lost, `lost_code` is set.
+        If an error means that the GPU is lost, `lost_code` is set.
         """
         try:
             return method(self)
@@ -280,13 +283,11 @@ class NvmlDevice:
             raise
 
     def read(self) -> tuple[GpuReading, ...]:
-        """Return a reading of each MIG instance.
-
-        If there are none, return one of the whole GPU.
-        """
+        """Return a reading of each MIG instance, or one of the whole GPU if there are none."""
         gpu = self.gpu or self._open()
         previous_uuids = {part.uuid for part in self.parts}
-        # It is never both, because a GPU in MIG mode consists of its instances.
+        # The parts are either instances or the whole GPU, because a GPU in MIG mode consists of its
+        # instances.
         self.parts = tuple(self._list_instances(gpu)) or (gpu,)
         removed_uuids = previous_uuids - {part.uuid for part in self.parts}
         for uuid in removed_uuids:
@@ -297,9 +298,7 @@ class NvmlDevice:
     def sample_used(self) -> dict[str, int]:
         """Return the memory in use by UUID, and add it to the peaks.
 
-        If the use of a GPU is unknown, the GPU is left out.
-
-        The result is empty before the first reading.
+        Parts whose memory is unknown are left out. The result is empty before the first reading.
         """
         used_bytes: dict[str, int] = {}
         for part in self.parts:
@@ -309,7 +308,7 @@ class NvmlDevice:
         return used_bytes
 
     def read_faults(self) -> GpuFaults:
-        """Return the faults in the memory of the whole GPU; a field is None if it is unknown."""
+        """Return the memory faults of the whole GPU; a field is None if its value is unknown."""
         gpu = self.gpu or self._open()
         ecc = self._query(gpu, "ECC mode", pynvml.nvmlDeviceGetEccMode)
         rows = self._query(gpu, "row remapping", pynvml.nvmlDeviceGetRemappedRows)
@@ -326,9 +325,9 @@ class NvmlDevice:
         )
 
     def _list_unlinked(self, gpu: GpuPart) -> tuple[int, ...] | None:
-        """Return the indices of the open GPUs to which NVLink does not connect this one.
+        """Return the indices of the open GPUs that are not connected to this one by NVLink.
 
-        Returns None if the driver does not report it.
+        Returns None if the driver does not report the connections.
         """
         unlinked_indices = []
         for other in self._session.devices:
@@ -359,7 +358,7 @@ class NvmlDevice:
         return self.gpu
 
     def _list_instances(self, gpu: GpuPart) -> Iterator[GpuPart]:
-        """Yield the MIG instances that are visible now; none if the GPU is not in MIG mode."""
+        """Yield the MIG instances visible now; yield none if the GPU is not in MIG mode."""
         mode = self._query(gpu, "MIG mode", pynvml.nvmlDeviceGetMigMode)
         # MIG mode is off or not supported, so the whole GPU is the only part.
         if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
@@ -371,7 +370,7 @@ class NvmlDevice:
             )
             if handle is None:
                 continue
-            # The UUID of the instance is queried below. Until then, refusals are stored under the
+            # The instance's UUID is queried below. Until it is known, refusals are stored under the
             # whole GPU.
             instance = replace(gpu, handle=handle)
             uuid = self._query(instance, "MIG UUID", pynvml.nvmlDeviceGetUUID)
@@ -385,11 +384,11 @@ class NvmlDevice:
     def _read_part(self, part: GpuPart) -> GpuReading:
         """Return a reading of the whole GPU or a MIG instance.
 
-        If it does not provide a fact, the fact is None.
+        Facts that it does not provide are None.
         """
         session = self._session
         memory = self._read_memory(part)
-        # Each fact is queried separately, so that a refusal leaves out only one figure.
+        # Each fact is queried separately, so that a refusal costs only one value.
         utilization = self._query(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
         utilization_percent = None if utilization is None else utilization.gpu
         celsius = self._query(
@@ -412,8 +411,8 @@ class NvmlDevice:
     def _read_memory(self, part: GpuPart) -> GpuMemory | None:
         """Return the memory of the whole GPU or a MIG instance, and add it to the peak.
 
-        Returns None if NVML does not report the memory, or reports impossible values. If a GPU uses
-        the machine's memory, its memory is read from the kernel.
+        If a GPU uses the machine's memory, the memory is read from the kernel. Returns None if NVML
+        does not report the memory or reports impossible values.
         """
         session = self._session
         info = self._query(
@@ -429,8 +428,8 @@ class NvmlDevice:
             if session.has_single_gpu and is_unsupported:
                 return self._read_unified_memory(part)
             return None
-        # A library that shares GPUs can report less than zero (Project-HAMi/HAMi-core#200). Then no
-        # value is reliable.
+        # A GPU-sharing library can report values below zero (Project-HAMi/HAMi-core#200), in which
+        # case none of the values is reliable.
         is_overflown = max(info.used, info.free) > info.total
         if is_overflown or info.total > MAX_DEVICE_BYTES:
             return None
@@ -446,8 +445,8 @@ class NvmlDevice:
     def _read_unified_memory(self, part: GpuPart) -> GpuMemory | None:
         """Return the memory of a GPU that uses the machine's memory, and add it to the peak.
 
-        vLLM also reads this memory from the kernel (mem_utils.py). Returns None if /proc does not
-        show it.
+        vLLM also reads this memory from the kernel (mem_utils.py). Returns None if it cannot be
+        read from /proc.
         """
         session = self._session
         machine = read_machine(session.proc)
@@ -467,16 +466,17 @@ class NvmlDevice:
     def _read_processes(
         self, part: GpuPart, memory: GpuMemory | None
     ) -> tuple[GpuProcess, ...] | None:
-        """Return the processes: the last list, or a new list if the last one is outdated.
+        """Return the processes, from the last list or, if that list is outdated, from a new one.
 
-        Returns None if they cannot be listed.
+        A list that failed counts as outdated, so it is read again on each call. Returns None if the
+        processes cannot be listed.
         """
         now_seconds = self._session.monotonic()
         used_bytes = None if memory is None else memory.used_bytes
         previous = self._lists_by_uuid.get(part.uuid)
         if previous is not None and not self._is_outdated(previous, now_seconds, used_bytes):
             return previous.processes
-        # If NVML reports no memory, only this call shows whether the GPU still works.
+        # If NVML does not report memory, only this call shows whether the GPU still works.
         is_essential = memory is None or memory.is_unified
         processes = self._list_processes(part, is_essential=is_essential)
         self._lists_by_uuid[part.uuid] = ProcessList(
@@ -489,13 +489,14 @@ class NvmlDevice:
     ) -> bool:
         """Return whether a list failed, is old, or no longer matches the memory in use.
 
-        Within MIN_LIST_AGE_SECONDS, a change of memory does not make a list outdated, because lists
-        are costly.
+        A list younger than MIN_LIST_AGE_SECONDS is not outdated by a change in memory, because
+        listing is expensive.
         """
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:
             return True
-        # If the memory in use has changed, a process has started, exited, or changed its memory.
+        # If the memory in use has changed, a process has started, exited, or allocated or freed
+        # memory.
         if used_bytes is None or previous.used_bytes is None or age_seconds < MIN_LIST_AGE_SECONDS:
             return False
         return abs(used_bytes - previous.used_bytes) >= PAGE_BYTES
@@ -503,9 +504,9 @@ class NvmlDevice:
     def _list_processes(
         self, part: GpuPart, *, is_essential: bool
     ) -> tuple[GpuProcess, ...] | None:
-        """Return the compute processes and the clients of MPS; None if they cannot be listed.
+        """Return the compute processes and MPS clients; None if they cannot be listed.
 
-        `is_essential` is as in `Session.query`.
+        `is_essential` has the same meaning as in `Session.query`.
         """
         processes = self._query(
             part,
@@ -514,7 +515,8 @@ class NvmlDevice:
             "nvmlDeviceGetComputeRunningProcesses_v3",
             is_essential=is_essential,
         )
-        # MPS is queried only if something computes, because each list is costly.
+        # MPS clients are listed only if there are compute processes, because each list is
+        # expensive.
         if not processes:
             return processes
         clients = self._query(
@@ -532,7 +534,7 @@ class NvmlDevice:
         *arguments: object,
         is_essential: bool = False,
     ) -> T | None:
-        """Return a fact about a part, which `call` reads by its handle; see `Session.query`.
+        """Return a fact about a part, read by passing its handle to `call`; see `Session.query`.
 
         Returns None if the driver does not provide the fact.
         """
@@ -542,10 +544,11 @@ class NvmlDevice:
 
 
 def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
-    """Return the processes that a function of pynvml lists.
+    """Return the processes that a pynvml function lists.
 
-    Raises NVMLError. `function` is the function's name with a version. If the name had no version
-    and the driver lacked the function, pynvml would raise an error of another class.
+    `function` is the versioned name of the function. With an unversioned name, pynvml would raise
+    an error of a different class if the driver lacks the function. Raises NVMLError if the call
+    fails.
     """
     processes = []
     for process in getattr(pynvml, function)(handle):
@@ -559,6 +562,6 @@ def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
 def _convert(value: int | None, *, maximum: int, divisor: int) -> float | None:
     """Return a value divided by `divisor`; None if it is unknown or above `maximum`.
 
-    No GPU reaches `maximum`, so a value above it is an error of the driver.
+    No GPU reaches `maximum`, so a value above it is a driver error.
     """
     return None if value is None or value > maximum else value / divisor

@@ -17,7 +17,7 @@ DRIVER_WIDE_CODES: Final = frozenset(
         pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
     }
 )
-"""The error codes after which no device can be read before NVML is initialised again."""
+"""The error codes after which no device can be read until NVML is reinitialised."""
 
 LOST_CODES: Final = frozenset(
     {
@@ -26,8 +26,8 @@ LOST_CODES: Final = frozenset(
         pynvml.NVML_ERROR_GPU_NOT_FOUND,
     }
 )
-"""The error codes after which the device's handle must not be used again, because that has crashed
-processes (XuehaiPan/nvitop#139, #145).
+"""The error codes after which the device's handle must not be used again, because using it has
+crashed processes (XuehaiPan/nvitop#139, #145).
 """
 
 BLOCKED_CODES: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_OPERATING_SYSTEM})
@@ -101,19 +101,19 @@ _DEVICE_MESSAGES: Final = {
 
 
 def explain_source(cause: Reason | int) -> Failure:
-    """Return the failure of NVML as a whole, by its reason or by NVML's error code."""
+    """Return the failure of NVML as a whole for a reason or an NVML error code."""
     return _explain(cause, _SOURCE_REASONS, _SOURCE_MESSAGES)
 
 
 def explain_device(cause: Reason | int) -> Failure:
-    """Return the failure of one device, by its reason or by NVML's error code."""
+    """Return the failure of one device for a reason or an NVML error code."""
     return _explain(cause, _DEVICE_REASONS, _DEVICE_MESSAGES)
 
 
 def _explain(
     cause: Reason | int, reasons: Mapping[int, Reason], messages: Mapping[Reason, str]
 ) -> Failure:
-    """Return the failure of a reason, or of an NVML error code; an unknown code is DRIVER_ERROR."""
+    """Return the failure for a reason or an NVML error code; unknown codes map to DRIVER_ERROR."""
     if isinstance(cause, Reason):
         return Failure(source=Source.NVML, reason=cause, message=messages[cause])
     reason = reasons.get(cause, Reason.DRIVER_ERROR)
@@ -123,7 +123,7 @@ def _explain(
 
 
 def explain_unexpected(error: Exception) -> Failure:
-    """Return the failure for an error that is not NVML's: a shortage on this side, or a bug."""
+    """Return the failure for an error not raised by NVML: a shortage on this side, or a bug."""
     if isinstance(error, OSError) and error.errno in SHORTAGES:
         return build_unavailable(Source.NVML, "NVML cannot be asked", error)
     message = f"reading NVML raised {error!r}: please report this with the driver's version"

@@ -1,4 +1,4 @@
-"""Read GPUs from NVML, also when the driver hangs or fails."""
+"""Read GPUs from NVML, even if the driver hangs or fails."""
 
 import asyncio
 import contextlib
@@ -26,10 +26,10 @@ from vllm_headroom.worker import Worker, capture_outcome
 T = TypeVar("T")
 
 GpuOutcome = tuple[GpuReading, ...] | Failure
-"""The reading of a whole GPU, the readings of its MIG instances, or why the GPU cannot be read."""
+"""The reading of a whole GPU, the readings of its MIG instances, or the reason for a failure."""
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
-"""The pause between the first two inits of a failed driver. Each further pause is twice as long."""
+"""The pause between the first two inits of a failed driver. The pause doubles each time."""
 
 RETRY_SECONDS: Final = 60.0
 """The longest pause between two inits of a failed driver, and between two inits that search for a
@@ -37,19 +37,19 @@ lost GPU.
 """
 
 SHUTDOWN_SECONDS: Final = 0.2
-"""Shutting NVML down may take this long. The whole exit may take one second."""
+"""The time limit for shutting NVML down. The limit for the entire exit is one second."""
 
 MAX_GPUS: Final = 64
-"""At most this many GPUs are remembered, which is more than a machine has. If there are more, the
-GPUs that were read longest ago are forgotten.
+"""The maximum number of GPUs remembered, which is more than any machine has. Beyond it, the least
+recently read GPUs are forgotten.
 """
 
 MAX_STUCK_CALLS: Final = 8
-"""If this many calls are stuck, no other call is made. This is one for each GPU of a common node.
-"""
+"""If this many calls are stuck, no other call is made. A typical node has this many GPUs."""
 
 MIN_CALL_SECONDS: Final = 0.02
-"""With less time until the deadline, no call is made. A healthy GPU takes a few milliseconds."""
+"""With less time left until the deadline, no call is made. A healthy GPU takes a few milliseconds.
+"""
 
 _INIT: Final = "init"
 _XIDS: Final = "XID events"
@@ -60,13 +60,14 @@ _SILENT: Final = explain_source(Reason.TIMEOUT)
 class Nvml:
     """Reads all GPUs.
 
-    If a GPU is lost or hangs, the others are still read. A failed driver is initialised again,
-    after growing pauses. While a call is stuck, NVML is not shut down, because that could crash the
-    process. If a GPU is gone, it stays listed as failed, with the MIG instances that it had. If an
-    instance is gone from a present GPU, it is not listed, because it was removed on purpose.
+    If a GPU is lost or hangs, the others are still read. A failed driver is reinitialised after
+    increasingly long pauses. While a call is stuck, NVML is not shut down, because that could crash
+    the process. A GPU that disappears stays listed as failed, along with its last known MIG
+    instances. A MIG instance that disappears from a GPU that is still present is no longer listed,
+    because it was removed on purpose.
 
-    One GPU may take `call_timeout_seconds` before its thread is abandoned. `proc` shows the
-    machine's memory, for GPUs that use it.
+    If a call to a GPU takes longer than `call_timeout_seconds`, its thread is abandoned. For GPUs
+    that use the machine's memory, that memory is read from `proc`.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class Nvml:
         self._lane = Lane()
         self._lock = asyncio.Lock()
         self._parts: dict[str, tuple[GpuPart, ...]] = {}
-        """The MIG instances of each GPU at its last reading, or the whole GPU alone, by UUID. The
-        GPU that was read last comes last.
+        """By GPU UUID, the MIG instances at the last reading, or only the whole GPU if there were
+        none. The most recently read GPU comes last.
         """
         self._transitions = GpuTransitions()
         self._failure = _SILENT
@@ -94,21 +95,22 @@ class Nvml:
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         """The pause before the next init of a failed driver."""
         self._open_at_seconds = -inf
-        """When a failed driver is initialised again, on the monotonic clock."""
+        """When a failed driver is to be reinitialised, on the monotonic clock."""
         self._reopen_at_seconds = inf
-        """When a working driver is initialised again to find a lost GPU, on the same clock."""
+        """When a working driver is to be reinitialised to find a lost GPU, on the monotonic clock.
+        """
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
 
-        If a GPU cannot be read, its reading is a failed one. If the whole driver fails, the result
-        is a Failure. On cancellation, a call in progress continues, and its GPU is not read until
-        this call returns.
+        A GPU that cannot be read gets a failed reading. If the whole driver fails, the result is a
+        Failure. On cancellation, a call in progress continues, and its GPU is not read again until
+        that call returns.
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
-            # Only one reading runs at a time, because the previous one may still wait for a stuck
-            # call.
+            # Only one reading runs at a time, because the previous one may still be waiting for a
+            # stuck call.
             async with asyncio.timeout_at(deadline):
                 await self._lock.acquire()
         except TimeoutError:
@@ -124,8 +126,8 @@ class Nvml:
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID, and add it to the peaks; never raise.
 
-        During a reading, and while the driver fails, the result is empty. GPUs that fail are left
-        out.
+        The result is empty during a reading and while the driver is failing. GPUs that fail are
+        left out.
         """
         # A second call would wait behind the reading in progress.
         if self._lock.locked():
@@ -136,15 +138,15 @@ class Nvml:
         return used_bytes
 
     async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
-        """Return the memory faults of each GPU of the last reading; never raise.
+        """Return the memory faults of each GPU in the last reading; never raise.
 
-        If a GPU fails, it is left out. While the driver fails, the result is empty.
+        GPUs that fail are left out. The result is empty while the driver is failing.
         """
         return await self._query_quietly(NvmlDevice.read_faults, timeout_seconds)
 
     async def close(self) -> None:
         """Shut NVML down within SHUTDOWN_SECONDS, unless a call is stuck."""
-        # Shutting NVML down while one of its calls runs may crash the process.
+        # Shutting NVML down during one of its calls may crash the process.
         if not self._lane.stuck_subjects:
             deadline = read_loop_seconds() + SHUTDOWN_SECONDS
             with contextlib.suppress(OSError):
@@ -154,18 +156,19 @@ class Nvml:
         self._lane.stop()
 
     async def _open(self, deadline: float) -> Failure | None:
-        """Initialise NVML if that is due; return None if GPUs can be read now.
+        """Initialise NVML if an init is due; return None if GPUs can be read now.
 
-        While a call is stuck, NVML is not initialised again, but GPUs that are open can still be
-        read. Returns a Failure in three cases: the last init failed; so many calls are stuck that
-        the driver counts as blocked; or NVML did not answer before `deadline`, a time of the event
-        loop. Raises an unexpected error of the init, and OSError if no thread can be started.
+        While a call is stuck, NVML is not reinitialised, but GPUs that are open can still be read.
+        Returns a Failure in three cases: the last init failed; so many calls are stuck that the
+        driver counts as blocked; or NVML did not respond before `deadline`, a time on the event
+        loop's clock. Raises any unexpected error of the init, and OSError if no thread can be
+        started.
         """
         now_seconds = self._monotonic()
         is_stuck = bool(self._lane.stuck_subjects)
         if self._lane.is_blocked:
             return _SILENT
-        # An init first shuts NVML down, which must not happen while a call is stuck.
+        # An init shuts NVML down first, which must not happen while a call is stuck.
         if self._session.devices and (is_stuck or now_seconds < self._reopen_at_seconds):
             return None
         if is_stuck or now_seconds < self._open_at_seconds:
@@ -189,7 +192,7 @@ class Nvml:
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
-        """Read every GPU of an initialised driver; schedule an init if one is needed.
+        """Read every GPU of an initialised driver, and schedule a new init if needed.
 
         Returns a Failure if the driver as a whole fails or hangs.
         """
@@ -202,14 +205,15 @@ class Nvml:
         # So many calls are stuck that the whole driver hangs.
         if self._lane.is_blocked:
             return _SILENT
-        # A single GPU with this error may be healthy. If all GPUs have it, the driver has failed.
+        # A single GPU that returns this error may be healthy. If all GPUs do, the driver has
+        # failed.
         if all(_is_failed(outcome, Reason.UNKNOWN) for _, outcome in outcomes):
             return self._mark_down(explain_source(Reason.UNKNOWN))
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         readings = self._complete(outcomes)
         self._transitions.report(readings)
-        # A lost GPU gets a new handle only by another init, which makes the handles of all GPUs
-        # invalid.
+        # A lost GPU gets a new handle only from another init, which invalidates the handles of all
+        # GPUs.
         if any(_is_failed(reading.failure, Reason.DEVICE_LOST) for reading in readings):
             retry_at_seconds = self._monotonic() + RETRY_SECONDS
             self._reopen_at_seconds = min(self._reopen_at_seconds, retry_at_seconds)
@@ -220,11 +224,11 @@ class Nvml:
     ) -> tuple[GpuReading, ...]:
         """Return the readings of the GPUs that were read, and failed readings of all others.
 
-        If a GPU failed, or NVML no longer lists it, it gets a failed reading for each of its MIG
-        instances, or one for the whole GPU.
+        A GPU that failed or is no longer listed by NVML gets a failed reading for each of its MIG
+        instances, or one for the whole GPU if it has none.
         """
-        # If a GPU falls off the bus, the next init does not list it. Without this code, its series
-        # would just end.
+        # A GPU that falls off the bus is not listed after the next init. Without this code, its
+        # series would simply end.
         missing_uuids = self._remember_parts(device for device, _ in outcomes)
         readings: list[GpuReading] = []
         for device, outcome in outcomes:
@@ -234,8 +238,8 @@ class Nvml:
             if device.gpu is not None:
                 readings += self._build_failed(device.gpu.uuid, outcome)
                 continue
-            # The UUID of a GPU that cannot be opened is unknown. So the GPU counts as the missing
-            # GPU with its index.
+            # The UUID of a GPU that cannot be opened is unknown, so it is taken for the missing GPU
+            # that had the same index.
             uuid = self._find_uuid(missing_uuids, device.index)
             if uuid is None:
                 readings.append(GpuReading(index=device.index, uuid="", name="", failure=outcome))
@@ -249,8 +253,8 @@ class Nvml:
     def _remember_parts(self, devices: Iterable[NvmlDevice]) -> list[str]:
         """Remember the MIG instances of these GPUs, or the whole GPU if it has none.
 
-        GPUs whose UUID is still unknown are left out. Return the sorted UUIDs of remembered GPUs
-        that are not among these. At most MAX_GPUS GPUs are remembered.
+        GPUs whose UUID is still unknown are left out. Returns the sorted UUIDs of the remembered
+        GPUs that are not in `devices`. At most MAX_GPUS GPUs are remembered.
         """
         opened_uuids = set()
         for device in devices:
@@ -258,7 +262,7 @@ class Nvml:
                 continue
             uuid = device.gpu.uuid
             opened_uuids.add(uuid)
-            # The entry is removed and added again, so that the GPU that was read last comes last.
+            # The entry is removed and added again so that the most recently read GPU comes last.
             previous_parts = self._parts.pop(uuid, (device.gpu,))
             self._parts[uuid] = device.parts or previous_parts
         oldest_uuids = tuple(self._parts)[:-MAX_GPUS]
@@ -267,7 +271,7 @@ class Nvml:
         return sorted(self._parts.keys() - opened_uuids)
 
     def _find_uuid(self, missing_uuids: Iterable[str], index: int) -> str | None:
-        """Return the first missing GPU that last had this index; None if there is none."""
+        """Return the UUID of the first missing GPU that last had this index; None if none did."""
         for uuid in missing_uuids:
             if self._parts[uuid][0].index == index:
                 return uuid
@@ -276,7 +280,7 @@ class Nvml:
     def _build_failed(self, uuid: str, failure: Failure) -> list[GpuReading]:
         """Return a failed reading of each MIG instance of a remembered GPU, or of the whole GPU.
 
-        The readings contain the XID errors that were counted so far.
+        The readings contain the XID errors counted so far.
         """
         return [
             GpuReading(
@@ -292,7 +296,7 @@ class Nvml:
     async def _query_quietly(
         self, method: Callable[[NvmlDevice], T], timeout_seconds: float
     ) -> tuple[T, ...]:
-        """Return the answer of each GPU that does not fail; empty if the driver fails."""
+        """Return the result of each GPU that does not fail; empty if the driver fails."""
         async with self._lock:
             with contextlib.suppress(Exception):  # The next reading reports the error.
                 deadline = read_loop_seconds() + timeout_seconds
@@ -306,19 +310,19 @@ class Nvml:
         deadline: float,
         driver_calls: Mapping[str, Callable[[], None]] = {},
     ) -> list[tuple[NvmlDevice, T | Failure]]:
-        """Return each GPU's answer to `method`, or its failure.
+        """Return each GPU's result of `method`, or its failure.
 
-        If a GPU does not answer before `deadline`, it has a failure. The `driver_calls` concern the
-        whole driver. They are made first, and their results are dropped. Raises NVMLError if the
-        error of a call means that the whole driver fails.
+        A GPU that does not respond before `deadline` gets a failure. The `driver_calls`, which
+        concern the whole driver, are made first, and their results are discarded. Raises NVMLError
+        if a call fails with an error that affects the whole driver.
         """
         calls: dict[str, Callable[[], Any]] = dict(driver_calls)
         # A lost GPU is not called again, because it would return the same error or hang.
         for device in self._session.devices:
             if device.lost_code is None:
                 calls[_name_subject(device)] = partial(device.call, method)
-        # All calls are made in one job. Waking the thread for each GPU (40 µs) would cost more than
-        # the calls.
+        # All calls are made in one job, because waking the thread for each GPU (40 µs) would cost
+        # more than the calls themselves.
         outcomes = await self._lane.make_calls(calls, self._call_timeout_seconds, deadline)
         for outcome in outcomes.values():
             if isinstance(outcome, pynvml.NVMLError) and outcome.value in DRIVER_WIDE_CODES:
@@ -334,7 +338,7 @@ def _name_subject(device: NvmlDevice) -> str:
 
 
 def _explain_outcome(device: NvmlDevice, outcome: T | Exception) -> T | Failure:
-    """Return a device's answer, or the failure for an exception or for a lost GPU."""
+    """Return a device's result, or the failure if the call raised or the GPU is lost."""
     if device.lost_code is not None:
         return explain_device(device.lost_code)
     if isinstance(outcome, pynvml.NVMLError):
@@ -351,32 +355,34 @@ def _is_failed(outcome: object, reason: Reason) -> bool:
 
 
 def read_loop_seconds() -> float:
-    """Return the time of the running event loop, by which deadlines are set."""
+    """Return the time on the running event loop's clock, which deadlines are based on."""
     return asyncio.get_running_loop().time()
 
 
 class Lane:
     """Makes calls one at a time on a thread.
 
-    Each call has a subject, such as a GPU. While a call is stuck, calls for other subjects are made
-    on a new thread, and no call is made for its subject.
+    Each call has a subject, such as a GPU. While a call is stuck, no further call is made for its
+    subject, and calls for other subjects are made on a new thread.
     """
 
     def __init__(self) -> None:
         self._worker = Worker[Any]("nvml")
         self._stuck_workers: dict[str, Worker[Any]] = {}
-        """The thread of each subject's last stuck call. The thread ends when this call returns."""
+        """The thread of each subject's last stuck call. The thread ends when the stuck call
+        returns.
+        """
 
     @property
     def stuck_subjects(self) -> frozenset[str]:
-        """Return the subjects of the abandoned calls that have not returned."""
+        """Return the subjects of abandoned calls that have not returned yet."""
         return frozenset(
             subject for subject, worker in self._stuck_workers.items() if worker.is_alive
         )
 
     @property
     def is_blocked(self) -> bool:
-        """Return whether too many calls are stuck to make another call."""
+        """Return whether so many calls are stuck that no further call may be made."""
         return len(self.stuck_subjects) >= MAX_STUCK_CALLS
 
     async def make_calls(
@@ -384,10 +390,11 @@ class Lane:
     ) -> dict[str, T | Exception]:
         """Make the calls in order; return, by subject, what each call returned or raised.
 
-        If a call was not made, or did not return in time, it is left out. A call may take
-        `limit_seconds`, and at most half of the time until `deadline`, a time of the event loop.
-        The last call may take all of that time. If a call takes longer, or is running when this
-        method is cancelled, it counts as stuck. Raises OSError if no thread can be started.
+        Calls that were not made or did not return in time are left out. A call may take
+        `limit_seconds`, but at most half of the time left until `deadline`, a time on the event
+        loop's clock. The last call may use all of the time left. A call that takes longer, or is
+        running when this method is cancelled, counts as stuck. Raises OSError if no thread can be
+        started.
         """
         outcomes: dict[str, T | Exception] = {}
         stuck_subjects = self.stuck_subjects
@@ -395,7 +402,7 @@ class Lane:
             subject: call for subject, call in calls.items() if subject not in stuck_subjects
         }
         while pending and not self.is_blocked:
-            # There is too little time for a call, so it would only count as stuck.
+            # There is too little time left, so the call would only end up counted as stuck.
             if deadline - read_loop_seconds() < MIN_CALL_SECONDS:
                 break
             returned = await self._call_until_stuck(pending, limit_seconds, deadline)
@@ -408,10 +415,10 @@ class Lane:
     async def _call_until_stuck(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
     ) -> tuple[T | Exception, ...]:
-        """Make calls until one is stuck; return the outcomes of all calls before that call.
+        """Make calls until one is stuck; return the outcomes of all calls before the stuck one.
 
-        The outcome of the stuck call is dropped, and its thread makes no further call. The thread
-        is woken once for all calls, because waking it costs more than a call.
+        The outcome of the stuck call is discarded, and its thread makes no further calls. The
+        thread is woken only once for all calls, because waking it costs more than a call.
         """
         outcomes: list[T | Exception] = []
         is_over = threading.Event()
@@ -425,7 +432,8 @@ class Lane:
         finished = self._worker.begin(run)
         previous_count = -1
         try:
-            # The loop continues to wait while at least one further call returns within its time.
+            # The loop keeps waiting as long as at least one more call returns within its time
+            # limit.
             while previous_count < len(outcomes) and not finished.done():
                 previous_count = len(outcomes)
                 share_seconds = deadline - read_loop_seconds()
@@ -434,8 +442,8 @@ class Lane:
                 await asyncio.wait((finished,), timeout=min(limit_seconds, share_seconds))
         finally:
             is_over.set()
-            # The outcomes are copied after `is_over` is set. The thread makes no call after the
-            # first one without an outcome here, so that call is the stuck one.
+            # The outcomes are copied after `is_over` is set. Because the thread makes no call
+            # beyond the first one without an outcome in this copy, that call is the stuck one.
             returned = tuple(outcomes)
             if len(returned) < len(calls):
                 finished.cancel()
@@ -445,6 +453,6 @@ class Lane:
         return returned
 
     def stop(self) -> None:
-        """End the thread when it has nothing more to do."""
+        """End the thread once it has finished its work."""
         self._worker.stop()
         self._worker = Worker("nvml")

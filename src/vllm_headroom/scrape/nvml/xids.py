@@ -11,50 +11,50 @@ Handle = Any
 """NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
 
 XidKind = tuple[int, int]
-"""An XID and the number of the MIG instance that it concerns. If NVML does not report an instance,
-the number is NVML_GPU_INSTANCE_ID_ANY.
+"""An XID and the number of the affected MIG instance. If NVML does not report an instance, the
+number is NVML_GPU_INSTANCE_ID_ANY.
 """
 
 XidCounts = tuple[tuple[int, int], ...]
 """Pairs of XID and count."""
 
 MAX_EVENTS: Final = 64
-"""One poll reads at most this many events, so that many events do not keep the thread from reading
-memory.
+"""The maximum number of events read per poll, so that a flood of events does not keep the thread
+from reading memory.
 """
 
 MAX_KINDS: Final = 128
-"""At most this many kinds are counted for a GPU, which is several times NVIDIA's catalogue. Only a
-faulty driver reports more kinds. Further kinds count as OTHER_KIND.
+"""The maximum number of kinds counted per GPU, which is several times the size of NVIDIA's
+catalogue. Only a faulty driver reports more. Any further kinds count as OTHER_KIND.
 """
 
 OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 
 
 class Xids:
-    """Counts XID errors since its creation.
+    """Counts XID errors since it was created.
 
-    It listens from one init of NVML to the next. NVML reports the GPU of an event and, in MIG mode,
-    the GPU instance if it is known. NVML does not replay earlier events.
+    It must listen again after each init of NVML. For each event, NVML reports the GPU and, in MIG
+    mode, the GPU instance if known. NVML does not replay earlier events.
     """
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, Counter[XidKind]] = defaultdict(Counter)
         """The counts by the UUID of the whole GPU."""
         self._uuids_by_address: dict[int, str] = {}
-        """The UUIDs of the GPUs whose events are counted, by the address of NVML's device."""
+        """The UUIDs of the GPUs whose events are counted, by the address of the device in NVML."""
         self._event_set: Any = None
-        """NVML's set of events; None if NVML could not create one, and between two inits."""
+        """NVML's event set; None if NVML could not create one, and between two inits."""
 
     def begin(self) -> None:
-        """Create NVML's set of events, after an init; if that fails, nothing is counted."""
+        """Create NVML's event set after an init; if that fails, nothing is counted."""
         self._uuids_by_address = {}
         self._event_set = None
         with contextlib.suppress(pynvml.NVMLError):
             self._event_set = pynvml.nvmlEventSetCreate()
 
     def end(self) -> None:
-        """Free the set of events; call this before NVML is shut down."""
+        """Free the event set; must be called before NVML is shut down."""
         event_set = self._event_set
         self._event_set = None
         if event_set is not None:
@@ -79,7 +79,7 @@ class Xids:
         for _ in range(MAX_EVENTS):
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._event_set, 0)
-            except pynvml.NVMLError:  # Usually this is a timeout: nothing has arrived.
+            except pynvml.NVMLError:  # Usually a timeout: nothing has arrived.
                 return
             uuid = self._uuids_by_address.get(_find_address(event.device))
             if uuid is not None:
@@ -96,10 +96,10 @@ class Xids:
         """Return pairs of XID and count, sorted by XID; empty if there was no error.
 
         The errors are those of the MIG instance `gpu_instance`, or of the whole GPU if it is None.
-        If an event has no instance, it counts for each instance.
+        An event without an instance counts for every instance.
         """
         counts: Counter[int] = Counter()
-        # The counts are copied, because NVML's thread may count at the same time.
+        # The counts are copied, because NVML's thread may be updating them at the same time.
         kinds = tuple(self._counts.get(gpu_uuid, {}).items())
         for (xid, instance), count in kinds:
             if gpu_instance is None or instance in (gpu_instance, pynvml.NVML_GPU_INSTANCE_ID_ANY):
@@ -108,5 +108,5 @@ class Xids:
 
 
 def _find_address(handle: Handle) -> int:
-    # The UUID cannot be read with the handle of a lost GPU, but NVML uses one address per GPU.
+    # A lost GPU's UUID cannot be read through its handle, but NVML uses one address per GPU.
     return ctypes.addressof(handle.contents)
