@@ -1,4 +1,4 @@
-"""Read the names of the pods and containers of this node from the names of their logs."""
+"""Read the names of this node's pods and containers from the names of their logs."""
 
 import os
 import re
@@ -8,20 +8,20 @@ from typing import Final
 from msgspec import Struct
 
 CONTAINER_LOGS: Final = Path("/var/log/containers")
-"""Every kubelet has a link POD_NAMESPACE_CONTAINER-ID.log here for each container of its node
-(kubelet: `ContainerLogsDir`). Any user may list this folder. The logs to which the links lead are
-root's.
+"""The kubelet creates a link POD_NAMESPACE_CONTAINER-ID.log in this folder for each container on
+its node (kubelet: `ContainerLogsDir`). Any user may list the folder, but the logs that the links
+point to belong to root.
 """
 
 POD_LOGS: Final = Path("/var/log/pods")
-"""Every kubelet has a folder NAMESPACE_POD_UID here for each pod of its node, and in it a folder
-for each container (kubelet: `DefaultPodLogsDir`). The kubelet creates this folder for root alone
+"""The kubelet creates a folder NAMESPACE_POD_UID in this folder for each pod on its node, which
+contains a folder for each container (kubelet: `DefaultPodLogsDir`). Only root can read this folder
 (mode 0750, seen in 1.34).
 """
 
 _LINK: Final = re.compile(r"([a-z0-9.-]+)_([a-z0-9-]+)_([a-z0-9-]+)-([0-9a-f]{64})\.log")
 _FOLDER: Final = re.compile(r"([a-z0-9-]+)_([a-z0-9.-]+)_([0-9a-f-]{32,36})")
-"""Names of Kubernetes have no underscore."""
+"""Names in Kubernetes cannot contain an underscore."""
 
 
 class ContainerName(Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class ContainerName(Struct, frozen=True, kw_only=True):
 
 
 class PodFolder(Struct, frozen=True, kw_only=True):
-    """The names of a pod, and the folder of its logs."""
+    """The namespace and name of a pod, and the folder with its logs."""
 
     namespace: str
     pod: str
@@ -44,8 +44,8 @@ class PodFolder(Struct, frozen=True, kw_only=True):
 class ContainerNames:
     """Finds the names of a container.
 
-    If an ID is new, all names are listed again. `usual_container` is the usual name of an engine's
-    container.
+    If an ID is unknown, all names are listed again. `usual_container` is the usual name of an
+    engine's container.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ContainerNames:
         self._folders: dict[str, PodFolder] = {}
 
     def find(self, pod_uid: str, container_id: str | None) -> ContainerName | None:
-        """Return the names of a container of a pod; None if neither links nor folders show them."""
+        """Return the names of a pod's container; None if neither links nor folders show them."""
         if container_id is not None:
             if container_id not in self._containers:
                 self._containers = _list_containers(self._container_logs)
@@ -110,9 +110,9 @@ def _list_entries(folder: Path) -> list[str]:
 def _find_container(folder: Path, container_id: str | None, usual_name: str) -> str | None:
     """Return the name of a container in a pod's folder; None if it is unknown.
 
-    It is the first of these that exists: the pod's only container; the container whose log is a
-    link to a file with the container's ID, as with Docker; the container with the usual name of an
-    engine's container.
+    The first of the following that exists is returned: the pod's only container; the container
+    whose log is a link to a file with the container's ID, as with Docker; the container with the
+    usual name of an engine's container.
     """
     containers = _list_entries(folder)
     if len(containers) == 1:

@@ -1,4 +1,4 @@
-"""Read the probe's files, in a folder that another container may fill with anything."""
+"""Read the probe's files from a folder that another container may fill with anything."""
 
 import contextlib
 import os
@@ -17,32 +17,32 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 FILE_NAME: Final = re.compile(r"[0-9]{1,10}-[0-9]{1,12}\.json", re.ASCII)
-"""The name of a process's file: its pid and its start time. The daemon does not read the probe's
-other files.
+"""The name of a process's file, which contains its pid and start time. The daemon does not read the
+probe's other files.
 """
 
 MAX_ENTRIES: Final = 4096
-"""The folder may have at most this many entries. An engine leaves a file for each process of each
-run. Even hundreds of runs leave fewer files than this.
+"""The maximum number of entries in the folder. An engine leaves one file per process and run, and
+even hundreds of runs leave fewer files than this.
 """
 
 MAX_FILES: Final = 128
-"""This many of the newest files are read, which is four times the processes of an engine on eight
-GPUs.
+"""The number of newest files that are read, which is four times the number of processes of an
+engine on eight GPUs.
 """
 
 MAX_FILE_BYTES: Final = 16 * 1024
-"""The probe writes no larger file (vllm_headroom_probe.folder)."""
+"""The probe does not write larger files (vllm_headroom_probe.folder)."""
 
 BOOT_ID_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
 UNREADABLE: Final = "it is no file of at most 16 KiB that can be read"
 
 ParsedFile = tuple[ProbedProcess, str | None] | str
-"""The process of a file and its boot ID, or what is wrong with the file."""
+"""The process in a file and its boot ID, or what is wrong with the file."""
 
 
 class FileVersion(NamedTuple):
-    """Identifies a file's content, because each write replaces the file."""
+    """The identity of a file's content, because each write replaces the file."""
 
     changed_nanoseconds: int
     inode: int
@@ -50,28 +50,28 @@ class FileVersion(NamedTuple):
 
 
 class ReadFile(Struct, frozen=True, kw_only=True):
-    """A file's parsed content, with the version of the file that was read."""
+    """A file's parsed content, with the version that was read."""
 
     version: FileVersion
     parsed: ParsedFile
 
 
 class TooManyError(Exception):
-    """The folder has more entries than any probe makes."""
+    """The folder has more entries than any probe would create."""
 
 
 def list_newest(folder: Path) -> dict[str, FileVersion]:
-    """Return the versions of the newest MAX_FILES probe files by name, the newest first.
+    """Return the versions of the newest MAX_FILES probe files by name, newest first.
 
-    The result is empty if there is no such file. Raises OSError if the folder cannot be listed.
-    Raises TooManyError if it has more than MAX_ENTRIES entries of any name.
+    The result is empty if there are no such files. Raises OSError if the folder cannot be listed,
+    and TooManyError if it has more than MAX_ENTRIES entries, whatever their names.
     """
     versions: list[tuple[FileVersion, str]] = []
     with os.scandir(folder) as entries:
         for count, entry in enumerate(entries, start=1):
             if count > MAX_ENTRIES:
                 raise TooManyError
-            # A file may be removed meanwhile.
+            # The file may have been removed in the meantime.
             with contextlib.suppress(OSError):
                 if FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
@@ -83,18 +83,18 @@ def list_newest(folder: Path) -> dict[str, FileVersion]:
 def read_regular_file(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> bytes | None:
     """Return a file's content.
 
-    Returns None if the file is gone, unreadable or too large, or was replaced by a link, pipe or
-    device.
+    Returns None if the file is gone, unreadable or too large, or if it was replaced by a link, pipe
+    or device.
     """
-    # The engine's container may replace the file at any time. So no link is opened, and opening a
-    # pipe does not wait.
+    # The engine's container may replace the file at any time, so links are not followed, and
+    # opening a pipe does not block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(folder / name, flags)
     except OSError:
         return None
     try:
-        # One byte more than allowed is read, so that a longer file is recognised.
+        # One byte more than allowed is read to detect a file that is too large.
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return None
         content = os.read(descriptor, max_bytes + 1)
@@ -108,8 +108,8 @@ def read_regular_file(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) 
 class ProbeReader:
     """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a hung volume affects only this source.
 
-    The engine's container can write to the folder. So its content is limited in size, checked, and
-    trusted only for the engine's own memory. Files of an earlier boot are ignored.
+    The engine's container can write to the folder, so its content is limited in size, validated,
+    and trusted only for the engine's own memory. Files from an earlier boot are ignored.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class ProbeReader:
         self._parse = parse
         self._boot_id_file = boot
         self._boot_id: str | None = None
-        """Identifies the machine's boot; None until it was read."""
+        """The ID of the machine's current boot; None until it has been read."""
         self._files: dict[str, ReadFile] = {}
         self._worker = Worker[tuple[ProbedProcess, ...] | Failure]("probe")
 
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
         """Return the newest record of each process, running or exited; never raise.
 
-        If there is no failure, there is at least one record. The result is a Failure if the folder
-        cannot be read in time or has no usable file.
+        The result is a Failure if the folder cannot be read in time or has no usable file;
+        otherwise it contains at least one record.
         """
         try:
             return await self._worker.call(self._read, timeout_seconds)
@@ -149,7 +149,7 @@ class ProbeReader:
         return Failure(source=Source.PROBE, reason=reason, message=f"{self._folder} {problem}")
 
     def _read(self) -> tuple[ProbedProcess, ...] | Failure:
-        """Return the records, or the failure of a folder without any; runs on the thread."""
+        """Return the records, or a failure if there are none; runs on the thread."""
         # The boot ID is read once, because it stays the same until the machine reboots.
         if self._boot_id is None:
             with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -160,10 +160,7 @@ class ProbeReader:
         return processes or self._explain_no_process()
 
     def _read_file(self, name: str, version: FileVersion) -> ReadFile:
-        """Return a file as it was last read.
-
-        If this version was not read yet, read it.
-        """
+        """Return a file as it was last read; read it if this version has not been read yet."""
         previous = self._files.get(name)
         if previous is not None and previous.version == version:
             return previous
@@ -172,9 +169,9 @@ class ProbeReader:
         return ReadFile(version=version, parsed=parsed)
 
     def _list_processes(self) -> tuple[ProbedProcess, ...]:
-        """Return the processes of the usable files, without those of an earlier boot.
+        """Return the processes in the usable files, without those from an earlier boot.
 
-        If the boot ID of a file, or that of the machine, is unknown, the file counts.
+        A file is included if its boot ID or the machine's is unknown.
         """
         processes = []
         for file in self._files.values():
@@ -186,8 +183,8 @@ class ProbeReader:
         return tuple(processes)
 
     def _explain_no_process(self) -> Failure:
-        """Return the failure of a folder without a usable file: a malformed file, or no file."""
-        # A malformed file explains more than "no file".
+        """Return the failure for a folder without a usable file: a malformed file, or no file."""
+        # Reporting a malformed file is more helpful than reporting that there is no file.
         for name, file in self._files.items():
             if isinstance(file.parsed, str):
                 message = f"{self._folder / name} cannot be used: {file.parsed}"

@@ -24,17 +24,17 @@ from vllm_headroom.worker import Worker
 T = TypeVar("T")
 
 _FILE_SECONDS: Final = 1.0
-"""Reading a token or a CA file may take this long. Usually it takes microseconds. A pipe without a
-writer would take 5 s, and a network volume that hangs would take forever.
+"""The time limit for reading a token or CA file. Usually this takes microseconds, but a pipe
+without a writer would take 5 s, and a hung network volume would block forever.
 """
 
 
 async def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
-    """Read the body of a response that is being streamed; return it, or why it cannot be read.
+    """Read the body of a streamed response; return it, or the reason why it cannot be read.
 
     The reason is MALFORMED for a compressed body, TOO_LARGE for one larger than `max_bytes`,
-    OUT_OF_BOUNDS if it comes in too many parts, and INCOMPLETE if the connection ends before the
-    announced length.
+    OUT_OF_BOUNDS if it arrives in too many parts, and INCOMPLETE if the connection closes before
+    the whole body is received.
     """
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in {"", "identity"}:
@@ -57,7 +57,7 @@ HTTPS_PORT: Final = 443
 
 
 def find_port(url: httpx.URL) -> int:
-    """Return the port of an http or https URL, by default the scheme's port."""
+    """Return the port of an http or https URL, which defaults to the scheme's port."""
     if url.port:
         return url.port
     return HTTPS_PORT if url.scheme == "https" else HTTP_PORT
@@ -66,14 +66,14 @@ def find_port(url: httpx.URL) -> int:
 def is_here(host: str) -> bool:
     """Return whether a host is this machine or pod: one of its addresses, or the name localhost.
 
-    Returns False for any other name, which is not resolved.
+    Returns False for any other name, without resolving it.
     """
     try:
         address = ipaddress.ip_address(host)
         is_ipv6 = isinstance(address, ipaddress.IPv6Address)
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        # Only an address of this machine can be bound. Binding a datagram socket neither needs a
-        # free port nor listens.
+        # Only an address of this machine can be bound. Binding a datagram socket does not require a
+        # particular free port, and nothing listens on it.
         with socket.socket(family, socket.SOCK_DGRAM) as datagram_socket:
             datagram_socket.bind((host, 0))
     except (OSError, ValueError):
@@ -82,20 +82,20 @@ def is_here(host: str) -> bool:
 
 
 class Reply(Struct, frozen=True, kw_only=True):
-    """A server's answer."""
+    """A server's response."""
 
     status: int
     text: str
 
 
 class PageReader:
-    """Fetches the page at `url`, an http or https URL, repeatedly.
+    """Repeatedly fetches the page at `url`, an http or https URL.
 
-    Files are read and host names are resolved on its own thread, because both may hang. The token
-    in `bearer_token_file` is read for each page, because it may be rotated; it replaces the URL's
-    user and password. `ca_file` replaces the default authorities. `max_bytes` limits the page,
-    `timeout_seconds` the whole request. While `is_gone` returns True, nothing is sent, because the
-    address may belong to another server by now.
+    Files are read and host names are resolved on a separate thread, because both may hang. The
+    token in `bearer_token_file` is read for each request, because it may be rotated; it replaces
+    the URL's user and password. `ca_file` replaces the default authorities. `max_bytes` limits the
+    size of the page, and `timeout_seconds` the duration of the whole request. While `is_gone`
+    returns True, nothing is sent, because the address may already belong to another server.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class PageReader:
         is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         url_with_login = httpx.URL(url)
-        # The login is sent as a header and removed from the URL here, so that no message or log
-        # line can show it.
+        # The login is sent as a header and removed from the URL, so that it cannot appear in a
+        # message or log line.
         self._url = url_with_login.copy_with(userinfo=b"")
         self._shown_url = str(failures.hide_secrets(url_with_login))
         self._timeout_seconds = timeout_seconds
@@ -125,10 +125,11 @@ class PageReader:
         if url_with_login.userinfo:
             login = f"{url_with_login.username}:{url_with_login.password}"
             self._headers["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
-        # gzip would cost vLLM 1.1 ms of its event loop, and the daemon 0.2 ms.
+        # gzip would take 1.1 ms of vLLM's event loop and 0.2 ms in the daemon.
         self._headers["Accept-Encoding"] = "identity"
         self._page_request = httpx.Request("GET", self._url, headers=self._headers)
-        # Half of the time for each address of the host, so that there is time for a second address.
+        # Each of the host's addresses gets half of the time, so that there is time for a second
+        # one.
         self._timeouts_seconds = {"connect": timeout_seconds / 2}
         self._worker = Worker[Any]("http")
         self._transport: PageTransport | None = None
@@ -136,8 +137,8 @@ class PageReader:
     async def fetch(self) -> str | Failure:
         """Return the page, or a Failure, within `timeout_seconds`; never raise.
 
-        The time includes connecting. Bytes that are not UTF-8 become U+FFFD. After a cancellation
-        or timeout, the connection is dropped.
+        The time includes connecting. Invalid UTF-8 becomes U+FFFD. After a cancellation or timeout,
+        the connection is dropped.
         """
         reply = await self._exchange(self._page_request, is_page=True)
         return reply if isinstance(reply, Failure) else reply.text
@@ -145,16 +146,16 @@ class PageReader:
     async def send(
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> Reply | Failure:
-        """Return the answer to a request, whatever its status; a Failure if there is none.
+        """Return the response to a request, whatever its status; a Failure if there is none.
 
-        `path` is relative to the URL; "" is the URL itself. `body` is sent as JSON. If it is None,
-        no body is sent.
+        `path` is relative to the URL; "" is the URL itself. `body` is sent as JSON, unless it is
+        None.
         """
         request = httpx.Request(method, self._url.join(path), headers=self._headers, json=body)
         return await self._exchange(request, is_page=False)
 
     async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
-        """Send a request; return the reply, or the failure that an error means; never raise."""
+        """Send a request; return the reply, or a failure that explains the error; never raise."""
         if self._is_gone():
             problem = f"nothing is requested from {self._shown_url}: its processes have ended"
             return Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message=problem)
@@ -171,7 +172,7 @@ class PageReader:
         return failure
 
     async def close(self) -> None:
-        """Close the connection and end the thread; a later fetch starts others."""
+        """Close the connection and end the thread; a later fetch starts new ones."""
         if self._transport is not None:
             await self._transport.aclose()
         self._worker.stop()
@@ -180,9 +181,9 @@ class PageReader:
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
         """Send a request with the current token, and wait for its reply without a time limit.
 
-        For a page, any status but 200 is a failure. Raises UnusableCredentials, TimeoutError while
-        the thread is stuck, and the errors of httpx. The reply is a Failure if the answer exceeds a
-        bound.
+        For a page, any status other than 200 is a failure. Returns a Failure if the body cannot be
+        read or exceeds a limit. Raises UnusableCredentials, TimeoutError while the thread is stuck,
+        and httpx's errors.
         """
         transport = await self._open_transport()
         if self._token_file is not None:
@@ -202,7 +203,7 @@ class PageReader:
         return Reply(status=response.status_code, text=body.decode(errors="replace"))
 
     async def _resolve(self, url: httpx.URL) -> list[tuple[str, int]]:
-        """Return each IP address of a URL's host, with the URL's port.
+        """Return each IP address of a URL's host, along with the URL's port.
 
         Raises OSError or UnicodeError if the name cannot be resolved, and TimeoutError while the
         thread is stuck.
@@ -211,17 +212,18 @@ class PageReader:
         port = find_port(url)
         if _is_address(host):
             return [(host, port)]
-        # Not by the event loop, whose few threads a hung resolver would block.
+        # The event loop's resolver is not used, because a hung lookup would block one of the loop's
+        # few threads.
         entries: list[tuple[Any, ...]] = await self._worker.begin(
             partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         )
         return [socket_address[:2] for *_, socket_address in entries]
 
     async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
-        """Return what `read` returns on the thread; raise what it raises.
+        """Run `read` on the thread, and return what it returns or raise what it raises.
 
-        If reading takes longer than _FILE_SECONDS, it raises UnusableCredentials with a message
-        that begins with `trouble`. While an earlier call is stuck, it raises TimeoutError.
+        Raises UnusableCredentials, with a message that begins with `trouble`, if reading takes
+        longer than _FILE_SECONDS. Raises TimeoutError while an earlier call is stuck.
         """
         reading: asyncio.Future[T] = self._worker.begin(read)
         try:
@@ -233,9 +235,9 @@ class PageReader:
             raise failures.UnusableCredentials(f"{problem}: {advice}") from None
 
     async def _open_transport(self) -> PageTransport:
-        """Return the transport, opened at the first call.
+        """Return the transport, which is opened on the first call.
 
-        Raises the errors of `_read_file` if the CA file cannot be used.
+        Raises the same errors as `_read_file` if the CA file cannot be used.
         """
         if self._transport is None:
             tls: ssl.SSLContext | None = None
@@ -259,31 +261,31 @@ def _is_address(host: str) -> bool:
 
 
 NO_ANSWER_REASONS: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})
-"""The reasons of a failure if the server accepts the connection but does not answer."""
+"""The failure reasons if the server accepts the connection but does not respond."""
 
 SILENCES: Final = NO_ANSWER_REASONS | {Reason.UNREACHABLE}
-"""The reasons of a failure if nothing answers at all."""
+"""The failure reasons if nothing responds at all."""
 
 MOST_REQUESTS: Final = 10**6
-"""A larger number of requests is not plausible, because no server has so many."""
+"""A larger number of requests is not plausible, because no server handles that many."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
-"""The reasons of a failure if the server has no such path. vLLM has `is_sleeping` only in its
+"""The failure reasons if the server has no such path. vLLM provides `is_sleeping` only in
 development mode.
 """
 
 
 class _Load(Struct):
-    """vLLM's answer at `/load`; it counts requests only with --enable-server-load-tracking."""
+    """vLLM's response at `/load`; requests are counted only with --enable-server-load-tracking."""
 
     server_load: float
 
 
 class ServerRequest(Struct, frozen=True, kw_only=True):
-    """The daemon's requests for other pages, which show whether the server runs."""
+    """The daemon's requests for other pages, which show whether the server is running."""
 
     health: PageReader
-    """Reads the server's `health`. Each page has its own reader, because a late answer blocks the
+    """Reads the server's `health`. Each page has its own reader, because a late response blocks the
     reader's thread.
     """
     models: PageReader
@@ -292,7 +294,8 @@ class ServerRequest(Struct, frozen=True, kw_only=True):
     """Reads the server's `load`."""
 
     async def send(self) -> ServerReply:
-        """Request the pages one after the other, and return their answers; never raise."""
+        """Request the pages one after another, and return what their responses show; never raise.
+        """
         health = await self.health.send("GET", "", None)
         models = await self.models.send("GET", "", None)
         load = await self.load.send("GET", "", None)
@@ -305,12 +308,12 @@ class ServerRequest(Struct, frozen=True, kw_only=True):
 
 
 def _judge_answers(health: Reply | Failure, *others: Reply | Failure) -> ServerAnswer:
-    """Return what the answers to the health check and two other requests show."""
+    """Return what the responses to the health check and two other requests show."""
     if _is_ok(health):
         return ServerAnswer.HEALTHY
     if _reports_death(health, others):
         return ServerAnswer.UNHEALTHY
-    # Another engine, or a proxy in front of it, may have no such path.
+    # An engine other than vLLM, or a proxy in front of it, may have no health path.
     if any(_is_ok(other) for other in others):
         return ServerAnswer.HEALTHY
     if all(_is_silence(answer) for answer in (health, *others)):
@@ -323,7 +326,7 @@ def _is_ok(answer: Reply | Failure) -> bool:
 
 
 def _is_silence(answer: Reply | Failure) -> bool:
-    """Return whether nothing answers, or a proxy reports that nothing answers."""
+    """Return whether nothing responds, or a proxy reports that nothing responds."""
     if isinstance(answer, Failure):
         return answer.reason in SILENCES
     return answer.status in {HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT}
@@ -332,14 +335,14 @@ def _is_silence(answer: Reply | Failure) -> bool:
 def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...]) -> bool:
     """Return whether a health check reports that the engine has died.
 
-    In this case vLLM answers 503, or 500 in older versions. If all other pages of the server are
-    errors too, a status of 500 proves nothing.
+    In this case, vLLM returns 503, or 500 in older versions. If all other pages of the server
+    return errors too, a status of 500 proves nothing.
     """
     if isinstance(health, Failure) or _is_silence(health):
         return False
     if health.status == HTTPStatus.SERVICE_UNAVAILABLE:
         return True
-    # If every page fails, the error is that of a proxy and not of the engine.
+    # If every page fails, the error comes from a proxy and not from the engine.
     has_other_answer = any(
         not isinstance(other, Failure) and other.status < HTTPStatus.INTERNAL_SERVER_ERROR
         for other in others
@@ -348,7 +351,7 @@ def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...])
 
 
 def _read_load(load: Reply | Failure) -> float | None:
-    """Return the requests in the server; None if it does not report them."""
+    """Return the number of requests in the server; None if the server does not report it."""
     if isinstance(load, Failure) or load.status != HTTPStatus.OK:
         return None
     try:
@@ -359,7 +362,7 @@ def _read_load(load: Reply | Failure) -> float | None:
 
 
 class CanaryRequest(Struct, frozen=True, kw_only=True):
-    """The daemon's request to complete one token."""
+    """The daemon's request for a completion of one token."""
 
     health: PageReader
     """Reads the server's `health`."""
@@ -371,13 +374,13 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
     async def ask(self, model_name: str) -> bool | None:
         """Return whether the engine completes one token; never raise.
 
-        Returns False if the server accepts the connection but does not answer, or answers with a
-        status of 500 or more. Returns None if the outcome proves nothing: the engine sleeps, or the
-        server refuses the request or the connection.
+        Returns False if the server accepts the connection but does not respond, or responds with a
+        status of 500 or higher. Returns None if the outcome proves nothing: the engine is asleep,
+        or the server refuses the request or the connection.
         """
-        # A sleeping engine must get no request. The metrics page is not enough to know whether the
-        # engine sleeps. It may be older than the sleep, and before vLLM 0.11.1 it does not report
-        # sleep.
+        # A sleeping engine must not get a request. The metrics page cannot rule out that the engine
+        # is asleep: the page may have been fetched earlier, and before vLLM 0.11.1 it does not
+        # report sleep.
         for reader in (self.health, self.sleep):
             page = await reader.fetch()
             if isinstance(page, Failure):
@@ -391,8 +394,8 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
             return _judge_failure(answer)
         if answer.status == HTTPStatus.OK:
             return True
-        # With a status below 500, the server itself refuses the request, and the engine never gets
-        # it.
+        # With a status below 500, the server itself refused the request, and the engine never
+        # received it.
         return False if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR else None
 
     async def close(self) -> None:
@@ -402,5 +405,5 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
 
 
 def _judge_failure(failure: Failure) -> bool | None:
-    """Return False if the failure means that the engine does not answer; None otherwise."""
+    """Return False if the failure means that the engine does not respond; None otherwise."""
     return False if failure.reason in NO_ANSWER_REASONS else None

@@ -1,1 +1,1 @@
-"""Fetch what was added to the engine's log, from files, the API server or the journal."""
+"""Fetch additions to the engine's log from files, the API server or the journal."""

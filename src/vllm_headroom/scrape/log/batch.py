@@ -1,4 +1,4 @@
-"""What was added to the engine's log since it was last read."""
+"""Additions to the engine's log since it was last read."""
 
 from typing import Protocol
 
@@ -12,8 +12,8 @@ class LogBatch(Struct, frozen=True, kw_only=True):
 
     content: bytes
     is_old: bool = False
-    """Whether the bytes were written, at an unknown time, before the sidecar began to follow the
-    log.
+    """Whether the bytes were written before the sidecar began to follow the log, at an unknown
+    time.
     """
 
     is_broken: bool = False
@@ -23,7 +23,7 @@ class LogBatch(Struct, frozen=True, kw_only=True):
 
 
 class LogSource(Protocol):
-    """A place where the engine's log can be read."""
+    """A place from which the engine's log can be read."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added, or a Failure, within a time limit; never raise."""
+        """Return the additions, or a Failure, within a time limit; never raise."""

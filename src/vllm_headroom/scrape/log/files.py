@@ -1,4 +1,4 @@
-"""Follow a log file over rotation, truncation and replacement."""
+"""Follow a log file across rotation, truncation and replacement."""
 
 import contextlib
 import errno
@@ -15,25 +15,27 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 MOST_BYTES: Final = 2 * 2**20
-"""At most this much is read at a time. This takes 0.07 s of CPU, and no engine writes so much in a
-tick.
+"""The maximum number of bytes read at a time. Reading them takes 0.07 s of CPU, and no engine
+writes this much in one tick.
 """
 
 MOST_BACKLOG_BYTES: Final = 16 * 2**20
-"""If more than this is unread, the middle is left out. The first MOST_BYTES show the start, and the
-last MOST_BYTES show the present.
+"""If more bytes than this are unread, the middle is skipped. The first MOST_BYTES show how the
+engine started, and the last MOST_BYTES show its current state.
 """
 
 MOST_FILES: Final = 4096
-"""A pattern may match this many files. A node has one for each of some hundred containers."""
+"""The maximum number of files that a pattern may match. A node has one file for each of about a
+hundred containers.
+"""
 
 FINGERPRINT_BYTES: Final = 64
-"""This many bytes before the last read position are compared. They differ if the file was truncated
-and has grown again.
+"""The number of bytes before the last read position that are compared. They differ if the file was
+truncated and has grown again.
 """
 
 PACKED_SUFFIXES: Final = (".gz", ".xz", ".zst", ".bz2")
-"""The endings of compressed rotated files, which are not followed."""
+"""The suffixes of compressed rotated files, which are not followed."""
 
 
 class TooManyFilesError(Exception):
@@ -44,13 +46,13 @@ FileId = tuple[int, int]
 """The device and the inode of a file."""
 
 MOST_PLACES: Final = 16
-"""The last read position is kept for this many files, because a pattern may match several growing
+"""The number of files whose last read position is kept, because a pattern may match several growing
 files.
 """
 
 
 class ReadPosition(NamedTuple):
-    """How far a file was read."""
+    """How far a file has been read."""
 
     offset: int = 0
     fingerprint: bytes = b""
@@ -61,24 +63,21 @@ class ReadPosition(NamedTuple):
 
 
 class LogFiles:
-    """Reads additions to the newest file that a path or a pattern names, on a daemon thread.
+    """Reads additions to the newest file that matches a path or a pattern, on a daemon thread.
 
-    The operator sets the pattern. Anybody may have written the content, so it is returned as bytes.
+    The operator sets the pattern. The content may come from anyone, so it is returned as bytes.
     """
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._descriptor: int | None = None
-        """The descriptor of the file that is followed; None before the first file."""
+        """The descriptor of the followed file; None until a file is opened."""
         self._places: dict[FileId, ReadPosition] = {}
-        """How far each file was read; the file that was read last comes last."""
+        """How far each file has been read; the most recently read file comes last."""
         self._worker = Worker[LogBatch | Failure]("log files")
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added, which is at most MOST_BYTES and possibly nothing; or a Failure.
-
-        Never raises.
-        """
+        """Return the additions, at most MOST_BYTES and possibly none, or a Failure; never raise."""
         try:
             return await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:
@@ -127,7 +126,7 @@ class LogFiles:
         return self._read_open(descriptor)
 
     def _find_newest(self) -> Path:
-        """Return the newest file that the pattern names; raises FileNotFoundError without any."""
+        """Return the newest file that matches the pattern; raise FileNotFoundError if none does."""
         if not glob.has_magic(self._pattern):
             return Path(self._pattern)
         newest_path = None
@@ -140,7 +139,7 @@ class LogFiles:
                 raise TooManyFilesError
             if name.endswith(PACKED_SUFFIXES):
                 continue
-            with contextlib.suppress(OSError):  # The file may be removed meanwhile.
+            with contextlib.suppress(OSError):  # The file may have been removed in the meantime.
                 status = os.stat(name)  # noqa: PTH116 - glob's names are texts
                 if stat.S_ISREG(status.st_mode) and status.st_mtime_ns > newest_nanoseconds:
                     newest_nanoseconds = status.st_mtime_ns
@@ -153,17 +152,17 @@ class LogFiles:
         """Return the next bytes of the open file; start over if it was truncated."""
         status = os.fstat(descriptor)
         file = _identify(status)
-        # The entry is removed and added again, so that the file that was read last comes last.
+        # The entry is removed and added again so that the most recently read file comes last.
         place = self._places.pop(file, None)
         if place is None:
-            # Only the first file has content from before it was followed.
+            # Only the first file contains content written before it was followed.
             place = ReadPosition(old_end=0 if self._places else status.st_size)
         elif _is_truncated(descriptor, place, status.st_size):
             place = ReadPosition()
         offset = place.offset
         is_broken = offset == 0
-        # The position is too far behind, so old lines are skipped, and reading begins within a
-        # line.
+        # Reading is too far behind, so old lines are skipped, and reading resumes in the middle of
+        # a line.
         if status.st_size - offset > MOST_BACKLOG_BYTES and offset > 0:
             offset = status.st_size - MOST_BYTES
             place = place._replace(fingerprint=b"")
@@ -174,7 +173,7 @@ class LogFiles:
             fingerprint=(place.fingerprint + content)[-FINGERPRINT_BYTES:],
             old_end=place.old_end,
         )
-        # The file that was not read for the longest time is forgotten.
+        # The least recently read file is forgotten.
         while len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
         return LogBatch(content=content, is_old=offset < place.old_end, is_broken=is_broken)
@@ -185,7 +184,7 @@ def _identify(status: os.stat_result) -> FileId:
 
 
 def _open_regular(path: Path) -> int:
-    """Open a file and return its descriptor; raises OSError if it is not a regular file."""
+    """Open a file and return its descriptor; raise OSError if it is not a regular file."""
     # A pipe without a writer must not block the thread.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -195,7 +194,7 @@ def _open_regular(path: Path) -> int:
 
 
 def _is_truncated(descriptor: int, place: ReadPosition, size_bytes: int) -> bool:
-    """Return whether a file no longer has the content that was read."""
+    """Return whether a file no longer contains what was read from it."""
     if size_bytes < place.offset:
         return True
     begin = place.offset - len(place.fingerprint)

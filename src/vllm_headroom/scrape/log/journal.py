@@ -1,4 +1,4 @@
-"""Read a unit's lines in systemd's journal, by journalctl."""
+"""Read a unit's lines from systemd's journal with journalctl."""
 
 import asyncio
 import contextlib
@@ -14,36 +14,38 @@ PAUSE_SECONDS: Final = 10.0
 """The time between two calls of journalctl. Each call takes at least 20 ms of CPU."""
 
 MOST_LINES: Final = 20_000
-"""This many of the newest lines are read at first. They are those of a start and of a day of load.
-"""
+"""The number of newest lines read at first, which covers a startup and a day under load."""
 
 MOST_BYTES: Final = 4 * 2**20
-"""At most this much of the answer is read. A line takes half a KiB as JSON. The next call reads the
-rest.
+"""The maximum number of bytes read from journalctl's output. A line takes half a KiB as JSON. The
+next call reads the rest.
 """
 
 CLOSE_SECONDS: Final = 0.2
-"""The reader waits this long for the end of a killed process."""
+"""How long the reader waits for a killed process to exit."""
 
 SHOWN_CHARACTERS: Final = 200
-"""This many characters of journalctl's message are shown."""
+"""The number of bytes of journalctl's error message that are shown."""
 
 
 class Journal:
-    """Reads what is added to a unit's lines, at most every PAUSE_SECONDS."""
+    """Reads additions to a unit's lines, at most once per PAUSE_SECONDS."""
 
     def __init__(self, unit: str, *, program: str = "journalctl") -> None:
         self._unit = unit
         self._program = program
         self._cursor: str | None = None
-        """journald's name for the newest line that was read; None before the first line."""
+        """journald's cursor for the newest line read; None before the first line."""
         self._next_seconds = 0.0
-        """When journalctl is called next, by the loop's clock."""
+        """When journalctl is to be called next, on the event loop's clock."""
         self._failure: Failure | None = None
-        """Why the newest call failed; None if it did not fail."""
+        """Why the last call failed; None if it succeeded."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added; nothing, or the last failure, between two calls; never raise."""
+        """Return the additions; never raise.
+
+        Between two calls of journalctl, returns the last failure or an empty batch.
+        """
         now_seconds = asyncio.get_running_loop().time()
         if now_seconds < self._next_seconds:
             return self._failure or LogBatch(content=b"")
@@ -53,13 +55,13 @@ class Journal:
         if isinstance(answer, Failure):
             self._failure = answer
             return answer
-        # The first answer shows the past, so its lines may be from an earlier run.
+        # The first output covers the past, so its lines may come from an earlier run.
         is_first = self._cursor is None
         self._cursor = _find_cursor(answer) or self._cursor
         return LogBatch(content=answer, is_old=is_first, is_broken=is_first)
 
     async def _call(self, timeout_seconds: float) -> bytes | Failure:
-        """Return journalctl's answer, without a line that the bound cuts off, or a Failure."""
+        """Return journalctl's output, without a line that the limit cuts off, or a Failure."""
         arguments = [f"--unit={self._unit}", "--output=json", "--all", "--no-pager"]
         if self._cursor is None:
             arguments.append(f"--lines={MOST_LINES}")
@@ -87,7 +89,7 @@ class Journal:
             problem = f"journalctl did not answer within {timeout_seconds:g} s"
             return _fail(Reason.TIMEOUT, f"{problem}: look at the journal's size")
         finally:
-            # Even if the tick is cancelled, no process is left behind.
+            # No process is left behind, even if the tick is cancelled.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             with contextlib.suppress(TimeoutError):
@@ -96,7 +98,7 @@ class Journal:
 
 
 async def _read_answer(process: asyncio.subprocess.Process, unit: str) -> bytes | Failure:
-    """Return what journalctl writes, up to MOST_BYTES; a Failure if it reports one."""
+    """Return journalctl's output, up to MOST_BYTES; a Failure if it reports an error."""
     assert process.stdout is not None  # noqa: S101 - both are pipes
     assert process.stderr is not None  # noqa: S101
     content = bytearray()
@@ -119,7 +121,7 @@ async def _read_answer(process: asyncio.subprocess.Process, unit: str) -> bytes 
 
 
 def _find_cursor(content: bytes) -> str | None:
-    """Return journald's name for the newest line; None if the line has none."""
+    """Return journald's cursor for the newest line; None if the line has none."""
     newest_line = content.rstrip(b"\n").rpartition(b"\n")[2]
     try:
         cursor = json.loads(newest_line).get("__CURSOR")

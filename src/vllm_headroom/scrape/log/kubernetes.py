@@ -1,4 +1,4 @@
-"""Read the log of a container of this pod from the API server."""
+"""Read the log of a container in this pod from the API server."""
 
 import asyncio
 import json
@@ -12,26 +12,26 @@ from vllm_headroom.scrape.log.batch import LogBatch
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 PAUSE_SECONDS: Final = 10.0
-"""The time between two rounds of requests. It is long, because the whole cluster shares the API
+"""The time between two rounds of requests, which is long because the whole cluster shares the API
 server.
 """
 
 MOST_BYTES: Final = 2 * 2**20
-"""One request returns at most this much of the log. The next rounds read the rest."""
+"""The maximum number of log bytes that one request returns. The next rounds read the rest."""
 
 FIRST_LINES: Final = 50_000
-"""This many of the newest lines are read at first. They are those of a start and of a day of load.
-"""
+"""The number of newest lines read at first, which covers a startup and a day under load."""
 
 LONGEST_TIME: Final = 40
-"""The time before a line has at most this many characters. RFC 3339 with nanoseconds has 35."""
+"""The maximum length of the timestamp before a line. RFC 3339 with nanoseconds takes 35 characters.
+"""
 
 SHOWN_CHARACTERS: Final = 200
-"""This many characters of the API server's message are shown."""
+"""The number of characters of the API server's message that are shown."""
 
 
 class RequestFailedError(Exception):
-    """The API server refused a request, or did not answer it."""
+    """The API server refused a request or did not respond to it."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -49,21 +49,24 @@ class PodLog:
         self._path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
         self._container = container
         self._restarts: int | None = None
-        """The number of the container's restarts at the last round; None before the first round."""
+        """The number of container restarts at the last round; None before the first round."""
         self._newest_time = ""
-        """The time before the newest line that was read; "" before the first line."""
+        """The timestamp of the newest line read; "" before the first line."""
         self._next_seconds = 0.0
-        """When the next round begins, by the loop's clock."""
+        """When the next round is to begin, on the event loop's clock."""
         self._failure: Failure | None = None
-        """Why the last round failed; None if it did not fail."""
+        """Why the last round failed; None if it succeeded."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return what was added; nothing, or the last failure, between two rounds; never raise."""
+        """Return the additions; never raise.
+
+        Between two rounds, returns the last failure or an empty batch.
+        """
         now_seconds = asyncio.get_running_loop().time()
         if now_seconds < self._next_seconds:
             return self._failure or LogBatch(content=b"")
-        # The time is set before the request, so that a server that fails does not get a request at
-        # each tick.
+        # The time is set before the request, so that a failing server does not get a request on
+        # every tick.
         self._next_seconds = now_seconds + PAUSE_SECONDS
         self._failure = None
         try:
@@ -77,10 +80,7 @@ class PodLog:
         return self._failure
 
     async def _read_round(self) -> LogBatch:
-        """Return what was added since the last round.
-
-        Raises RefusedError.
-        """
+        """Return additions since the last round; raise RequestFailedError if a request fails."""
         restarts = await self._count_restarts()
         is_first = self._restarts is None
         content = b""
@@ -92,7 +92,7 @@ class PodLog:
         return LogBatch(content=content, is_old=is_first, is_broken=is_first)
 
     async def _count_restarts(self) -> int:
-        """Return how often the container was restarted; raises RefusedError."""
+        """Return the container's restart count; raise RequestFailedError if it is not available."""
         reply = await self._ask(self._path)
         try:
             pod: Any = json.loads(reply.text)
@@ -113,7 +113,7 @@ class PodLog:
         raise RequestFailedError(_build_failure(Reason.NOT_FOUND, problem))
 
     async def _read_log(self, *, is_previous: bool) -> bytes:
-        """Return the lines that are newer than those read before; raises RefusedError."""
+        """Return the lines not read before; raise RequestFailedError if the request fails."""
         query = {
             "container": self._container,
             "timestamps": "true",
@@ -127,14 +127,14 @@ class PodLog:
         try:
             reply = await self._ask(f"{self._path}/log?{urlencode(query)}")
         except RequestFailedError as error:
-            # A container that is waiting to start, or whose log was removed, has no log.
+            # There is no log if the container is waiting to start or the log was removed.
             if error.failure.reason is Reason.HTTP_STATUS:
                 return b""
             raise
         lines = reply.text.split("\n")
-        # The last line is empty, or the bound cut it off. The next round gets all of it.
+        # The last line is either empty or cut off by the limit. The next round gets the whole line.
         lines.pop()
-        # The API server counts in whole seconds, so it returns some lines again.
+        # The API server compares whole seconds, so it returns some lines again.
         newest_key = _build_time_key(self._newest_time)
         new_lines = [line for line in lines if _build_time_key(line) > newest_key]
         if new_lines:
@@ -142,9 +142,9 @@ class PodLog:
         return "".join(f"{line}\n" for line in new_lines).encode()
 
     async def _ask(self, path: str) -> Reply:
-        """Return the answer to a request.
+        """Return the reply to a request.
 
-        Raises RefusedError if there is no answer, or a refusal.
+        Raises RequestFailedError if there is no reply or the request is refused.
         """
         reply = await self._api.send("GET", path, None)
         if isinstance(reply, Failure):
@@ -163,14 +163,14 @@ class PodLog:
 
 
 def _build_time_key(line: str) -> str:
-    """Return a sortable key of the time before a line, because Go leaves out trailing zeros."""
+    """Return a sort key for a line's timestamp, because Go leaves out trailing zeros."""
     time, _, _ = line[:LONGEST_TIME].partition(" ")
-    # Without the Z, a shorter fraction is the beginning of a longer one, and is sorted before it.
+    # Without the Z, a shorter fraction is a prefix of a longer one and sorts before it.
     return time.rstrip("Z")
 
 
 def _choose_reason(reason: Reason) -> Reason:
-    """Return the reason, or UNAVAILABLE for a reason that this source does not have."""
+    """Return the reason, or UNAVAILABLE if this source does not have the reason."""
     return reason if reason in REASONS[Source.LOG] else Reason.UNAVAILABLE
 
 
