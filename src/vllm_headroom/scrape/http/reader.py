@@ -294,8 +294,7 @@ class ServerRequest(Struct, frozen=True, kw_only=True):
     """Reads the server's `load`."""
 
     async def send(self) -> ServerReply:
-        """Request the pages one after another, and return what their responses show; never raise.
-        """
+        """Request the pages one by one, and return what their responses show; never raise."""
         health = await self.health.send("GET", "", None)
         models = await self.models.send("GET", "", None)
         load = await self.load.send("GET", "", None)

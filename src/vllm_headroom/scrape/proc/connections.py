@@ -1,4 +1,4 @@
-"""Find out how long clients of a server have been waiting, from the kernel's connection data."""
+"""Determine from the kernel's connection data how long a server's clients have been waiting."""
 
 import socket
 from collections.abc import Collection, Iterator
@@ -6,12 +6,12 @@ from struct import Struct
 from typing import Final
 
 SLOW_SECONDS: Final = 40.0
-"""If a request has waited for at least this time, it is slow. An idle server answers sooner, even
-if it takes 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT).
+"""A request that has been waiting for at least this long is slow. An idle server responds sooner,
+even if it takes 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT).
 """
 
 PASSING_SECONDS: Final = 1.0
-"""Within this time, a healthy server answers a health check or a scrape, or refuses a request."""
+"""A healthy server answers a health check or a scrape, or rejects a request, within this time."""
 
 # The kernel's sock_diag protocol: linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h.
 _NETLINK_SOCK_DIAG: Final = 4
@@ -23,32 +23,32 @@ _END_KINDS: Final = (2, 3)
 _ESTABLISHED_STATES: Final = 1 << 1
 """The set of TCP states that contains only TCP_ESTABLISHED."""
 _INET_DIAG_INFO: Final = 2
-"""The attribute with a socket's tcp_info."""
+"""The attribute that contains a socket's tcp_info."""
 
 _REQUEST: Final = Struct("=IHHII BBBxI")
-"""A message's header (size, kind, flags, sequence, port), then the start of inet_diag_req_v2:
+"""A message header (size, kind, flags, sequence, port), followed by the start of inet_diag_req_v2:
 family, protocol, attributes and states.
 """
 _SOCKET_ID: Final = Struct(">H46x")
-"""The rest of the request: the server's port, with any address and peer."""
+"""The rest of the request: the server's port, any address and any peer."""
 _MESSAGE_HEADER: Final = Struct("=IH")
 _ATTRIBUTE_HEADER: Final = Struct("=HH")
 _FIXED_BYTES: Final = 88
 """The size of a message before its attributes."""
 _TCP_INFO: Final = Struct("=48xI4xI64xQQ")
-"""Four fields of tcp_info: the milliseconds since data was last sent, and since it was last
-received; the bytes acknowledged, and the bytes received.
+"""Four fields of tcp_info: milliseconds since data was last sent, milliseconds since data was last
+received, bytes acknowledged, and bytes received.
 """
 
 _RECEIVE_BYTES: Final = 2**16
 
 
 def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
-    """Return for how many seconds each request to these ports has waited; None if unknown.
+    """Return how many seconds each request to these ports has been waiting; None if unknown.
 
-    Returns None also if the kernel does not list connections. A request is waiting if its
-    connection last received data. On an idle keep-alive connection, data was sent last. Only
-    connections in this process's network namespace are listed.
+    A request counts as waiting if its connection received data more recently than it sent data. On
+    an idle keep-alive connection, it is the other way round. Only connections in this process's
+    network namespace are listed. Returns None if the kernel does not list connections.
     """
     waits_seconds: list[float] = []
     try:
@@ -62,19 +62,20 @@ def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
 
 
 def find_slow_wait(waits_seconds: Collection[float]) -> float | None:
-    """Return for how many seconds the newest slow request has waited; None if there is none."""
+    """Return how many seconds the newest slow request has been waiting; None if there is none."""
     return min((wait for wait in waits_seconds if wait >= SLOW_SECONDS), default=None)
 
 
 def count_lasting_waits(waits_seconds: Collection[float]) -> int:
-    """Return how many requests have waited for longer than PASSING_SECONDS."""
+    """Return how many requests have been waiting for at least PASSING_SECONDS."""
     return sum(wait >= PASSING_SECONDS for wait in waits_seconds)
 
 
 def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float]:
-    """Yield for how many seconds each waiting request to a port has waited.
+    """Yield how many seconds each waiting request to a port has been waiting.
 
-    Raises OSError. `family` is the address family of IPv4 or IPv6.
+    `family` is the address family of IPv4 or IPv6. Raises OSError if the kernel does not list
+    connections.
     """
     # A dump of all established TCP sockets to the port, with their TCP_INFO (sock_diag(7)).
     size = _REQUEST.size + _SOCKET_ID.size
@@ -99,8 +100,8 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
                 if attribute != _INET_DIAG_INFO:
                     continue
                 sent_ago, received_ago, acked_bytes, received_bytes = _TCP_INFO.unpack_from(content)
-                # Equal times, as at a connection's start, show no order. In this case a request
-                # waits if the connection has received data and sent none.
+                # Equal times, as at the start of a connection, do not show the order. In that case,
+                # a request is waiting if the connection has received data but has not sent any.
                 has_only_received = received_bytes > 0 and acked_bytes == 0
                 is_waiting = received_ago < sent_ago
                 if is_waiting or (received_ago == sent_ago and has_only_received):
@@ -108,9 +109,9 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
 
 
 def _split_parts(parts: memoryview, header: Struct) -> Iterator[tuple[int, memoryview]]:
-    """Yield the kind and the bytes of each message or attribute in a sequence of them.
+    """Yield the kind and the bytes of each message or attribute in a sequence.
 
-    The bytes include the header, which has the size and the kind.
+    The bytes include the header, which contains the size and the kind.
     """
     while parts:
         size, kind = header.unpack_from(parts)

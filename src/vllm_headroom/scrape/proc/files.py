@@ -1,4 +1,4 @@
-"""Read the files of one /proc, with no state between two reads."""
+"""Read the files in /proc, without keeping state between reads."""
 
 import os
 from collections.abc import Mapping
@@ -14,27 +14,27 @@ from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
-"""`read_start` reads at most this much of a file. It is enough for a program and its first
-arguments, and for any stat or /sys file. A command line may be megabytes long.
+"""The maximum number of bytes that `read_start` reads, because a command line may be megabytes
+long. This is enough for a program and its first arguments, and for any stat or /sys file.
 """
 
 KIB: Final = 1024
-"""The unit of sizes in /proc."""
+"""The unit of sizes in /proc, in bytes."""
 
 _CHUNK_BYTES: Final = 2**16
 
 _TITLED_PREFIXES: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
-"""The beginnings of the names of processes that may set a title. A title changes the command line,
-but not always the name.
+"""The name prefixes of processes that may set a title. A title changes the command line, but not
+always the name.
 """
 
 KTHREADD_PID: Final = 2
-"""The parent of all kernel threads, which have no command line. Any other process has no command
+"""The parent of all kernel threads, which have no command line. Any other process lacks a command
 line only during exec, which sets the name first.
 """
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
-"""The machine's first PID namespace has this inode (Linux include/linux/proc_ns.h:
+"""The inode of the machine's initial PID namespace (Linux include/linux/proc_ns.h:
 PROC_PID_INIT_INO).
 """
 
@@ -44,38 +44,38 @@ _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 ZOMBIE_STATE: Final = "Z"
 
 _MOST_DIGITS: Final = 20
-"""The largest number of 64 bits has this many digits. Python refuses to convert more than 4,300
+"""The number of digits of the largest 64-bit number. Python refuses to convert more than 4,300
 digits.
 """
 
 _STAT_FIELDS: Final = 20
-"""The number of fields in stat after the name, up to the start time."""
+"""The number of fields in stat after the name, up to and including the start time."""
 
 ProcIdentity = tuple[int, float]
-"""A process by pid and start time in seconds since boot. The start time is needed because the
+"""A process's pid and its start time in seconds since boot. The start time is needed because the
 kernel reuses pids.
 """
 
 
 class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
-    """One process of /proc."""
+    """A process in /proc."""
 
     pid: int
     parent_pid: int
     started_seconds: float
     """When the process started, in seconds since boot."""
     command: CommandLine = ()
-    """The process's command line, which a process title replaces; its name if it has no command
+    """The process's command line, or the title that replaces it, or the name if there is no command
     line.
     """
     name: str = ""
-    """The process's name, which the kernel cuts to 15 characters."""
+    """The process's name, which the kernel truncates to 15 characters."""
     group: int = 0
     """The process group."""
 
     @property
     def identity(self) -> ProcIdentity:
-        """Return what identifies the process among all processes since boot."""
+        """Return the identity of the process among all processes since boot."""
         return self.pid, self.started_seconds
 
     @property
@@ -85,9 +85,9 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def role(self) -> Role | None:
-        """Return its role in an engine, by its command line alone; None for any other process.
+        """Return the process's role in an engine, from its command line alone; None if it has none.
 
-        The result is cached, because every process is checked at each change.
+        The result is cached, because every process is checked whenever any process changes.
         """
         return find_role(self.command)
 
@@ -104,7 +104,7 @@ class ProcStat(Struct, frozen=True, kw_only=True):
     state: str
     """The kernel's letter for the state: R, S, D, Z and others."""
     cpu_seconds: float
-    """The user and system time of all its threads."""
+    """The user and system time of all the process's threads."""
 
 
 class ProcUsage(Struct, frozen=True, kw_only=True):
@@ -118,8 +118,8 @@ class ProcUsage(Struct, frozen=True, kw_only=True):
 def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
     """Return a file's content, or its first `max_bytes`.
 
-    Raises OSError. The file is read without Python's buffers, which cost time, because a host may
-    have 10,000 processes.
+    A host may have 10,000 processes, so the file is read without Python's buffers, which cost time.
+    Raises OSError if the file cannot be read.
     """
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -131,10 +131,10 @@ def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
 
 
 def split_kernel_lines(text: str) -> list[str]:
-    """Return the lines of a file of the kernel, without the line feed that ends each.
+    """Return the lines of a file written by the kernel, without the trailing line feeds.
 
-    `str.splitlines` also splits at characters such as U+2028 or a vertical tab, and the name of a
-    mount point may contain these. So it is not used.
+    `str.splitlines` is not used, because it also splits at characters such as U+2028 or a vertical
+    tab, which the name of a mount point may contain.
     """
     lines = text.split("\n")
     if not lines[-1]:
@@ -143,17 +143,14 @@ def split_kernel_lines(text: str) -> list[str]:
 
 
 def read_start(path: str) -> bytes:
-    """Return the first 4 KiB of a file.
-
-    Raises OSError.
-    """
+    """Return the first 4 KiB of a file; raise OSError if it cannot be read."""
     return read_content(path, _START_BYTES)
 
 
 def find_number(text: bytes, name: bytes) -> int | None:
     """Return the number in the first line that begins with `name`.
 
-    Returns None if there is no such line, or if no number follows. `name` includes the separator.
+    `name` includes the separator. Returns None if there is no such line or no number follows.
     """
     _, _, following = (b"\n" + text).partition(b"\n" + name)
     words = following.split(maxsplit=1)
@@ -161,28 +158,22 @@ def find_number(text: bytes, name: bytes) -> int | None:
 
 
 def parse_digits(text: str | bytes) -> int | None:
-    """Return the number that a text of digits means; None for any other text.
+    """Return the number represented by a string of digits; None for any other text.
 
-    Returns None also if there are more digits than the kernel writes.
+    Also returns None if there are more digits than the kernel writes.
     """
     is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
     return int(text) if is_number else None
 
 
 def list_pids(proc: Path) -> frozenset[int]:
-    """Return every visible pid.
-
-    Raises OSError if there is no /proc.
-    """
+    """Return every visible pid; raise OSError if there is no /proc."""
     names = os.listdir(proc)  # noqa: PTH208 - no Path per process
     return frozenset(int(name) for name in names if name.isdecimal())
 
 
 def read_own_pid(proc: Path) -> int:
-    """Return this process's pid in `proc`.
-
-    Raises OSError if `proc` does not show it.
-    """
+    """Return this process's pid in `proc`; raise OSError if `proc` does not show it."""
     return int((proc / "self").readlink().name)
 
 
@@ -191,16 +182,16 @@ def read_entry(
 ) -> ProcEntry | None:
     """Return the process; None if it has exited or is a zombie.
 
-    Returns None also for a process that cannot be read for another reason. Raises OSError in two
-    cases: a shortage on this side, and a process of the engine (`is_engine`), because it would be
-    unknown whether this process has exited. `previous` is the last result for this pid. It is
-    returned again if the process and its command line cannot have changed.
+    `previous` is the last result for this pid. It is returned again if the process and its command
+    line cannot have changed. Also returns None if the process cannot be read for another reason.
+    Raises OSError instead if the reason is a shortage on this side, or if it is a process of the
+    engine (`is_engine`), because it would be unknown whether the process has exited.
     """
     try:
         stat = _read_stat(proc, pid)
         if stat.state == ZOMBIE_STATE:
             return None
-        # This is the fast path: the command line is read only if the process may be another one.
+        # This is the fast path: the command line is read only if it may be a different process.
         if previous is not None and _is_unchanged(stat.process, previous):
             return previous
         arguments = _split_arguments(read_start(f"{proc}/{pid}/cmdline"))
@@ -211,18 +202,18 @@ def read_entry(
 
 
 def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
-    """Return whether a process is certainly the same as before, with the same command line."""
+    """Return whether it is certain that this is the same process with the same command line."""
     if process.name != previous.name or process.identity != previous.identity:
         return False
     if process.family != previous.family:
         return False
-    # If a process had no command line and is no kernel thread, it was in exec when it was read.
+    # A process without a command line that is not a kernel thread was in exec when it was read.
     was_in_exec = previous.command == (previous.name,) and previous.parent_pid != KTHREADD_PID
     return not was_in_exec and not previous.name.startswith(_TITLED_PREFIXES)
 
 
 def read_state(proc: Path, pid: int) -> str | None:
-    """Return the letter of the process's state, see proc(5); None if it no longer exists.
+    """Return the letter of the process's state (see proc(5)); None if it no longer exists.
 
     The result is empty if the stat file cannot be read for another reason.
     """
@@ -235,7 +226,7 @@ def read_state(proc: Path, pid: int) -> str | None:
 
 
 def read_command(proc: Path, pid: int) -> CommandLine:
-    """Return the process's whole command line; empty if it cannot be read, as after an exit."""
+    """Return the process's entire command line; empty if it cannot be read, as after an exit."""
     try:
         return _split_arguments(read_content(f"{proc}/{pid}/cmdline"))
     except OSError:
@@ -243,14 +234,14 @@ def read_command(proc: Path, pid: int) -> CommandLine:
 
 
 def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
-    """Return what a process of the engine uses; None if it has exited or its pid was reused.
+    """Return the resources used by an engine process; None if it has exited or its pid was reused.
 
     Raises OSError if it is unknown whether the process still exists.
     """
     try:
         memory_pages = read_start(f"{proc}/{process.pid}/statm").split()
         resident_pages = int(memory_pages[1])
-        # stat is read after statm. If stat is of the same process as before, statm was too.
+        # stat is read after statm: if stat still belongs to the same process, so did statm.
         stat = _read_stat(proc, process.pid)
     except (OSError, ValueError, IndexError) as error:
         _raise_if_unknown(error, is_engine=True)
@@ -263,16 +254,15 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
 
 
 def _read_stat(proc: Path, pid: int) -> ProcStat:
-    """Read a process's stat file, see proc(5).
+    """Read a process's stat file (see proc(5)).
 
     Raises OSError if it cannot be read, and ValueError if it is incomplete.
     """
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
-    # The name is in parentheses and may contain any byte, even parentheses.
+    # The name is enclosed in parentheses and may contain any byte, even parentheses.
     _, _, name_and_fields = text.partition("(")
     name, _, following = name_and_fields.rpartition(") ")
-    # proc(5) numbers the fields from 1. The first field after the name is the state, which is
-    # field 3.
+    # proc(5) numbers the fields from 1. The first field after the name is field 3, the state.
     fields = following.split(maxsplit=20)
     if len(fields) < _STAT_FIELDS:
         raise ValueError(f"the stat file of process {pid} is incomplete")
@@ -293,10 +283,10 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
 
 
 def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
-    """Raise `error` if it leaves unknown whether the process has exited; otherwise do nothing.
+    """Raise `error` if it leaves open whether the process has exited; otherwise do nothing.
 
-    Such an error comes from a shortage on this side. For a process of the engine, any error counts
-    except the absence of the process.
+    Such an error is a shortage on this side or, for a process of the engine, any error other than
+    the process not existing.
     """
     if not isinstance(error, OSError):
         return
@@ -306,13 +296,13 @@ def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
 
 
 def _split_arguments(arguments: bytes) -> CommandLine:
-    """Return the arguments of a cmdline file's content; empty for an empty file."""
+    """Return the arguments in the content of a cmdline file; empty for an empty file."""
     text = arguments.rstrip(b"\0").decode(errors="replace")
     return tuple(text.split("\0")) if text else ()
 
 
 def has_host_pids(proc: Path) -> bool:
-    """Return whether this process is in the machine's first PID namespace; False if unknown."""
+    """Return whether this process is in the machine's initial PID namespace; False if unknown."""
     try:
         namespace = (proc / "self" / "ns" / "pid").readlink()
     except OSError:
@@ -323,8 +313,8 @@ def has_host_pids(proc: Path) -> bool:
 def has_same_network(proc: Path, pid: int, *, default: bool = True) -> bool:
     """Return whether a process is in this process's network namespace.
 
-    If that is unknown, `default` is returned. The inodes of net/stat are compared, because all
-    users can read them. Not all users can read ns/net.
+    The inodes of net/stat are compared, because all users can read them, unlike ns/net. Returns
+    `default` if the inodes are unknown.
     """
     try:
         return os.path.samefile(f"{proc}/{pid}/net/stat", f"{proc}/self/net/stat")  # noqa: PTH121

@@ -1,4 +1,4 @@
-"""The memory of the machine, of the engine's processes and of its /dev/shm."""
+"""Read the memory of the machine, the engine's processes and its /dev/shm."""
 
 import contextlib
 import os
@@ -21,14 +21,14 @@ from vllm_headroom.units import MIB
 
 
 class CgroupVersion(Struct, frozen=True, kw_only=True):
-    """The names of a cgroup version's files."""
+    """The file names that a cgroup version uses."""
 
     limit: str
     used: str
     events: str
-    """The file in which the kernel counts its kills."""
+    """The file in which the kernel counts OOM kills."""
     cache: tuple[str, ...]
-    """The entries of memory.stat that the kernel reclaims before it kills. Active files are
+    """The memory.stat entries for memory that the kernel reclaims before it kills. Active files are
     included, because mapped weights are among them. Shared memory is not included.
     """
 
@@ -48,16 +48,16 @@ _V1: Final = CgroupVersion(
 
 
 class CgroupMount(Struct, frozen=True, kw_only=True):
-    """Where a tree of memory cgroups is mounted."""
+    """A mount of a memory cgroup tree."""
 
     version: CgroupVersion
     root: str
-    """The cgroup that is mounted, as the reader's cgroup namespace shows it. `/` is the namespace's
-    own cgroup, and `/..` is the cgroup above it. In a container, the mounted cgroup is not always
-    the root of the tree.
+    """The mounted cgroup, as seen from the reader's cgroup namespace. `/` is the namespace's own
+    cgroup, and `/..` is its parent. In a container, the mounted cgroup is not always the root of
+    the tree.
     """
     path: Path
-    """The folder at which it is mounted."""
+    """The mount point."""
 
 
 class CgroupFolder(Struct, frozen=True, kw_only=True):
@@ -76,19 +76,16 @@ def _read(path: Path) -> bytes:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return a file's lines.
-
-    Raises OSError.
-    """
+    """Return a file's lines; raise OSError if it cannot be read."""
     return split_kernel_lines(read_content(path).decode(errors="replace"))
 
 
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a process's cgroup.
 
-    The figures are those of the cgroup with the lowest limit among the process's cgroup and all
-    cgroups above it. If a limit is not below the machine's memory, it counts as no limit. Returns
-    None if the cgroup is not visible or cannot be read. Its folder must list the process.
+    The values are those of the cgroup with the lowest limit, among the process's cgroup and its
+    ancestors. A limit that is not below the machine's memory is ignored. Returns None if the cgroup
+    is not visible, does not list the process, or cannot be read.
     """
     try:
         membership = read_content(proc / str(pid) / "cgroup").decode(errors="replace")
@@ -105,8 +102,8 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
 def _find_listing_folder(folders: Iterable[CgroupFolder], pid: int) -> CgroupFolder | None:
     """Return the first of the folders that has memory files and lists the process.
 
-    In a sidecar the same path may be another cgroup, so the path alone proves nothing. Returns None
-    if no folder lists the process.
+    In a sidecar, the same path may belong to another cgroup, so the path alone proves nothing.
+    Returns None if no folder lists the process.
     """
     for cgroup in folders:
         pids = _read(cgroup.path / "cgroup.procs").split()
@@ -122,7 +119,7 @@ def _list_folders(proc: Path, membership: str) -> tuple[CgroupFolder, ...]:
 
     `membership` is the content of the process's cgroup file. The result is cached, because a
     machine may have hundreds of mounts. Raises OSError or ValueError if /proc cannot be read or
-    understood.
+    parsed.
     """
     mounts = []
     for line in _read_lines(proc / "self" / "mountinfo"):
@@ -132,7 +129,8 @@ def _list_folders(proc: Path, membership: str) -> tuple[CgroupFolder, ...]:
     folders = []
     for line in split_kernel_lines(membership):
         hierarchy, controllers, path = line.split(":", 2)
-        # See cgroups(7): version 1 names its controllers. Version 2 has number 0 and no names.
+        # See cgroups(7): version 1 names its controllers, while version 2 has the number 0 and no
+        # names.
         if "memory" in controllers.split(","):
             version = _V1
         elif (hierarchy, controllers) == ("0", ""):
@@ -151,13 +149,14 @@ def _list_folders(proc: Path, membership: str) -> tuple[CgroupFolder, ...]:
 def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
     """Return a cgroup's folder in a mounted tree; None if the cgroup is not below its root.
 
-    The names of the cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. If the
-    tree is mounted from above the namespace, the daemon's own cgroup shows these names.
+    The names of cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. If the
+    mounted root is above the namespace, these names are derived from the folder of the daemon's own
+    cgroup.
     """
     names_above, names = _split_cgroup(cgroup)
     root_names_above, root_names = _split_cgroup(mount.root)
     if names_above == root_names_above:
-        # Both are below the same cgroup, so only the names below that cgroup count.
+        # Both paths start at the same cgroup, so only the names below it matter.
         if names[: len(root_names)] != root_names:
             return None
         return mount.path.joinpath(*names[len(root_names) :])
@@ -172,7 +171,7 @@ def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
 
 
 def _split_cgroup(path: str) -> tuple[int, tuple[str, ...]]:
-    """Return how many cgroups above the reader's namespace a path begins, and the names below."""
+    """Return how many levels above the reader's namespace a path starts, and the names below."""
     parts = [part for part in path.split("/") if part]
     names_above = 0
     while names_above < len(parts) and parts[names_above] == "..":
@@ -184,9 +183,9 @@ def _split_cgroup(path: str) -> tuple[int, tuple[str, ...]]:
 def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
     """Return the folder of the reader's cgroup namespace, `levels` below a mounted tree's root.
 
-    It is looked for only once, because a namespace never moves and a node has hundreds of cgroups.
-    Returns None if no folder lists the daemon's process, because its pid is of another PID
-    namespace.
+    The folder is searched for only once, because a namespace never moves and a node has hundreds of
+    cgroups. Returns None if no folder lists the daemon's process, as happens when its pid belongs
+    to another PID namespace.
     """
     own_pid = str(read_own_pid(proc)).encode()
     for folder in mount_path.glob("/".join(["*"] * levels)):
@@ -196,7 +195,7 @@ def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
 
 
 def _parse_mount(line: str) -> CgroupMount | None:
-    """Return the mount of a line of mountinfo, see proc(5).
+    """Return the mount described by a line of mountinfo (see proc(5)).
 
     Returns None for file systems other than memory cgroups.
     """
@@ -215,17 +214,17 @@ def _parse_mount(line: str) -> CgroupMount | None:
 
 
 def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
-    """Return the memory of a cgroup, see `read_cgroup`; None if it cannot be read."""
+    """Return the memory of a cgroup (see `read_cgroup`); None if it cannot be read."""
     version = cgroup.mount.version
     try:
-        # A cgroup above, such as the pod's, may have the lowest limit.
+        # An ancestor, such as the pod's cgroup, may have the lowest limit.
         limit_bytes, level = _find_lowest_limit(cgroup) or (machine_bytes, cgroup.path)
         stat = read_content(level / "memory.stat")
         cache_bytes = 0
         for name in version.cache:
             cache_bytes += find_number(stat, f"{name} ".encode()) or 0
         swap = _read(level / "memory.swap.current")
-        # Version 1 has no such file. There the swapped bytes are in memory.stat.
+        # Version 1 does not have this file but reports swapped bytes in memory.stat.
         swap_bytes = find_number(swap, b"") if swap else find_number(stat, b"total_swap ")
         return Cgroup(
             identity=f"{cgroup.path}:{cgroup.path.stat().st_ino}",
@@ -241,17 +240,17 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
 
 
 def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
-    """Return the lowest limit in bytes of the cgroup and all above it, with the folder that has it.
+    """Return the lowest limit in bytes of a cgroup and its ancestors, with the folder that sets it.
 
-    Returns None if no cgroup has a limit. Raises OSError if reading a limit fails, unless the file
-    is missing or not permitted.
+    Returns None if no cgroup has a limit. Raises OSError if a limit cannot be read, unless the file
+    is missing or access to it is denied.
     """
     mount = cgroup.mount
     limits: list[tuple[int, Path]] = []
     for level in (cgroup.path, *cgroup.path.parents):
         if not level.is_relative_to(mount.path):
             continue
-        # After any other error a limit may exist, so the error is raised.
+        # With any other error, a limit may exist, so the error is raised.
         with contextlib.suppress(FileNotFoundError, PermissionError):
             limit_bytes = find_number(read_content(level / mount.version.limit), b"")
             if limit_bytes is not None:
@@ -262,13 +261,13 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 SHM_FOLDER: Final = "dev/shm"
 
 UNLIMITED_BYTES: Final = 2**63
-"""This is used if the machine's memory is unknown. It is more than any limit."""
+"""Used if the machine's memory is unknown; higher than any limit."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:
     """Return the host memory; a part that is not visible is None.
 
-    The cgroup and /dev/shm are those of the process `pid`. If `pid` is None, both are None.
+    The cgroup and /dev/shm are those of process `pid`, or None if `pid` is None.
     """
     machine = read_machine(proc)
     if pid is None:
@@ -290,28 +289,28 @@ def read_machine(proc: Path) -> MachineMemory | None:
         available_bytes=available_kib * KIB,
         swap_bytes=(find_number(meminfo, b"SwapTotal:") or 0) * KIB,
         swap_free_bytes=(find_number(meminfo, b"SwapFree:") or 0) * KIB,
-        # Older kernels have no such counter.
+        # Older kernels do not have this counter.
         oom_kills=find_number(_read(proc / "vmstat"), b"oom_kill "),
         pressure_ratio=_read_pressure(proc / "pressure" / "memory", b"avg10="),
     )
 
 
 DRIVER_BLOCK_BYTES: Final = 2 * MIB
-"""A driver maps blocks of this size, so smaller free blocks are of no use for a GPU that uses the
-machine's memory.
+"""The block size in which a driver maps memory. A GPU that uses the machine's memory cannot use
+smaller free blocks.
 """
 
 
 def read_free_blocks(proc: Path) -> int | None:
-    """Return how much of the machine's memory is free in blocks of 2 MiB or more, in bytes.
+    """Return how many bytes of the machine's memory are free in blocks of 2 MiB or more.
 
-    Returns None if /proc/buddyinfo cannot be read or understood.
+    Returns None if /proc/buddyinfo cannot be read or parsed.
     """
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     has_counts = False
     free_bytes = 0
     for line in _read(proc / "buddyinfo").splitlines():
-        # A line counts a zone's free blocks of one page, two pages, four pages and so on.
+        # Each line counts a zone's free blocks of one page, two pages, four pages and so on.
         counts = line.partition(b"zone")[2].split()[1:]
         for order, count in enumerate(counts):
             try:
@@ -326,9 +325,9 @@ def read_free_blocks(proc: Path) -> int | None:
 
 
 def read_cpu_pressure(proc: Path) -> float | None:
-    """Return the share of the last minute in which some task on the machine waited for a CPU.
+    """Return the share of the last minute in which at least one task waited for a CPU.
 
-    Returns None if the kernel does not measure that (boot option `psi=0`).
+    Returns None if the kernel does not measure pressure (boot option `psi=0`).
     """
     return _read_pressure(proc / "pressure" / "cpu", b"avg60=")
 
@@ -336,7 +335,8 @@ def read_cpu_pressure(proc: Path) -> float | None:
 def _read_pressure(path: Path, window: bytes) -> float | None:
     """Return the share of a window in which at least one task waited; None if unknown.
 
-    `window` is the field of the file: `avg10=` for the last ten seconds, `avg60=` for a minute.
+    `window` is the name of the field: `avg10=` for the last ten seconds, `avg60=` for the last
+    minute.
     """
     # The first line is for "some" tasks, and the second for all tasks. The first match is in the
     # first line.
@@ -352,7 +352,7 @@ def _read_pressure(path: Path, window: bytes) -> float | None:
 def read_boot_time(proc: Path) -> float:
     """Return when the machine booted, in seconds since the epoch.
 
-    Raises OSError if /proc/stat does not have it.
+    Raises OSError if /proc/stat does not contain the boot time.
     """
     seconds = find_number(read_content(proc / "stat"), b"btime ")
     if seconds is None:
@@ -369,12 +369,12 @@ _STATUS_FIELDS: Final = {
 
 
 def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
-    """Return the parts of a process's memory, by the names of EngineProcess's fields.
+    """Return the parts of a process's memory, by the names of the fields of EngineProcess.
 
-    If the kernel does not count a part, the part is left out.
+    Parts that the kernel does not count are left out.
     """
-    # smaps_rollup is not read, because it walks the page tables under the lock that the engine's
-    # own mappings need. If weights are mapped, this takes seconds.
+    # smaps_rollup is not read, because the kernel walks the page tables while holding the lock that
+    # the engine needs to map memory. If weights are mapped, this takes seconds.
     status = _read(proc / str(pid) / "status")
     parts_bytes = {}
     for name, field in _STATUS_FIELDS.items():
@@ -385,9 +385,9 @@ def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
 
 
 def read_shm(path: Path) -> Shm | None:
-    """Return the size and the free space of the file system at `path`.
+    """Return the size and free space of the file system at `path`.
 
-    Returns None if it cannot be read, or if nothing is at `path`.
+    Returns None if it cannot be read or `path` does not exist.
     """
     try:
         volume = os.statvfs(path)
@@ -399,10 +399,10 @@ def read_shm(path: Path) -> Shm | None:
 
 
 def _read_process_shm(proc: Path, pid: int) -> Shm | None:
-    """Return the size and the free space of the process's /dev/shm; None if unknown.
+    """Return the size and free space of the process's /dev/shm; None if unknown.
 
-    It is read through the process's root. If that is not permitted, this process's own /dev/shm is
-    read, provided that both are the same device.
+    It is read through the process's root. If access to the root is denied, this process's own
+    /dev/shm is read instead, provided that both are the same device.
     """
     shm = read_shm(proc / str(pid) / "root" / SHM_FOLDER)
     if shm is not None:

@@ -1,4 +1,4 @@
-"""Name a process for people: its program, its pid, and the pod or unit that it belongs to."""
+"""Name processes for people: by program, pid, and the pod or unit that they belong to."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,16 +9,16 @@ from vllm_headroom.scrape.proc.servers import CommandLine
 
 
 def name_program(command: CommandLine) -> str:
-    """Return the program of a command line; for Python also the script or module.
+    """Return the program in a command line and, for Python, also the script or module.
 
-    Other arguments are never returned, since they may be secret.
+    Other arguments are never returned, because they may be secret.
     """
     program = command[0].rpartition("/")[2] or command[0]
     arguments = command[1:]
     if not program.startswith("python") or not arguments:
         return program
     script = arguments[0]
-    if script in ("-c", "-"):  # The text of a program is no name, and may contain a secret.
+    if script in ("-c", "-"):  # Program text is not a name, and may contain a secret.
         return program
     if script == "-m" and len(arguments) > 1:
         script = arguments[1]
@@ -28,11 +28,11 @@ def name_program(command: CommandLine) -> str:
 
 
 class ProcessNames:
-    """Names processes by what was read of them, and by their cgroup.
+    """Names processes by their command line and their cgroup.
 
-    `find_command` returns the command line of a process as it was last read; None if the process is
-    not visible. This class does not read the command line itself, because reading that of a process
-    that is stuck in a driver would hang.
+    `find_command` returns a process's command line as last read, or None if the process is not
+    visible. This class does not read command lines itself, because that would hang for a process
+    that is stuck in a driver.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ProcessNames:
     def find(self, pid: int) -> str | None:
         """Return the name of a process; None if it is not visible.
 
-        An example is "python3 train.py (pid 4711, pod team/train-0)".
+        Example: "python3 train.py (pid 4711, pod team/train-0)".
         """
         command = self._find_command(pid)
         if command is None:

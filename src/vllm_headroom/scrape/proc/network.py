@@ -1,4 +1,4 @@
-"""Read the addresses and the listening ports of another process's network namespace."""
+"""Read the addresses and listening ports of another process's network namespace."""
 
 import ipaddress
 import os
@@ -13,14 +13,14 @@ from msgspec import Struct
 from vllm_headroom.scrape.proc.files import split_kernel_lines
 
 _LISTENING_STATE: Final = "0A"
-"""TCP_LISTEN, as net/tcp writes it (linux/tcp_states.h)."""
+"""TCP_LISTEN as written in net/tcp (linux/tcp_states.h)."""
 
 _GLOBAL_SCOPE: Final = "00"
-"""The scope, in net/if_inet6, of an address that other machines can reach."""
+"""The scope in net/if_inet6 of an address that other machines can reach."""
 
 _MAX_BYTES: Final = 2**20
-"""At most this much of a file is read. The kernel lists listening sockets first, and this is enough
-for 7,000 of them.
+"""The maximum number of bytes read from a file. The kernel lists listening sockets first, and this
+is enough for 7,000 of them.
 """
 
 _DEFAULT_DESTINATION: Final = "00000000"
@@ -29,33 +29,34 @@ _DEFAULT_DESTINATION: Final = "00000000"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 LOOPBACK: Final = ipaddress.IPv4Address("127.0.0.1")
-"""The address of this machine in its own network namespace."""
+"""The machine's address in its own network namespace."""
 
 _ANY_ADDRESS: Final = frozenset({ipaddress.IPv4Address("0.0.0.0"), ipaddress.IPv6Address("::")})
-"""The addresses to which a socket that listens on every interface is bound."""
+"""The bind addresses of a socket that listens on every interface."""
 
 
 class Network(Struct, frozen=True, kw_only=True):
     """A network namespace."""
 
     addresses: tuple[Address, ...]
-    """The namespace's addresses without loopback addresses. The best address to reach it comes
-    first.
+    """The namespace's addresses, without loopback addresses. The best one for reaching the
+    namespace comes first.
     """
     listening: frozenset[tuple[Address, int]]
-    """The addresses and ports at which something listens. An address may be unspecified (any)."""
+    """The addresses and ports on which something is listening. An address may be unspecified (any).
+    """
 
     @property
     def ports(self) -> frozenset[int]:
-        """Return the ports at which something listens for clients outside this namespace."""
+        """Return the ports on which something listens for clients outside this namespace."""
         return frozenset(port for address, port in self.listening if not address.is_loopback)
 
     def find_address(self, port: int, *, is_own: bool) -> Address | None:
-        """Return an address at which this process reaches a port; None if there is none.
+        """Return an address at which this process can reach a port; None if there is none.
 
-        `is_own` is whether this is the network namespace of this process. Another namespace cannot
-        be reached at a loopback address. If nothing listens at the port yet, it is expected to
-        open.
+        `is_own` indicates whether this is the network namespace of this process. Other namespaces
+        cannot be reached at a loopback address. If nothing is listening on the port yet, it is
+        expected to be opened on all addresses.
         """
         bound = {address for address, bound_port in self.listening if bound_port == port}
         is_open = not bound or not bound.isdisjoint(_ANY_ADDRESS)
@@ -64,12 +65,12 @@ class Network(Struct, frozen=True, kw_only=True):
         if is_open:
             return self.addresses[0] if self.addresses else None
         reachable = [address for address in bound if not address.is_loopback]
-        # Sockets have no order, so the lowest address is chosen, which is the same in each call.
+        # Sockets have no order, so the lowest address is chosen, which is the same on every call.
         return min(reachable, key=str, default=None)
 
 
 def identify_network(proc: Path, pid: int) -> tuple[int, int] | None:
-    """Return the device and the inode of a process's network namespace; None if unknown.
+    """Return the device and inode that identify a process's network namespace; None if unknown.
 
     They are those of net/stat, because all users can read it, unlike ns/net.
     """
@@ -89,10 +90,10 @@ def read_network(proc: Path, pid: int) -> Network | None:
     except OSError:
         return None
     routed_network = _find_routed_network(_read_optional(folder / "route"))
-    # A pod may have further interfaces, such as for RDMA, which this pod cannot reach.
+    # A pod may have additional interfaces, for example for RDMA, which this pod cannot reach.
     if routed_network is not None:
         addresses.sort(key=lambda address: address not in routed_network)
-    # Without IPv6 there are no such files.
+    # These files do not exist without IPv6.
     listening.update(_list_listening(_read_optional(folder / "tcp6")))
     return Network(
         addresses=(*addresses, *_list_ipv6_addresses(_read_optional(folder / "if_inet6"))),
@@ -101,10 +102,7 @@ def read_network(proc: Path, pid: int) -> Network | None:
 
 
 def _read(path: Path) -> list[str]:
-    """Return the lines of a file's first _MAX_BYTES.
-
-    Raises OSError.
-    """
+    """Return the lines in a file's first _MAX_BYTES; raise OSError if it cannot be read."""
     with path.open("rb") as file:
         return split_kernel_lines(file.read(_MAX_BYTES).decode(errors="replace"))
 
@@ -117,9 +115,9 @@ def _read_optional(path: Path) -> list[str]:
 
 
 def _list_ipv4_addresses(lines: list[str]) -> list[Address]:
-    """Return the local addresses in fib_trie, which lists each prefix above its kind."""
+    """Return the local addresses in fib_trie, which lists each prefix before its kind."""
     addresses: dict[Address, None] = {}
-    # A leaf of the trie is followed by a line with its kind.
+    # Each leaf of the trie is followed by a line that contains its kind.
     for line, next_line in pairwise(lines):
         marker, _, text = line.strip().partition(" ")
         if marker != "|--" or next_line.split() != ["/32", "host", "LOCAL"]:
@@ -146,7 +144,7 @@ def _list_ipv6_addresses(lines: list[str]) -> Iterator[Address]:
 
 
 def _list_listening(lines: list[str]) -> Iterator[tuple[Address, int]]:
-    """Yield the address and the port of each listening socket in net/tcp or net/tcp6."""
+    """Yield the address and port of each listening socket in net/tcp or net/tcp6."""
     for line in lines:
         fields = line.split()
         if len(fields) < 4 or fields[3] != _LISTENING_STATE:  # noqa: PLR2004 - its state is field 4
@@ -157,14 +155,14 @@ def _list_listening(lines: list[str]) -> Iterator[tuple[Address, int]]:
             port = int(port_text, 16)
         except ValueError:
             continue
-        # A dual-stack socket lists IPv4 in IPv6 notation.
+        # A dual-stack socket is listed with its IPv4 address in IPv6 notation.
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
         yield address, port
 
 
 def _parse_address(text: str) -> Address:
-    """Return an address as net/tcp writes it: words of 32 bits in the machine's byte order."""
+    """Parse an address as written in net/tcp: 32-bit words in the machine's byte order."""
     words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
     return ipaddress.ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
 
@@ -173,7 +171,7 @@ def _find_routed_network(lines: list[str]) -> ipaddress.IPv4Network | None:
     """Return the network of the interface with the default route; None if there is none."""
     routes = [line.split() for line in lines[1:]]
     routes = [fields for fields in routes if len(fields) > 7]  # noqa: PLR2004 - its mask is field 8
-    # The interface with the default route is the one through which others reach this machine.
+    # Others reach this machine through the interface with the default route.
     default_interfaces = {fields[0] for fields in routes if fields[1] == _DEFAULT_DESTINATION}
     for fields in routes:
         if fields[0] not in default_interfaces or fields[1] == _DEFAULT_DESTINATION:
@@ -188,7 +186,7 @@ def _find_routed_network(lines: list[str]) -> ipaddress.IPv4Network | None:
 
 
 def format_authority(address: Address, port: int) -> str:
-    """Return an address and a port as a URL has them."""
+    """Return an address and a port in URL notation."""
     if isinstance(address, ipaddress.IPv6Address):
         return f"[{address}]:{port}"
     return f"{address}:{port}"

@@ -1,4 +1,4 @@
-"""Find every engine of a machine, and each engine's processes, by /proc alone."""
+"""Find every engine on a machine, and each engine's processes, from /proc alone."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,59 +32,59 @@ from vllm_headroom.vocabulary import EngineKind
 from vllm_headroom.worker import Worker
 
 SIDECAR_PORT: Final = 9839
-"""A sidecar's default port. If this port listens in an engine's network, the engine has its own
+"""A sidecar's default port. If this port is open in an engine's network, the engine has its own
 sidecar.
 """
 
 RESCAN_SECONDS: Final = 15.0
-"""Every process is read again within this time, as in Processes. A process moves into the cgroup of
-its container, and sets its title, only after its start.
+"""Every process is read again within this time, as in Processes, because a process is moved into
+its container's cgroup, and sets its title, only after it has started.
 """
 
 MOST_ENGINES: Final = 64
-"""Our choice: a daemon watches at most this many engines, which is eight for each GPU of a common
-node. An engine's page has some 300 series.
+"""The maximum number of engines that a daemon watches. We chose eight per GPU of a typical node. An
+engine's page has about 300 series.
 """
 
 _TLS_OPTIONS: Final = ("--ssl-certfile", "--ssl-keyfile")
-"""With one of these, vLLM and SGLang serve https."""
+"""If one of these is set, vLLM and SGLang serve https."""
 
 
 class LocatedEngine(Struct, frozen=True, kw_only=True):
-    """An engine of this machine, and whether and where it can be watched."""
+    """An engine on this machine, and whether and where it can be watched."""
 
     kind: EngineKind
     key: str
-    """Identifies the engine as long as its pod or unit exists, even over restarts."""
+    """Identifies the engine as long as its pod or unit exists, even across restarts."""
     owner_key: str
     """The key of the pod or unit to which its processes belong."""
     name: EngineName
     port: int = 0
-    """The port at which the engine serves; 0 if it is unknown."""
+    """The port on which the engine serves; 0 if unknown."""
     page_url: str = ""
     """The URL of the engine's page; empty if the engine cannot be watched."""
     problem: str = ""
-    """Why the engine cannot be watched, as a clause. The value is empty if it can be watched, or if
-    its own sidecar watches it.
+    """Why the engine cannot be watched, as a clause; empty if it can be watched, or if its own
+    sidecar watches it.
     """
 
 
 class Location(Struct, frozen=True, kw_only=True):
-    """Where an engine was found, and what that was read from."""
+    """Where an engine was found, and the data from which this was determined."""
 
     engine: LocatedEngine
     entry: ProcEntry | None
-    """The server's process. If the process changes, the engine has to be located again."""
+    """The server's process. If it changes, the engine must be located again."""
     owner: Owner
     is_unit_shared: bool
 
     def is_of(self, entry: ProcEntry | None, owner: Owner, *, is_unit_shared: bool) -> bool:
-        """Return whether the location would be read from the same process, owner and unit."""
+        """Return whether the location was determined from the same process, owner and unit."""
         return (self.entry, self.owner, self.is_unit_shared) == (entry, owner, is_unit_shared)
 
 
 class NodeProcesses:
-    """Remembers the owner of each process of a machine, and finds the engines among them.
+    """Remembers the owner of each process on a machine, and finds the engines among the processes.
 
     `usual_container` is the usual name of an engine's container.
     """
@@ -103,26 +103,28 @@ class NodeProcesses:
         self._names = ContainerNames(usual_container, container_logs, pod_logs)
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
-        # There are two threads, because reading a command line may hang in a stuck driver, but
-        # reading a cgroup does not.
+        # There are two threads, because reading a command line may hang if a driver is stuck,
+        # whereas reading a cgroup does not.
         self._scanner = Worker[None]("node")
         self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
         self._pids: frozenset[int] = frozenset()
         self._owners: dict[int, Owner | None] = {}
-        """The owner of each process. The one that was read longest ago comes first."""
+        """The owner of each process. The least recently read one comes first."""
         self._scanned_at_seconds = monotonic()
         self._pids_by_owner: Mapping[str, frozenset[int]] = {}
         self._entries: dict[int, ProcEntry] = {}
-        """Each process by pid. The one that was read longest ago comes first."""
+        """Each process by pid. The least recently read one comes first."""
         self._found_at_seconds = monotonic()
         self._shared_units: set[str] = set()
-        """The keys of units with several servers. Such a unit does not name a single engine."""
+        """The keys of units with several servers. The name of such a unit does not identify a
+        single engine.
+        """
         self._locations: dict[int, Location] = {}
         """Where each engine was found, by the pid of its server."""
         self._located_at_seconds = monotonic()
         """When all engines were last located, on the monotonic clock."""
         self._networks: dict[tuple[int, int], Network | None] = {}
-        """The networks that the present search has read, by namespace."""
+        """The networks read during the current search, by namespace."""
 
     @property
     def sees_host(self) -> bool:
@@ -131,7 +133,7 @@ class NodeProcesses:
 
     @property
     def names(self) -> ProcessNames:
-        """Return the names of all processes of the machine, for people."""
+        """Return the names of all processes on the machine, for people."""
         return ProcessNames(self._find_command, self._names, self._proc)
 
     def has_processes(self, owner_key: str) -> bool:
@@ -146,28 +148,28 @@ class NodeProcesses:
     async def scan(self, timeout_seconds: float) -> None:
         """Read the owners of all processes.
 
-        Raises TimeoutError, or OSError without /proc.
+        Raises TimeoutError if that takes too long, and OSError if there is no /proc.
         """
         await self._scanner.call(self._scan, timeout_seconds)
 
     async def find_engines(self, timeout_seconds: float) -> tuple[LocatedEngine, ...]:
-        """Return the engines among the processes of the last scan.
+        """Return the engines among the processes found by the last scan.
 
-        Raises TimeoutError, even if only an earlier call is stuck, and OSError without /proc.
+        Raises TimeoutError, even if only an earlier call is stuck, and OSError if there is no
+        /proc.
         """
         return await self._finder.call(self._find_engines, timeout_seconds)
 
     def _find_command(self, pid: int) -> CommandLine | None:
-        """Return the command line of a process as it was last read; None if it is not known."""
+        """Return a process's command line as last read; None if it is unknown."""
         entry = self._entries.get(pid)
         return None if entry is None else entry.command
 
     def _scan(self) -> None:
-        """Read the cgroup of new processes and of a share of the others."""
+        """Read the cgroups of new processes and of a share of the others."""
         now_seconds = self._monotonic()
         pids = proc_files.list_pids(self._proc)
-        # The processes that were read longest ago come first, so that each is read within the
-        # rescan time.
+        # The least recently read processes come first, so that each is read within the rescan time.
         due_pids = _choose_due(self._owners, pids, self._measure_share(self._scanned_at_seconds))
         self._scanned_at_seconds = now_seconds
         for pid in due_pids:
@@ -183,15 +185,15 @@ class NodeProcesses:
         self._pids = pids
 
     def _measure_share(self, last_seconds: float) -> float:
-        """Return which share of the processes is due, by the time since the last reading."""
+        """Return the share of the processes that is due, from the time since the last reading."""
         if not self._rescan_seconds:
             return 1.0
         return (self._monotonic() - last_seconds) / self._rescan_seconds
 
     def _find_engines(self) -> tuple[LocatedEngine, ...]:
-        """Return the engines that /proc shows now, at most MOST_ENGINES.
+        """Return the engines that /proc shows now, of which at most MOST_ENGINES are watched.
 
-        Raises OSError.
+        Raises OSError if there is no /proc.
         """
         self._read_entries()
         own_pid = proc_files.read_own_pid(self._proc)
@@ -200,7 +202,7 @@ class NodeProcesses:
         self._forget_locations()
         for owner_key, pids in self._pids_by_owner.items():
             entries = {pid: self._entries[pid] for pid in pids if pid in self._entries}
-            # This is the fast path: most groups have no process of an engine.
+            # This is the fast path: most groups do not contain an engine process.
             if not any(entry.role for entry in entries.values()):
                 continue
             servers = [pid for pid in list_servers(entries) if pid != own_pid]
@@ -208,9 +210,10 @@ class NodeProcesses:
         return _limit(engines)
 
     def _forget_locations(self) -> None:
-        """Forget where exited engines were, and where all engines were once they are due.
+        """Forget the locations of exited engines and, when they are due, of all engines.
 
-        All are due at once, so that engines in one network share its reading.
+        All engines are due at the same time, so that those in the same network share one reading of
+        it.
         """
         self._networks = {}
         for pid in self._locations.keys() - self._entries.keys():
@@ -221,11 +224,11 @@ class NodeProcesses:
             self._locations = {}
 
     def _read_network(self, pid: int) -> Network | None:
-        """Return the network of a process, which is read once in a search for engines."""
+        """Return the network of a process; each network is read only once per search."""
         identity = identify_network(self._proc, pid)
         if identity is None:
             return read_network(self._proc, pid)
-        # A reading takes milliseconds of the kernel's time, because it walks the connections of the
+        # Reading a network takes milliseconds in the kernel, which walks the connections of the
         # whole machine.
         if identity not in self._networks:
             self._networks[identity] = read_network(self._proc, pid)
@@ -243,12 +246,12 @@ class NodeProcesses:
                 self._entries[pid] = entry
 
     def _locate_group(self, owner_key: str, servers: Sequence[int]) -> Iterator[LocatedEngine]:
-        """Yield the engines of one pod or unit.
+        """Yield the engines of a pod or unit.
 
-        If several have the same name, only one is watched.
+        If several have the same name, only one of them is watched.
         """
-        # The unit stays shared even while only one of its servers runs, because an engine's name
-        # must not change.
+        # The unit stays shared even while only one of its servers is running, because an engine's
+        # name must not change.
         if len(servers) > 1:
             self._shared_units.add(owner_key)
         names: set[EngineName] = set()
@@ -266,7 +269,7 @@ class NodeProcesses:
     def _find_location(self, owner_key: str, owner: Owner, pid: int) -> Location:
         """Return where an engine is.
 
-        It is read again if due, or if what it was read from has changed.
+        The engine is located again if that is due, or if the underlying data has changed.
         """
         entry = self._entries.get(pid)
         is_unit_shared = owner_key in self._shared_units
@@ -283,7 +286,7 @@ class NodeProcesses:
         return location
 
     def _locate(self, owner_key: str, owner: Owner, pid: int) -> LocatedEngine:
-        """Return an engine by the pid of its server, or why it cannot be watched."""
+        """Return the engine whose server has this pid, or why the engine cannot be watched."""
         command = proc_files.read_command(self._proc, pid)
         network = self._read_network(pid)
         port = self._find_port(pid, command, network)
@@ -301,7 +304,7 @@ class NodeProcesses:
         page_url = ""
         if address is not None and port is not None:
             page_url = f"{scheme}://{format_authority(address, port)}{page_path}"
-        # The engine keeps this name while the unit's other server is down.
+        # The engine keeps this name even while the unit's other server is down.
         if owner_key in self._shared_units:
             owner = replace(owner, unit=None)
         name = self._build_name(owner, page_url or f"pid {pid}")
@@ -329,7 +332,7 @@ class NodeProcesses:
                 "its port is neither on its command line nor the only one that listens: start it"
                 " with --port",
             )
-        # The server listens, but on no address that can be reached from here.
+        # The server is listening, but not on any address that can be reached from here.
         if address is None and port in {bound_port for _, bound_port in network.listening}:
             return _refuse(
                 engine, f"its port {port} listens on 127.0.0.1 only: start it with --host 0.0.0.0"
@@ -341,9 +344,9 @@ class NodeProcesses:
     def _find_port(self, pid: int, command: CommandLine, network: Network | None) -> int | None:
         """Return the port on a server's command line.
 
-        If it has none, return the only port that listens. If several ports listen, return the
-        default one. Returns None if none of these is known. The title of a rank hides its command
-        line, so the command line of the program above it counts.
+        If the command line sets no port, returns the only listening port. If several ports are
+        listening, returns the default port. Returns None if none of these is known. A rank's title
+        hides its command line, so its parent's command line is used.
         """
         entry = self._entries.get(pid)
         parent_command: CommandLine = ()
@@ -353,7 +356,7 @@ class NodeProcesses:
         listening_ports = frozenset[int]()
         if network is not None:
             listening_ports = network.ports - {SIDECAR_PORT}
-        # If a variable can set the port, the default may not be the port.
+        # If an environment variable can set the port, the port may differ from the default.
         is_confirmed = port in listening_ports or not listening_ports
         if port is not None and (is_confirmed or not _may_be_elsewhere(command)):
             return port
@@ -363,7 +366,7 @@ class NodeProcesses:
         return default_port if default_port in listening_ports else port
 
     def _build_name(self, owner: Owner, page_url: str) -> EngineName:
-        """Return the names of an engine; `page_url` names one without a pod or unit."""
+        """Return the names of an engine; `page_url` is used if it has neither a pod nor a unit."""
         if owner.pod_uid is None:
             return EngineName(unit=owner.unit, engine_url="" if owner.unit else page_url)
         name = self._names.find(owner.pod_uid, owner.container_id)
@@ -375,9 +378,9 @@ class NodeProcesses:
 def _choose_due(
     readings: dict[int, ProcEntry] | dict[int, Owner | None], pids: frozenset[int], share: float
 ) -> list[int]:
-    """Return the pids to read now: new ones, and a share of those that were read longest ago.
+    """Return the pids to read now: new ones, and a share of the least recently read ones.
 
-    Pids that no longer exist are removed from the readings.
+    Pids that no longer exist are removed from `readings`.
     """
     for pid in readings.keys() - pids:
         del readings[pid]
@@ -387,7 +390,7 @@ def _choose_due(
 
 
 def _may_be_elsewhere(command: CommandLine) -> bool:
-    """Return whether an environment variable may have set another port than the default."""
+    """Return whether an environment variable may have set a port other than the default."""
     server = find_server(command) if command else None
     return server is not None and bool(server.port_variable)
 
@@ -408,7 +411,7 @@ def _limit(engines: list[LocatedEngine]) -> tuple[LocatedEngine, ...]:
     """Return the engines, of which at most MOST_ENGINES are watched."""
     limited: list[LocatedEngine] = []
     watched = 0
-    # The engines are sorted, so that the same engines are watched at each tick.
+    # The engines are sorted, so that the same engines are watched on every tick.
     for engine in sorted(engines, key=lambda engine: engine.key):
         if engine.kind is EngineKind.WATCHED:
             watched += 1

@@ -1,4 +1,4 @@
-"""Read the options on vLLM's command line, as vLLM's own parser does."""
+"""Read the options on vLLM's command line in the same way as vLLM's own parser."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ _PARSERS: Final = {
     for name, kind in get_type_hints(EngineOptions).items()
     if kind in _PARSERS_BY_TYPE
 }
-"""For each option, by its name in EngineOptions, how its value is parsed."""
+"""How each option's value is parsed, by the option's name in EngineOptions."""
 
 _CONNECTOR_SIZES: Final = {
     "kv_connector_bytes": re.compile(r'"cpu_bytes_to_use"\s*:\s*"?(\d{1,15})(?!\d)'),
@@ -33,19 +33,19 @@ _CONNECTOR_SIZES: Final = {
         r'"lmcache\.max_local_cpu_size"\s*:\s*"?(\d{1,6}(?:\.\d{1,6})?)(?!\d)'
     ),
 }
-"""The patterns of the sizes in the JSON of --kv-transfer-config, by the field of EngineOptions.
-Each connector in this JSON may have a size (vllm/v1/kv_offload/, LMCache's config.py).
+"""Patterns for the sizes in the JSON of --kv-transfer-config, by the field of EngineOptions. Each
+connector in this JSON may have a size (vllm/v1/kv_offload/, LMCache's config.py).
 """
 
 _MAX_SHOWN_CHARACTERS: Final = 4096
-"""This many characters of a command line are shown, because some lines are megabytes long."""
+"""The number of characters of a command line that are shown, because some are megabytes long."""
 
 _MAX_OPTION_NAMES: Final = 1000
-"""One command line may have at most this many options. vLLM has about 300."""
+"""The maximum number of options kept from one command line. vLLM has about 300."""
 
 _MAX_SEARCHED_CHARACTERS: Final = 2**16
-"""This many characters of an argument are searched for secrets. They are more than the characters
-that are shown, because a pattern cannot match a secret whose end is cut off.
+"""The number of characters of an argument that are searched for secrets. It is higher than the
+number shown, because a pattern cannot match a secret whose end is cut off.
 """
 
 _SECRET_OPTION: Final = re.compile(
@@ -64,11 +64,10 @@ _STARRED: Final = rf"\g<before>\g<name>\g<start>{_STARS}"
 
 
 def read_options(command: CommandLine) -> EngineOptions | None:
-    """Return what the command line of a vLLM server sets; None for any other command line.
+    """Return the options on the command line of a vLLM server; None for any other command line.
 
     As in vLLM, an option may have underscores or dashes, and its value follows a space or `=`. If
-    an option is given several times, its last value counts. If a value has a wrong type, it is
-    ignored.
+    an option is given more than once, its last value counts. Values of the wrong type are ignored.
     """
     server = find_server(command) if command else None
     if server is None or server.product != "vLLM":
@@ -89,7 +88,7 @@ def read_options(command: CommandLine) -> EngineOptions | None:
         model = _find_positional_model(command)
         if model is not None:
             values["model"] = model
-    # The connector's settings are JSON within an option. Patterns find the sizes in it.
+    # The connector's settings are JSON within an option, in which patterns find the sizes.
     connector = texts.get("kv_transfer_config", "")
     for name, pattern in _CONNECTOR_SIZES.items():
         sizes = pattern.findall(connector)
@@ -101,7 +100,7 @@ def read_options(command: CommandLine) -> EngineOptions | None:
 
 
 def _find_option_name(argument: str) -> str | None:
-    """Return an option's long name with underscores; None for an argument that is no option."""
+    """Return an option's long name with underscores; None if the argument is not an option."""
     if argument in _SHORT_OPTIONS:
         return _SHORT_OPTIONS[argument]
     if argument.startswith("--") and argument != "--":
@@ -110,7 +109,7 @@ def _find_option_name(argument: str) -> str | None:
 
 
 def _find_positional_model(command: CommandLine) -> str | None:
-    """Return the model in `vllm serve MODEL`; None if no argument or an option follows."""
+    """Return the model in `vllm serve MODEL`; None if an option or nothing follows `serve`."""
     if "serve" not in command[:-1]:
         return None
     argument = command[command.index("serve") + 1]
@@ -120,14 +119,14 @@ def _find_positional_model(command: CommandLine) -> str | None:
 
 
 def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
-    """Return the value of an option; None if it has another type or is out of bounds.
+    """Return the value of an option; None if it has the wrong type or is out of bounds.
 
-    A text must not be longer than what is shown. A number must be from 0 to an exact integer, and
-    the ratio gpu_memory_utilization must not be above 1.
+    A text must not be longer than the part of a command line that is shown. A number must be
+    between 0 and LARGEST_EXACT_BYTES, and gpu_memory_utilization must not exceed 1.
     """
     try:
         value = _PARSERS[name](text)
-    # The value is "auto", or another option is in its place.
+    # The value is "auto", or the next argument is another option.
     except (ValueError, InvalidOperation):
         return None
     if isinstance(value, str):
@@ -139,21 +138,21 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
 
 
 def star_secrets(command: CommandLine) -> str:
-    """Return a command line to show, with its secrets replaced by stars.
+    """Return a command line for display, with its secrets replaced by asterisks.
 
-    Secrets are all values of an option with a secret's name, and any text that looks like a secret.
-    If a line is too long, it is cut and ends with "...".
+    All values of an option whose name indicates a secret are treated as secrets, as is any text
+    that looks like one. A command line that is too long is cut off and ends with "...".
     """
     shown_arguments: list[str] = []
     room_characters = _MAX_SHOWN_CHARACTERS
     is_secret_value = False
     for argument in command:
         if argument.startswith("-"):
-            # Until the next option, values belong to this one.
+            # All values up to the next option belong to this one.
             is_secret_value = bool(_SECRET_OPTION.match(argument))
             shown = _star_argument(argument)[:room_characters]
         elif is_secret_value:
-            # The option may take several values, and all values up to the next option are secret.
+            # The option may take several values, all of which are secret.
             shown = _STARS
         else:
             shown = _star_argument(argument)[:room_characters]
@@ -165,5 +164,5 @@ def star_secrets(command: CommandLine) -> str:
 
 
 def _star_argument(argument: str) -> str:
-    """Return the start of an argument, with all that looks like a secret replaced by stars."""
+    """Return the start of an argument, with everything that looks like a secret replaced."""
     return _SECRETS.sub(_STARRED, argument[:_MAX_SEARCHED_CHARACTERS])

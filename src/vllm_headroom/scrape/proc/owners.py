@@ -1,4 +1,4 @@
-"""Find the owner of a process, by its cgroup: a pod's container or a systemd unit."""
+"""Find a process's owner from its cgroup: a container in a pod, or a systemd unit."""
 
 import re
 from pathlib import Path
@@ -11,30 +11,28 @@ from vllm_headroom.scrape.proc.files import read_start, split_kernel_lines
 _POD: Final = re.compile(
     r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?![0-9a-f])"
 )
-"""A pod's folder among the cgroups. With the kubelet's cgroup driver `systemd`, the UID has
-underscores, and with `cgroupfs` it has dashes. The UID of a static pod is a hash.
+"""A pod's folder in the cgroup tree. The UID has underscores if the kubelet's cgroup driver is
+`systemd`, and dashes if it is `cgroupfs`. The UID of a static pod is a hash.
 """
 
 _CONTAINER: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
-"""A container's ID, as containerd, CRI-O and Docker write it."""
+"""A container's ID as written by containerd, CRI-O and Docker."""
 
 _NOT_A_SERVICE: Final = re.compile(r"init\.scope|session-.*|user@.*")
-"""Units that a login starts. They contain whatever the user runs."""
+"""Units created by a login, which contain whatever the user runs."""
 
 
 class Owner(Struct, frozen=True, kw_only=True):
-    """The pod's container, or the unit of systemd, to which a process belongs."""
+    """The container in a pod, or the systemd unit, to which a process belongs."""
 
     key: str
     """Identifies a group of processes that see each other: `pod:UID`, or the cgroup's path."""
     pod_uid: str | None = None
-    """The pod's UID with dashes, as in the API; None for a process that is in no pod."""
+    """The pod's UID with dashes, as in the API; None for a process outside of a pod."""
     container_id: str | None = None
-    """The container's ID. The value is None outside of a pod, or if the pod's cgroup does not show
-    it.
-    """
+    """The container's ID; None outside of a pod, or if the pod's cgroup does not show the ID."""
     unit: str | None = None
-    """A service or scope of systemd; None in a pod, or if there is no unit."""
+    """A systemd service or scope; None in a pod, or if there is no unit."""
 
 
 def read_owner(proc: Path, pid: int) -> Owner | None:
@@ -49,8 +47,8 @@ def read_owner(proc: Path, pid: int) -> Owner | None:
 def parse_owner(text: str) -> Owner | None:
     """Return the owner of a process whose cgroup file has this content.
 
-    Each line has the number, the controllers and the path of a hierarchy; version 2 has number 0.
-    Returns None for a text without any such line.
+    Each line contains the number, the controllers and the path of a hierarchy; version 2 has the
+    number 0. Returns None if the text contains no such line.
     """
     paths: dict[str, str] = {}
     for line in split_kernel_lines(text):
@@ -59,7 +57,7 @@ def parse_owner(text: str) -> Owner | None:
         if not separator or not second_separator:
             continue
         paths["" if hierarchy == "0" else controllers] = path
-        # A pod's cgroup names the pod and the container, with either version.
+        # In both versions, a pod's cgroup names the pod and the container.
         pod = _POD.search(path)
         if pod is not None:
             uid = pod[1].replace("_", "-")
@@ -71,7 +69,7 @@ def parse_owner(text: str) -> Owner | None:
             )
     if not paths:
         return None
-    # With version 1, systemd has a separate hierarchy.
+    # In version 1, systemd has a separate hierarchy.
     path = paths.get("name=systemd") or paths.get("") or next(iter(paths.values()))
     return Owner(key=path, unit=_find_unit(path))
 

@@ -1,4 +1,4 @@
-"""Find the processes of the engine that serves a port, and measure them, by /proc."""
+"""Use /proc to find and measure the processes of the engine that serves a port."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
@@ -49,118 +49,117 @@ HIDDEN: Final = Failure(
     ),
 )
 """The result if the engine's processes cannot be visible. An empty list of processes would mean
-that the engine is down. So the list is empty only if the engine was visible before, and pid 1 still
-is.
+that the engine is down, so an empty list is returned only if the engine was visible before and pid
+1 still is.
 """
 
 INIT_PID: Final = 1
 
 EXACT_START_SECONDS: Final = 0.2
-"""Two start times that differ by at most this count as equal, because the kernel counts them in
-hundredths of a second. A larger difference may mean that the clock was set. An equal port is then
-stronger evidence than the start time.
+"""Start times that differ by at most this much count as equal, because the kernel counts them in
+hundredths of a second. A larger difference may mean that the clock was set, in which case an equal
+port is stronger evidence than the start time.
 """
 
 _WAITS_SECONDS: Final = 4.0
-"""How long a reading of the requests that wait counts. At the usual interval of 5 s each tick reads
-them. A wait means something from SLOW_SECONDS on.
+"""How long a reading of the waiting requests stays valid. At the usual interval of 5 s, every tick
+reads them again. Only waits of SLOW_SECONDS or more are significant.
 """
 
 RAY_TITLE: Final = "ray::"
-"""Prefix of the process titles of Ray's actors."""
+"""The prefix of the process titles of Ray's actors."""
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
-"""Shells that run a container's entrypoint. A shell adopts the processes that a server in its
-process group leaves behind. It is never an engine.
+"""Shells that run a container's entrypoint. A shell adopts the processes left behind by a server in
+its process group, but is never an engine itself.
 """
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """The processes among which one of several engines is looked for."""
+    """The processes among which one of several engines is searched for."""
 
     visible_pids: frozenset[int]
-    """The pids of the processes of the whole machine."""
+    """The pids of all processes on the machine."""
     own_pids: frozenset[int]
-    """The pids of the processes of the engine's pod or unit, which are those that a sidecar in the
-    pod would see.
+    """The pids of the processes in the engine's pod or unit, which are the ones that a sidecar in
+    the pod would see.
     """
 
 
 Roots = tuple[int, ...]
-"""The pids of an engine's topmost processes. No other process of the engine is above them."""
+"""The pids of an engine's topmost processes, which have no ancestor in the engine."""
 
 
 class ServedPort(NamedTuple):
-    """The port at which an engine may serve its page."""
+    """The port on which an engine may serve its page."""
 
     port: int | None
     """The port on the engine's command line; None if unknown."""
     can_listen: bool
-    """Whether the engine can listen at the address of the page."""
+    """Whether the engine can listen on the address of the page."""
 
 
 class PageState(Struct, frozen=True, kw_only=True):
     """The result of the last request for the engine's page.
 
-    The defaults describe the state before any request, when everything is possible.
+    The defaults describe the state before the first request, when everything is possible.
     """
 
     port: int
     can_listen: bool = True
-    """Whether something may listen on the port."""
+    """Whether something may be listening on the port."""
     is_answered: bool = False
-    """Whether an engine answers on the port."""
+    """Whether an engine responds on the port."""
     server_start_seconds: float | None = None
-    """When the server behind the page started, in seconds since boot; None if the page does not
-    show it.
+    """When the server of the page started, in seconds since boot; None if the page does not show
+    it.
     """
     is_maybe_other_pods: bool = False
-    """Whether the request failed while processes of other pods are visible. In this case the only
-    visible engine may be another pod's.
+    """Whether the request failed while processes of other pods are visible, in which case the only
+    visible engine may belong to another pod.
     """
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The chosen engine, and what the next choice needs to know about this choice."""
+    """The chosen engine, and the facts about this choice that the next one needs."""
 
     roots: Roots = ()
-    """The engine's root processes. The value is empty if the engine is down, or if it is unknown
-    which of several engines it is.
+    """The engine's root processes; empty if the engine is down, or if it is unknown which of
+    several engines is the right one.
     """
     ambiguous_engines: int = 0
-    """If it is unknown which visible engine is the engine, the number of visible engines; 0
-    otherwise.
+    """The number of visible engines if it is unknown which of them is the right one; 0 otherwise.
     """
     certain_port: ServedPort | None = None
-    """The engine's port when the choice was last certain; None before that."""
+    """The engine's port when the choice was last certain; None if it never was."""
     servers: frozenset[ProcIdentity] = frozenset()
     """The engine's roots and the API servers directly below them."""
     neighbours: frozenset[ProcIdentity] = frozenset()
     """The roots of all other engines."""
     strangers: frozenset[ProcIdentity] = frozenset()
-    """The neighbours that were visible when a page identified the engine by its start time."""
+    """The neighbours that were visible when a page last identified the engine by its start time."""
     identified_start_seconds: float | None = None
-    """The start time, in seconds since boot, by which a page last identified the engine."""
+    """The start time by which a page last identified the engine, in seconds since boot."""
     ports: frozenset[int] = frozenset()
-    """The engine's port. If no engine is chosen, the ports of all engines."""
+    """The engine's port or, if no engine is chosen, the ports of all engines."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """An engine that may serve the page, with the evidence for it."""
+    """An engine that may be serving the page, with the evidence for it."""
 
     roots: Roots
     root_processes: frozenset[ProcIdentity]
     servers: frozenset[ProcIdentity]
     """The roots and the API servers directly below them. Any of these may serve the page."""
     starts_seconds: tuple[float, ...]
-    """The start times, in seconds since boot, of its servers and of the program above its first
-    root. The page may show any of these times.
+    """The start times of its servers and of its first root's parent, in seconds since boot. The
+    page may show any of these times.
     """
     served_port: ServedPort
 
 
 class StartMatch(IntEnum):
-    """How well a start time matches the start time on the page."""
+    """How well a start time matches the one on the page."""
 
     NONE = 0
     NEAR = 1
@@ -174,7 +173,7 @@ class Rank(NamedTuple):
 
     start_match: StartMatch = StartMatch.NONE
     has_port: bool = False
-    """Whether the engine has the page's port and can listen there, or has the port of the last
+    """Whether the engine has the page's port and can listen on it, or has the port of the last
     certain choice.
     """
     closeness: float = -inf
@@ -182,27 +181,27 @@ class Rank(NamedTuple):
     they do not match.
     """
     may_have_port: bool = False
-    """Whether the engine's port is unknown, or differs while something listens that may forward to
-    it (a proxy or a port mapping).
+    """Whether the engine's port is unknown, or differs while something is listening that may
+    forward to it (a proxy or a port mapping).
     """
     was_chosen: bool = False
 
 
 NO_EVIDENCE: Final = Rank()
-"""The rank of an engine that does not serve the page. Such an engine is never chosen."""
+"""The rank of an engine for which there is no evidence. Such an engine is never chosen."""
 
 
 class Processes:
     """Finds the processes of the engine that serves `engine_port`, and measures them.
 
-    A new process is read at once. Every process is read again within `rescan_seconds`, because a
-    process gets its title only after its start. Each reading covers a share of the processes, so
-    that no reading takes long on a host with many processes. When a process of the engine has
-    exited, all processes are read again.
+    A new process is read immediately. Every process is read again within `rescan_seconds`, because
+    a process sets its title only after it has started. Each reading covers a share of the
+    processes, so that no reading takes long on a host with many processes. When a process of the
+    engine has exited, all processes are read again.
 
     `engine_is_here` means that the engine's page is served on this machine, so the engine's
-    processes must be visible. `read_scope` returns the processes among which the engine is looked
-    for. Without it, all visible processes are searched.
+    processes must be visible. `read_scope` returns the processes among which to search for the
+    engine. Without it, all visible processes are searched.
     """
 
     def __init__(
@@ -224,14 +223,14 @@ class Processes:
 
         # The fields of the scan.
         self._entries: dict[int, ProcEntry] = {}
-        """Every visible process by pid. The one that was read longest ago comes first."""
+        """Every visible process by pid. The least recently read one comes first."""
         self._scanned_at_seconds = monotonic()
 
         # The fields about the engine among the scanned processes.
         self._no_page = PageState(port=engine_port)
         """The state of the page before any request for it."""
         self._page = self._no_page
-        """The state of the page by which the engine was last chosen."""
+        """The state of the page when the engine was last chosen."""
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
         """The roles of the engine's processes by pid."""
@@ -239,51 +238,51 @@ class Processes:
         """The engine's processes by pid, as they were when it was last chosen."""
         self._options: EngineOptions | None = None
         self._is_choice_due = True
-        """Whether the engine has to be chosen again if any process changes, whichever it is."""
+        """Whether the engine must be chosen again if any process at all changes."""
         self._family_pids: frozenset[int] = frozenset()
-        """The pids of the engine's processes and of those that exited runs have left behind."""
+        """The pids of the engine's processes and of those left behind by exited runs."""
         self._ancestor_pids: frozenset[int] = frozenset()
-        """The pids of all processes above a process of any engine."""
+        """The pids of all ancestors of any engine's processes."""
 
-        # The fields about processes that exited runs have left behind.
+        # The fields about processes left behind by exited runs.
         self._orphans: dict[int, ProcEntry] = {}
         """Processes of exited runs of the engine, by pid."""
         self._orphan_pids: frozenset[int] = frozenset()
         """The pids of these processes and of all their descendants."""
         self._stray_pids: frozenset[int] = frozenset()
-        """The pids of processes that an unobserved engine left behind, and of all their
-        descendants.
+        """The pids of processes left behind by an unobserved engine, and of all their descendants.
         """
 
-        # The requests that wait for an answer.
+        # The requests that are waiting for a response.
         self._waits_seconds: tuple[float, ...] | None = None
-        """For how many seconds each has waited; None if unknown."""
+        """How many seconds each request has been waiting; None if unknown."""
         self._waiting_ports: frozenset[int] = frozenset()
-        """The ports of the engine whose requests were read; empty before the first reading."""
+        """The engine's ports whose requests were read; empty before the first reading."""
         self._waits_read_at_seconds = 0.0
 
         self._sees_others = True
-        """Whether processes are visible that are neither above nor below the daemon."""
+        """Whether any process is visible that is neither an ancestor nor a descendant of the
+        daemon.
+        """
         self._has_seen_engine = False
 
     async def read(
         self, timeout_seconds: float, page: EnginePage | Failure | None = None
     ) -> ProcessReadings | Failure:
-        """Return the engine's running processes, and what /proc shows about all others.
+        """Return the engine's running processes and what /proc shows about others; never raise.
 
-        Never raise.
-
-        `page` is the result of the last request for the engine's page, or None. It helps to choose
-        the engine. The result is a Failure in three cases. The reason is TIMEOUT while the reading
-        thread is blocked, as on the command line of a process that is stuck in a driver. It is
-        UNAVAILABLE if /proc cannot be read. The result is HIDDEN if the engine cannot be visible.
+        `page` is the result of the last request for the engine's page, or None, and helps to choose
+        the engine. The result is a Failure in three cases: with the reason TIMEOUT while the
+        reading thread is blocked, for example on the command line of a process that is stuck in a
+        driver; with the reason UNAVAILABLE if /proc cannot be read; and HIDDEN if the engine cannot
+        be visible.
         """
         try:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
         except TimeoutError:
             late = f"{self._proc} did not answer within {timeout_seconds:g} s"
-            # Reading a command line takes the lock of that process's memory map, and a hung driver
-            # may hold this lock.
+            # Reading a command line takes the lock on the process's memory map, which a hung driver
+            # may be holding.
             message = f"{late}: look for processes in state D, which a hung driver holds"
             return Failure(source=Source.PROCESS, reason=Reason.TIMEOUT, message=message)
         except OSError as error:
@@ -291,15 +290,15 @@ class Processes:
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def find_command(self, pid: int) -> CommandLine | None:
-        """Return the command line of a process as it was last read; None if it is not visible.
+        """Return a process's command line as last read; None if the process is not visible.
 
-        It may be called from any thread.
+        This method may be called from any thread.
         """
         entry = self._entries.get(pid)
         return None if entry is None else entry.command
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
-        """Do the work of `read`, on the thread.
+        """Do the work of `read` on the thread.
 
         Raises OSError if /proc cannot be read. Returns a Failure if /proc may hide the engine.
         """
@@ -313,26 +312,26 @@ class Processes:
         page_state = self._describe_page(page)
         if not visible_pids:
             raise OSError("no process shows, not even the daemon's own")
-        # A process of the engine has exited. Other processes may change with it, so all are read
+        # A process of the engine has exited. Other processes may have changed too, so all are read
         # again.
         if not pids >= self._roles.keys():
             self._forget_entries()
         engine = self._read_engine(pids, page_state)
-        # All are also read again if the process exited after its pid was listed.
+        # All processes are also read again if one exited after its pid was listed.
         if len(engine) < len(self._roles):
             self._forget_entries()
             engine = self._read_engine(pids, page_state)
         if engine:
             self._has_seen_engine = True
-        # An empty list means that the engine is down, so the list must not come from a /proc that
-        # hides the engine.
+        # An empty list means that the engine is down, so it must not be returned if /proc hides the
+        # engine.
         if self._is_engine_hidden(pids, engine):
             return HIDDEN
-        # A zombie has no command line and therefore no entry, so only its state is read.
+        # A zombie has no entry, because it has no command line, so only its state is read.
         states = {
             pid: proc_files.read_state(self._proc, pid) for pid in pids - self._entries.keys()
         }
-        # If a pid was reaped after it was listed, it is not a running process.
+        # A pid that was reaped after it was listed no longer belongs to a running process.
         reaped_pids = frozenset(pid for pid, state in states.items() if state is None)
         measured_pids = {process.pid for process in engine}
         return ProcessReadings(
@@ -367,7 +366,7 @@ class Processes:
             return False
         if engine or self._sees_others:
             return False
-        # An engine that was visible has exited, unless pid 1 is gone too. In that case all
+        # An engine that was visible has exited, unless pid 1 is gone too, which means that all
         # processes became invisible.
         return not (self._has_seen_engine and INIT_PID in pids)
 
@@ -376,7 +375,7 @@ class Processes:
         if page is None:
             return self._no_page
         if isinstance(page, Failure):
-            # On this machine, a refused connection proves that nothing listens on the port.
+            # On this machine, a refused connection proves that nothing is listening on the port.
             is_refused = self._engine_is_here and page.reason is Reason.UNREACHABLE
             return replace(
                 self._no_page,
@@ -390,7 +389,7 @@ class Processes:
         ]
         server_start_seconds = None
         if start_times_seconds:
-            # The time is relative to boot, like the start times in /proc.
+            # The time is converted to seconds since boot, like the start times in /proc.
             server_start_seconds = min(start_times_seconds) - self._boot_time_seconds
         return replace(
             self._no_page,
@@ -399,14 +398,15 @@ class Processes:
         )
 
     def _read_engine(self, pids: frozenset[int], page: PageState) -> tuple[EngineProcess, ...]:
-        """Return the engine's processes in the order of their pids, without those that have exited.
+        """Return the engine's processes sorted by pid, without those that have exited.
 
-        If a process or the page's state has changed, the engine is chosen again. Raises OSError if
-        /proc cannot be read, or if it is unknown whether a process has exited.
+        If a relevant process or the page's state has changed, the engine is chosen again. Raises
+        OSError if /proc cannot be read, or if it is unknown whether a process has exited.
         """
         changed_processes = self._scan(pids)
-        # Choosing the engine needs a walk over all processes, and on a busy machine some process
-        # starts or exits at each tick, so it is done only if the change may concern an engine.
+        # Choosing the engine requires walking over all processes. On a busy machine, some process
+        # starts or exits on every tick, so the engine is chosen again only if a change may concern
+        # an engine.
         concerns_engine = any(self._may_concern_engine(process) for process in changed_processes)
         if concerns_engine or page != self._page:
             self._page = page
@@ -422,9 +422,10 @@ class Processes:
         return tuple(processes)
 
     def _may_concern_engine(self, process: ProcEntry) -> bool:
-        """Return whether a process, by what it was or is now, may change which one is the engine.
+        """Return whether a process, as it was or as it is now, may affect the choice of the engine.
 
-        It does not if neither itself, nor a process above or below it, is or was one of an engine.
+        It cannot if neither the process itself nor an ancestor or descendant of it is or was part
+        of an engine.
         """
         if self._is_choice_due or process.role is not None:
             return True
@@ -433,14 +434,14 @@ class Processes:
         )
 
     def _scan(self, pids: frozenset[int]) -> list[ProcEntry]:
-        """Read new processes and a share of the others; return what changed ones were and are now.
+        """Read new processes and a share of the others; return old and new entries of changed ones.
 
-        A process that was read moves to the end of `_entries`, so that every process is read in its
+        A process that was read moves to the end of `_entries`, so that every process is read in
         turn.
         """
         now_seconds = self._monotonic()
         share = 1.0
-        # On a host with thousands of processes, a full scan at each tick would be costly.
+        # On a host with thousands of processes, a full scan on every tick would be expensive.
         if self._rescan_seconds:
             share = (now_seconds - self._scanned_at_seconds) / self._rescan_seconds
         self._scanned_at_seconds = now_seconds
@@ -449,17 +450,17 @@ class Processes:
         new_pids = pids - self._entries.keys()
         changed_processes = [self._entries.pop(pid) for pid in exited_pids]
 
-        # Kernel threads never change, so they are read once.
+        # Kernel threads never change, so they are read only once.
         kernel_parent = self._find_kernel_parent()
         known_pids = [
             pid for pid, entry in self._entries.items() if entry.parent_pid != kernel_parent
         ]
-        # The oldest entries come first, because entries that were read move to the end.
+        # The least recently read entries come first, because entries move to the end when read.
         due_pids = known_pids[: ceil(share * len(known_pids))]
         for pid in (*due_pids, *new_pids):
             previous = self._entries.pop(pid, None)
             entry = proc_files.read_entry(self._proc, pid, previous, is_engine=pid in self._roles)
-            # Zombies, and processes that exited after they were listed, have no entry.
+            # Zombies and processes that exited after they were listed have no entry.
             if entry is not None:
                 self._entries[pid] = entry
             if entry == previous:
@@ -473,7 +474,7 @@ class Processes:
     def _find_kernel_parent(self) -> int | None:
         """Return the pid of kthreadd, the parent of kernel threads; None if it is not visible.
 
-        In a container, pid 2 is another process.
+        In a container, pid 2 is a different process.
         """
         process = self._entries.get(proc_files.KTHREADD_PID)
         if process is None:
@@ -482,9 +483,9 @@ class Processes:
         return proc_files.KTHREADD_PID if is_kthreadd else None
 
     def _find_engine(self) -> None:
-        """Choose the engine among the scanned processes; find what exited runs have left.
+        """Choose the engine among the scanned processes, and find what exited runs left behind.
 
-        Sets all fields from `_choice` to `_sees_others`.
+        Sets the fields about the engine and about leftover processes, and `_sees_others`.
         """
         entries = self._entries
         own_pid = proc_files.read_own_pid(self._proc)
@@ -492,8 +493,8 @@ class Processes:
 
         strays = find_strays(entries, self._engine_entries)
         self._stray_pids = add_descendants(entries, strays)
-        # The previous choice is used, because a run's orphans are recognised by the engine that
-        # left them.
+        # The previous choice is used, because a run's orphans are identified by the engine that
+        # left them behind.
         self._orphans = find_orphans(
             entries,
             self._engine_entries,
@@ -504,7 +505,7 @@ class Processes:
         self._orphan_pids = add_descendants(entries, self._orphans)
 
         leftover_pids = self._orphan_pids | self._stray_pids
-        # Processes that exited runs left behind must not be chosen as the engine.
+        # Processes left behind by exited runs must not be chosen as the engine.
         candidates = {pid: entry for pid, entry in entries.items() if pid not in leftover_pids}
         self._choice = choose_roots(candidates, self._find_served_port, self._page, self._choice)
         self._roles = assign_roles(candidates, own_pid, self._choice.roots)
@@ -512,7 +513,7 @@ class Processes:
         self._options = self._read_options()
         self._sees_others = sees_other_processes(entries, own_pid)
 
-        # A choice depends on the one before, so it has to be made again until it stays the same.
+        # A choice depends on the previous one, so it must be repeated until it no longer changes.
         result = (self._choice, self._engine_entries, self._orphans, self._stray_pids)
         self._is_choice_due = result != previous_result
         self._family_pids = leftover_pids | self._roles.keys()
@@ -523,13 +524,13 @@ class Processes:
         self._ancestor_pids = frozenset(ancestor_pids)
 
     def _find_served_port(self, pid: int) -> ServedPort:
-        """Return the port of a server, and whether the server can listen at the page's address."""
+        """Return the port of a server, and whether the server can listen on the page's address."""
         can_listen = True
         # An address of this machine belongs to the daemon's network namespace.
         if self._engine_is_here and self._read_scope is None:
             can_listen = proc_files.has_same_network(self._proc, pid)
         command = proc_files.read_command(self._proc, pid)
-        # The title of a rank hides its command line, but the command line of its supervisor has the
+        # A rank's title hides its command line, but its supervisor's command line contains the
         # first port.
         parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)
         port = find_server_port(command, self._page.port, parent_command)
@@ -538,7 +539,7 @@ class Processes:
     def _read_options(self) -> EngineOptions | None:
         """Return the options of the engine's server; None if they cannot be read.
 
-        The title of a rank hides its options, so the options of the program above it are used.
+        A rank's title hides its options, so its parent's options are used instead.
         """
         if not self._choice.roots:
             return None
@@ -557,15 +558,15 @@ class Processes:
         usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
-        # If a process has released its memory, it is exiting, although it is still listed.
+        # A process that has released its memory is exiting, although it is still listed.
         if usage.state == proc_files.ZOMBIE_STATE or usage.rss_bytes == 0:
             return None
         cpu_pressure_ratio = None
         wait_seconds = None
         waiting_requests = None
-        # Only the first API server gets these values. The machine's pressure and the connections of
-        # the engine's ports are no figures of a process, and those of several servers would be
-        # added up.
+        # Only the first API server gets these values. The machine's pressure and the connections to
+        # the engine's ports do not belong to a single process, and if several servers had them,
+        # they would be added up.
         if entry.pid == self._find_first_server():
             cpu_pressure_ratio = read_cpu_pressure(self._proc)
             if proc_files.has_same_network(self._proc, entry.pid, default=False):
@@ -588,10 +589,10 @@ class Processes:
         )
 
     def _read_waits(self, ports: frozenset[int]) -> tuple[float, ...] | None:
-        """Return for how many seconds each request to these ports has waited; None if unknown.
+        """Return how many seconds each request to these ports has been waiting; None if unknown.
 
-        A reading takes 0.7 ms of the kernel's time, because it walks the connections of the whole
-        machine. The last reading counts for _WAITS_SECONDS.
+        A reading takes 0.7 ms in the kernel, which walks the connections of the whole machine, so
+        the result is reused for _WAITS_SECONDS.
         """
         now_seconds = self._monotonic()
         is_due = now_seconds - self._waits_read_at_seconds >= _WAITS_SECONDS
@@ -602,7 +603,7 @@ class Processes:
         return self._waits_seconds
 
     def _find_first_server(self) -> int | None:
-        """Return the pid of the engine's first root that is an API server; None without one."""
+        """Return the pid of the engine's first root that is an API server; None if none is."""
         for pid in self._choice.roots:
             if self._roles.get(pid) is Role.API_SERVER:
                 return pid
@@ -612,7 +613,7 @@ class Processes:
     def _sees_host_pids(self) -> bool:
         """Return whether pids are the host's.
 
-        This is read once, because a process never changes its namespace.
+        The namespace is read only once, because a process never changes its PID namespace.
         """
         return proc_files.has_host_pids(self._proc)
 
@@ -620,22 +621,23 @@ class Processes:
     def _boot_time_seconds(self) -> float:
         """Return when the machine booted, in seconds since the epoch.
 
-        It is read once, because it changes when the clock is set. This would change the start times
-        that identify processes.
+        The boot time is read only once, because it changes when the clock is set, which would
+        change the start times that identify processes.
         """
         return read_boot_time(self._proc)
 
 
 def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
-    """Return whether a process is visible that is neither above nor below the daemon.
+    """Return whether a process is visible that is not an ancestor or descendant of the daemon.
 
-    Returns False if pid 1 is not visible, as with hidepid. Only processes of the daemon's user are
-    visible then, and a visible process does not prove that the engine's processes would be visible.
+    Returns False if pid 1 is not visible, as with hidepid. In that case, only processes of the
+    daemon's user are visible, and a visible process does not prove that the engine's processes
+    would be visible.
     """
     if INIT_PID not in entries:
         return False
     own_line = {own_pid}
-    # A process above or below the daemon is in the daemon's own container, and proves nothing.
+    # The daemon's ancestors and descendants are in its own container and prove nothing.
     if own_pid in entries:
         own_line |= list_ancestors(entries, own_pid)
     for pid in entries:
@@ -647,10 +649,10 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
 def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
     """Return the pids of cores and workers left behind by an engine that was never observed.
 
-    Processes of the watched engine are left out. Two more kinds are left out: Ray's actors, whose
-    parent is always Ray's daemon, and processes of a family whose API server still runs.
+    Processes of the watched engine are left out. So are Ray's actors, whose parent is always Ray's
+    daemon, and processes of a family whose API server is still running.
     """
-    # If a family has an adopted API server, it still serves.
+    # A family with an adopted API server is still serving.
     serving_families = {
         process.family
         for process in entries.values()
@@ -662,18 +664,17 @@ def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
             continue
         if _is_ray_actor(process) or process.family in serving_families:
             continue
-        # If the parent of a process has exited, the process gets another parent. So its engine is
-        # gone.
+        # A process gets another parent when its parent exits, so its engine is gone.
         if _is_adopted(process, entries.get(process.parent_pid)):
             strays.add(pid)
     return strays
 
 
 def _is_adopted(process: ProcEntry, parent: ProcEntry | None) -> bool:
-    """Return whether a process lost its parent and was adopted, by a parent that adopts orphans."""
+    """Return whether a process lost its parent and was adopted by a process that adopts orphans."""
     if parent is None or parent.role:
         return False
-    # An engine's processes share the process group of their parent.
+    # An engine's processes share their parent's process group.
     return parent.group != process.group or parent.name in _SHELLS
 
 
@@ -687,18 +688,18 @@ def find_orphans(
 ) -> dict[int, ProcEntry]:
     """Return the processes of an exited run that still exist, by pid.
 
-    They were processes of the engine, or orphans already, and do not descend from a running root of
-    the engine. While the engine runs, even without the process that started it, the result is
-    empty. `engine` has the engine's processes, roots included, as last read. `roots` has its last
-    roots.
+    These are processes that belonged to the engine, or were orphans already, and do not descend
+    from a running root of the engine. While the engine is running, even without the process that
+    started it, the result is empty. `engine` contains the engine's processes as last read,
+    including its roots. `roots` contains its last roots.
     """
     survivors: dict[int, ProcEntry] = {}
     for pid, process in {**previous_orphans, **engine}.items():
         current = entries.get(pid)
         if current is not None and current.identity == process.identity:
             survivors[pid] = current
-    # A program above it started a root that is not an API server. If that program is gone, the root
-    # is an orphan, whose parent is init or another process that adopts orphans.
+    # A root that is not an API server was started by its parent. If that parent is gone, the root
+    # is an orphan, whose parent is now init or another process that adopts orphans.
     running_roots: set[int] = set()
     for pid in roots:
         root = survivors.get(pid)
@@ -710,10 +711,10 @@ def find_orphans(
 
     has_server = _has_api_server(survivors, survivors)
     if has_server and is_page_answered and not running_roots:
-        # The engine continues without the process that started it (seen: vLLM 0.32 with two API
-        # servers).
+        # The engine keeps running without the process that started it (seen in vLLM 0.32 with two
+        # API servers).
         return {}
-    # The engine had an API server and has none now, so whatever still runs serves nobody.
+    # The engine no longer has an API server, so whatever is still running serves nobody.
     if not has_server and _has_api_server(engine, engine):
         running_roots = set()
     orphans: dict[int, ProcEntry] = {}
@@ -730,15 +731,15 @@ def choose_roots(
     page: PageState,
     previous: Choice,
 ) -> Choice:
-    """Return which process trees are the engine's, given the previous choice.
+    """Choose the process trees that belong to the engine, given the previous choice.
 
-    The visible engine with the highest rank is chosen. The choice has no roots in three cases: no
-    visible engine has evidence, two engines share the highest rank, or the only evidence is a
-    guess. `find_served` returns the port of the server with a pid.
+    The visible engine with the highest rank is chosen. The choice has no roots in three cases:
+    there is no evidence for any visible engine, two engines share the highest rank, or the only
+    evidence is a guess. `find_served` returns the port of the server with a given pid.
     """
     tops = _find_tops(entries)
     ray_actors = tuple(pid for pid in tops if _is_ray_actor(entries[pid]))
-    # Ray's actors descend from Ray and not from their engine, so no engine is formed from them.
+    # Ray's actors descend from Ray and not from their engine, so they do not form an engine.
     engines = _group_engines(entries, [pid for pid in tops if pid not in ray_actors])
     candidates = []
     for roots in engines:
@@ -761,13 +762,13 @@ def choose_roots(
         or best_rank.has_port
         or (page.is_answered and is_first_choice)
     )
-    # The only visible engine may be another pod's, so wait until the page answers.
+    # The only visible engine may belong to another pod, so wait until the page responds.
     is_guess = page.is_maybe_other_pods and is_first_choice and not is_certain
-    # If there is one engine, Ray's actors belong to it. If there are several, it is unknown to
-    # which one the actors belong.
+    # If there is only one engine, Ray's actors belong to it. If there are several, it is unknown
+    # which of them the actors belong to.
     has_unowned_actors = bool(ray_actors) and len(candidates) > 1
     if len(best_candidates) != 1 or is_guess or has_unowned_actors:
-        # If there is no other engine, the actors are the engine while something listens.
+        # If there is no other engine, the actors are the engine as long as something is listening.
         is_ray_only = page.can_listen and not candidates
         return _choose_none(
             candidates,
@@ -797,9 +798,9 @@ def choose_roots(
 
 
 def list_servers(entries: ProcEntries) -> list[int]:
-    """Return the pid of the first root of each engine that serves, sorted by pid.
+    """Return the sorted pids of the first root of each engine that serves.
 
-    If an engine has no API server, such as a program that embeds vLLM, it is left out.
+    Engines without an API server, such as a program that embeds vLLM, are left out.
     """
     tops = [pid for pid in _find_tops(entries) if not _is_ray_actor(entries[pid])]
     engines = _group_engines(entries, tops)
@@ -815,8 +816,8 @@ def _choose_none(
 ) -> Choice:
     """Return a choice without an engine.
 
-    `roots` has Ray's actors if only they are the engine; otherwise it is empty. The identity of the
-    previous engine is kept, so that the engine is recognised when it is visible again.
+    `roots` contains Ray's actors if they alone are the engine; otherwise it is empty. The identity
+    of the previous engine is kept, so that the engine is recognised when it becomes visible again.
     """
     root_processes = _list_root_processes(candidates)
     ports = {candidate.served_port.port for candidate in candidates}
@@ -839,10 +840,10 @@ def _list_root_processes(candidates: Iterable[Candidate]) -> frozenset[ProcIdent
 
 
 def _find_tops(entries: ProcEntries) -> list[int]:
-    """Return the sorted pids of engine processes without another engine process above them.
+    """Return the sorted pids of engine processes that have no engine process as an ancestor.
 
-    A supervisor that only starts ranks does not count as an engine process. Each rank below it is
-    an engine with its own port.
+    A supervisor that only starts ranks does not count as an engine process. Each of its ranks is an
+    engine with its own port.
     """
     engine_pids = {
         pid
@@ -859,11 +860,11 @@ def _is_ray_actor(process: ProcEntry) -> bool:
 
 
 def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
-    """Return the roots of each engine among `tops`; some of these may belong to none.
+    """Return the roots of each engine among `tops`, some of which may not belong to any engine.
 
-    A server is the only root of its engine, and so is a rank below a supervisor. Other processes
-    with the same parent and process group are the roots of one engine. If there is also a server or
-    rank, such a group is an engine only if it has an API server.
+    A server is the only root of its engine, and so is a supervisor's rank. Other processes with the
+    same parent and process group are the roots of one engine. If there is also a server or rank,
+    such a group is an engine only if it contains an API server.
     """
     engines: list[Roots] = []
     families: defaultdict[tuple[int, int], Roots] = defaultdict(tuple)
@@ -876,11 +877,11 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
         else:
             families[process.family] += (pid,)
     if not engines:
-        # Without any server, cores and workers below one parent belong to a program that embeds
-        # vLLM.
+        # If there is no server, cores and workers with the same parent belong to a program that
+        # embeds vLLM.
         return list(families.values())
-    # If there is a server, an engine core without one is a leftover. To count its memory as the
-    # engine's would hide the leak. If a family has an API server, it still serves, even after the
+    # If there is a server, an engine core without one is a leftover, and counting its memory as the
+    # engine's would hide the leak. A family with an API server is still serving, even after the
     # process that started it has exited.
     engines.extend(roots for roots in families.values() if _has_api_server(entries, roots))
     return engines
@@ -891,7 +892,7 @@ def _has_api_server(entries: ProcEntries, pids: Iterable[int]) -> bool:
 
 
 def _is_api_server(process: ProcEntry) -> bool:
-    """Return whether a process serves the page; a supervisor of ranks has the role but does not."""
+    """Return whether a process serves the page; a supervisor has the role but does not serve it."""
     return process.role is Role.API_SERVER and not is_supervisor(process.command)
 
 
@@ -903,7 +904,7 @@ def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedP
         if process.parent_pid in roots and _is_api_server(process):
             servers.append(process)  # noqa: PERF401 - a list for two conditions reads worse
     starts_seconds = [process.started_seconds for process in servers]
-    # `vllm serve` may be the parent of several servers, and a page may report its start time.
+    # `vllm serve` may be the parent of several servers, and the page may show its start time.
     program = entries.get(root_processes[0].parent_pid)
     if program is not None:
         starts_seconds.append(program.started_seconds)
@@ -917,26 +918,26 @@ def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedP
 
 
 def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> Rank:
-    """Return how certain it is that this engine serves the page; NO_EVIDENCE if it does not."""
+    """Return how certain it is that this engine serves the page; NO_EVIDENCE if none is found."""
     is_first_choice = previous.certain_port is None
     was_chosen = not candidate.root_processes.isdisjoint(previous.servers)
     page_port = ServedPort(page.port, can_listen=True)
     has_port = candidate.served_port in {page_port, previous.certain_port}
 
     closeness = _measure_closeness(candidate, page)
-    # A start time identifies one engine. If the start time identified the previous choice, it does
-    # not identify another engine, because the last page of an exited engine may still be the newest
-    # page.
+    # A start time identifies one engine. A start time that identified the previous choice cannot
+    # identify another engine, because the newest page may still be the last page of an exited
+    # engine.
     is_start_taken = page.server_start_seconds == previous.identified_start_seconds
     if is_start_taken and not was_chosen:
         closeness = -inf
     start_rank = Rank(start_match=_match_start(closeness), closeness=closeness)
 
-    # This engine was visible when a page had the start time of another engine. So only a page with
-    # this engine's start time is evidence for it.
+    # This engine was visible when a page showed the start time of another engine, so only a page
+    # with this engine's start time is evidence for it.
     if not candidate.root_processes.isdisjoint(previous.strangers):
         return start_rank
-    # If a page shows a start time, it is no evidence for an engine with another start time. The
+    # A page that shows a start time is not evidence for an engine with a different start time. The
     # exception is an engine with the page's port, because setting the clock changes the start time
     # on the page.
     if page.server_start_seconds is not None and is_first_choice and not has_port:
@@ -950,10 +951,10 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
 
 
 def _measure_closeness(candidate: Candidate, page: PageState) -> float:
-    """Return the negative distance, in seconds, of the page's start time to the nearest one.
+    """Return the negative distance in seconds from the page's start time to the nearest one.
 
-    The nearest one is that of the candidate which is closest to the page's. Returns -inf if they
-    are too far apart to match, or if the page has no start time.
+    The nearest one is the candidate's start time that is closest to the page's. Returns -inf if the
+    two are too far apart to match, or if the page does not show a start time.
     """
     page_start_seconds = page.server_start_seconds
     if page_start_seconds is None:
@@ -970,10 +971,10 @@ def _match_start(closeness: float) -> StartMatch:
 
 
 def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
-    """Return by pid the roles of an engine's `roots` and of all processes below them.
+    """Return, by pid, the roles of an engine's `roots` and of all their descendants.
 
-    The daemon may run below the engine's entrypoint. It is left out with all processes below it. A
-    process of the tree without a known title has the role OTHER.
+    The daemon may be a descendant of the engine's entrypoint. It is left out along with its own
+    descendants. A process without a known title has the role OTHER.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for pid, process in entries.items():
@@ -987,7 +988,7 @@ def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> di
         process = entries[pid]
         parent = entries.get(process.parent_pid)
         if parent is not None and process.command == parent.command:
-            roles[pid] = Role.OTHER  # This is a fork that has not set its own title.
+            roles[pid] = Role.OTHER  # A fork that has not set its own title yet.
         else:
             # vLLM's titles may have a configured prefix (VLLM_PROCESS_NAME_PREFIX).
             title = f"VLLM::{process.command[0].partition('::')[2]}"
@@ -997,10 +998,10 @@ def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> di
 
 
 def list_ancestors(entries: ProcEntries, pid: int) -> set[int]:
-    """Return the pids of all processes above this one; "above" means its parent and so on."""
+    """Return the pids of all ancestors of a process."""
     ancestors: set[int] = set()
     parent = entries[pid].parent_pid
-    # A pid that is reused between two reads can close a cycle.
+    # A pid that is reused between two reads can create a cycle.
     while parent in entries and parent not in ancestors | {pid}:
         ancestors.add(parent)
         parent = entries[parent].parent_pid
@@ -1008,9 +1009,9 @@ def list_ancestors(entries: ProcEntries, pid: int) -> set[int]:
 
 
 def add_descendants(entries: ProcEntries, pids: Collection[int]) -> frozenset[int]:
-    """Return those of the pids that still exist, with the pids of all processes below them.
+    """Return the pids that still exist, along with the pids of all their descendants.
 
-    If a pid has exited, a process below it still counts.
+    Descendants of a pid that has exited are included too.
     """
     if not pids:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Find the configuration of the model that vLLM serves, in the server's file system."""
+"""Find the configuration of the model that vLLM serves in the server's file system."""
 
 import asyncio
 import contextlib
@@ -23,11 +23,11 @@ _CACHE_OPTIONS: Final = frozenset(
         "speculative_model",
     }
 )
-"""Options that may change the bytes of a token from those in the model's own configuration."""
+"""Options that may cause the bytes per token to differ from the model's own configuration."""
 
 _RETRY_SECONDS: Final = 15.0
 """The pause after a search that found no configuration. A search reads the server's environment,
-which takes the lock of its memory map. A download of a model takes longer.
+which takes the lock on the server's memory map. Downloading a model takes longer than the pause.
 """
 
 _HUB_FOLDER: Final = ".cache/huggingface/hub"
@@ -37,9 +37,9 @@ _HUB_PLACES: Final = (
     ("HOME", _HUB_FOLDER),
     ("", f"root/{_HUB_FOLDER}"),
 )
-"""The places at which Hugging Face's cache may be: below the folder that a variable of the server's
-environment names, or below the root of its file system for "". The first place that has the model
-counts.
+"""Where Hugging Face's cache may be: below the folder named by an environment variable of the
+server or, for "", below the root of its file system. The first place that contains the model is
+used.
 """
 
 
@@ -47,22 +47,22 @@ class ServedRun(Struct, frozen=True, kw_only=True):
     """A run of an engine and the model that it serves."""
 
     process: ProcessName
-    """The engine's first process: its pid, and its start since the epoch."""
+    """The engine's first process: its pid, and its start time in seconds since the epoch."""
     model: str
 
 
 class ModelConfiguration(Struct, frozen=True, kw_only=True):
-    """What a model's configuration that was found and read gives."""
+    """The facts from a model configuration that was found and read."""
 
     token_bytes: TokenBytes | None
     """The bytes per token; None if the configuration does not determine them."""
 
 
 class ServedModel:
-    """Reads the configuration of the model that the engine serves, once for each run.
+    """Reads the configuration of the model that the engine serves, once per run.
 
-    The class reads on a separate thread, because the model's folder may be on a network volume.
-    `parse` returns the bytes per token that a configuration file gives.
+    It is read on a separate thread, because the model's folder may be on a network volume. `parse`
+    returns the bytes per token according to a configuration file.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class ServedModel:
         self._monotonic = monotonic
         self._worker = Worker[ModelConfiguration | None]("model")
         self._reading: asyncio.Future[ModelConfiguration | None] | None = None
-        """The search for the run's model; None before it begins. The result of the search is None
-        if no configuration could be read.
+        """The search for the run's model; None before it begins. Its result is None if no
+        configuration could be read.
         """
         self._run: ServedRun | None = None
         """The run of the last search; None if its model is unknown."""
@@ -88,19 +88,20 @@ class ServedModel:
     def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
         """Return the bytes per token of the engine's model; never wait.
 
-        Returns None until the configuration was read, and also if it does not determine the bytes.
-        A search begins for a new run, and _RETRY_SECONDS after one that found no configuration.
+        A search begins for each new run, and again _RETRY_SECONDS after a search that found no
+        configuration. Returns None until the configuration has been read, and also if it does not
+        determine the bytes.
         """
         if not isinstance(processes, Failure):
-            # After a failed reading of /proc, the last run still counts.
+            # If reading /proc failed, the last run remains valid.
             run = _describe_run(processes)
             if run != self._run:
                 self._run = run
                 self._reading = None
             if run is not None and (self._reading is None or self._is_retry_due()):
                 self._began_seconds = self._monotonic()
-                # TimeoutError means that an earlier call hangs. OSError means that no thread can be
-                # started.
+                # TimeoutError means that an earlier call is hanging. OSError means that no thread
+                # can be started.
                 with contextlib.suppress(TimeoutError, OSError):
                     self._reading = self._worker.begin(partial(self._read, run))
         if self._reading is None or not self._reading.done():
@@ -109,14 +110,14 @@ class ServedModel:
         return None if configuration is None else configuration.token_bytes
 
     async def wait(self, processes: ProcessReadings, timeout_seconds: float) -> TokenBytes | None:
-        """Return the bytes per token of the engine's model; None if unknown within the time."""
+        """Return the bytes per token of the engine's model; None if not known in time."""
         self.find(processes)
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=timeout_seconds)
         return self.find(processes)
 
     def _is_retry_due(self) -> bool:
-        """Return whether the last search found no configuration, and its pause is over."""
+        """Return whether the last search found no configuration and the pause after it is over."""
         if self._reading is None or not self._reading.done() or self._reading.result() is not None:
             return False
         return self._monotonic() - self._began_seconds >= _RETRY_SECONDS
@@ -134,8 +135,8 @@ class ServedModel:
 def _describe_run(processes: ProcessReadings) -> ServedRun | None:
     """Return the engine's run and its model.
 
-    Returns None if the command line names no model, or has options whose effect on the cache is
-    unknown.
+    Returns None if the command line does not name a model, or has options whose effect on the cache
+    is unknown.
     """
     options = processes.options
     if options is None or options.model is None:
@@ -147,17 +148,17 @@ def _describe_run(processes: ProcessReadings) -> ServedRun | None:
 
 
 def _list_places(process: Path, model: str) -> Iterator[Path]:
-    """Yield the paths at which the model's config.json may be, the most likely first.
+    """Yield the paths where the model's config.json may be, most likely first.
 
-    `model` is a folder, or a name in Hugging Face's cache. The paths lead through `process`, the
-    server's folder in /proc, into the server's file system. Raises OSError if the server's
+    `model` is a folder, or a name in Hugging Face's cache. The paths lead into the server's file
+    system through `process`, the server's folder in /proc. Raises OSError if the server's
     environment cannot be read.
     """
-    # An absolute path is a folder. Anything else may be a folder or a name on the hub.
+    # An absolute path is a folder. Anything else may be either a folder or a name on the hub.
     if model.startswith("/"):
         yield process / "root" / model.lstrip("/") / "config.json"
         return
-    # As in vLLM, a folder of this name comes before a model on the hub.
+    # As in vLLM, a folder with this name takes precedence over a model on the hub.
     yield process / "cwd" / model / "config.json"
     entries = read_content(process / "environ").decode(errors="replace").split("\0")
     environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -1,4 +1,4 @@
-"""Recognise each kind of engine's server by its command line, and find the port it serves."""
+"""Recognise an engine's server by its command line, and find the port that it serves."""
 
 import re
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ class ServerKind(Struct, frozen=True, kw_only=True):
 
     product: str
     commands: tuple[str, ...]
-    """The beginnings of the server's command line, without an interpreter: a program or module,
-    with the subcommand if the program has several.
+    """The prefixes of the server's command line, without an interpreter: a program or module,
+    followed by the subcommand if the program has several.
     """
     scripts: tuple[str, ...] = ()
-    """The ends of the paths of scripts that start the server."""
+    """The path suffixes of scripts that start the server."""
     default_port: int
     """The port if neither an option nor the environment variable sets one."""
     port_options: tuple[str, ...] = ("--port",)
@@ -36,10 +36,10 @@ class ServerKind(Struct, frozen=True, kw_only=True):
     page_path: str = "/metrics"
     """The path of the server's metrics page."""
     options_hiding_port: frozenset[str] = frozenset()
-    """Options that make the port unknown unless a port option is given too."""
+    """Options that make the port unknown, unless a port option is also given."""
     titles: tuple[tuple[str, Role], ...] = ()
-    """The beginnings of the titles of the server's processes, with their roles. Like process names,
-    they have at most 15 characters. The first that matches counts.
+    """The title prefixes of the server's processes, with their roles. Like process names, they have
+    at most 15 characters. The first match is used.
     """
 
 
@@ -55,7 +55,7 @@ SERVERS: Final = (
         # The port is in a file, or there is none (vllm/entrypoints/openai/cli_args.py,
         # cli/serve.py).
         options_hiding_port=frozenset({"--config", "--uds", "--headless"}),
-        # vLLM sets titles from 0.10.1 on (`set_process_title`). Ray names its processes by the
+        # vLLM sets titles as of 0.10.1 (`set_process_title`). Ray names its processes after the
         # actor's class.
         titles=(
             ("VLLM::APIServer", Role.API_SERVER),
@@ -94,7 +94,7 @@ SERVERS: Final = (
         commands=("text-generation-launcher", "text-generation-router"),
         default_port=3000,
         port_options=("--port", "-p"),
-        port_variable="PORT",  # The server's image sets 80.
+        port_variable="PORT",  # The server's image sets it to 80.
         titles=(("text-generation-server", Role.WORKER),),
     ),
     ServerKind(
@@ -117,8 +117,8 @@ SERVERS: Final = (
         port_variable="DYN_HTTP_PORT",
     ),
 )
-"""Every kind of server that the daemon recognises. The titles were observed, or are in the server's
-source.
+"""Every kind of server that the daemon recognises. The titles were observed or taken from the
+server's source.
 """
 
 
@@ -130,9 +130,9 @@ _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 
 def find_role(command: CommandLine) -> Role | None:
-    """Return the role of a process by its title or command line; None if it belongs to no server.
+    """Return a process's role from its title or command line; None if it is not part of a server.
 
-    If a process without a title runs a server, its role is API_SERVER.
+    A process without a title that runs a server has the role API_SERVER.
     """
     program = command[0]
     if program.startswith(_TITLES):
@@ -143,9 +143,9 @@ def find_role(command: CommandLine) -> Role | None:
 def find_server(command: CommandLine) -> ServerKind | None:
     """Return the kind of server that this command line runs; None if it runs none.
 
-    A command line that only mentions a server, such as that of an editor, runs none.
+    A command line that only mentions a server, such as that of an editor, does not run one.
     """
-    # This is the fast path: most of a host's processes do not mention a server. The check takes a
+    # This is the fast path: most processes on a host do not mention a server. The check takes a
     # microsecond.
     if not _ANY_SERVER.search("\0".join(command)):
         return None
@@ -155,7 +155,7 @@ def find_server(command: CommandLine) -> ServerKind | None:
     subcommand = command[1] if len(command) > 1 else ""
     program_and_subcommand = f"{program} {subcommand} "
     for server in SERVERS:
-        # A script is recognised by its path, which its own options follow directly.
+        # A script is recognised by its path, which is directly followed by its own options.
         if server.scripts and command[0].endswith(server.scripts):
             return server
         if any(program_and_subcommand.startswith(f"{start} ") for start in server.commands):
@@ -164,7 +164,7 @@ def find_server(command: CommandLine) -> ServerKind | None:
 
 
 def find_default_port(command: CommandLine) -> int | None:
-    """Return the default port of a server by its command line or title; None for no server."""
+    """Return a server's default port from its command line or title; None if it is not a server."""
     server = find_server(command)
     if server is not None:
         return server.default_port
@@ -177,7 +177,7 @@ def find_default_port(command: CommandLine) -> int | None:
 def _strip_interpreter(command: CommandLine) -> CommandLine:
     """Return the script or module that an interpreter's command line runs, with its arguments.
 
-    If the interpreter runs neither, the result is one empty argument.
+    If the interpreter runs neither, the result is a single empty argument.
     """
     position = 1
     while position < len(command):
@@ -187,7 +187,7 @@ def _strip_interpreter(command: CommandLine) -> CommandLine:
             break
         if not argument.startswith("-"):
             break
-        # If an option has a value, the next argument is this value.
+        # If the option has a value, the value is the next argument.
         position += 2 if argument in _OPTIONS_WITH_VALUE else 1
     return command[position:] or ("",)
 
@@ -196,7 +196,7 @@ _SUPERVISOR_OPTIONS: Final = frozenset({"--data-parallel-multi-port-external-lb"
 _LOCAL_SIZE_OPTIONS: Final = frozenset({"--data-parallel-size-local", "-dpl"})
 MAX_PORT: Final = 65535
 _MAX_DIGITS: Final = 5
-"""The largest port has this many digits."""
+"""The number of digits of the largest port."""
 
 
 def is_supervisor(command: CommandLine) -> bool:
@@ -205,9 +205,9 @@ def is_supervisor(command: CommandLine) -> bool:
 
 
 def list_options(command: CommandLine) -> Iterator[tuple[str, str]]:
-    """Yield each argument's text up to any `=`, with its value if it is an option.
+    """Yield each argument's text before any `=`, along with its value if it is an option.
 
-    The value is the text after `=`. Without `=` it is the next argument. The caller decides which
+    The value is the text after `=` or, without `=`, the next argument. The caller decides which
     arguments are options.
     """
     for argument, next_argument in zip(command, (*command[1:], ""), strict=True):
@@ -220,12 +220,12 @@ def find_server_port(
     wanted_port: int | None = None,
     parent_command: CommandLine = (),
 ) -> int | None:
-    """Return the port of a server by its command line; None if unknown.
+    """Return a server's port from its command line; None if unknown.
 
-    It is the port of the last port option. If there is none, it is the default port of this kind of
-    server. If an environment variable can change the default of this kind of server, the default is
-    returned only if `wanted_port` is None or equal to it. The ranks below a supervisor, whose
-    command is `parent_command`, get their ports from the supervisor.
+    The last port option determines the port. Without a port option, it is the default port of this
+    kind of server. If an environment variable can change the default port, it is returned only if
+    `wanted_port` is None or equal to it. A supervisor's ranks get their ports from the supervisor,
+    whose command line is `parent_command`.
     """
     if is_supervisor(parent_command):
         return _find_rank_port(command, parent_command)
@@ -237,7 +237,7 @@ def find_server_port(
     ports = [value for name, value in options if name in server.port_options]
     if ports:
         return _parse_port(ports[-1])
-    # Examples are a file of settings, or a socket instead of a port.
+    # Examples are a settings file, or a socket instead of a port.
     if any(name in server.options_hiding_port for name, _ in options):
         return None
     if server.port_variable and wanted_port not in {None, server.default_port}:
@@ -246,7 +246,7 @@ def find_server_port(
 
 
 def _find_rank_port(command: CommandLine, supervisor_command: CommandLine) -> int | None:
-    """Return the port of a rank below a supervisor; None if unknown.
+    """Return the port of a supervisor's rank; None if unknown.
 
     The ports of ranks are consecutive, starting at the supervisor's port
     (vllm/entrypoints/openai/dp_supervisor.py).
@@ -257,8 +257,8 @@ def _find_rank_port(command: CommandLine, supervisor_command: CommandLine) -> in
     first_port = find_server_port(supervisor_command)
     local_ranks = _parse_count(sizes[-1]) if sizes else None
     if not command:
-        return None  # The rank is exiting: the kernel has released the memory of its command line.
-    # A rank's title ends with its rank among all nodes: VLLM::ExternalLBRank_5.
+        return None  # The rank is exiting: the kernel has released its command line's memory.
+    # The title ends with the rank's number across all nodes: VLLM::ExternalLBRank_5.
     global_rank = _parse_count(command[0].rpartition("_")[2])
     if first_port is None or not local_ranks or global_rank is None:
         return None
@@ -267,7 +267,7 @@ def _find_rank_port(command: CommandLine, supervisor_command: CommandLine) -> in
 
 
 def _parse_port(text: str) -> int | None:
-    """Return the number of a port; None for any other text, such as 80000."""
+    """Return a port number; None for any other text, such as 80000."""
     port = _parse_count(text)
     return port if port is not None and port <= MAX_PORT else None
 

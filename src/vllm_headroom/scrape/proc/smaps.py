@@ -8,7 +8,7 @@ from typing import Final
 from vllm_headroom.scrape.proc.files import KIB
 
 _MAPPING: Final = re.compile(rb"[0-9a-f]+-[0-9a-f]+ \S{4} \S+ \S+ \d+ *(.*)\n")
-"""The first line of a mapping; the group is its path."""
+"""The first line of a mapping; the group is the mapping's path."""
 
 _KINDS: Final = {
     "/memfd:": "memfd",
@@ -19,30 +19,30 @@ _KINDS: Final = {
     "[stack": "stack",
     "[heap]": "heap",
 }
-"""The kinds of mappings by the start of their path. The first that fits counts. `_find_kind` has
+"""The kinds of mappings by the prefix of their path. The first match is used. `_find_kind` handles
 all other paths.
 """
 
 _MAX_KINDS: Final = 1000
-"""At most this many kinds are distinguished. A vLLM maps some 400 files."""
+"""The maximum number of kinds that are distinguished. A vLLM process maps about 400 files."""
 
 _OTHER_FILES: Final = "other files"
-"""The kind of all mapped files beyond that number."""
+"""The kind of all mapped files beyond _MAX_KINDS."""
 
 KindSizes = dict[str, int]
 """Bytes by the kind of mapping."""
 
 _MAX_SECONDS: Final = 5.0
-"""Reading one process may take this long. 40,000 mappings, of 25 lines each, take a second."""
+"""The time limit for reading one process. 40,000 mappings of 25 lines each take a second."""
 
 
 def read_mappings(proc: Path, pid: int) -> KindSizes | None:
-    """Return the resident bytes of each kind of mapping, and under `swapped out` all swapped bytes.
+    """Return the resident bytes by kind of mapping, with all swapped bytes under `swapped out`.
 
     The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `shm of NCCL`, `stack` and the name of
-    each mapped file; a library's private memory counts under the library's name. Returns None if
-    smaps cannot be read, is empty, or takes longer than _MAX_SECONDS. The kernel locks the
-    process's mappings only while it writes a page of text.
+    each mapped file; a library's private memory counts under the library's name. The kernel locks
+    the process's mappings only while it writes a page of text. Returns None if smaps is empty,
+    cannot be read, or takes longer than _MAX_SECONDS to read.
     """
     sizes_bytes: KindSizes = {}
     kind = ""
@@ -59,7 +59,7 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
                 if mapping is None:
                     continue
                 kind = _find_kind(mapping[1].decode(errors="replace"))
-                # A process may map thousands of files, so the rest is summed up.
+                # A process may map thousands of files, so those beyond the limit are summed up.
                 if kind not in sizes_bytes and len(sizes_bytes) >= _MAX_KINDS:
                     kind = _OTHER_FILES
                 if time.monotonic() > deadline:
@@ -70,7 +70,7 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
 
 
 def _find_kind(path: str) -> str:
-    """Return the kind of a mapping by its path: one of _KINDS, the file's name, or anonymous."""
+    """Return the kind of a mapping from its path: one of _KINDS, the file's name, or anonymous."""
     for start, kind in _KINDS.items():
         if path.startswith(start):
             return kind
@@ -80,9 +80,9 @@ def _find_kind(path: str) -> str:
 
 
 def find_growth(earlier: KindSizes, later: KindSizes) -> KindSizes:
-    """Return the change of each kind in bytes, the largest growth first.
+    """Return the change of each kind in bytes, largest growth first.
 
-    A kind that shrank has a negative change; kinds of unchanged size are left out.
+    A kind that shrank has a negative change; kinds whose size is unchanged are left out.
     """
     changes_bytes: KindSizes = {}
     for kind in earlier | later:
