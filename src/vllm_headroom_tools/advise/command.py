@@ -45,7 +45,7 @@ from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
 def build_report(assessment: Assessment) -> Report:
-    """Return the report; its headline is the first cause, or says that there is no cause.
+    """Return the report; its headline is the first cause, or states that no cause was found.
 
     In the data, unknown figures are None.
     """
@@ -65,7 +65,7 @@ def build_report(assessment: Assessment) -> Report:
 
 
 def build_log_report(assessment: LogAssessment) -> Report:
-    """Return the report on a log of the engine."""
+    """Return the report on an engine log."""
     return Report(
         verdict=assessment.verdict,
         headline=assessment.headline,
@@ -78,7 +78,7 @@ def build_log_report(assessment: LogAssessment) -> Report:
 def _list_findings(
     all_advice: Iterable[Advice], missing: Iterable[str], notes: Iterable[str]
 ) -> tuple[Finding, ...]:
-    """Return the findings: the causes, the facts that are missing for certainty, and the notes."""
+    """Return the findings: causes, facts that are missing for a certain verdict, and notes."""
     findings = [
         Finding(
             advice.cause,
@@ -94,7 +94,7 @@ def _list_findings(
 
 
 def _render_text(assessment: Assessment) -> list[str]:
-    """Return the report's lines: the source, each advice by its number, and the notes."""
+    """Return the report's lines: the source, the numbered pieces of advice, and the notes."""
     lines = [_format_source(assessment.facts)]
     for number, advice in enumerate(assessment.advice, start=1):
         lines.append("")
@@ -108,7 +108,7 @@ def _render_text(assessment: Assessment) -> list[str]:
 
 
 def _render_log_text(assessment: LogAssessment) -> list[str]:
-    """Return the lines of a report on a log: the advice, or without advice a table of the parts."""
+    """Return the lines of a log report: the advice, or a memory breakdown if there is none."""
     lines = [format_source(assessment)]
     for number, advice in enumerate(assessment.advice, start=1):
         lines.append("")
@@ -123,7 +123,7 @@ def _render_log_text(assessment: LogAssessment) -> list[str]:
 
 
 def _format_source(facts: Facts) -> str:
-    """Return a line on what was judged: a page or a trace, and vLLM's version if it is known."""
+    """Return a line describing the input: a page or a trace, and vLLM's version if it is known."""
     source = "The sidecar's page, now"
     begin_seconds = facts.begin_seconds
     end_seconds = facts.end_seconds
@@ -135,7 +135,7 @@ def _format_source(facts: Facts) -> str:
 
 
 def _render_advice(number: int, advice: Advice) -> list[str]:
-    """Return the lines on one cause: its figures, the changes in order, and a remark."""
+    """Return the lines for one cause: its figures, the changes in order, and any remark."""
     lines = wrap_text("", f"{number}. {advice.summary}", indent=3)
     for evidence in advice.evidence:
         lines += wrap_headed("seen", evidence.text)
@@ -150,10 +150,10 @@ def _render_advice(number: int, advice: Advice) -> list[str]:
 
 
 def write_advice(change: Change) -> str:
-    """Return a change as text: the option, its new and current value, and the reason.
+    """Return a change as text: the option, its new and current values, and the reason.
 
-    If the current value is unknown, the text says by how much to change the option. A change
-    without an option has a text from the start.
+    If the current value is unknown, the text says by how much to change the option. A change that
+    involves no option already carries its own text.
     """
     flag = change.flag
     if flag is None:
@@ -176,21 +176,21 @@ JSON_KEYS: Final = {
     Flag.LIMIT_MM_PER_PROMPT: "image",
     Flag.MM_PROCESSOR_KWARGS: "max_pixels",
 }
-"""The key of the value in the JSON object that an option takes."""
+"""The key under which the value goes, for options that take a JSON object."""
 
 
 def _format_number(value: float, flag: Flag) -> str:
-    """Return an option's value as it is typed: a share with decimals, any other value without."""
+    """Return an option's value as it is typed: a share with decimals, other values without."""
     if flag in JSON_KEYS:
         return f"'{{\"{JSON_KEYS[flag]}\": {value:.0f}}}'"
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
         return f"{value:.0f}"
-    # Two digits, unless somebody chose a share with more digits.
+    # Use two decimals unless the configured share has more.
     return f"{value:.2f}" if round(value, 2) == value else f"{value:.4g}"
 
 
 def _format_end(assessment: Assessment) -> Iterator[str]:
-    """Yield the lines that end the text: the verdict without advice, and what is missing."""
+    """Yield the closing lines: the verdict if there is no advice, and the missing facts."""
     if assessment.verdict is Conclusion.GOOD:
         is_trace = assessment.facts.origin is FactsSource.TRACE
         yield "Nothing to change." if is_trace else "Nothing to change now."
@@ -203,7 +203,7 @@ def _format_end(assessment: Assessment) -> Iterator[str]:
 
 
 def _build_data(assessment: Assessment) -> dict[str, Any]:
-    """Return the data of --json; unknown figures are None."""
+    """Return the data for --json; unknown figures are None."""
     facts = assessment.facts
     version = facts.settings.version
     return {
@@ -223,7 +223,7 @@ def _build_data(assessment: Assessment) -> dict[str, Any]:
 
 
 def _build_log_data(assessment: LogAssessment) -> dict[str, Any]:
-    """Return the data of --json on a log; unknown figures are None."""
+    """Return the data for --json about a log; unknown figures are None."""
     settings = assessment.start_facts.settings
     return {
         "origin": FactsSource.LOG,
@@ -248,7 +248,7 @@ def _build_advice_data(advice: Advice) -> dict[str, Any]:
 
 
 def _build_change_data(change: Change) -> dict[str, Any]:
-    """Return the fields of a change; all options but the utilization are whole numbers."""
+    """Return the fields of a change; every option except the utilization is a whole number."""
     data = asdict(change)
     if change.flag is Flag.GPU_MEMORY_UTILIZATION:
         return data
@@ -295,7 +295,7 @@ def _add_options(parser: Parser) -> None:
 
 
 def _read_version(text: str) -> Version:
-    """Return the release that a text names; raise ValueError for any other text."""
+    """Return the release named by a text; raise ValueError if it names none."""
     version = parse_version(text)
     if version is None:
         raise ValueError
@@ -303,12 +303,12 @@ def _read_version(text: str) -> Version:
 
 
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    """Return the report, or a coroutine for it if a page has to be fetched.
+    """Return the report, or a coroutine that returns it if a page has to be fetched.
 
     Raises BadOptions if two sources are named.
     """
     sources = (options.trace, options.trace_option, options.headroom_url)
-    # A positional FILE and --trace are the same.
+    # A positional FILE and --trace mean the same thing.
     given_sources = [source for source in sources if source is not None]
     if len(given_sources) > 1:
         raise BadOptions("takes a FILE or --headroom-url, and not both")
@@ -319,14 +319,14 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
-    # If an engine's page is named too, the file is judged together with it.
+    # If an engine's page is also named, the file and the page are judged together.
     if options.engine_url is None and given_sources and options.headroom_url is None:
         return _judge_file(options, settings)
     return _judge_live(options, settings)
 
 
 async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
-    """Return the report on a file or a sidecar's page, with settings read from the engine."""
+    """Return the report on a file or a sidecar's page, using settings read from the engine."""
     from vllm_headroom_tools.advise import page  # noqa: PLC0415 - a file alone needs no HTTP client
 
     if options.engine_url is not None:
@@ -342,13 +342,13 @@ async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
 
 
 def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
-    """Return the report on a trace or on a log, whichever the file is.
+    """Return the report on a file, which is either a trace or a log.
 
-    Raises BadInput if it cannot be read, or is neither.
+    Raises BadInput if the file cannot be read, or is neither a trace nor a log.
     """
     name = options.trace or options.trace_option
     with open_lines(name) as lines:
-        # The first line shows what the file is: a trace begins with its header.
+        # The first line shows the type of the file: a trace begins with a header.
         first_line = next(lines, b"")
         all_lines = chain((first_line,), lines)
         if begins_trace(first_line):

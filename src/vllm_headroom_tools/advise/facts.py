@@ -14,76 +14,78 @@ from vllm_headroom_tools.history import LeakVerdict, Moment
 
 
 class FullFacts(Struct, frozen=True, kw_only=True):
-    """The time in which an engine's KV cache was full."""
+    """The period during which an engine's KV cache was full."""
 
-    # The time with a full cache, from a trace. The field is None for a page, because the other
-    # figures of a page are the present ones.
+    # How long the cache was full, from a trace. The field is None for a page, which only shows
+    # current figures.
     seconds: float | None
-    # The requests that finished while the cache was full, and the preemptions meanwhile; for a
-    # page, both counts are since the engine's start.
+    # The number of requests that finished, and of preemptions, while the cache was full. For a
+    # page, both are counted from the engine's start.
     finished: float
     preemptions: float
-    # The median of running requests, and the median of the cache's tokens per running request.
+    # The median number of running requests, and the median number of cached tokens per running
+    # request.
     running: float
     tokens: float | None
-    # The time for which many requests waited while the cache was full, and the median number of
-    # waiting requests.
+    # How long many requests were waiting while the cache was full, and the median number of waiting
+    # requests during that time.
     queued_seconds: float = 0.0
     waiting: float | None = None
 
 
 class CappedFacts(Struct, frozen=True, kw_only=True):
-    """The time in which requests waited although the KV cache had room.
+    """The period during which requests waited although the KV cache had room.
 
-    A limit on running requests explains such waiting.
+    A limit on running requests explains this waiting.
     """
 
     seconds: float
-    # The limit: more requests never ran.
+    # The limit: the number of running requests never exceeded it.
     running: float
-    # The 90th percentile of the cache's use meanwhile.
+    # The 90th percentile of cache usage during this period.
     kv_used_ratio: float
 
 
 class PrefixFacts(Struct, frozen=True, kw_only=True):
-    """The hits of the prefix cache."""
+    """The prefix cache's hit statistics."""
 
-    # The tokens that were looked up, and how many of them were cached.
+    # The number of tokens looked up, and how many of them were cached.
     queries: float
     hits: float
-    # The length of the history; None on a page, which counts since the engine's start.
+    # The length of the history; None for a page, which counts from the engine's start.
     seconds: float | None
-    # The share of the time in which requests waited.
+    # The fraction of the time during which requests were waiting.
     blocked_ratio: float
-    # The hit ratio of the last five minutes; None in a trace.
+    # The hit ratio over the last five minutes; None for a trace.
     recent_ratio: float | None = None
 
 
 class StrandedFacts(Struct, frozen=True, kw_only=True):
     """The share of the KV cache that stays in use while the engine is idle."""
 
-    # The newest share, and the share from before it rose `rises` times in a row.
+    # The latest share, and the share before it rose `rises` times in a row.
     ratio: float
     first_ratio: float
     rises: int
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
-    """The facts of one engine (one data-parallel rank); None if they are unknown."""
+    """The facts about one engine (one data-parallel rank); unknown facts are None."""
 
     model_name: str
     engine: str
     capacity_tokens: float | None = None
     capacity_bytes: float | None = None
-    # Whether the engine's page has these figures at all.
+    # Whether the engine's page exports these figures at all.
     has_kv_usage: bool = False
     has_preemptions: bool = False
     highest_running: float | None = None
     finished: float | None = None
-    # Median and 99th percentile of the cache's tokens per running request while it was not full.
+    # The median and 99th percentile of cached tokens per running request while the cache was not
+    # full.
     usual_tokens: float | None = None
     high_tokens: float | None = None
-    # The most requests that ran without a preemption while the cache was not full.
+    # The highest number of requests that ran without a preemption while the cache was not full.
     calm_running: float | None = None
     highest_kv_used_ratio: float | None = None
     full: FullFacts | None = None
@@ -94,7 +96,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
 
 
 class FactsSource(StrEnum):
-    """The source of the facts: a trace has a history, a page only the present, a log one start."""
+    """The source of the facts: a trace (history), a page (current values) or a log (one start)."""
 
     TRACE = "trace"
     PAGE = "page"
@@ -102,7 +104,7 @@ class FactsSource(StrEnum):
 
 
 class Shortage(StrEnum):
-    """The kind of a memory shortage: permanent from the start, after a slow rise, or brief."""
+    """The kind of memory shortage: permanent from the start, after a slow rise, or brief."""
 
     LEVEL = "level"
     RISEN = "risen"
@@ -110,35 +112,35 @@ class Shortage(StrEnum):
 
 
 class Leak(Struct, frozen=True, kw_only=True):
-    """The leak detector's verdict on a series."""
+    """The leak detector's verdict on one series."""
 
-    # The present state, or that at the end of the trace.
+    # The current state, or the state at the end of the trace.
     state: LeakState
-    # The verdict on the whole trace and the reason for it, as in `replay` and `check`.
+    # The verdict on the whole trace and the reason for it, as reported by `replay` and `check`.
     verdict: LeakVerdict = LeakVerdict.CANNOT_TELL
     reason: str = ""
-    # The newest figures of the alarm; None without an alarm.
+    # The alarm's latest figures; None if there was no alarm.
     alarm: Moment | None = None
-    # When the alarm ended; None while it lasts, or without an alarm.
+    # When the alarm ended; None if it is still active, or if there was no alarm.
     ended_seconds: float | None = None
 
 
 class Spell(Struct, frozen=True, kw_only=True):
-    """A time with less than LOW_BYTES left on a GPU; memory of other processes counts as left."""
+    """A period with less than LOW_BYTES left on a GPU; memory of other processes counts as left."""
 
     kind: Shortage
     lowest_room_bytes: float
-    # When it began, and for how long memory was short; None for a page.
+    # When the spell began, and how long memory was short during it; None for a page.
     began_seconds: float | None = None
     seconds: float | None = None
-    # The number of requests that ran when the room was lowest.
+    # The number of running requests when the room was lowest.
     running: float | None = None
     # Whether the spell ended because the engine exited, which freed its memory.
     has_engine_exited: bool = False
 
 
 class Extent(Struct, frozen=True):
-    """The newest, lowest and highest value of an amount of memory."""
+    """The latest, lowest and highest values of an amount of memory."""
 
     newest_bytes: float
     lowest_bytes: float
@@ -146,14 +148,15 @@ class Extent(Struct, frozen=True):
 
 
 UNATTRIBUTED_BYTES: Final = 200 * MIB
-"""Memory without a visible process, up to this amount, is the driver's (runbook
-HeadroomGpuMemoryLow)."""
+"""Memory that belongs to no visible process is attributed to the driver up to this amount (runbook
+HeadroomGpuMemoryLow).
+"""
 
 
 def measure_others(used_bytes: float, engine_bytes: float | None) -> float | None:
-    """Return the bytes that other processes hold on a GPU; None if the engine's are unknown.
+    """Return the bytes held by other processes on a GPU; None if the engine's are unknown.
 
-    Up to UNATTRIBUTED_BYTES are taken for the driver's, and the result is 0.
+    An amount of up to UNATTRIBUTED_BYTES is attributed to the driver, and the result is 0.
     """
     if engine_bytes is None:
         return None
@@ -162,39 +165,39 @@ def measure_others(used_bytes: float, engine_bytes: float | None) -> float | Non
 
 
 class PeakFacts(Struct, frozen=True, kw_only=True):
-    """The highest peak of a kind of work in the last minute."""
+    """The highest memory peak of one kind of work in the last minute."""
 
     work: Work
     transient_bytes: float
-    # The bytes by which the peak may be exceeded when it recurs.
+    # By how many bytes the next such peak may exceed this one.
     spread_bytes: float
 
     def missing_bytes(self, room_bytes: float | None) -> float:
-        """Return what the peak needs beyond the room; 0 if it fits or the room is unknown."""
+        """Return by how much the peak exceeds the room; 0 if it fits or the room is unknown."""
         if room_bytes is None:
             return 0.0
         return max(0.0, self.transient_bytes + self.spread_bytes - room_bytes)
 
 
 class GpuFacts(Device, frozen=True, kw_only=True):
-    """The facts of one of the engine's GPUs; None if they are unknown."""
+    """The facts about one of the engine's GPUs; unknown facts are None."""
 
     leak: Leak
-    # Whether growth on the GPU is known to be the engine's; otherwise the growth may be another
-    # process's.
+    # Whether growth on the GPU is known to come from the engine; otherwise, another process may be
+    # growing.
     is_holder_known: bool = True
-    # The total without the driver's reserve, as CUDA reports it.
+    # The total minus the driver's reserve, as CUDA reports it.
     usable_bytes: float | None = None
-    # The least free memory, at the highest peak.
+    # The least free memory, which is the amount left at the highest peak.
     least_room_bytes: float | None = None
     # The memory of other processes, as `measure_others` returns it; None if it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
-    # The bytes by which the engine was over its budget when it last served.
+    # The bytes by which the engine exceeded its budget when it last served.
     excess: BudgetExcess | None = None
     # Processes that outlived their engine.
     leftovers: tuple[Leftover, ...] = ()
-    # The most requests that ran while LOW_BYTES or more were left.
+    # The highest number of running requests while LOW_BYTES or more were left.
     roomy_running: float | None = None
     # The probe's measurements of steps, and the largest requests that fit.
     peaks: tuple[PeakFacts, ...] = ()
@@ -205,7 +208,7 @@ class GpuFacts(Device, frozen=True, kw_only=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
-    """The host memory of one role of the engine's processes."""
+    """The host memory of the engine's processes in one role."""
 
     process: str
     leak: Leak
@@ -213,22 +216,22 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """Everything that the rules judge; times are seconds since the epoch, and None for a page."""
+    """All facts that the rules judge; times are in seconds since the epoch, and None for a page."""
 
     origin: FactsSource
     settings: EngineArgs
     samples: int = 1
     begin_seconds: float | None = None
     end_seconds: float | None = None
-    # When the engine's settings last changed; only samples from then on count. The field is None if
-    # the settings have not changed.
+    # When the engine's settings last changed; earlier samples are ignored. The field is None if the
+    # settings have not changed.
     since_seconds: float | None = None
     # The age of a page's sample; None for a trace.
     age_seconds: float | None = None
     gpus: tuple[GpuFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
-    # The fullest reading of the host memory; None if there are none.
+    # The host memory reading with the highest usage; None if there are no readings.
     host: HostMemory | None = None
     # The engine's exits.
     ends: tuple[Ending, ...] = ()
@@ -252,7 +255,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def least_room_bytes(self) -> float | None:
-        """Return the least room on any of the engine's GPUs.
+        """Return the smallest amount of room on any of the engine's GPUs.
 
         Returns None if there are no GPUs, or if the room on any of them is unknown.
         """
@@ -271,7 +274,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
 
 def list_leaks(facts: Facts) -> list[tuple[str, Leak]]:
-    """Return the name and the detector's verdict of each GPU and each host role."""
+    """Return the name of each GPU and each host role, with the detector's verdict on it."""
     leaks = [(gpu.display_name, gpu.leak) for gpu in facts.gpus]
     leaks += [(host.process, host.leak) for host in facts.hosts]
     return leaks

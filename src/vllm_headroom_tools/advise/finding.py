@@ -12,7 +12,7 @@ from vllm_headroom_tools.advise.settings import Flag
 
 
 class Cause(StrEnum):
-    """The known causes. The set is closed, for scripts."""
+    """The known causes. The set is closed, so that scripts can rely on it."""
 
     GPU_LEAK = "gpu_leak"
     HOST_LEAK = "host_leak"
@@ -36,7 +36,7 @@ class Cause(StrEnum):
 
 
 class Figure(Struct, frozen=True):
-    """One figure that is evidence of a cause; `name` ends in the figure's unit."""
+    """One figure given as evidence of a cause; `name` ends in the figure's unit."""
 
     name: str
     value: float | str
@@ -44,11 +44,11 @@ class Figure(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One thing to do, why the change helps, and what it costs."""
+    """One recommended change, why it helps, and what it costs."""
 
-    # The option to change; None if no option changes.
+    # The option to change; None if the change does not involve an option.
     flag: Flag | None = None
-    # The new value of `flag`; None for a flag without one.
+    # The new value of `flag`; None for a flag that takes no value.
     value: float | None = None
     # The amount by which to change `flag`; given instead of `value` if the current value is
     # unknown.
@@ -62,18 +62,18 @@ class Change(Struct, frozen=True, kw_only=True):
 class Advice(Struct, frozen=True, kw_only=True):
     """A cause that fits the facts, and what to do about it."""
 
-    # The cause; from an engine's log, the failure that the log names.
+    # The cause; for an engine log, the failure that the log names.
     cause: Cause | LogFailureKind
     summary: str
     evidence: tuple[Figure, ...]
-    # The changes, the cheapest first.
+    # The changes, cheapest first.
     changes: tuple[Change, ...]
     # A sentence that says how to tell the cause from a similar one.
     remark: str | None = None
 
 
 def format_percent(ratio: float) -> str:
-    """Return a ratio in percent, with three digits."""
+    """Return a ratio as a percentage with three significant digits."""
     return f"{100 * ratio:.3g} %"
 
 
@@ -83,8 +83,8 @@ FORMATS: Final = {
     "seconds": format_duration,
     "ratio": format_percent,
 }
-"""The functions that format figures; the key is the unit at the end of a figure's name, and
-"second" means bytes per second. Other figures are plain numbers.
+"""The functions that format figures, by the unit at the end of a figure's name. The unit "second"
+means bytes per second. Figures with any other unit are shown as plain numbers.
 """
 
 LOWER_BOUND: Final = "_lower"
@@ -92,10 +92,10 @@ LOWER_BOUND: Final = "_lower"
 
 
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
-    """Return the figures that are known, as evidence.
+    """Return the known figures as evidence.
 
-    A figure is given as its name, its value, and a text in which {} is replaced by the formatted
-    value. A figure whose value is None is unknown, and is left out.
+    Each figure is given as a name, a value, and a text in which {} is replaced by the formatted
+    value. Figures whose value is None are unknown and are left out.
     """
     evidence = []
     for name, value, text in figures:
@@ -110,7 +110,7 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure
 
 
 def lower_option(facts: Facts, flag: Flag, value: float, text: str, cost: str) -> Change | None:
-    """Return the change of an option to a lower value.
+    """Return the change that lowers an option to a value.
 
     Returns None if the value is not above 0, or not below the current one.
     """
@@ -126,7 +126,7 @@ def drop_none(*changes: Change | None) -> tuple[Change, ...]:
 
 
 def name_engine(facts: Facts, engine: EngineFacts) -> str:
-    """Return the name of an engine's model, with the engine's rank if there are several engines."""
+    """Return the name of an engine's model, including its rank if there are several engines."""
     if len(facts.engines) > 1:
         return f"{engine.model_name}, engine {engine.engine}"
     return engine.model_name

@@ -51,15 +51,16 @@ from vllm_headroom_tools.history import (
 from vllm_headroom_tools.versions import OLDEST, Version
 
 CAP_RUNNING_RATIO: Final = 0.97
-"""Our choice: load within 3 % of the highest is at the cap."""
+"""Our choice: a load within 3 % of the highest counts as being at the cap."""
 
 CAP_TIME_RATIO: Final = 0.9
-"""Our choice: requests wait for a cap if load was at the cap for nine tenths of their waiting time.
+"""Our choice: a cap makes requests wait if the load was at the cap for nine tenths of the waiting
+time.
 """
 
 
 class EngineHistory:
-    """Collects the facts of one engine while its settings are the same."""
+    """Collects the facts about one engine for as long as its settings do not change."""
 
     def __init__(self, model_name: str, engine: str) -> None:
         self._facts = EngineFacts(model_name=model_name, engine=engine)
@@ -69,26 +70,25 @@ class EngineHistory:
         self._preemptions = Rise()
         self._queries = Rise()
         self._hits = Rise()
-        # The cache's tokens per running request while it was not full.
+        # Cached tokens per running request while the cache was not full.
         self._usual_tokens = Histogram()
-        # The facts of the time with a full cache.
+        # The facts about the period with a full cache.
         self._full = FullFacts(seconds=0.0, finished=0.0, preemptions=0.0, running=0.0, tokens=None)
         self._was_full = False
         self._full_running = Histogram()
         self._full_tokens = Histogram()
         self._full_waiting = Histogram()
         self._collapses = CollapseHistory()
-        # The time for which requests waited, and the time for which at least WAITING_REQUESTS
-        # waited.
+        # How long any requests waited, and how long at least WAITING_REQUESTS waited.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
-        # Two histograms of the time in which at least WAITING_REQUESTS waited although the cache
-        # had room: seconds by the number of running requests, and the use of the cache.
+        # Two histograms over the time when at least WAITING_REQUESTS waited although the cache had
+        # room: the seconds spent at each number of running requests, and the cache usage.
         self._roomy_seconds: defaultdict[float, float] = defaultdict(float)
         self._roomy_used = Histogram()
 
     def has_other_settings(self, reading: EngineReading) -> bool:
-        """Return whether the size of the KV cache has changed; False if either size is unknown."""
+        """Return whether the KV cache's size has changed; False if either size is unknown."""
         known_tokens = self._facts.capacity_tokens
         tokens = reading.kv_capacity_tokens
         if known_tokens is None or tokens is None:
@@ -98,8 +98,8 @@ class EngineHistory:
     def step(self, reading: EngineReading, seconds: float, stranded_ratio: float | None) -> None:
         """Add a sample that was taken `seconds` after the previous one.
 
-        `stranded_ratio` is the share of the cache that is in use although the engine is idle; it is
-        None while the engine is not idle.
+        `stranded_ratio` is the share of the cache in use while the engine is idle; it is None while
+        the engine is not idle.
         """
         self._seconds += seconds
         counts = StepCounts(
@@ -110,11 +110,11 @@ class EngineHistory:
         self._queries.step(reading.prefix_queries_total)
         self._hits.step(reading.prefix_hits_total)
         facts = self._facts
-        # A known capacity is kept, because later pages may lack it for a while.
+        # Keep the last known capacity, because later pages may temporarily lack it.
         capacity_tokens = reading.kv_capacity_tokens
         if capacity_tokens is None:
             capacity_tokens = facts.capacity_tokens
-        # A restart frees the cache, so what was stranded before the restart does not count.
+        # A restart frees the cache, so blocks stranded before the restart do not count.
         has_restarted = reading.started_at_seconds != self._started_at_seconds
         earlier_stranded = None if has_restarted else facts.stranded
         self._started_at_seconds = reading.started_at_seconds
@@ -132,24 +132,24 @@ class EngineHistory:
             self._step_cache(reading, counts, is_full=reading.kv_used_ratio > FULL_RATIO)
 
     def _step_queue(self, reading: EngineReading, seconds: float) -> None:
-        """Add the time since the previous sample to the waiting times if requests waited."""
+        """Add the time since the previous sample to the waiting times if requests are waiting."""
         waiting = reading.waiting or 0.0
         if waiting > 0:
             self._waited_seconds += seconds
-        # A single waiting request is no queue, because the engine may admit it in its next step.
+        # A single waiting request is not a queue, because the engine may admit it in the next step.
         if waiting < WAITING_REQUESTS or reading.kv_used_ratio is None or reading.running is None:
             return
         self._queued_seconds += seconds
-        # The requests wait although the cache has room. The time is stored by load, to find the
-        # limit that makes the requests wait.
+        # The requests wait although the cache has room. Record the time by load, to find the limit
+        # that makes them wait.
         if reading.kv_used_ratio < ROOMY_RATIO:
             self._roomy_seconds[reading.running] += seconds
             self._roomy_used.add(reading.kv_used_ratio)
 
     def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
-        """Add the load of a sample to the time with a full cache, or to that with room."""
-        # The counts are since the previous sample, so the first sample after a full cache still
-        # belongs to the time with a full cache.
+        """Add a sample's load to the period with a full cache, or to the period with room."""
+        # The counts cover the time since the previous sample, so the first sample after the cache
+        # was full still belongs to the full period.
         if is_full or self._was_full:
             self._full = replace(
                 self._full,
@@ -161,13 +161,13 @@ class EngineHistory:
             self._step_full_cache(reading, counts.seconds)
             return
         self._usual_tokens.add(count_tokens_per_request(reading))
-        # Load without a preemption shows what the cache can sustain.
+        # A load that causes no preemption is one that the cache can sustain.
         if reading.running and not counts.preemptions:
             calm_running = find_higher(self._facts.calm_running, reading.running)
             self._facts = replace(self._facts, calm_running=calm_running)
 
     def _step_full_cache(self, reading: EngineReading, seconds: float) -> None:
-        """Add the load of a sample with a full cache."""
+        """Add the load of a sample taken while the cache is full."""
         full = replace(self._full, seconds=(self._full.seconds or 0.0) + seconds)
         if (reading.waiting or 0.0) >= WAITING_REQUESTS:
             full = replace(full, queued_seconds=full.queued_seconds + seconds)
@@ -191,7 +191,7 @@ class EngineHistory:
         )
 
     def _build_full(self) -> FullFacts | None:
-        """Return the facts of a full cache; None if none was seen with its requests."""
+        """Return the facts about a full cache; None if no load was seen while it was full."""
         running = self._full_running.quantile(0.5)
         if running is None:
             return None
@@ -203,13 +203,13 @@ class EngineHistory:
         )
 
     def _build_capped(self) -> CappedFacts | None:
-        """Return the facts of a limit on running requests.
+        """Return the facts about a limit on running requests.
 
-        Returns None if no requests waited with room in the cache. Returns None also if fewer
-        requests ran than the highest number while others waited, because then another reason made
-        them wait.
+        Returns None if no requests waited while the cache had room. Also returns None if the number
+        of running requests was below its maximum while others waited, because something other than
+        a limit then made them wait.
         """
-        # Not the maximum: a single sample may be an outlier.
+        # The maximum is not used, because a single sample may be an outlier.
         kv_used_ratio = self._roomy_used.quantile(0.9)
         highest_running = self._facts.highest_running
         if not highest_running or kv_used_ratio is None:
@@ -225,7 +225,7 @@ class EngineHistory:
         )
 
     def _build_prefix(self) -> PrefixFacts | None:
-        """Return the facts of the prefix cache; None if the engine does not count its hits."""
+        """Return the facts about the prefix cache; None if the engine does not count hits."""
         queries = self._queries.total
         hits = self._hits.total
         if queries is None or hits is None:
@@ -239,10 +239,10 @@ class EngineHistory:
 def _step_stranded(
     earlier: StrandedFacts | None, stranded_ratio: float | None
 ) -> StrandedFacts | None:
-    """Return the facts with a new share of the cache in use a minute after the last request.
+    """Update the facts with the share of the cache in use a minute after the last request.
 
-    An unknown share, None, changes nothing. After a fall the facts start over: the engine freed the
-    cache, so nothing had leaked.
+    An unknown share (None) changes nothing. When the share falls, the facts start over: the engine
+    freed the cache, so nothing had leaked.
     """
     if stranded_ratio is None:
         return earlier
@@ -254,33 +254,34 @@ def _step_stranded(
 
 
 SPELL_GAP_SECONDS: Final = 300.0
-"""Shortages that are at least this far apart are two spells (the alert HeadroomGpuMemoryLow looks
-back five minutes).
+"""Shortages at least this far apart are separate spells (the alert HeadroomGpuMemoryLow looks back
+five minutes).
 """
 
 LOW_TIME_RATIO: Final = 0.5
-"""Our choice: a spell consists of peaks if memory was short for less than this share of the spell.
+"""Our choice: a spell consists of peaks if memory was short for less than this fraction of the
+spell.
 """
 
 
 class GpuHistory:
-    """Collects the facts of one GPU.
+    """Collects the facts about one GPU.
 
-    Memory of other processes counts as room, because the engine did not cause that shortage.
+    Memory held by other processes counts as room, because the engine does not cause that shortage.
     """
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
         self._facts = GpuFacts(index=index, uuid=uuid, leak=Leak(state=LeakState.UNKNOWN))
-        # When the engine began to take memory of the GPU.
+        # When the engine began to use memory on the GPU.
         self._held_since_seconds = began_seconds
-        # The current spell, and the time of the newest sample without room.
+        # The current spell, and the time of the latest sample with too little room.
         self._open_spell: Spell | None = None
         self._low_at_seconds = 0.0
 
     def close_spell(self, now_seconds: float, *, has_engine_exited: bool) -> None:
-        """Close the current spell, if any, at the engine's exit or sleep.
+        """Close the current spell, if any, when the engine exits or goes to sleep.
 
-        After its exit or sleep, the engine takes its memory again.
+        When the engine restarts or wakes up, it allocates its memory again.
         """
         self._facts = self._add_open_spell(has_engine_exited=has_engine_exited)
         self._open_spell = None
@@ -297,8 +298,8 @@ class GpuHistory:
     ) -> None:
         """Add a sample that was taken `seconds` after the previous one.
 
-        `running` is the number of running requests of all ranks. Only a shortage while the engine
-        serves can begin a spell, because a peak during a start is normal.
+        `running` is the number of running requests across all ranks. A spell can only begin while
+        the engine is serving, because a peak during startup is normal.
         """
         memory = gpu.reading.memory
         if memory is None:
@@ -318,9 +319,9 @@ class GpuHistory:
             leftovers=gpu.leftovers,
             is_holder_known=is_alone(gpu),
         )
-        # Before the engine serves, the room says nothing about its load.
+        # Until the engine is serving, the room says nothing about its load.
         if is_serving:
-            # The memory of other processes counts as free, because the engine did not cause that
+            # Memory held by other processes counts as free, because the engine does not cause that
             # shortage.
             own_room_bytes = room_bytes + (others_bytes or 0.0)
             self._step_room(own_room_bytes, now_seconds, seconds, running)
@@ -330,15 +331,15 @@ class GpuHistory:
         self._facts = replace(self._facts, excess=excess)
 
     def build_facts(self, leak: Leak) -> GpuFacts:
-        """Return the facts of all samples so far, with the current spell."""
+        """Return the facts from all samples so far, including the current spell."""
         return replace(self._add_open_spell(has_engine_exited=False), leak=leak)
 
     def _step_room(
         self, room_bytes: float, now_seconds: float, seconds: float, running: float | None
     ) -> None:
-        """Begin, extend or close a spell, by the room in this sample."""
+        """Begin, extend or close a spell, depending on the room in this sample."""
         if room_bytes < LOW_BYTES:
-            # The lowest room of a new spell starts at the threshold, so that the first sample
+            # A new spell's lowest room is initialized to the threshold, so that the first sample
             # lowers it.
             spell = self._open_spell or Spell(
                 kind=Shortage.PEAK,
@@ -356,15 +357,16 @@ class GpuHistory:
         if self._open_spell is not None and roomy_seconds >= SPELL_GAP_SECONDS:
             self._facts = self._add_open_spell(has_engine_exited=False)
             self._open_spell = None
-        # Samples soon after a shortage belong to its spell, and do not count as samples with room.
+        # Samples shortly after a shortage still belong to its spell, and do not count as samples
+        # with room.
         if running and self._open_spell is None:
             roomy_running = max(self._facts.roomy_running or 0.0, running)
             self._facts = replace(self._facts, roomy_running=roomy_running)
 
     def _add_open_spell(self, *, has_engine_exited: bool) -> GpuFacts:
-        """Return the facts with the current spell, if there is one.
+        """Return the facts, including the current spell if there is one.
 
-        A brief spell that left some room does not count, unless it ended with the engine's exit.
+        A brief spell that left some room is ignored, unless the engine's exit ended it.
         """
         spell = self._open_spell
         if spell is None:
@@ -372,8 +374,8 @@ class GpuHistory:
         seconds = spell.seconds or 0.0
         began_seconds = spell.began_seconds or 0.0
         span_seconds = self._low_at_seconds - began_seconds
-        # A spell in which memory was short only at times consists of peaks; otherwise it is a
-        # lasting level.
+        # If memory was short only intermittently, the spell consists of peaks; otherwise, it is a
+        # lasting shortage.
         if seconds >= LASTING_SECONDS and seconds >= LOW_TIME_RATIO * span_seconds:
             roomy_start_seconds = began_seconds - self._held_since_seconds
             is_from_start = roomy_start_seconds <= LASTING_SECONDS
@@ -387,9 +389,9 @@ class GpuHistory:
 
 
 def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent | None:
-    """Return the extent with another value added; unchanged if that value is unknown.
+    """Return the extent with another value included; unchanged if that value is unknown.
 
-    Returns None if no value was known yet.
+    Returns None if no value has been known so far.
     """
     if others_bytes is None:
         return extent
@@ -411,10 +413,10 @@ class TraceHistory:
     def __init__(self, *, reported_bytes: int | None = None) -> None:
         self._replay = LeakReplay(reported_bytes=reported_bytes)
         self._at_least: Version = OLDEST
-        # When the engine's settings last changed; None before any change.
+        # When the engine's settings last changed; None if they have not changed.
         self._since_seconds: float | None = None
         self._newest_seconds = 0.0
-        # The newest page with engines.
+        # The latest page that had engines.
         self._page: EnginePage | None = None
         self._engines: dict[tuple[str, str], EngineHistory] = {}
         self._gpus: dict[str, GpuHistory] = {}
@@ -433,10 +435,10 @@ class TraceHistory:
                 self._host_bytes[process.role] += process.rss_bytes
 
     def _measure_interval(self, snapshot: Snapshot) -> float:
-        """Return the seconds since the previous sample, at most the longest sampling interval.
+        """Return the seconds since the previous sample, capped at the longest sampling interval.
 
-        Returns 0 for the first sample, or if the clock went back. A longer interval, after a jump
-        of the clock or a gap in the trace, is cut to that length.
+        Returns 0 for the first sample, or if the clock went backwards. The cap matters after a
+        clock jump or a gap in the trace.
         """
         if not self._replay.samples:
             return 0.0
@@ -448,9 +450,9 @@ class TraceHistory:
         readings = {label_engine(reading): reading for reading in list_named(snapshot.page)}
         if readings:
             self._page = snapshot.page
-        # A cache of another size behaves differently.
+        # A cache of a different size behaves differently.
         if self._have_other_settings(readings):
-            # Facts under other settings say nothing about the present settings.
+            # Facts collected under other settings say nothing about the current ones.
             self._since_seconds = self._newest_seconds
             self._engines = {}
             self._gpus = {}
@@ -464,7 +466,7 @@ class TraceHistory:
         self._at_least = max(self._at_least, find_oldest_version(readings.values()))
 
     def _have_other_settings(self, readings: dict[tuple[str, str], EngineReading]) -> bool:
-        """Return whether any engine has other settings than before."""
+        """Return whether any engine's settings have changed."""
         for label, reading in readings.items():
             engine = self._engines.get(label)
             if engine is not None and engine.has_other_settings(reading):
@@ -472,13 +474,13 @@ class TraceHistory:
         return False
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
-        """Add a sample to each GPU's history; close the spells if the engine does not serve."""
+        """Add a sample to each GPU's history; close the spells if the engine is not serving."""
         running = count_running(snapshot.page)
         status = snapshot.engine_status
         has_exited = status is not None and status.exit_reason is not None
         is_awake = is_page_awake(snapshot.page) is not False
         is_serving = self._replay.engine.runs.present.is_ready and is_awake
-        # While the engine does not serve, its load does not cause shortages.
+        # While the engine is not serving, shortages are not caused by its load.
         if has_exited or not is_serving:
             for history in self._gpus.values():
                 history.close_spell(self._newest_seconds, has_engine_exited=has_exited)

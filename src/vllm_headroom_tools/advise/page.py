@@ -1,4 +1,4 @@
-"""Collect the facts from a sidecar's page: the present, and counters since the engine's start."""
+"""Collect facts from a sidecar's page: current values, and counters since the engine's start."""
 
 import asyncio
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 from vllm_headroom_tools.versions import parse_version
 
 KNOWN_INDICES: Final = frozenset(map(str, range(1024)))
-"""The GPU indices that are accepted: a page with other indices is not a sidecar's."""
+"""The accepted GPU indices: a page with any other index does not come from a sidecar."""
 
 GPU_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.LEAK_RATE,
@@ -57,21 +57,21 @@ GPU_LEAK_FIGURES: Final = {
     "time_to_oom_seconds": catalog.TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.TIME_TO_OOM_LOWER,
 }
-"""Figures of an alarm on a GPU, by the fields of Moment."""
+"""The figures of an alarm on a GPU, by field of Moment."""
 
 HOST_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.HOST_LEAK_RATE,
     "time_to_oom_seconds": catalog.HOST_TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.HOST_TIME_TO_OOM_LOWER,
 }
-"""Figures of an alarm on a role of processes, by the fields of Moment."""
+"""The figures of an alarm on a process role, by field of Moment."""
 
 
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
-    """Return the facts on a sidecar's page.
+    """Return the facts from a sidecar's page.
 
-    The operator gives `settings`; the page fills in those that are unknown. Raises BadInput if the
-    page is not a sidecar's, or its engine is not vLLM.
+    The operator provides `settings`, and the page fills in any that are unknown. Raises BadInput if
+    the page does not come from a sidecar, or if its engine is not vLLM.
     """
     page = _parse_page(text)
     _check_page(page)
@@ -100,7 +100,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
 
 
 def _parse_page(text: str) -> Values:
-    """Return the page's samples of metrics in the catalogue; only finite values count.
+    """Return the page's samples of metrics in the catalogue, ignoring values that are not finite.
 
     Raises BadInput for a page in another format.
     """
@@ -108,7 +108,7 @@ def _parse_page(text: str) -> Values:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                # Other samples come from another version or another exporter.
+                # Samples of other metrics come from another version or another exporter.
                 metric = catalog.BY_NAME.get(sample.name)
                 if metric is not None and isfinite(sample.value):
                     labels = tuple(sample.labels.get(label, "") for label in metric.labels)
@@ -122,10 +122,10 @@ def _parse_page(text: str) -> Values:
 
 
 def _check_page(page: Values) -> None:
-    """Raise BadInput for a page that is not a sidecar's, or if the sidecar's engine is not vLLM."""
+    """Raise BadInput if the page does not come from a sidecar, or if its engine is not vLLM."""
     indices = {index for index, *_ in page.find_all(catalog.GPU_INFO)}
-    # A sidecar's page has exactly one build and plausible GPU indices; any other page is another
-    # exporter's.
+    # A sidecar's page has exactly one build and plausible GPU indices; any other page comes from
+    # another exporter.
     if len(page.find_all(catalog.BUILD_INFO)) != 1 or not indices <= KNOWN_INDICES:
         raise BadInput(
             "the page is not vllm-headroom's:"
@@ -146,7 +146,7 @@ def _read_host(page: Values) -> HostMemory:
 
 
 def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
-    """Return the settings, in which the page fills in those that the operator did not give."""
+    """Return the settings, filling in from the page those that the operator did not provide."""
     offered_versions = [
         version
         for field, version in FIELD_VERSIONS.items()
@@ -155,7 +155,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
     sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         settings,
-        # The version is at least the oldest that exports all these series.
+        # The version is at least the oldest one that exports all of these series.
         at_least=max((settings.at_least, *offered_versions)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
@@ -173,7 +173,7 @@ def _read_utilization(page: Values) -> float | None:
 
 
 def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuFacts:
-    """Return the facts of a GPU; without its memory, only the detector's verdict."""
+    """Return the facts about a GPU; if its memory is unknown, only the detector's verdict."""
     index, uuid = gpu
     facts = GpuFacts(
         index=int(index),
@@ -192,7 +192,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
     others_memory = None
     if others_bytes is not None:
         others_memory = Extent(others_bytes, others_bytes, others_bytes)
-    # The memory of others does not count as the engine's shortage.
+    # Memory held by others does not count towards the engine's shortage.
     room_bytes = usable_bytes - used_bytes + (others_bytes or 0.0)
     room_at_peak_bytes = usable_bytes - peak_bytes + (others_bytes or 0.0)
     return replace(
@@ -212,7 +212,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
 
 
 def _read_peaks(page: Values, gpu: tuple[str, str]) -> tuple[PeakFacts, ...]:
-    """Return the peaks of the last minute; a kind without a spread was observed too seldom."""
+    """Return the last minute's peaks, without kinds observed too rarely to have a spread."""
     peaks = []
     for work in Work:
         transient_bytes = page.value(catalog.ENGINE_PEAK, *gpu, work)
@@ -228,7 +228,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
     """Return the engine's excess over its budget; None if the page reports no excess."""
     if not page.value(catalog.SITUATION, Situation.OVER_BUDGET):
         return None
-    # The bases that the operator can change with an option.
+    # Only these bases can be changed with an option.
     for basis in ("budget", "configured"):
         budget_bytes = page.value(catalog.MEMORY_REPORTED, *gpu, basis)
         excess_bytes = page.value(catalog.MEMORY_DISCREPANCY, *gpu, basis)
@@ -248,7 +248,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
 def _judge_room(
     room_bytes: float, room_at_peak_bytes: float, running: float | None
 ) -> tuple[Spell, ...]:
-    """Return the present shortage, or else the one at the peak of the last minute, or nothing."""
+    """Return the current shortage, or else the one at the last minute's peak, if there is one."""
     lowest_room_bytes = max(0.0, room_at_peak_bytes)
     if room_bytes < LOW_BYTES:
         level = Spell(kind=Shortage.LEVEL, lowest_room_bytes=lowest_room_bytes, running=running)
@@ -261,16 +261,16 @@ def _judge_room(
 def _read_leak(
     page: Values, state_metric: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]
 ) -> Leak:
-    """Return the detector's verdict on a series; the figures of an alarm only while it lasts."""
+    """Return the detector's verdict on a series, with figures only while an alarm is active."""
     state_name = page.state(state_metric, *labels)
-    # A newer sidecar may report a state that is unknown here.
+    # A newer sidecar may report a state that this version does not know.
     state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
     verdict = STATE_VERDICTS.get(state, LeakVerdict.CANNOT_TELL)
     if state is not LeakState.LEAKING:
         return Leak(state=state, verdict=verdict)
     location_name = page.state(catalog.LEAK_LOCATION, *labels)
     location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
-    # A figure that all series share has fewer labels than the series, or none.
+    # A figure shared by all series has fewer labels than the series, or none.
     values: dict[str, Any] = {
         field: page.value(metric, *labels[: len(metric.labels)])
         for field, metric in figures.items()
@@ -280,10 +280,10 @@ def _read_leak(
 
 
 def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
-    """Return the facts of an engine; a full cache counts only if it is full now."""
+    """Return the facts about an engine; the cache counts as full only if it is full now."""
 
     def read(metric: Metric) -> float | None:
-        """Return a figure of this engine on the page; None if the page has none."""
+        """Return this engine's value of a metric; None if the page lacks it."""
         return page.value(metric, model_name, engine)
 
     kv_used_ratio = read(catalog.ENGINE_KV_USED)
@@ -303,8 +303,8 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     hits = read(catalog.ENGINE_PREFIX_HITS)
     prefix = None
     if queries is not None and hits is not None:
-        # A page does not show for how long requests waited. If any wait now, or if there ever was a
-        # preemption, they count as waiting all the time.
+        # A page does not show how long requests waited. If any are waiting now, or if there has
+        # ever been a preemption, they count as waiting all the time.
         has_waited = bool(read(catalog.ENGINE_WAITING) or preemptions)
         prefix = PrefixFacts(
             queries=queries,
@@ -334,8 +334,8 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
 
 
 LIVE_TIMEOUT_SECONDS: Final = 20.0
-"""Longer than the daemon's timeout, because there is only one attempt, and a busy engine answers
-late.
+"""Longer than the daemon's timeout, because there is only one attempt and a busy engine responds
+slowly.
 """
 
 
@@ -344,8 +344,8 @@ async def fetch_facts(
 ) -> Facts:
     """Fetch a sidecar's page and return its facts.
 
-    If the sidecar watches several engines, they are the facts of `engine_name`. Raises BadInput if
-    that is not possible, with `advice` if nothing answers.
+    If the sidecar watches several engines, the facts are those of `engine_name`. Raises BadInput if
+    the facts cannot be obtained; the message includes `advice` if nothing answers.
     """
     page = await _fetch_page(url, advice)
     names = list_node_engines(page)
@@ -356,7 +356,7 @@ async def fetch_facts(
 
 
 async def _fetch_page(url: str, advice: str) -> str:
-    """Return a sidecar's page; raise BadInput with `advice` if nothing answers."""
+    """Fetch and return a sidecar's page; raise BadInput with `advice` if nothing answers."""
     page = await fetch_once(_build_reader(url))
     if isinstance(page, Failure):
         raise BadInput(f"{strip_advice(page)}: {advice}")
@@ -364,12 +364,12 @@ async def _fetch_page(url: str, advice: str) -> str:
 
 
 def list_node_engines(text: str) -> list[str] | None:
-    """Return the names of the engines on the page of a sidecar that watches several.
+    """Return the names of the engines on the page of a sidecar that watches several engines.
 
-    Returns None for any other text, because only such a page counts engines.
+    Returns None for any other text, because only such a page has the metric that counts engines.
     """
     lines = text.splitlines()
-    # Fast path: pages of one engine lack this metric.
+    # Fast path: single-engine pages lack this metric.
     if not any(line.startswith(f"{catalog.ENGINES.name}{{") for line in lines):
         return None
     states = [line for line in lines if line.startswith(f"{catalog.ENGINE_STATE.name}{{")]
@@ -384,13 +384,14 @@ def list_node_engines(text: str) -> list[str] | None:
 
 
 async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
-    """Return the settings with those of the engine whose page is at `url`.
+    """Return the settings, filling in unknown ones from the engine whose page is at `url`.
 
-    The operator's settings have precedence. The version comes from /version beside the page, which
-    vLLM answers without an API key. The version is None if nothing answers there, or if the answer
-    is not a release. Raises BadInput if the page cannot be fetched or has no engine.
+    The operator's settings take precedence. The version comes from the /version endpoint next to
+    the page, which vLLM serves without an API key. The version is None if that endpoint does not
+    answer, or if its answer is not a release. Raises BadInput if the page cannot be fetched or has
+    no engine.
     """
-    # The page and the version are fetched at the same time, because the operator is waiting.
+    # Fetch the page and the version concurrently, because the operator is waiting.
     page, about = await asyncio.gather(
         fetch_engines(_build_reader(url)), fetch_once(_build_reader(urljoin(url, "version")))
     )

@@ -12,7 +12,7 @@ from vllm_headroom_tools.versions import OLDEST, Version
 
 
 class Flag(StrEnum):
-    """The options of `vllm serve` that may be advised; no other is ever named."""
+    """The options of `vllm serve` that advice may name; it never names any other."""
 
     GPU_MEMORY_UTILIZATION = "--gpu-memory-utilization"
     MAX_NUM_SEQS = "--max-num-seqs"
@@ -30,7 +30,7 @@ class Flag(StrEnum):
 
 
 NEWEST_CHECKED: Final[Version] = (0, 33, 0)
-"""The newest version whose options were checked."""
+"""The newest version whose options have been checked."""
 
 FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
     # Before 0.6.5, prefix caching was off by default.
@@ -48,16 +48,17 @@ FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
 """The first version that has each option (vllm/engine/arg_utils.py of its wheel)."""
 
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
-"""The first version that does not look a waiting request up again in each step
-(vllm-project/vllm#48860)."""
+"""The first version that does not repeat the lookup of a waiting request in each step
+(vllm-project/vllm#48860).
+"""
 
 FIELD_VERSIONS: Final[dict[str, Version]] = {
     "prefix_queries_total": (0, 7, 3),
     "kv_cache_memory_bytes": (0, 10, 2),
     "awake": (0, 11, 1),
 }
-"""The first version that exports a field of EngineReading. An engine whose page has the field is of
-this version or a newer one.
+"""The first version that exports each field of EngineReading. An engine whose page has the field
+runs this version or a newer one.
 """
 
 
@@ -65,11 +66,11 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
     """The version and the options with which the engine was started; None if unknown."""
 
     version: Version | None = None
-    # The lower bound of the version that the engine's page shows.
+    # A lower bound for the version, derived from the engine's page.
     at_least: Version = OLDEST
     gpu_memory_utilization: float | None = None
-    # Whether kv_cache_memory_bytes is set, which overrides the utilization; the number of bytes may
-    # be unknown.
+    # Whether kv_cache_memory_bytes is set, which overrides the utilization; its value may be
+    # unknown.
     sizes_cache_in_bytes: bool = False
     kv_cache_memory_bytes: float | None = None
     max_num_seqs: int | None = None
@@ -92,7 +93,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
 
 def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
-    """Return the lower bound of the engines' version, from the fields that they export."""
+    """Return a lower bound for the engines' version, derived from the fields that they export."""
     oldest_version = OLDEST
     for engine in engines:
         for field, first_version in FIELD_VERSIONS.items():
@@ -102,7 +103,7 @@ def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
 
 
 def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
-    """Return the settings, in which the engine's page fills in those that are unknown."""
+    """Return the settings, filling in unknown ones from the engine's page."""
     cache_bytes = _read_common(page, "kv_cache_memory_bytes")
     max_num_seqs = _read_common(page, "max_num_seqs")
     utilization = _read_common(page, "gpu_memory_utilization_ratio")
@@ -117,9 +118,9 @@ def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
 
 
 def _read_common(page: EnginePage, field: str) -> float | None:
-    """Return the value of a field that all engines on the page share.
+    """Return the value of a field on which all engines on the page agree.
 
-    Returns None if they differ, or the value is unknown.
+    Returns None if their values differ, or if the value is unknown.
     """
     values = {getattr(engine, field) for engine in page.engines}
     return values.pop() if len(values) == 1 else None

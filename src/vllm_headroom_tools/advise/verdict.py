@@ -1,4 +1,4 @@
-"""The verdict of all rules on the facts."""
+"""The combined verdict of all rules on the facts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -34,8 +34,8 @@ EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (
     starts.find_failing_starts,
     leaks.find_kv_block_leak,
 )
-"""Rules that apply with and without a leak. With a leak, their changes of options are left out,
-because the leak distorts the values.
+"""Rules that apply whether or not there is a leak. If there is one, changes to options are dropped,
+because the leak distorts their computed values.
 """
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
@@ -50,8 +50,8 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     capacity.find_too_few_requests,
     capacity.find_poor_prefix_cache,
 )
-"""Rules that apply only without a leak, in the order of the answer. Causes that can end the engine
-come before causes that slow it down.
+"""Rules that apply only if there is no leak, in the order in which their advice is reported. Causes
+that can end the engine come before causes that slow it down.
 """
 
 NO_OPTION_WHILE_GROWING: Final = (
@@ -66,7 +66,7 @@ class Assessment(Struct, frozen=True, kw_only=True):
     verdict: Conclusion
     facts: Facts
     advice: tuple[Advice, ...]
-    # The unknown facts that would be needed to call the engine healthy.
+    # The unknown facts that are required before the engine can be called healthy.
     missing: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -74,13 +74,13 @@ class Assessment(Struct, frozen=True, kw_only=True):
 def judge_facts(facts: Facts) -> Assessment:
     """Apply the rules and return their advice with the verdict.
 
-    The verdict is "not good" with any advice. Without advice, the verdict is "good" only if
-    everything important is known.
+    The verdict is "not good" if there is any advice. Otherwise, it is "good" only if all important
+    facts are known.
     """
     is_growing = _is_growing(facts)
     notes = []
     advice = _apply_rules(EVEN_WITH_A_LEAK, facts)
-    # While memory grows, the causes are still true. Computed values of options are not, because the
+    # While memory grows, the causes still hold, but the computed option values do not, because the
     # growth distorts the figures behind them.
     if is_growing:
         advice = [_keep_changes(one_advice, _has_no_flag) for one_advice in advice]
@@ -108,7 +108,7 @@ def judge_facts(facts: Facts) -> Assessment:
 
 
 def _is_growing(facts: Facts) -> bool:
-    """Return whether any series has had an alarm, or has an early warning now."""
+    """Return whether any series has had an alarm, or currently has an early warning."""
     return any(leak.alarm or leak.state in GROWING_STATES for _, leak in list_leaks(facts))
 
 
@@ -128,7 +128,7 @@ def _has_no_flag(change: Change) -> bool:
 
 
 def _find_absent_flags(advice: Iterable[Advice], facts: Facts) -> list[Flag]:
-    """Return the advised options that this version of vLLM may lack, each option once."""
+    """Return the advised options that this version of vLLM may lack, without duplicates."""
     flags: list[Flag] = []
     for change in _list_changes(advice):
         flag = change.flag
@@ -142,7 +142,7 @@ def _find_absent_flags(advice: Iterable[Advice], facts: Facts) -> list[Flag]:
 def _note_absent_flags(flags: Iterable[Flag], facts: Facts) -> Iterator[str]:
     """Yield a note on each option that is left out.
 
-    The name has no dashes, so that nobody copies the option into a command line.
+    The option is named without dashes, so that nobody copies it into a command line.
     """
     version = facts.settings.version
     for flag in flags:
@@ -170,7 +170,7 @@ SHORTEST_SECONDS: Final = HOUR_SECONDS
 """The shortest trace that can show health: the leak detector takes an hour to be certain."""
 
 STALE_PAGE_SECONDS: Final = 120.0
-"""A page older than this does not show the present (alert HeadroomSampleStale)."""
+"""A page older than this no longer shows the current state (alert HeadroomSampleStale)."""
 
 UNDECIDED_STATES: Final = {
     LeakState.UNKNOWN: "the engine's memory, or its load, is not known",
@@ -180,13 +180,13 @@ UNDECIDED_STATES: Final = {
     LeakState.GROWING: "it grows, and within hours it shows whether that is a leak: look again",
     LeakState.ASLEEP: "the engine sleeps",
 }
-"""The states in which a series may leak. `unsettled` is not one of them: load varies, but there is
-no growth.
+"""The states in which a series may be leaking. `unsettled` is not one of them: the load varies, but
+there is no growth.
 """
 
 
 def list_missing(facts: Facts) -> Iterator[str]:
-    """Yield a text for each fact that has to be known before the verdict can be good."""
+    """Yield a text for each unknown fact that a good verdict requires."""
     if facts.age_seconds is not None and facts.age_seconds > STALE_PAGE_SECONDS:
         age = format_duration(facts.age_seconds)
         yield f"the page is {age} old: the sidecar has stopped sampling"
@@ -199,7 +199,7 @@ def list_missing(facts: Facts) -> Iterator[str]:
         if gpu.least_room_bytes is None:
             yield f"{gpu.display_name}: its memory was not read"
         yield from _explain_leak(gpu.display_name, gpu.leak)
-    # Unknown host memory is no reason to doubt the rest of the verdict.
+    # Unknown host memory does not cast doubt on the rest of the verdict.
     for host in facts.hosts:
         is_growing = host.leak.verdict is LeakVerdict.GROWING
         if is_growing or host.leak.state is not LeakState.UNKNOWN:
@@ -208,7 +208,7 @@ def list_missing(facts: Facts) -> Iterator[str]:
 
 
 def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
-    """Yield a text for each fact on the engines that is unknown."""
+    """Yield a text for each unknown fact about the engines."""
     if not facts.engines:
         yield "the engine's own page: it was not read"
     elif not any(engine.highest_running or engine.finished for engine in facts.engines):
@@ -222,9 +222,9 @@ def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
 
 
 def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
-    """Yield why a series may leak: by the verdict on the whole trace, or by the state at the end.
+    """Yield why a series may leak, from the verdict on the whole trace or the state at its end.
 
-    Nothing is yielded if neither leaves a doubt.
+    Yields nothing if neither the verdict nor the state leaves any doubt.
     """
     if leak.verdict is LeakVerdict.GROWING and leak.state is not LeakState.GROWING:
         yield f"{name}: {leak.reason}, and a longer trace shows whether that is a leak: look again"
@@ -232,7 +232,7 @@ def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
         yield f"{name}: {UNDECIDED_STATES[leak.state]}"
 
 
-# Notes: what else is worth knowing about the answer.
+# Notes: what else is worth knowing about the verdict.
 
 PAGE_IS_A_MOMENT: Final = (
     "One page shows a moment: earlier exits and bursts, the size of requests and hit ratios over"
@@ -248,18 +248,18 @@ SETTINGS_UNKNOWN: Final = (
 HOST_NOT_JUDGED: Final = "The engine's processes were not seen, so that host memory is not judged."
 
 UNEVEN_RANKS_BYTES: Final = 2 * GIB
-"""Our choice: a larger difference between an engine's GPUs is noted. NCCL's buffers and late
-kernels make a difference of a few hundred MiB.
+"""Our choice: a larger difference between an engine's GPUs is reported. NCCL buffers and kernels
+that load late account for a few hundred MiB.
 """
 
 UNUSED_CACHE_RATIO: Final = 0.2
-"""Our choice: a note says that a cache is too large if less than this share was in use at the peak
-of a day.
+"""Our choice: a cache is reported as too large if less than this share was in use at the peak of a
+trace of at least a day.
 """
 
 
 def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
-    """Yield notes on the answer: what limits it, and facts for which there is no rule."""
+    """Yield notes on the verdict: its limitations, and facts that no rule covers."""
     changes = _list_changes(advice)
     if facts.since_seconds is not None:
         since = format_instant(facts.since_seconds)
@@ -277,7 +277,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
         yield HOST_NOT_JUDGED
     yield from _note_unjudged_prefix_caches(facts)
     version = facts.settings.version
-    # The last note applies only to releases whose options may have changed.
+    # The last note applies only to releases whose options may differ.
     if version is None or version <= NEWEST_CHECKED:
         return
     if any(change.flag for change in changes):
@@ -288,9 +288,9 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
 
 
 def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
-    """Note the GPU with much less room than another of the engine's GPUs of the same size.
+    """Note a GPU that has much less room than another of the engine's GPUs of the same size.
 
-    vLLM gives every GPU a KV cache that fits the fullest.
+    vLLM gives every GPU a KV cache that fits on the fullest GPU.
     """
     rooms = [(gpu.least_room_bytes, gpu) for gpu in facts.gpus if gpu.least_room_bytes is not None]
     sizes = {gpu.usable_bytes for _, gpu in rooms}
@@ -306,7 +306,7 @@ def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
 
 
 def _note_unused_cache(facts: Facts) -> Iterator[str]:
-    """Note a KV cache of which little was ever in use over at least a day with requests."""
+    """Note a KV cache that stayed mostly unused over at least a day with requests."""
     if facts.span_seconds < DAY_SECONDS or not any(engine.finished for engine in facts.engines):
         return
     used_ratios = [
@@ -314,7 +314,7 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
         for engine in facts.engines
         if engine.highest_kv_used_ratio is not None
     ]
-    # If one engine's use is unknown, the highest use is unknown.
+    # If any engine's usage is unknown, so is the highest usage.
     if len(used_ratios) < len(facts.engines) or max(used_ratios) >= UNUSED_CACHE_RATIO:
         return
     span = format_duration(facts.span_seconds)
@@ -326,7 +326,7 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
 
 
 def _note_single_exit(facts: Facts) -> Iterator[str]:
-    """Note an exit during requests, if there are too few exits to advise on crashes."""
+    """Note an exit while requests were running, if too few exits occurred for advice on crashes."""
     crashes = starts.find_crashes(facts)
     if not crashes or starts.find_crash(facts) is not None:
         return
@@ -342,7 +342,7 @@ def _note_single_exit(facts: Facts) -> Iterator[str]:
 
 
 def _note_unjudged_prefix_caches(facts: Facts) -> Iterator[str]:
-    """Note the reasons why prefix caches are not judged, each once."""
+    """Note why prefix caches were not judged, without repeating a reason."""
     judgements = [capacity.judge_prefix_cache(facts, engine) for engine in facts.engines]
     reasons = [judgement for judgement in judgements if isinstance(judgement, str)]
     yield from dict.fromkeys(reasons)

@@ -1,1 +1,1 @@
-"""The command `plan`: will a model fit?"""
+"""The command `plan`, which answers whether a model will fit."""

@@ -111,18 +111,18 @@ SIZE_OPTIONS: Final = (
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""The options for a model's sizes: the option, the field of the configuration that it replaces, and
+"""The options that set a model's sizes: the option, the configuration field that it overrides, and
 its meaning.
 """
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
-"""The options for the sizes that the KV cache needs if there is no configuration."""
+"""The size options that the KV cache requires if there is no configuration."""
 
 
 def build_question(options: Namespace) -> Question:
     """Build the question from the options.
 
-    Raises BadInput if the model cannot be read, or if vLLM would refuse a number.
+    Raises BadInput if the model cannot be read, or if vLLM would reject a value.
     """
     shape = _read_shape(options)
     if isinstance(shape, str):
@@ -132,8 +132,7 @@ def build_question(options: Namespace) -> Question:
     speculation = read_speculation(options)
     _check_speculation(speculation, options.release)
     checkpoint_bytes, parameters = _read_weights(options, shape)
-    # The weights are read first, because a checkpoint's size already includes the speculative
-    # layers.
+    # Read the weights first, because a checkpoint's size already includes the speculative layers.
     drafting = _add_drafts(shape, speculation, options)
     _apply_gpu_choice(options)
     defaults = choose_defaults(options.gpu_memory_bytes, options.release)
@@ -142,21 +141,20 @@ def build_question(options: Namespace) -> Question:
     max_num_batched_tokens = options.max_num_batched_tokens
     max_num_seqs = options.max_num_seqs
     if max_num_seqs is None:
-        # As in vLLM (0.33, engine/arg_utils.py), a given batch limits the default.
+        # As in vLLM (0.33, engine/arg_utils.py), the batch size, if given, caps the default.
         batch_limit = max_num_batched_tokens or defaults.max_num_seqs
         max_num_seqs = min(defaults.max_num_seqs, batch_limit)
     if max_num_batched_tokens is None:
-        # Our choice: if only max_num_seqs is given, a batch has at least a token for each request.
+        # Our choice: if only max_num_seqs is given, a batch has at least one token per request.
         max_num_batched_tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
     max_model_len = options.max_model_len
     if max_model_len in (AUTO_LENGTH, None):
-        # Without the option, vLLM takes the model's own limit.
+        # Without the option, vLLM uses the model's own limit.
         max_model_len = shape.max_model_len
     utilization = options.gpu_memory_utilization
     if utilization is None:
         utilization = options.release.utilization
-    # Most options are fields of the question with the same name; the code above computes the
-    # others.
+    # Most options map to fields of the question with the same name; the others are computed above.
     values = {
         field.name: getattr(options, field.name)
         for field in fields(Question)
@@ -189,7 +187,7 @@ def build_question(options: Namespace) -> Question:
     if problem is not None:
         raise BadInput(problem)
     if options.max_model_len == AUTO_LENGTH:
-        # As in vLLM, the limit is the longest sequence that fits once, and at most the model's own
+        # As in vLLM, the limit is the longest sequence that fits on its own, capped at the model's
         # limit.
         longest = estimate_memory(question).find_longest(1)
         return replace(question, max_model_len=longest or shape.max_model_len)
@@ -197,14 +195,14 @@ def build_question(options: Namespace) -> Question:
 
 
 def _read_prefix_caching(options: Namespace) -> bool | None:
-    """Return whether prefixes are to be cached; None if no option sets it."""
+    """Return whether prefix caching is turned on or off; None if no option sets it."""
     if options.no_enable_prefix_caching:
         return False
     return True if options.enable_prefix_caching else None
 
 
 def _apply_gpu_choice(options: Namespace) -> None:
-    """Set the options that --gpu replaces, except those that the operator typed."""
+    """Set the options implied by --gpu, except those that the operator typed."""
     if options.gpu is None:
         return
     if options.gpu_memory_bytes is None:
@@ -213,14 +211,13 @@ def _apply_gpu_choice(options: Namespace) -> None:
     is_spread = (
         options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
     ) > 1
-    # A whole command line has vLLM's default of one GPU; without a command line, all named GPUs are
-    # used.
+    # A whole vLLM command line defaults to one GPU, as in vLLM; otherwise, all named GPUs are used.
     if options.gpu.count is not None and not is_spread and not options.has_line:
         options.tensor_parallel_size = options.gpu.count
 
 
 def _check_speculation(speculation: Speculation, release: Release) -> None:
-    """Raise BadInput for a method of speculation that vLLM refuses."""
+    """Raise BadInput if vLLM would reject the speculation method."""
     method = speculation.method
     if method is None:
         return
@@ -234,7 +231,7 @@ def _check_speculation(speculation: Speculation, release: Release) -> None:
 
 
 def _set_longest(shape: ModelShape, options: Namespace) -> ModelShape:
-    """Return the shape with the longest sequence that this release of vLLM takes of the model."""
+    """Return the shape with the longest sequence that this vLLM release reads from the model."""
     longest = shape.max_model_len
     if options.release.has_multiplied_yarn and shape.yarn_length is not None:
         longest = shape.yarn_length
@@ -246,20 +243,20 @@ def _set_longest(shape: ModelShape, options: Namespace) -> ModelShape:
 
 
 class Drafting(Struct, frozen=True, kw_only=True):
-    """A model, and the parts that make its drafts."""
+    """A model and the parts that generate its drafts."""
 
-    # The shape includes the model's own heads, and an assumed head.
+    # The shape including the model's own heads and any assumed head.
     shape: ModelShape
-    # The draft model whose sizes are known.
+    # The draft model, if its sizes are known.
     draft: ModelShape | None = None
-    # The name of a head that is counted although its configuration is unknown.
+    # The name of a head that is included although its configuration is unknown.
     assumed_name: str | None = None
-    # Whether there is a draft model that cannot be counted.
+    # Whether there is a draft model whose memory cannot be counted.
     is_unknown: bool = False
 
 
 def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace) -> Drafting:
-    """Return the model with the parts that make its drafts, if tokens are speculated."""
+    """Return the model with the parts that generate its drafts, if speculation is used."""
     if speculation.has_own_heads:
         shape = shape.add_speculation(speculation.tokens)
     name = speculation.draft_name
@@ -270,7 +267,7 @@ def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace)
         return Drafting(shape=shape, draft=draft)
     if name is None:
         return Drafting(shape=shape)
-    # For a head that is not known here, an upper bound counts; other drafts stay unknown.
+    # For a head with an unknown configuration, assume an upper bound; other drafts stay unknown.
     shape_with_head = add_assumed_head(shape, method, speculation.tokens)
     if shape_with_head is None:
         return Drafting(shape=shape, is_unknown=True)
@@ -278,10 +275,10 @@ def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace)
 
 
 def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
-    """Return the draft model, from its configuration, its public name or its folder.
+    """Return the draft model, read from its configuration, its public name or its folder.
 
-    Returns None if there is no draft model, or if it is unknown here. Raises BadInput for a
-    configuration that cannot be read.
+    Returns None if there is no draft model, or if its sizes are unknown. Raises BadInput if its
+    configuration cannot be read.
     """
     if options.draft_model_config is not None:
         draft = read_model(options.draft_model_config)
@@ -301,7 +298,7 @@ def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
 
 
 def _read_shape(options: Namespace) -> ModelShape | str:
-    """Return the shape from the model's file and the options for its sizes, or what is wrong."""
+    """Return the shape from the model's file and the size options, or a problem description."""
     overrides = _read_overrides(options)
     if options.model is not None and options.model_config is None:
         if has_config_file(options.model):
@@ -309,14 +306,15 @@ def _read_shape(options: Namespace) -> ModelShape | str:
         elif any(getattr(options, name) is None for name in NEEDED_SIZES):
             return _read_public_model(options.model, overrides)
     if options.kv_heads is not None:
-        # The number of heads counts, even if the file switches multi-query on.
+        # The given number of heads takes precedence even if the file turns on multi-query
+        # attention.
         overrides["multi_query"] = False
     missing_sizes = [name for name in NEEDED_SIZES if getattr(options, name) is None]
     if options.model_config is not None:
         shape = read_model(options.model_config, overrides)
         if isinstance(shape, str):
             return f"{options.model_config}: {shape}"
-        # If all sizes are given, the type of model may be unknown here.
+        # If all sizes are given, an unknown model type is acceptable.
         return shape if missing_sizes else replace(shape, unknown_type=None)
     if missing_sizes:
         needed = ", ".join(map(name_option, NEEDED_SIZES))
@@ -325,12 +323,13 @@ def _read_shape(options: Namespace) -> ModelShape | str:
             return problem
         missing = ", ".join(map(name_option, missing_sizes))
         return f"{problem}; missing: {missing}"
-    # Without a file, the options describe a usual decoder, in which all layers keep every token.
+    # Without a file, the options describe a standard decoder, in which every layer keeps every
+    # token.
     return parse_model_config("{}", overrides)
 
 
 def _read_overrides(options: Namespace) -> dict[str, Any]:
-    """Return the fields of the configuration that options replace, by the file's names."""
+    """Return the configuration fields that options override, under their names in the file."""
     overrides: dict[str, Any] = dict(options.hf_overrides or {})
     for name, field, _ in SIZE_OPTIONS:
         size = getattr(options, name)
@@ -340,7 +339,7 @@ def _read_overrides(options: Namespace) -> dict[str, Any]:
 
 
 def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str:
-    """Return the shape of a public model by its name, or what is wrong."""
+    """Return the shape of a public model by name, or a text describing the problem."""
     config = find_public_model(name)
     if isinstance(config, str):
         return f"--model {config}"
@@ -348,12 +347,12 @@ def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str
 
 
 def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
-    """Return the bytes of the weights as they are served, and the number of parameters.
+    """Return the size of the weights as served, in bytes, and the number of parameters.
 
-    At most one of the two is known; both are None if they have to be counted from the
-    configuration. If the file has quantised weights, vLLM serves them in that form, so the bytes of
-    the files count. Other weights are served in the dtype of the options, so only the number of
-    parameters counts.
+    At most one of the two is known; both are None if they have to be derived from the
+    configuration. vLLM serves quantised weights in the form in which they are stored, so the size
+    of the files is used. Other weights are served in the dtype set by the options, so only the
+    number of parameters is used.
     """
     if options.parameters is not None or options.model_config is None:
         return None, options.parameters
@@ -361,11 +360,11 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
-    # The dtype of the files may differ from the served one, but the files show the number of
-    # parameters.
+    # The dtype of the files may differ from the one being served, but the number of parameters can
+    # be derived from their size.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
-    # With another quantisation than the file's, the size of the files does not count.
+    # If the quantisation differs from the file's, the size of the files is not used.
     method: str | None = options.quantization
     if method is not None and not is_same_method(method, shape.quantisation):
         return None, None
@@ -373,11 +372,11 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
 
 
 def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
-    """Return the shape as it is served: in the dtype and with the quantisation of the options."""
+    """Return the shape as served, with the dtype and quantisation set by the options."""
     if options.language_model_only or has_no_images(options.limit_mm_per_prompt):
         shape = replace(shape, encoder=None)
     dtype_bytes = DTYPE_BYTES.get(options.dtype)
-    # "auto" is the dtype of the file, which the shape has already.
+    # "auto" means the dtype of the file, which the shape already has.
     if dtype_bytes is not None:
         shape = _apply_dtype(shape, dtype_bytes)
     method: str | None = options.quantization
@@ -387,9 +386,9 @@ def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
 
 
 def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
-    """Return the shape in this dtype; a quantised cache and quantised weights are unchanged."""
+    """Return the shape with this dtype; a quantised cache and quantised weights are unchanged."""
     kv_dtype_bytes = shape.kv_dtype_bytes
-    # A cache that has the model's dtype follows the change of dtype.
+    # A cache that uses the model's dtype follows the change.
     if kv_dtype_bytes == shape.dtype_bytes:
         kv_dtype_bytes = dtype_bytes
     weight_bytes = shape.weight_bytes_per_parameter
@@ -410,7 +409,7 @@ COUNT_VALUE: Final = whole_number(1, COUNT_LIMIT)
 TOKENS_VALUE: Final = tokens(COUNT_LIMIT)
 
 AUTO_LENGTH: Final = -1
-"""vLLM's value of --max-model-len for the longest sequence that fits."""
+"""The value of --max-model-len that makes vLLM use the longest sequence that fits."""
 
 
 def _parse_length(text: str) -> int:
@@ -424,10 +423,10 @@ RELEASE_VALUE: Final = Value(read=parse_release, accepts=f"a release from 0.{OLD
 PARAMETERS_PATTERN: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 PARAMETERS_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 PARAMETERS_LENGTH: Final = 20
-"""The longest text, in characters, that is read as a number of parameters."""
+"""The maximum length, in characters, of a number of parameters."""
 
 PARAMETERS_LIMIT: Final = 10**14
-"""The most parameters that are accepted: no model has more."""
+"""The largest accepted number of parameters: no model has more."""
 
 
 def _parse_parameters(text: str) -> int:
@@ -455,7 +454,7 @@ CACHE_SIZE_VALUE: Final = Value(
 )
 
 OFFLOAD_LIMIT_GIB: Final = 2**20
-"""Our choice: a larger number of GiB is taken for a mistake, such as bytes."""
+"""Our choice: a larger number of GiB is considered a mistake, such as a value in bytes."""
 
 OFFLOAD_VALUE: Final = Value(
     read=bounded(parse_number, 0, OFFLOAD_LIMIT_GIB), accepts="a number of GiB, such as 10"
@@ -463,7 +462,7 @@ OFFLOAD_VALUE: Final = Value(
 
 
 def _parse_json(text: str) -> dict[str, Any]:
-    """Return the JSON object of a text; raise ValueError for any other text."""
+    """Parse a JSON object; raise ValueError if the text is not one."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -479,9 +478,9 @@ JSON_VALUE: Final = Value(
 
 
 def _parse_limits(text: str) -> dict[str, Any]:
-    """Return vLLM's limits, written as JSON or in the older form image=1,video=0.
+    """Parse vLLM's limits, written as JSON or in the older form image=1,video=0.
 
-    Raises ValueError for other text.
+    Raises ValueError for any other text.
     """
     if text.lstrip().startswith("{"):
         return _parse_json(text)
@@ -494,7 +493,7 @@ LIMITS_VALUE: Final = Value(
 
 
 def _parse_environment(text: str) -> dict[str, bool]:
-    """Return the switches in a text such as A=1,B=0; raise ValueError for other text."""
+    """Parse switches in the form A=1,B=0; raise ValueError for any other text."""
     environment = {}
     for setting in text.split(","):
         name, _, value = setting.partition("=")
@@ -513,10 +512,10 @@ ENVIRONMENT_VALUE: Final = Value(
 
 
 def _parse_utilization(text: str) -> float:
-    """Return a ratio.
+    """Parse a ratio.
 
-    A percentage is accepted too, if it has the sign %. Raises RefusedError for a number above 1
-    without the sign, and ValueError for other text.
+    A percentage is also accepted if it ends in %. Raises RefusedError for a number above 1 without
+    the percent sign, and ValueError for any other text.
     """
     if text.strip().endswith("%"):
         return bounded(parse_share, SMALLEST_FLOAT, 1)(text)
@@ -531,7 +530,7 @@ PERCENT: Final = 100
 UTILIZATION_VALUE: Final = Value(read=_parse_utilization, accepts=RATIO.accepts)
 
 DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
-"""vLLM's names of dtypes for `--dtype`."""
+"""The dtype names that vLLM accepts for `--dtype`."""
 
 
 def add_options(parser: Parser) -> None:
@@ -671,7 +670,7 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
-    """Declare the options that vLLM has under the same name."""
+    """Declare the options that have the same names in vLLM."""
     add = group.add_argument
     add(
         "--gpu-memory-utilization",
@@ -827,7 +826,7 @@ def _add_choice(
     meaning: str,
     default: str | None = None,
 ) -> None:
-    """Add an option that takes one of these names, and list them in its help."""
+    """Add an option that takes one of these names, listing them in its help."""
     value = choice(names)
     group.add_argument(
         *flags, metavar="NAME", type=value, default=default, help=f"{meaning}: {value.accepts}"
@@ -835,7 +834,7 @@ def _add_choice(
 
 
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    """Return the report, or a coroutine that returns it if a sidecar is queried.
+    """Return the report, or a coroutine that returns it if a sidecar has to be queried.
 
     Raises BadOptions if both a trace and a sidecar are named.
     """
@@ -852,10 +851,10 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
 
 
 def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -> Question:
-    """Build the question from the options and, if given, the log of a start and the traffic.
+    """Build the question from the options and, if given, a startup log and the traffic.
 
-    Typed options take precedence over those of the log. The log has all options of its start.
-    Without a log, the traffic shows some options.
+    Typed options take precedence over those in the log. A log contains all options of its start;
+    without one, the traffic reveals some of them.
     """
     start_figures = None
     if options.log is not None:
@@ -870,11 +869,11 @@ def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -
 
 
 async def _size_live(options: Namespace) -> Report:
-    """Return the report on the sizes for the traffic that a sidecar has seen in a day.
+    """Return the report on sizes for the traffic that a sidecar has seen in a day.
 
     Raises BadInput if the sidecar does not answer.
     """
-    # The import is here because only this function needs an HTTP client.
+    # Imported here because only this function needs an HTTP client.
     from vllm_headroom.daemon.sources import close_all  # noqa: PLC0415
     from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415
     from vllm_headroom_tools.sidecar import (  # noqa: PLC0415
@@ -897,11 +896,11 @@ async def _size_live(options: Namespace) -> Report:
 
 
 def _size(options: Namespace, traffic: Traffic) -> Report:
-    """Return the report on the sizes for a traffic."""
+    """Return the report on the sizes that suit the traffic."""
     question = _build_logged_question(options, traffic)
     is_length_known = options.log is not None or "max_model_len" in options.typed_names
     if not is_length_known and question.max_model_len is not None:
-        # vLLM has started, so its KV cache holds at least one sequence of the longest length.
+        # vLLM has started, so its KV cache holds at least one sequence of the maximum length.
         longest = int(traffic.capacity_tokens or question.max_model_len)
         question = replace(question, max_model_len=min(question.max_model_len, longest))
     return build_sizes_report(judge_sizes(question, traffic, options.max_num_batched_tokens))

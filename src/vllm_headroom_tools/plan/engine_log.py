@@ -1,4 +1,4 @@
-"""A plan from the log of a start: the log's options, and its figures in place of assumptions."""
+"""Plan from a startup log, using its options, and its figures in place of assumptions."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -17,10 +17,10 @@ from vllm_headroom_tools.sizing.releases import NEWEST, OLDEST, parse_release
 from vllm_headroom_tools.terminal import wrap_text
 
 MODEL_NAMES: Final = frozenset({"model", "model_config", "layers", "kv_heads", "head_size"})
-"""Options that name another model than the log's."""
+"""Options that name a model other than the log's."""
 
 CARD_NAMES: Final = frozenset({"gpu", "gpu_memory_bytes"})
-"""Options that name another card than the log's."""
+"""Options that name a card other than the log's."""
 
 COUNTS: Final = {
     "tensor_parallel_size": ("tensor_parallel_size",),
@@ -33,14 +33,14 @@ COUNTS: Final = {
     "max_loras": ("max_loras",),
     "max_lora_rank": ("max_lora_rank",),
 }
-"""The options that are whole numbers, and their names in a log."""
+"""The whole-number options, with their names in a log."""
 
 FIGURES: Final = {
     "max_model_len": "context_tokens",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "batched_tokens",
 }
-"""The figures of a log that vLLM chose itself, and that are options too."""
+"""Logged figures that vLLM chose itself and that are also options."""
 
 UNSET: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1),
@@ -69,16 +69,16 @@ UNSET: Final[Mapping[str, Any]] = {
     "dtype": "auto",
     "cpu_offload_gb": 0.0,
 }
-"""The values of options that a start's log does not show, because vLLM used its defaults."""
+"""The values of options that a startup log does not show because vLLM used its defaults."""
 
 SAME_CARD_BYTES: Final = GIB
-"""Our choice: a card is taken for the log's if their sizes differ by less. CUDA sees 79.2 of 79.6
-GiB.
+"""Our choice: a card is considered the same as the log's if their sizes differ by less than this.
+CUDA sees 79.2 of 79.6 GiB.
 """
 
 
 def choose_start(log: EngineLog) -> EngineStart:
-    """Return the newest start that shows the size of its KV cache; raise BadInput if none does."""
+    """Return the latest start that shows its KV cache size; raise BadInput if none does."""
     for start in reversed(log.starts):
         if start.engine == "vllm" and start.find_largest("kv_cache_bytes") is not None:
             return start
@@ -89,16 +89,16 @@ def choose_start(log: EngineLog) -> EngineStart:
 
 
 def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: bool) -> Namespace:
-    """Return the options with those of a start.
+    """Return the options, filled in with those of a start.
 
-    Options that were typed replace the start's. If `with_typed` is False, only the typed options
-    that name the model or the card do. Raises BadInput for a release that is not known here.
+    Typed options take precedence over those of the start. If `with_typed` is False, only typed
+    options that name the model or the card do. Raises BadInput if the start's release is unknown.
     """
     applied = Namespace(**vars(options))
     typed_names = options.typed_names
     if not with_typed:
         typed_names = typed_names & (MODEL_NAMES | CARD_NAMES)
-        # The options return to their defaults, because the typed ones were not measured.
+        # Reset the options to their defaults, because the typed values were not measured.
         vars(applied).update(UNSET)
     for name, value in list_log_options(start):
         if name not in typed_names:
@@ -106,7 +106,7 @@ def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: boo
     if not typed_names & MODEL_NAMES and start.model is not None:
         applied.model = start.model
     total_bytes = start.find_largest("total_bytes")
-    # The size that CUDA reported is more exact than the size by the card's name.
+    # The size reported by CUDA is more accurate than the nominal size of the card.
     if total_bytes is not None and is_logged_card(options, total_bytes):
         applied.gpu = None
         applied.gpu_memory_bytes = round(total_bytes)
@@ -114,7 +114,7 @@ def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: boo
 
 
 def is_logged_card(options: Namespace, total_bytes: float) -> bool:
-    """Return whether the options name the card of the log, or no card."""
+    """Return whether the options name the log's card, or no card at all."""
     named_bytes = options.gpu_memory_bytes
     if named_bytes is None and options.gpu is not None:
         named_bytes = options.gpu.card.memory_bytes
@@ -122,19 +122,19 @@ def is_logged_card(options: Namespace, total_bytes: float) -> bool:
 
 
 def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a start by the names of `plan`; raises BadInput for its release."""
+    """Yield a start's options by their `plan` names; raise BadInput for an unknown release."""
     try:
         yield "release", parse_release(start.version or "")
     except ValueError:
         version = start.version or "of an unknown version"
         problem = f"plan computes releases from 0.{OLDEST} to 0.{NEWEST}"
         raise BadInput(f"--log: the start is of vLLM {version}; {problem}") from None
-    # The options come first; some figures are only in vLLM's own lines.
+    # The options take precedence; some figures appear only in vLLM's own log lines.
     for name, log_names in COUNTS.items():
         count = start.find_option(*log_names)
         if not _is_count(count) and name in FIGURES:
             count = start.find_largest(FIGURES[name])
-        # In Python, a truth value is a whole number too, but not a count.
+        # In Python, a boolean is also an integer, but it is not a count.
         if isinstance(count, int | float) and _is_count(count):
             yield name, int(count)
     utilization = start.find_option("gpu_memory_utilization")
@@ -154,7 +154,7 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         if start.find_option(name) is True:
             yield name, True
     is_caching = start.find_option("enable_prefix_caching")
-    # An option exists for either value, and the default differs by release.
+    # There is an option for either value, and the default depends on the release.
     if isinstance(is_caching, bool):
         yield "enable_prefix_caching", is_caching
         yield "no_enable_prefix_caching", not is_caching
@@ -165,11 +165,11 @@ def _is_count(value: Scalar) -> bool:
 
 
 def measure_start(start: EngineStart, name: str, question: Question) -> MeasuredStart:
-    """Return the figures of a start that had the settings of the question."""
+    """Return the figures of a start that used the question's settings."""
     total_bytes = start.find_largest("total_bytes")
     free_bytes = start.find_smallest("free_at_start_bytes")
     missing_bytes = None
-    # The memory that was taken before the start, which includes the context of the process itself.
+    # The memory in use before the start, including the CUDA context of the process itself.
     if total_bytes is not None and free_bytes is not None:
         missing_bytes = float(total_bytes - free_bytes)
     weights_bytes = start.find_largest("profiled_weights_bytes")
@@ -202,13 +202,13 @@ CHANGED_OPTIONS: Final = (
     "max_num_batched_tokens",
     "enforce_eager",
 )
-"""The options that are named if their values differ from the log's."""
+"""The options that are listed if their values differ from the log's."""
 
 
 def describe_log(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield what the log's start has, and what the changed options would give.
+    """Yield what the logged start had, and what the changed options would give.
 
-    Yields nothing if there is no log.
+    Yields nothing without a log.
     """
     measured = estimate.question.measured
     if measured is None:
@@ -227,7 +227,7 @@ def describe_log(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _list_changes(question: Question, measured: MeasuredStart) -> Iterator[str]:
-    """Yield the options whose values differ from the log's, as they are typed."""
+    """Yield the options whose values differ from the log's, as they would be typed."""
     for name in CHANGED_OPTIONS:
         value = getattr(question, name)
         if value == measured.settings[name]:
@@ -237,7 +237,7 @@ def _list_changes(question: Question, measured: MeasuredStart) -> Iterator[str]:
 
 
 def build_measured_data(estimate: MemoryEstimate) -> dict[str, Any] | None:
-    """Return the figures of the log for --json; None without a log."""
+    """Return the log's figures for --json; None without a log."""
     measured = estimate.question.measured
     if measured is None:
         return None

@@ -1,4 +1,4 @@
-"""The answer for scripts, and the probe's measurements in an engine that serves the model."""
+"""The report, with the probe's measurements from an engine that serves the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -38,27 +38,27 @@ UNKNOWN_AMOUNT: Final = "not known"
 
 
 class PlannedPart(Struct, frozen=True, kw_only=True):
-    """A part of a GPU's memory, planned and measured; a figure is None if it is unknown."""
+    """One part of a GPU's memory, as planned and as measured; unknown figures are None."""
 
-    # In the text.
+    # The name in the text.
     name: str
-    # In the JSON.
+    # The name in the JSON.
     key: str
     planned: float | Range | None
     measured_bytes: int | None
 
 
 def build_report(estimate: MemoryEstimate, measured: WorkerMeasurements | None) -> Report:
-    """Return the report on the plan, beside what a worker of the engine measured on its GPU.
+    """Return the report on the plan, compared with what an engine worker measured on its GPU.
 
-    `measured` is None if no file of the probe was given. In the data, bytes are per GPU unless
-    their name says otherwise. Unknown figures are None.
+    `measured` is None if no probe file was given. In the data, bytes are per GPU unless the name
+    says otherwise, and unknown figures are None.
     """
     fits = can_start(estimate)
     verdict = _conclude(fits)
     headline = explain_verdict(estimate)
     changes: tuple[Saving, ...] = ()
-    # If it fits, there is nothing to change.
+    # If the model fits, there is nothing to change.
     if not fits:
         changes = find_changes(estimate)
     parts = _compare_parts(estimate, measured)
@@ -90,7 +90,7 @@ def _conclude(fits: bool | None) -> Conclusion:  # noqa: FBT001 - an answer, not
 def _compare_parts(
     estimate: MemoryEstimate, measured: WorkerMeasurements | None
 ) -> tuple[PlannedPart, ...]:
-    """Return the planned and the measured bytes of each part; empty if nothing was measured."""
+    """Return the planned and measured bytes of each part; empty if nothing was measured."""
     if measured is None:
         return ()
     return (
@@ -128,14 +128,14 @@ def _compare_parts(
 
 
 def _join_settings(change: Saving) -> str:
-    """Return the options and their values, as they are typed."""
+    """Return the options and their values as they would be typed."""
     return " ".join(f"{option} {value}".strip() for option, value in change.settings)
 
 
 def _render_text(
     estimate: MemoryEstimate, changes: Sequence[Saving], parts: Sequence[PlannedPart]
 ) -> Iterator[str]:
-    """Yield the report's lines: model, memory, KV cache, tables, the answer and the parts."""
+    """Yield the report's lines: model, memory, KV cache, tables, answer and measured parts."""
     yield from join_paragraphs(
         (
             _format_heading(estimate),
@@ -149,7 +149,7 @@ def _render_text(
 
 
 def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield the lines on the model, the card and the engine's options."""
+    """Yield the lines about the model, the card and the engine's options."""
     question = estimate.question
     shape = question.shape
     model = [f"{shape.layers} layers"]
@@ -159,7 +159,7 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
         model.append(f"latent attention of {shape.latent_width} values")
     else:
         model.append(f"{shape.heads.count} KV heads of {shape.heads.key_size}")
-    # Layers with a window drop old tokens, so these layers keep less of a long sequence.
+    # Sliding-window layers drop old tokens, so they keep less of a long sequence.
     if shape.windowed_layers:
         model.append(
             f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens"
@@ -193,7 +193,7 @@ def _format_spread(question: Question) -> str:
 
 
 def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield the table of the memory of each GPU: a line for each part, with a remark."""
+    """Yield the table of each GPU's memory, with one line and a remark for each part."""
     question = estimate.question
     yield f"{'Of each GPU':<44}GiB"
     if estimate.budget_bytes is not None:
@@ -217,7 +217,7 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
         "libraries and communication", estimate.other_overhead, _name_origin(assumptions.non_torch)
     )
     cache_source = "as set" if question.kv_cache_memory_bytes else "what is left"
-    # A negative amount is shown as 0: the verdict explains what is missing.
+    # Show a negative amount as 0; the verdict explains what is missing.
     yield from _format_line("KV cache", _clip_at_zero(estimate.kv_cache), cache_source)
     yield from _format_line("beside the budget", estimate.outside, _name_outside(question))
     if question.host_memory_bytes or question.cpu_offload_bytes or question.kv_offloading_bytes:
@@ -227,12 +227,12 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _name_origin(assumption: Assumption) -> str:
-    """Return in a few words how a figure is known."""
+    """Return a few words on where a figure comes from."""
     return str(assumption.origin)
 
 
 def _name_weights_source(estimate: MemoryEstimate) -> str:
-    """Return how the weights are known; empty if they are unknown."""
+    """Return where the size of the weights comes from; empty if it is unknown."""
     question = estimate.question
     measured = question.measured
     if measured is not None and measured.weights_bytes is not None:
@@ -247,7 +247,7 @@ def _name_weights_source(estimate: MemoryEstimate) -> str:
 
 
 def _name_peaks(question: Question) -> str:
-    """Return the three candidates for the peak of activations: batch, images and logits."""
+    """Return the three candidates for the activation peak: batch, images and logits."""
     items = ""
     if question.largest_input is not None:
         items = f", {question.encoder_items} images"
@@ -256,14 +256,14 @@ def _name_peaks(question: Question) -> str:
 
 
 def _clip_at_zero(amount: Range | None) -> Range | None:
-    """Return a range with 0 in place of negative bounds; None for an unknown one."""
+    """Return a range with negative bounds replaced by 0; None for an unknown range."""
     if amount is None:
         return None
     return Range(low=max(0.0, amount.low), high=max(0.0, amount.high))
 
 
 def _name_outside(question: Question) -> str:
-    """Return the parts of the memory outside the budget."""
+    """Return the names of the parts of memory outside the budget."""
     names = ["CUDA context"]
     if question.gpus > 1:
         names.append("NCCL")
@@ -280,21 +280,21 @@ def _format_line(name: str, amount: float | Range | None, remark: str = "") -> l
 
 
 def format_estimate(amount: float | Range | None) -> str:
-    """Return an amount of memory, in bytes, as a text in GiB; "not known" for None."""
+    """Format an amount of memory, given in bytes, in GiB; return "not known" for None."""
     if isinstance(amount, Range):
         return format_range(amount)
     return UNKNOWN_AMOUNT if amount is None else f"{amount / GIB:,.2f}"
 
 
 def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield the lines on the KV cache: the bytes of a token and a block, and how much fits."""
+    """Yield the lines about the KV cache: bytes per token and per block, and how much fits."""
     question = estimate.question
     layout = estimate.layout
     yield "KV cache"
     if not layout.block_bytes:
         yield "  none: the model keeps nothing of a sequence"
         return
-    # A layer with a window drops old tokens, so a token of a long sequence takes less memory.
+    # Sliding-window layers drop old tokens, so a long sequence takes less memory per token.
     bound = "at most " if question.shape.windowed_layers else ""
     block = f"{layout.block_bytes:,} per block of {layout.block_tokens}"
     if not question.shape.has_every_token:
@@ -316,7 +316,7 @@ def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
-    """Yield the lines on the tokens and sequences that fit, except those that are unknown."""
+    """Yield the lines about the tokens and sequences that fit, omitting unknown figures."""
     question = estimate.question
     if estimate.capacity_tokens is not None:
         bound = "" if question.kv_cache_memory_bytes else "at least "
@@ -327,15 +327,15 @@ def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
             continue
         at_once = estimate.count_sequences(tokens)
         if at_once is not None:
-            # The number is rounded down, so that the table shows no sequence that does not fit.
+            # Round the number down, so that the table never shows a sequence that does not fit.
             shown = floor(at_once * 10) / 10
             yield f"  {shown:,.1f} sequences of {tokens:,} tokens ({name}) at once"
 
 
 def _format_tables(estimate: MemoryEstimate) -> list[str]:
-    """Return two tables: the largest length by the number of sequences, and the reverse.
+    """Return two tables: the maximum length by number of sequences, and the reverse.
 
-    Returns an empty result if no blocks are known to fit.
+    Returns an empty list if no blocks are known to fit.
     """
     if not estimate.blocks:
         return []
@@ -348,7 +348,7 @@ def _format_tables(estimate: MemoryEstimate) -> list[str]:
 
 
 def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield the two lines of a table: the first and the second number of each pair."""
+    """Yield the two lines of a table: the first number of each pair, then the second."""
     columns = [[f"{number:,}" for number in pair] for pair in pairs]
     for place, head in enumerate(heads):
         cells = [f"{column[place]:>{max(map(len, column))}}" for column in columns]
@@ -356,10 +356,10 @@ def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> I
 
 
 def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Iterator[str]:
-    """Yield the notes, the verdict and, unless vLLM surely starts, the changes that help."""
+    """Yield the notes, the verdict and, unless vLLM is certain to start, the changes that help."""
     for sentence in (*list_estimate_notes(estimate), explain_verdict(estimate)):
         yield from wrap_text("", sentence)
-    # If the size of the cache is unknown, whether a change helps is unknown too.
+    # If the cache's size is unknown, it is also unknown whether a change helps.
     if can_start(estimate) is True or estimate.kv_cache is None:
         return
     if changes:
@@ -375,7 +375,7 @@ def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Itera
 
 
 def _format_parts(parts: Sequence[PlannedPart]) -> list[str]:
-    """Return the table of planned and measured bytes; empty without measurements."""
+    """Return the table of planned and measured bytes; empty if there are no measurements."""
     if not parts:
         return []
     lines = [f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"]
@@ -401,11 +401,11 @@ REPORTED_SETTINGS: Final = (
     "max_num_batched_tokens",
     "typical_len",
 )
-"""Fields of the question that have the same names in the JSON."""
+"""Fields of the question that keep their names in the JSON."""
 
 
 def build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str, Any]:
-    """Return the data of --json; unknown figures are None."""
+    """Return the data for --json; unknown figures are None."""
     question = estimate.question
     layout = estimate.layout
     return {
@@ -452,7 +452,7 @@ def build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str,
 
 
 def _build_sequence_data(estimate: MemoryEstimate) -> dict[str, float | None]:
-    """Return the figures of sequences; those of `max_model_len` are None if it is unknown."""
+    """Return the figures about sequences; those for `max_model_len` are None if it is unknown."""
     length = estimate.question.max_model_len
     sequences = estimate.question.max_num_seqs
     sequence_bytes = None
@@ -474,7 +474,7 @@ def _build_sequence_data(estimate: MemoryEstimate) -> dict[str, float | None]:
 
 
 def _build_assumptions(assumptions: StartAssumptions) -> dict[str, dict[str, Any]]:
-    """Return each assumed figure with its origin and evidence."""
+    """Return each assumed figure together with its origin and evidence."""
     return {
         name: {
             "low": assumption.range.low,
@@ -491,11 +491,11 @@ def _split_range(amount: Range | None) -> dict[str, int] | None:
 
 
 PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
-"""Our choice: the number of bytes that are read of a file of the probe; none is larger."""
+"""Our choice: the number of bytes to read from a probe file; no such file is larger."""
 
 
 def read_worker_parts(file: Path) -> WorkerMeasurements:
-    """Return the parts of a worker's memory from a file of the probe.
+    """Return the parts of a worker's memory from a probe file.
 
     Raises BadInput if the file cannot be read, or belongs to a process without a GPU.
     """

@@ -1,4 +1,4 @@
-"""Find the numbers of GPUs and the settings that hold the traffic of a running engine."""
+"""Find GPU counts and settings that can handle the traffic of a running engine."""
 
 from collections.abc import Iterator
 from math import ceil, floor
@@ -14,15 +14,15 @@ from vllm_headroom_tools.sizing.estimate import MemoryEstimate, estimate_memory
 from vllm_headroom_tools.sizing.question import SMALL_CARD, Question, choose_defaults, find_problem
 
 SPARE_FACTOR: Final = 1.25
-"""Our choice: a size has to hold the traffic with a quarter to spare, because a day has hours that
-the trace did not see. `advise` proposes lengths by a similar rule (LENGTH_MARGIN).
+"""Our choice: a size must handle the traffic with a quarter to spare, because the trace does not
+cover every hour of a day. `advise` uses a similar rule to propose lengths (LENGTH_MARGIN).
 """
 
 GROUP_SIZES: Final = (1, 2, 4, 8)
-"""Values of `--tensor-parallel-size` that are tried for each card."""
+"""The values of `--tensor-parallel-size` to try for each card."""
 
 AMD_PREFIX: Final = "MI"
-"""The prefix of the names of AMD's cards."""
+"""The prefix of AMD card names."""
 
 PROPOSED_CARDS: Final = (
     "A10",
@@ -42,61 +42,61 @@ PROPOSED_CARDS: Final = (
     "MI325X",
     "MI355X",
 )
-"""Our choice: the cards that are commonly rented or bought, with their memory."""
+"""Our choice: cards that are commonly rented or bought."""
 
 
 class Size(Struct, frozen=True, kw_only=True):
-    """A number of GPUs, and the settings with which these GPUs hold the traffic."""
+    """A number of GPUs, and the settings with which they can handle the traffic."""
 
     # For example "2 x L40S".
     name: str
     gpus: int
-    # The memory of all GPUs together.
+    # The total memory of all GPUs.
     total_bytes: int
     # vLLM's options and their values.
     settings: tuple[tuple[str, str], ...]
-    # The longest sequence that could be allowed.
+    # The longest sequence length that could be allowed.
     longest_tokens: int | None
     capacity_tokens: int | None
-    # The largest share of the KV cache that the traffic took.
+    # The largest share of the KV cache that the traffic used.
     used_ratio: float | None
 
 
 class Waste(Struct, frozen=True, kw_only=True):
-    """The memory of each GPU that the traffic never used; a figure is None if it is unknown."""
+    """The memory on each GPU that the traffic never used; unknown figures are None."""
 
-    # The part of the KV cache beyond the traffic's need times SPARE_FACTOR.
+    # The part of the KV cache beyond what the traffic needs times SPARE_FACTOR.
     kv_cache_bytes: float | None
-    # The memory of the card that was free at the highest peak.
+    # The card's memory that was still free at the highest peak.
     free_bytes: float | None
 
     @property
     def total_bytes(self) -> float | None:
-        """Return the sum of both; None if neither is known."""
+        """Return the sum of both figures; None if neither is known."""
         if self.kv_cache_bytes is None and self.free_bytes is None:
             return None
         return (self.kv_cache_bytes or 0.0) + (self.free_bytes or 0.0)
 
 
 class Sizing(Struct, frozen=True, kw_only=True):
-    """Whether an engine has the right size for its traffic, and which other sizes would do."""
+    """Whether an engine is the right size for its traffic, and which other sizes would work."""
 
     traffic: Traffic
-    # The engine with its present settings.
+    # The engine with its current settings.
     estimate: MemoryEstimate
     now: Size
-    # The requests at once and the tokens in the KV cache, times SPARE_FACTOR.
+    # The concurrent requests and the tokens in the KV cache, each times SPARE_FACTOR.
     needed_requests: int
     needed_tokens: float
     waste: Waste
-    # The engine's own GPUs with less memory for vLLM; None if the engine needs all that it has.
+    # The engine's own GPUs with less memory for vLLM; None if the engine needs all of its memory.
     smaller_share: Size | None
-    # For each card, the smallest number that holds the traffic, sorted by memory.
+    # For each card, the smallest number of GPUs that can handle the traffic, sorted by memory.
     others: tuple[Size, ...]
 
     @property
     def has_room(self) -> bool:
-        """Return whether the engine holds the traffic with SPARE_FACTOR as it is now set."""
+        """Return whether the engine's current settings handle the traffic times SPARE_FACTOR."""
         return self.now.used_ratio is not None and self.now.used_ratio * SPARE_FACTOR <= 1
 
     @property
@@ -106,7 +106,7 @@ class Sizing(Struct, frozen=True, kw_only=True):
 
     @property
     def larger(self) -> tuple[Size, ...]:
-        """Return the sizes with at least the memory that the engine has."""
+        """Return the sizes with at least as much memory as the engine has."""
         return tuple(size for size in self.others if size.total_bytes >= self.now.total_bytes)
 
 
@@ -145,7 +145,7 @@ def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | 
 
 
 def _estimate_used_tokens(estimate: MemoryEstimate, traffic: Traffic) -> float:
-    """Return the most tokens that were in use, by the planned size of the KV cache."""
+    """Return the most tokens that were in use, based on the planned size of the KV cache."""
     kv_cache = estimate.kv_cache
     if kv_cache is None or not estimate.layout.block_bytes:
         return 0.0
@@ -154,9 +154,10 @@ def _estimate_used_tokens(estimate: MemoryEstimate, traffic: Traffic) -> float:
 
 
 def _count_blocks_per_token(estimate: MemoryEstimate) -> float:
-    """Return the blocks that a token takes, as vLLM counts the tokens of the whole KV cache.
+    """Return the number of blocks per token, counting the KV cache's tokens as vLLM does.
 
-    If layers keep a window or a state, it is computed for sequences of `max_model_len`.
+    For models with sliding-window or state-space layers, the number is computed for sequences of
+    length `max_model_len`.
     """
     length = estimate.question.max_model_len
     if estimate.question.shape.has_every_token or length is None:
@@ -167,7 +168,7 @@ def _count_blocks_per_token(estimate: MemoryEstimate) -> float:
 def _measure_waste(
     estimate: MemoryEstimate, traffic: Traffic, now: Size, needed_tokens: float
 ) -> Waste:
-    """Return the memory of each GPU that the traffic never used."""
+    """Return the memory on each GPU that the traffic never used."""
     unused_bytes = None
     if now.capacity_tokens is not None:
         unused_tokens = max(0.0, now.capacity_tokens - needed_tokens)
@@ -177,14 +178,14 @@ def _measure_waste(
 
 
 class Trials(Struct, frozen=True, kw_only=True):
-    """Tries sizes for an engine that runs as many requests as the traffic needs."""
+    """Tries sizes for an engine that runs as many concurrent requests as the traffic needs."""
 
     question: Question
     needed_tokens: float
     batch_tokens: int | None
 
     def holds(self, question: Question) -> bool:
-        """Return whether vLLM surely starts with these settings and holds the traffic."""
+        """Return whether vLLM is certain to start with these settings and to handle the traffic."""
         if find_problem(question):
             return False
         estimate = estimate_memory(question)
@@ -194,14 +195,14 @@ class Trials(Struct, frozen=True, kw_only=True):
         return estimate.blocks is None or estimate.blocks >= needed_blocks
 
     def describe(self, question: Question, settings: tuple[tuple[str, str], ...]) -> Size:
-        """Return the size that this question describes; it holds the traffic."""
+        """Return the size described by this question, which can handle the traffic."""
         size = _describe_size(estimate_memory(question), self.needed_tokens / SPARE_FACTOR)
         requests = (("--max-num-seqs", str(question.max_num_seqs)),)
         return replace(size, settings=settings + requests)
 
 
 def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
-    """Return one size of the table: its capacity, and the part of it that the traffic uses."""
+    """Return one size for the table: its capacity, and how much of it the traffic uses."""
     question = estimate.question
     used_ratio = None
     if estimate.blocks:
@@ -220,9 +221,9 @@ def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
 
 
 def _find_smaller_share(trials: Trials) -> Size | None:
-    """Return the engine's GPUs with the smallest budget for vLLM that holds the traffic.
+    """Return the engine's own GPUs with the smallest vLLM budget that can handle the traffic.
 
-    Returns None if that is not less than the present budget.
+    Returns None if that is not less than the current budget.
     """
     question = trials.question
     if question.kv_cache_memory_bytes is not None:
@@ -233,7 +234,8 @@ def _find_smaller_share(trials: Trials) -> Size | None:
         if cache_bytes >= question.kv_cache_memory_bytes or not trials.holds(smaller):
             return None
         return trials.describe(smaller, (("--kv-cache-memory-bytes", str(cache_bytes)),))
-    # If a budget holds the traffic, every larger budget holds it too, so bisection finds the least.
+    # If a budget is enough for the traffic, so is every larger one, so bisection finds the
+    # smallest.
     lowest_percent = 1
     highest_percent = floor(question.gpu_memory_utilization * 100)
     while lowest_percent < highest_percent:
@@ -250,7 +252,7 @@ def _find_smaller_share(trials: Trials) -> Size | None:
 
 
 def _list_others(trials: Trials) -> Iterator[Size]:
-    """Yield each card's smallest number that holds the traffic, if one of GROUP_SIZES does."""
+    """Yield, for each card, the smallest of GROUP_SIZES that can handle the traffic, if any."""
     for card in _list_alternatives(trials.question.card_name or ""):
         for ranks in GROUP_SIZES:
             question = _move_to_card(trials, card, ranks)
@@ -262,7 +264,7 @@ def _list_others(trials: Trials) -> Iterator[Size]:
 
 
 def _list_alternatives(card_name: str) -> Iterator[Card]:
-    """Yield the cards to which an engine could move: the cards of the same maker."""
+    """Yield the cards to which an engine could move, which are those from the same manufacturer."""
     is_amd = card_name.startswith(AMD_PREFIX)
     for card in CARDS:
         if card.name != card_name and card.name not in PROPOSED_CARDS:
@@ -272,12 +274,12 @@ def _list_alternatives(card_name: str) -> Iterator[Card]:
 
 
 def _is_same_size(question: Question, now: Question) -> bool:
-    """Return whether this is the engine's number of GPUs, with the same memory."""
+    """Return whether the number of GPUs and their memory are the same as the engine's."""
     return (question.gpus, question.gpu_memory_bytes) == (now.gpus, now.gpu_memory_bytes)
 
 
 def _move_to_card(trials: Trials, card: Card, ranks: int) -> Question:
-    """Return the question for this number of GPUs of a card, with the card's own defaults."""
+    """Return the question for this number of GPUs of a card, using the card's own defaults."""
     question = trials.question
     defaults = choose_defaults(card.memory_bytes, question.release)
     if card.has_small_defaults:

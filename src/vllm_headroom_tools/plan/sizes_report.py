@@ -1,4 +1,4 @@
-"""The answer about sizes: what the traffic needs, what it leaves unused, and what holds it."""
+"""The report on sizes: what the traffic needs, what it leaves unused, and what can handle it."""
 
 from collections.abc import Iterator
 from math import floor
@@ -14,22 +14,23 @@ from vllm_headroom_tools.plan.verdict import list_unknown
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 
 MOST_ROWS: Final = 6
-"""Our choice: the number of other sizes in the table; --json has all."""
+"""Our choice: the maximum number of other sizes in the table; --json lists all of them."""
 
 PERCENT: Final = 100
 
 SHORT_DAY_SECONDS: Final = 0.9 * DAY_SECONDS
-"""Our choice: a shorter history does not show the peaks of a day."""
+"""Our choice: a shorter history does not show a day's peaks."""
 
 
 SAME_START_RATIO: Final = 0.97
-"""Our choice: if the KV cache is below this share of the planned low bound ("at least"), the engine
-was started with other options. In 2 of 100 starts, the cache is a little larger than the bound.
+"""Our choice: if the KV cache is smaller than this share of the planned lower bound ("at least"),
+the engine was started with other options. In 2 of 100 starts, the cache is slightly larger than the
+bound.
 """
 
 
 def build_sizes_report(sizing: Sizing) -> Report:
-    """Return the report on the sizes for the traffic of an engine."""
+    """Return the report on the sizes that suit an engine's traffic."""
     unknown = list_unknown(sizing.estimate)
     verdict = Conclusion.NOT_GOOD if sizing.traffic.has_hurt else Conclusion.GOOD
     headline = _conclude(sizing)
@@ -64,12 +65,12 @@ def build_sizes_report(sizing: Sizing) -> Report:
 
 
 def _conclude(sizing: Sizing) -> str:
-    """Return the verdict in a sentence."""
+    """Return the verdict as a sentence."""
     traffic = sizing.traffic
     larger = "no size that is known here holds this traffic"
     if sizing.larger:
         larger = f"{sizing.larger[0].name} holds this traffic with a quarter to spare"
-    # The worst result comes first: if traffic has suffered, the free room does not count.
+    # The worst result comes first: if the traffic has suffered, any free room is irrelevant.
     if traffic.has_hurt:
         duration = format_duration(traffic.full_seconds)
         return f"It is too small: its KV cache was full for {duration} and preempted; {larger}."
@@ -97,7 +98,7 @@ def _conclude(sizing: Sizing) -> str:
 
 
 def _list_notes(sizing: Sizing) -> Iterator[str]:
-    """Yield what limits the answer."""
+    """Yield the limitations of the verdict."""
     traffic = sizing.traffic
     question = sizing.estimate.question
     yield (
@@ -130,7 +131,7 @@ def _list_notes(sizing: Sizing) -> Iterator[str]:
 
 
 def _format_traffic(sizing: Sizing) -> Iterator[str]:
-    """Yield the lines on what the traffic took."""
+    """Yield the lines about what the traffic used."""
     traffic = sizing.traffic
     yield f"The traffic of {traffic.span} ({traffic.source})"
     yield (
@@ -151,7 +152,7 @@ def _format_traffic(sizing: Sizing) -> Iterator[str]:
 
 
 def _format_waste(sizing: Sizing) -> Iterator[str]:
-    """Yield the table of the memory that the traffic never used; nothing if it is unknown."""
+    """Yield the table of memory that the traffic never used; nothing if it is unknown."""
     waste = sizing.waste
     if waste.total_bytes is None:
         return
@@ -172,13 +173,13 @@ def _format_waste(sizing: Sizing) -> Iterator[str]:
 
 
 def _choose_rows(sizing: Sizing) -> list[Size]:
-    """Return the other sizes to show: smaller sizes, or larger sizes if room is short."""
+    """Return the other sizes to show: smaller ones, or larger ones if there is too little room."""
     sizes = sizing.smaller if sizing.has_room else sizing.larger
     return list(sizes[:MOST_ROWS])
 
 
 def _format_sizes(sizing: Sizing) -> Iterator[str]:
-    """Yield the table of the sizes that hold the traffic, beside the engine as it is."""
+    """Yield the table that compares the current engine with sizes that can handle the traffic."""
     rows = [("as it is", sizing.now)]
     if sizing.has_room and sizing.smaller_share is not None:
         option, value = sizing.smaller_share.settings[0]
@@ -212,13 +213,13 @@ def _format_ratio(ratio: float) -> str:
 
 
 def _write_settings(size: Size) -> str:
-    """Return a size with its options, as they are typed."""
+    """Return a size with its options as they would be typed."""
     options = " ".join(f"{option} {value}" for option, value in size.settings)
     return f"{size.name}: {options}"
 
 
 def _build_traffic_data(sizing: Sizing) -> dict[str, Any]:
-    """Return the figures of the traffic and the sizes for --json; unknown figures are None."""
+    """Return the figures about the traffic and the sizes for --json; unknown figures are None."""
     traffic = sizing.traffic
     share = sizing.smaller_share
     return {

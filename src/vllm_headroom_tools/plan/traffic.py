@@ -1,4 +1,4 @@
-"""Read the traffic of a running engine, from a trace or from a sidecar's history of a day."""
+"""Read the traffic of a running engine from a trace or from a sidecar's one-day history."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from vllm_headroom_tools.trace import STDIN, read_trace
 
 
 class Traffic(Struct, frozen=True, kw_only=True):
-    """The largest amounts that the requests of one engine took; None for each unknown figure.
+    """The largest amounts used by the requests of one engine; unknown figures are None.
 
     With several data-parallel ranks, the figures are those of the busiest rank.
     """
@@ -39,25 +39,25 @@ class Traffic(Struct, frozen=True, kw_only=True):
     source: str
     seconds: float
     highest_running: float
-    # The largest share of the KV cache in use, and the cache's size.
+    # The largest share of the KV cache in use, and the size of the cache.
     highest_used_ratio: float
     capacity_tokens: float | None = None
-    # The time for which the cache was full.
+    # How long the cache was full.
     full_seconds: float = 0.0
-    # If requests queued for long: the median number of waiting requests, and the requests and
-    # tokens that there would be if all of them ran.
+    # If requests queued for long: the median number of waiting requests, and the number of requests
+    # and tokens if all of them were running.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
     queued_requests: float | None = None
     queued_tokens: float | None = None
-    # Whether the full cache caused so many preemptions, for so long, that it did harm.
+    # Whether the full cache caused enough preemptions, for long enough, to do harm.
     has_hurt: bool = False
-    # The memory of a GPU that was free at the highest peak.
+    # The memory that was free on a GPU at the highest peak.
     least_free_bytes: float | None = None
-    # Whether any prompt was found in the prefix cache.
+    # Whether any prompt hit the prefix cache.
     has_prefix_hits: bool = False
 
-    # The settings of the engine, if the source shows them.
+    # The engine's settings, if the source shows them.
     model_name: str | None = None
     ranks: int = 1
     gpus: int = 0
@@ -70,9 +70,9 @@ class Traffic(Struct, frozen=True, kw_only=True):
 
     @property
     def needed_tokens(self) -> float | None:
-        """Return the tokens that the traffic took at once, or would take without a queue.
+        """Return the most tokens in use at once, including those that queued requests would use.
 
-        Returns None if the size of the KV cache is not known.
+        Returns None if the size of the KV cache is unknown.
         """
         if self.capacity_tokens is None:
             return None
@@ -81,17 +81,17 @@ class Traffic(Struct, frozen=True, kw_only=True):
 
     @property
     def needed_requests(self) -> float:
-        """Return the requests that ran at once, or would have run without a queue."""
+        """Return the most concurrent requests, including those that would run without a queue."""
         return max(self.highest_running, self.queued_requests or 0.0)
 
     @property
     def has_capped_queue(self) -> bool:
-        """Return whether requests queued although the cache was seldom full."""
+        """Return whether requests queued although the cache was rarely full."""
         return self.queued_waiting is not None and self.full_seconds < self.queued_seconds / 2
 
     @property
     def span(self) -> str:
-        """Return the length of the history, in words."""
+        """Return the length of the history as text."""
         return format_duration(self.seconds)
 
 
@@ -110,7 +110,7 @@ class RankHistory:
         self.queued_tokens = Histogram()
         self._preemptions = Rise()
         self._finished = Rise()
-        # The counts while the cache was full.
+        # Counts taken while the cache was full.
         self._full_preemptions = 0.0
         self._full_finished = 0.0
         self._was_full = False
@@ -120,7 +120,7 @@ class RankHistory:
 
     @property
     def has_hurt(self) -> bool:
-        """Return whether the preemptions of the full cache were harm, as advise judges it."""
+        """Return whether preemptions with a full cache did harm, by the criteria of `advise`."""
         thrash = self._collapses.worst
         if thrash is not None and thrash.returned >= HURTING_PREEMPTIONS * thrash.finished:
             return True
@@ -129,7 +129,7 @@ class RankHistory:
         return self._full_preemptions >= HURTING_PREEMPTIONS * self._full_finished
 
     def has_other_size(self, reading: EngineReading) -> bool:
-        """Return whether the size of the KV cache has changed; False if either size is unknown."""
+        """Return whether the KV cache's size has changed; False if either size is unknown."""
         if self.capacity_tokens is None or reading.kv_capacity_tokens is None:
             return False
         difference_tokens = abs(reading.kv_capacity_tokens - self.capacity_tokens)
@@ -153,8 +153,8 @@ class RankHistory:
         self.highest_running = max(self.highest_running, reading.running or 0.0)
         self.highest_used_ratio = max(self.highest_used_ratio, used_ratio)
         is_full = used_ratio > FULL_RATIO
-        # Counters cover the time since the previous sample, so the sample after a full cache
-        # belongs to it.
+        # Counters cover the time since the previous sample, so the first sample after the cache was
+        # full still belongs to the full period.
         if is_full or self._was_full:
             self._full_preemptions += counts.preemptions
             self._full_finished += counts.finished
@@ -165,7 +165,7 @@ class RankHistory:
             self._step_queue(reading, seconds)
 
     def _step_queue(self, reading: EngineReading, seconds: float) -> None:
-        """Add a sample in which many requests wait."""
+        """Add a sample in which many requests are waiting."""
         self.queued_seconds += seconds
         self.queued_waiting.add(reading.waiting)
         requests = (reading.running or 0.0) + (reading.waiting or 0.0)
@@ -176,7 +176,7 @@ class RankHistory:
 
 
 class TraceTraffic:
-    """Collects the traffic of a trace, since the KV cache had its present size."""
+    """Collects the traffic in a trace since the KV cache last changed size."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[str, str], RankHistory] = {}
@@ -195,7 +195,7 @@ class TraceTraffic:
         self._newest_seconds = snapshot.time_seconds
         if not readings:
             return
-        # Shares of a cache of another size cannot be compared with these.
+        # Usage shares of caches of different sizes are not comparable.
         if self._begin_seconds is None or self._have_other_sizes(readings):
             self._begin_seconds = snapshot.time_seconds
             self._ranks = {}
@@ -205,7 +205,7 @@ class TraceTraffic:
         self._readings = readings
         for reading in readings:
             self._ranks.setdefault(label_engine(reading), RankHistory()).step(reading, seconds)
-        # A sample may lack a GPU that does not answer.
+        # A sample may lack a GPU that did not respond.
         if len(snapshot.owned_gpus) >= len(self._gpus):
             self._gpus = snapshot.owned_gpus
         for gpu in snapshot.owned_gpus:
@@ -220,7 +220,7 @@ class TraceTraffic:
         return False
 
     def _step_gpu(self, gpu: Gpu) -> None:
-        """Lower the least free memory to that of a GPU at its peak since the previous sample."""
+        """Update the least free memory with a GPU's peak since the previous sample."""
         memory = gpu.reading.memory
         if memory is None:
             return
@@ -231,7 +231,7 @@ class TraceTraffic:
         self._least_free_bytes = free_bytes
 
     def build(self, source: str) -> Traffic:
-        """Return the traffic of all samples; raise BadInput if no request ran in any of them."""
+        """Return the traffic from all samples; raise BadInput if no request ran in any of them."""
         ranks = list(self._ranks.values())
         if not ranks or self._begin_seconds is None:
             raise BadInput(f"{source}: the engine's own page was not read in it")
@@ -263,8 +263,8 @@ class TraceTraffic:
         )
         _check_traffic(traffic)
         if traffic.queued_seconds < LASTING_SECONDS:
-            # A queue that lasts moments is a burst, and the median of a longer time does not
-            # describe a burst.
+            # A queue that lasts only moments is a burst, which a median over a longer period does
+            # not describe.
             return traffic
         return replace(
             traffic,
@@ -275,7 +275,7 @@ class TraceTraffic:
 
 
 def _check_traffic(traffic: Traffic) -> None:
-    """Raise BadInput if there is no traffic, or if its use of memory is unknown."""
+    """Raise BadInput if there is no traffic, or if its memory usage is unknown."""
     if not traffic.highest_running:
         raise BadInput(f"{traffic.source}: no request ran in it, so that no size can be judged")
     if not traffic.highest_used_ratio:
@@ -283,7 +283,7 @@ def _check_traffic(traffic: Traffic) -> None:
 
 
 def read_trace_traffic(trace: str) -> Traffic:
-    """Return the traffic of a trace; raise BadInput if it cannot be read or has none."""
+    """Return the traffic in a trace; raise BadInput if it cannot be read or contains none."""
     history = TraceTraffic()
     for snapshot in read_trace(trace):
         history.step(snapshot)
@@ -291,21 +291,21 @@ def read_trace_traffic(trace: str) -> Traffic:
 
 
 def read_document_traffic(document: dict[str, Any], source: str) -> Traffic:
-    """Return the traffic of the last day in a sidecar's document.
+    """Return the last day's traffic from a sidecar's document.
 
-    Raises BadInput if the document has no traffic or is not structured as expected.
+    Raises BadInput if the document contains no traffic or does not have the expected structure.
     """
     try:
         return _read_document(document, source)
     except (AttributeError, LookupError, TypeError, ValueError):
-        # Imported here: --help needs no HTTP client, which takes a while to import.
+        # Imported here because --help does not need the HTTP client, which takes a while to import.
         from vllm_headroom_tools.sidecar import NO_DOCUMENT  # noqa: PLC0415
 
         raise BadInput(NO_DOCUMENT) from None
 
 
 def _read_document(document: dict[str, Any], source: str) -> Traffic:
-    """Return the traffic in a sidecar's snapshot; raise BadInput if it has none."""
+    """Return the traffic from a sidecar's document; raise BadInput if it contains none."""
     history = document["history"]
     if "kv_cache_used_ratio" not in history:
         raise BadInput(
@@ -322,7 +322,7 @@ def _read_document(document: dict[str, Any], source: str) -> Traffic:
     engine = engines[0]
     gpus = [gpu for gpu in document["gpus"] if (gpu["info"] or {}).get("attribution")]
     totals_bytes = [gpu["memory_total_bytes"] for gpu in gpus if gpu["memory_total_bytes"]]
-    # The curve is the sum over all ranks, and vLLM divides the requests evenly between them.
+    # The curve is the sum across all ranks, and vLLM distributes requests evenly among them.
     rank_requests = max(running_requests, default=0.0) / len(engines)
     full_minutes = sum(ratio > FULL_RATIO for ratio in used_ratios)
     traffic = Traffic(
@@ -364,16 +364,16 @@ def _read_utilization(gpus: list[dict[str, Any]]) -> float | None:
 SPREAD_NAMES: Final = frozenset(
     {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 )
-"""Options that spread the model over GPUs."""
+"""Options that spread the model across GPUs."""
 
 
 def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
-    """Return the options, in which the engine's own fill in those that are not typed.
+    """Return the options, filling in from the engine those that were not typed.
 
-    A whole command line after `--` uses vLLM's defaults for the options that it does not set.
+    If a whole command line follows `--`, options that it does not set use vLLM's defaults.
     """
     applied = Namespace(**vars(options))
-    # The typed options win: the question may be about another card or model.
+    # Typed options take precedence, because the question may be about another card or model.
     typed_names = options.typed_names
     if not typed_names & MODEL_NAMES:
         applied.model = traffic.model_name
@@ -381,7 +381,7 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
         applied.gpu_memory_bytes = traffic.gpu_total_bytes
         applied.gpu = _choose_card(traffic)
     if not typed_names & SPREAD_NAMES and not options.has_line and traffic.gpus:
-        # The engine's GPUs are spread evenly over its data-parallel ranks.
+        # The engine's GPUs are divided evenly among its data-parallel ranks.
         applied.data_parallel_size = traffic.ranks
         applied.tensor_parallel_size = max(1, traffic.gpus // traffic.ranks)
     settings: dict[str, Any] = {
@@ -392,14 +392,14 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
     if traffic.kv_cache_dtype in (*KV_DTYPES, *PACKED_KV_DTYPES):
         settings["kv_cache_dtype"] = traffic.kv_cache_dtype
     for name, value in settings.items():
-        # 0 means that the engine does not show the setting.
+        # 0 means that the engine does not report the setting.
         if name not in typed_names and value:
             setattr(applied, name, value)
     return applied
 
 
 def _choose_card(traffic: Traffic) -> CardCount | None:
-    """Return the engine's card by its name or size; None if the card is unknown here."""
+    """Return the engine's card, identified by name or size; None if the card is unknown."""
     try:
         return parse_gpus_by_name(traffic.gpu_name)
     except RefusedError:

@@ -1,4 +1,4 @@
-"""The answer in sentences: whether it fits, why, and remarks on the figures."""
+"""The verdict in sentences: whether the model fits, why, and notes on the figures."""
 
 from collections.abc import Iterator
 from math import ceil, floor
@@ -28,10 +28,11 @@ from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION, Question, find
 
 
 def list_unknown(estimate: MemoryEstimate) -> list[str]:
-    """Return a text for each figure that is needed but unknown, with the options that set it."""
+    """Return a text for each required figure that is unknown, with the options that set it."""
     question = estimate.question
     model_type = question.shape.unknown_type
-    # All unknown figures are named at once; otherwise each run would name only the next one.
+    # Name all unknown figures at once, so that the operator does not discover them one run at a
+    # time.
     unknown = []
     if model_type is not None:
         unknown.append(
@@ -55,8 +56,8 @@ def list_unknown(estimate: MemoryEstimate) -> list[str]:
 
 
 def explain_verdict(estimate: MemoryEstimate) -> str:
-    """Return a sentence on whether vLLM starts, and why."""
-    # An answer that is certain needs no list of unknown figures.
+    """Return a sentence that says whether vLLM will start, and why."""
+    # If the answer is certain, unknown figures do not matter.
     fits = can_start(estimate)
     if fits:
         return f"It fits: vLLM starts. {_explain_concurrency(estimate)}"
@@ -69,8 +70,8 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
 
 
 def _explain_margin(estimate: MemoryEstimate) -> str:
-    """Return which check passes by the low bounds of the estimates but not by the high ones."""
-    # If several checks are undecided, the reader meets the first one first.
+    """Return which check passes with the estimates' lower bounds but not with the upper ones."""
+    # If several checks are undecided, report the one that vLLM runs first.
     check = next(check for check in check_start(estimate) if check.passes is None)
     if check.name is CheckName.HOST_MEMORY:
         needed = format_range(estimate.host)
@@ -86,7 +87,7 @@ def _explain_margin(estimate: MemoryEstimate) -> str:
 
 
 def _explain_obstacle(estimate: MemoryEstimate) -> str:
-    """Return the first check that fails even by the low bounds, and vLLM's own words for it."""
+    """Return the first check that fails even with the lower bounds, and vLLM's error for it."""
     check = find_failed_check(estimate)
     if check is None:
         return "it is more than the card has."
@@ -95,12 +96,12 @@ def _explain_obstacle(estimate: MemoryEstimate) -> str:
 
 
 def _explain_concurrency(estimate: MemoryEstimate) -> str:
-    """Return a sentence on whether `max_num_seqs` sequences of the longest length fit at once."""
+    """Return a sentence on whether `max_num_seqs` sequences of maximum length fit at once."""
     if not estimate.layout.block_bytes:
         return "It keeps nothing of a sequence: there is no KV cache."
     length = estimate.question.max_model_len or 1
     sequences = estimate.question.max_num_seqs
-    # The low bound counts: vLLM starts in any case, and preempts if fewer sequences fit.
+    # Use the lower bound: vLLM starts in any case, and preempts requests if fewer sequences fit.
     at_once = int(estimate.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
@@ -111,7 +112,7 @@ def _explain_concurrency(estimate: MemoryEstimate) -> str:
 
 
 def list_estimate_notes(estimate: MemoryEstimate) -> list[str]:
-    """Return sentences on figures that are only bounds, and on figures that may surprise."""
+    """Return notes on figures that are only bounds and on figures that may be surprising."""
     return [
         *_note_layers(estimate),
         *_note_copies(estimate.question),
@@ -123,7 +124,7 @@ def list_estimate_notes(estimate: MemoryEstimate) -> list[str]:
 
 
 def _note_layers(estimate: MemoryEstimate) -> Iterator[str]:
-    """Note layers that keep a window or a state."""
+    """Note sliding-window and state-space layers."""
     shape = estimate.question.shape
     windowed = shape.windowed_layers
     stateful = shape.stateful_layers
@@ -147,7 +148,7 @@ def _note_layers(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _note_decimal_card(question: Question) -> Iterator[str]:
-    """Note a card's memory in decimal units: a card has more than its label says."""
+    """Note if a card's memory was given in decimal units: the card has more than its label says."""
     card_bytes = question.gpu_memory_bytes
     if card_bytes is not None and card_bytes % GIGABYTE == 0:
         label = card_bytes // GIGABYTE
@@ -158,7 +159,7 @@ def _note_decimal_card(question: Question) -> Iterator[str]:
 
 
 def _note_ignored_options(question: Question) -> Iterator[str]:
-    """Note an assumed draft model, and the options of vLLM that are not counted."""
+    """Note an assumed draft model, and vLLM options that are not taken into account."""
     if question.assumed_draft is not None:
         yield (
             f"The draft {question.assumed_draft} is not known here. It counts as the largest of its"
@@ -169,7 +170,7 @@ def _note_ignored_options(question: Question) -> Iterator[str]:
 
 
 def _note_copies(question: Question) -> Iterator[str]:
-    """Note a KV cache that tensor parallelism copies to several GPUs."""
+    """Note a KV cache that tensor parallelism replicates on several GPUs."""
     ranks = question.tensor_parallel_size
     kv_heads = question.shape.heads.count
     context_ranks = question.decode_context_parallel_size
@@ -185,7 +186,7 @@ def _note_copies(question: Question) -> Iterator[str]:
 
 
 def _note_omissions(question: Question) -> Iterator[str]:
-    """Note weights and activations that are not counted, and an unchecked type of model."""
+    """Note weights and activations that are not included, and an unchecked model type."""
     model_type = question.shape.unknown_type
     if model_type is not None:
         yield (
@@ -201,7 +202,7 @@ def _note_omissions(question: Question) -> Iterator[str]:
 
 
 def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
-    """Note memory outside the budget: the machine's with unified memory, otherwise a tight card."""
+    """Note memory outside the budget: the machine's own if memory is unified, else a tight card."""
     question = estimate.question
     if question.unified_memory:
         offloaded = ""
@@ -230,51 +231,51 @@ def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 SMALLEST_LENGTH: Final = 256
-"""Our choice: no sequence length below this many tokens is proposed, because a server with a
-shorter limit is of no use.
+"""Our choice: sequence lengths below this number of tokens are not proposed, because a server with
+a shorter limit would be useless.
 """
 
 SIXTEEN_BIT_BYTES: Final = 2.0
-"""The bytes of a value in 16 bits; a cache with smaller values is already rounded."""
+"""The size of a 16-bit value in bytes; a cache with smaller values is already quantised."""
 
 TENSOR_PARALLEL_LIMIT: Final = 64
-"""Our choice: the largest number of GPUs that is proposed for an engine."""
+"""Our choice: the largest number of GPUs to propose for an engine."""
 
 OptionValues = tuple[tuple[str, str], ...]
-"""Pairs of option and value."""
+"""Pairs of an option and its value."""
 
 
 class Saving(Struct, frozen=True):
-    """Settings with which vLLM surely starts, and their disadvantage in words."""
+    """Settings with which vLLM is certain to start, and a description of their disadvantage."""
 
     settings: OptionValues
     price: str
 
 
 class Trial(Struct, frozen=True):
-    """A change of settings that is tried, because vLLM may start with it."""
+    """A change of settings to try, because vLLM may start with it."""
 
     settings: OptionValues
-    # The disadvantage of the change, in words.
+    # A description of the change's disadvantage.
     price: str
     # The question with these settings.
     question: Question
 
 
 def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
-    """Return the changes with which vLLM surely starts, the cheapest first.
+    """Return the changes with which vLLM is certain to start, cheapest first.
 
-    Each option is changed to the nearest value that helps. If a shorter `max_model_len` alone is
-    not enough, options that help only together with one are returned too. Returns an empty result
-    if no change helps.
+    Each option is changed to the nearest value that helps. If a shorter `max_model_len` is not
+    enough on its own, options that help only in combination with it are also returned. Returns an
+    empty tuple if no change helps.
     """
     shortened = _shorten(estimate.question)
     is_shortening_enough = shortened is not None and _surely_starts(shortened.question)
     trials = [] if shortened is None else [shortened]
     for trial in _list_trials(estimate.question):
         trials.append(trial)
-        # If a change is enough without a shorter length, the change is not combined with a shorter
-        # length.
+        # Combine a change with a shorter length only if the shorter length is not enough on its
+        # own.
         if is_shortening_enough or find_problem(trial.question):
             continue
         shorter = _shorten(trial.question)
@@ -283,7 +284,7 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
             both_prices = f"{trial.price}; {shorter.price}"
             trials.append(Trial(both_settings, both_prices, shorter.question))
 
-    # The trials of an option begin with the nearest value, and the first that starts counts.
+    # The trials of an option begin with the nearest value, and the first one that starts is used.
     savings: dict[tuple[str, ...], Saving] = {}
     for trial in trials:
         options = tuple(option for option, _ in trial.settings)
@@ -293,18 +294,18 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
 
 
 def _surely_starts(question: Question) -> bool:
-    """Return whether vLLM starts by the high bounds of the estimates too."""
+    """Return whether vLLM starts even with the estimates' upper bounds."""
     return not find_problem(question) and can_start(estimate_memory(question)) is True
 
 
 def _shorten(question: Question) -> Trial | None:
     """Return a trial with the longest `max_model_len` that fits.
 
-    Returns None if the current one fits, or if only a useless length would fit.
+    Returns None if the current length fits, or if only uselessly short ones would fit.
     """
     longest = estimate_memory(question).find_longest(1) or 0
     length = question.max_model_len
-    # Not longer than the model supports.
+    # Never exceed the length that the model supports.
     if question.shape.max_model_len is not None:
         longest = min(longest, question.shape.max_model_len)
     if longest < SMALLEST_LENGTH or (length is not None and longest >= length):
@@ -327,15 +328,15 @@ def _list_trials(question: Question) -> Iterator[Trial]:
     yield from _round_weights(question)
     yield from _offload_less_cache(question)
     yield from _use_more_gpus(question)
-    # Offloading comes last: it needs no further GPU, but it slows every step.
+    # Offloading comes last: it does not require another GPU, but it slows down every step.
     yield from _offload_weights(question)
 
 
 def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
-    """Yield trials with fewer sequences, beginning with the most: each needs room for logits.
+    """Yield trials with fewer sequences, in descending order: each sequence needs room for logits.
 
-    The first has as many as there are blocks for states. The next ones have half of the current
-    number, a quarter and so on.
+    The first trial has as many sequences as there are state blocks. The next ones have half of the
+    current number, a quarter and so on.
     """
     blocks = estimate_memory(question).blocks or 0
     if question.shape.stateful_layers and 0 < blocks < question.max_num_seqs:
@@ -344,7 +345,7 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
             "more requests wait",
             replace(question, max_num_seqs=blocks),
         )
-    # The number is halved repeatedly, so the first trial that fits is the nearest.
+    # Halve the number repeatedly, so that the first trial that fits is the nearest.
     for halvings in range(1, question.max_num_seqs.bit_length()):
         sequences = question.max_num_seqs >> halvings
         yield Trial(
@@ -355,7 +356,7 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
 
 
 def _enlarge_batch(question: Question) -> Iterator[Trial]:
-    """Yield a trial with a batch of at least one block's tokens; none if it has them already."""
+    """Yield a trial that enlarges the batch to one block's tokens; none if it is large enough."""
     block_tokens = estimate_memory(question).layout.block_tokens
     if question.shape.stateful_layers and block_tokens > question.max_num_batched_tokens:
         yield Trial(
@@ -366,9 +367,9 @@ def _enlarge_batch(question: Question) -> Iterator[Trial]:
 
 
 def _leave_graphs(question: Question) -> Iterator[Trial]:
-    """Yield a trial without CUDA graphs for a model with states; none for other models.
+    """Yield a trial without CUDA graphs for a state-space model; none for other models.
 
-    With graphs, each sequence needs a block for its state.
+    With CUDA graphs, each sequence needs a block for its state.
     """
     if question.shape.stateful_layers and not question.enforce_eager:
         yield Trial(
@@ -379,10 +380,10 @@ def _leave_graphs(question: Question) -> Iterator[Trial]:
 
 
 def _change_share(question: Question) -> Iterator[Trial]:
-    """Yield a trial with another share of the card for vLLM; none if the cache's size is set.
+    """Yield a trial with a different share of the card for vLLM; none if the cache's size is set.
 
-    The share is the highest that is safe. With unified memory, the machine itself keeps what it
-    needs, so the highest safe share may be below the current share.
+    The new share is the highest safe one. With unified memory, the machine's own needs are
+    subtracted, so the highest safe share may be below the current one.
     """
     if question.kv_cache_memory_bytes is not None:
         return
@@ -394,7 +395,7 @@ def _change_share(question: Question) -> Iterator[Trial]:
     if question.unified_memory and question.gpu_memory_bytes is not None:
         machine_bytes = question.gpu_memory_bytes
         budget_bytes = machine_bytes - estimate_outside(question, assume_start(question)).high
-        # The share is rounded down to a whole per cent.
+        # Round the share down to a whole percent.
         share = floor(budget_bytes / machine_bytes * 100) / 100
         price = "the system and vLLM's own processes keep what they need"
         is_useful = share > 0
@@ -407,10 +408,10 @@ def _change_share(question: Question) -> Iterator[Trial]:
 
 
 def _round_cache(question: Question) -> Iterator[Trial]:
-    """Yield a trial with keys and values in FP8, unless they already have at most 8 bits."""
+    """Yield a trial with keys and values in FP8, unless they already use at most 8 bits."""
     is_unrounded = question.shape.kv_dtype_bytes >= SIXTEEN_BIT_BYTES
     dtype = question.kv_cache_dtype
-    # With "auto", the cache already has 8 bits if the checkpoint contains scales for the cache.
+    # With "auto", the cache already uses 8 bits if the checkpoint contains scales for it.
     if dtype in {"float16", "bfloat16"} or (dtype == "auto" and is_unrounded):
         yield Trial(
             (("--kv-cache-dtype", "fp8"),),
@@ -422,7 +423,7 @@ def _round_cache(question: Question) -> Iterator[Trial]:
 def _round_weights(question: Question) -> Iterator[Trial]:
     """Yield a trial with weights in FP8, unless the model is already quantised."""
     if question.shape.quantisation is None:
-        # vLLM rounds 16-bit weights to FP8 while it loads them, so no other checkpoint is needed.
+        # vLLM converts 16-bit weights to FP8 while loading them, so no other checkpoint is needed.
         rounded_shape = question.shape.apply_quantisation("fp8", bytes_per_parameter=1.0)
         yield Trial(
             (("--quantization", "fp8"),),
@@ -432,14 +433,14 @@ def _round_weights(question: Question) -> Iterator[Trial]:
 
 
 def _offload_less_cache(question: Question) -> Iterator[Trial]:
-    """Yield a trial with the largest tier of the KV cache for which the host has room.
+    """Yield a trial with the largest KV cache tier for which the host has room.
 
-    Returns None if there is no tier, or if the host's memory is not given.
+    Yields nothing if there is no tier, or if the host's memory is not given.
     """
     host_bytes = question.host_memory_bytes
     if host_bytes is None or not question.kv_offloading_bytes:
         return
-    # The host memory that the other parts leave, computed from their high bounds.
+    # The host memory left by the other parts, computed from their upper bounds.
     without_tier = estimate_host(replace(question, kv_offloading_bytes=0))
     tier_bytes = (host_bytes - without_tier.high) / OFFLOAD_FACTOR / question.data_parallel_size
     tier_gib = max(0, floor(tier_bytes / GIB))
@@ -452,7 +453,7 @@ def _offload_less_cache(question: Question) -> Iterator[Trial]:
 
 
 def _use_present_gpus(question: Question) -> Iterator[Trial]:
-    """Yield a trial for each kind of parallelism that can be as small as the cards are few."""
+    """Yield a trial for each kind of parallelism that can be reduced to fit the number of cards."""
     card_count = question.card_count
     if card_count is None or question.gpus <= card_count:
         return
@@ -470,8 +471,8 @@ def _use_present_gpus(question: Question) -> Iterator[Trial]:
 def _use_more_gpus(question: Question) -> Iterator[Trial]:
     """Yield a trial for each larger `--tensor-parallel-size`."""
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
-        # `find_problem` later leaves out a number of ranks that does not divide the model's heads.
-        # The number of cards is not limited, and the price names the cards.
+        # `find_problem` later rejects a number of ranks that does not divide the model's heads. The
+        # number of cards is not limited here, but is named as the price.
         wider = replace(question, tensor_parallel_size=ranks, card_count=None)
         yield Trial(
             (("--tensor-parallel-size", str(ranks)),),
@@ -481,32 +482,32 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
 
 
 PCIE_BYTES_PER_SECOND: Final = 25e9
-"""Our choice: the bandwidth that is assumed to be reached, of the 31.5 GB/s of 16 lanes of PCIe
-4.0. The bandwidth is only right to an order of magnitude.
+"""Our choice: the bandwidth that is assumed to be achieved, out of the 31.5 GB/s of PCIe 4.0 x16.
+It is only accurate to an order of magnitude.
 """
 
 
 def _offload_weights(question: Question) -> Iterator[Trial]:
-    """Yield a trial that offloads the fewest GiB of weights per GPU with which vLLM starts.
+    """Yield a trial that offloads the fewest GiB of weights per GPU that let vLLM start.
 
-    If vLLM starts with no amount, the trial offloads as much as the host can hold. Yields nothing
-    if the host's memory is not given, is the card's own, or has no room for more.
+    If no amount lets vLLM start, the trial offloads as much as the host can hold. Yields nothing if
+    the host's memory is not given, is the card's own, or has no room for more.
     """
     host_bytes = question.host_memory_bytes
     weights_bytes = question.weights_bytes
     if host_bytes is None or weights_bytes is None or question.unified_memory:
         return
     now_gib = ceil(question.cpu_offload_bytes / GIB)
-    # The host has to hold vLLM's processes and, for each GPU, up to OFFLOAD_FACTOR times the
-    # offload.
+    # The host must hold vLLM's processes and, for each GPU, up to OFFLOAD_FACTOR times the
+    # offloaded amount.
     without_offload = estimate_host(replace(question, cpu_offload_bytes=0))
     host_room_bytes = (host_bytes - without_offload.high) / OFFLOAD_FACTOR / question.gpus
     most_bytes = min(host_room_bytes, weights_bytes + question.cpu_offload_bytes)
     most_gib = floor(most_bytes / GIB)
     if most_gib <= now_gib:
         return
-    # If vLLM starts with some weights on the host, it also starts with more weights there, as long
-    # as the host has room. Therefore bisection finds the least amount.
+    # If vLLM starts with some weights on the host, it also starts with more, as long as the host
+    # has room, so bisection finds the smallest amount.
     lowest_gib = now_gib + 1
     highest_gib = most_gib
     while lowest_gib < highest_gib:
@@ -515,7 +516,7 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
             highest_gib = middle_gib
         else:
             lowest_gib = middle_gib + 1
-    # vLLM copies the offloaded weights in every forward pass (see its documentation of
+    # vLLM copies the offloaded weights in every forward pass (see the documentation of
     # cpu_offload_gb).
     step_seconds = lowest_gib * GIB / PCIE_BYTES_PER_SECOND
     price = f"slow: every step copies them over PCIe, about {step_seconds:.2g} s at 25 GB/s"

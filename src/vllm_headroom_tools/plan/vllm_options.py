@@ -1,4 +1,4 @@
-"""The meaning of the compound options of vLLM's server."""
+"""The interpretation of the vLLM server's compound options."""
 
 import re
 from argparse import Namespace
@@ -9,17 +9,17 @@ from msgspec import Struct
 from vllm_headroom_tools.sizing.drafts import DRAFT_MODEL
 
 LOOKED_UP: Final = ("ngram", "ngram_gpu", "suffix", "custom_class")
-"""Methods that look drafts up in the text or run a user's code; their memory is not known in
-advance (vLLM 0.33, config/speculative.py).
+"""Methods that look drafts up in the text or run user code; their memory cannot be known in advance
+(vLLM 0.33, config/speculative.py).
 """
 
 OWN_HEADS: Final = "mtp"
-"""The method for which additional layers of the model itself make the drafts (multi-token
+"""The method in which additional layers of the model itself generate the drafts (multi-token
 prediction).
 """
 
 OWN_CHECKPOINT: Final = (OWN_HEADS, "dspark")
-"""Methods whose layers may be in the model's own checkpoint."""
+"""Methods whose layers may be part of the model's own checkpoint."""
 
 NAMED_METHODS: Final = (
     ("eagle-", "eagle"),
@@ -30,44 +30,44 @@ NAMED_METHODS: Final = (
     ("accelerator", "mlp_speculator"),
     ("eagle", "eagle"),
 )
-"""Parts of a draft's name, and the method that vLLM chooses for such a name if no method is given;
-the first part found counts. vLLM 0.33 has the first four (config/speculative.py, `__post_init__`).
-vLLM recognises the last three by the draft's configuration.
+"""Substrings of a draft's name, each with the method that vLLM chooses for such a name if no method
+is given; the first match is used. The first four come from vLLM 0.33 (config/speculative.py,
+`__post_init__`). vLLM recognises the last three by the draft's configuration.
 """
 
 HIDDEN_STATES: Final = "extract_hidden_states"
-"""The method that keeps hidden states in the cache; its own configuration names the layers."""
+"""The method that keeps hidden states in the cache; its configuration names the layers."""
 
 ASSISTANT: Final = "-assistant"
-"""The suffix of the names of Gemma 4's drafts, which read the model's cache and keep none."""
+"""The name suffix of Gemma 4's drafts, which read the model's cache and have none of their own."""
 
 USER_CODE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
-"""A class of a user's code (vLLM 0.33, `_is_custom_proposer_path`)."""
+"""The path of a user-defined class (vLLM 0.33, `_is_custom_proposer_path`)."""
 
 
 class Speculation(Struct, frozen=True, kw_only=True):
-    """The speculation that vLLM is to use."""
+    """The speculative decoding that vLLM will use."""
 
     tokens: int = 0
-    # The method by vLLM's name; None without speculation.
+    # The name of the method in vLLM; None without speculation.
     method: str | None = None
-    # The name of another model that makes the drafts; None if there is none.
+    # The name of a separate model that generates the drafts; None if there is none.
     draft_name: str | None = None
 
     @property
     def has_own_heads(self) -> bool:
-        """Return whether the model's own checkpoint has the layers that make the drafts."""
+        """Return whether the layers that generate the drafts are in the model's own checkpoint."""
         return self.draft_name is None and self.method in OWN_CHECKPOINT
 
     @property
     def needs_draft(self) -> bool:
-        """Return whether vLLM refuses the method because no draft is named."""
+        """Return whether vLLM rejects the method because no draft is named."""
         has_no_draft = self.method is not None and self.draft_name is None
         return has_no_draft and self.method not in {*LOOKED_UP, *OWN_CHECKPOINT}
 
 
 def read_speculation(options: Namespace) -> Speculation:
-    """Return the speculation that these options choose (config/speculative.py, `__post_init__`)."""
+    """Return the speculation selected by these options (config/speculative.py, `__post_init__`)."""
     config = _join_speculative_options(options)
     if not config:
         return Speculation()
@@ -80,7 +80,8 @@ def read_speculation(options: Namespace) -> Speculation:
         name = None
     elif method == HIDDEN_STATES:
         name = HIDDEN_STATES
-    # The model's own name may be given for its own heads, as in Ernie's recipes.
+    # For the model's own heads, the draft may be given as the model's own name, as in Ernie's
+    # recipes.
     is_assistant = name is not None and name.endswith(ASSISTANT)
     if method == OWN_HEADS and not is_assistant:
         name = None
@@ -88,7 +89,7 @@ def read_speculation(options: Namespace) -> Speculation:
 
 
 def _name_method(given_method: str, draft_name: str | None) -> str:
-    """Return vLLM's name of the method that these options choose."""
+    """Return vLLM's name for the method selected by these options."""
     method = given_method.strip("[]").lower()
     if method.endswith("_mtp"):
         return OWN_HEADS
@@ -96,7 +97,7 @@ def _name_method(given_method: str, draft_name: str | None) -> str:
         return "ngram"
     if method not in {"", DRAFT_MODEL}:
         return method
-    # Without a draft model, the model's own heads make the drafts.
+    # Without a draft model, the model's own heads generate the drafts.
     if draft_name is None:
         return OWN_HEADS
     lower_name = draft_name.lower()
@@ -111,7 +112,7 @@ def _name_method(given_method: str, draft_name: str | None) -> str:
 
 
 def _join_speculative_options(options: Namespace) -> dict[str, Any]:
-    """Return the configuration as JSON, with the values of single options; empty without either."""
+    """Return the JSON configuration merged with the single options; empty if neither is given."""
     config: dict[str, Any] = dict(options.speculative_config or {})
     single_options = {
         "method": options.spec_method,
@@ -119,14 +120,14 @@ def _join_speculative_options(options: Namespace) -> dict[str, Any]:
         "num_speculative_tokens": options.spec_tokens,
     }
     for field, value in single_options.items():
-        # The options complete the JSON and do not replace it.
+        # The single options supplement the JSON rather than replacing it.
         if value is not None:
             config.setdefault(field, value)
     return config
 
 
 def has_no_images(limits: dict[str, Any] | None) -> bool:
-    """Return whether the limits switch images and videos off, so that no encoder is loaded."""
+    """Return whether the limits disable images and videos, so that no encoder is loaded."""
     if not limits:
         return False
     return "image" in limits and not any(limits.values())

@@ -1,1 +1,1 @@
-"""The advice on a log of the engine."""
+"""Advice based on an engine log."""

@@ -1,4 +1,4 @@
-"""The facts about one start of an engine that its log shows, for the rules on logs."""
+"""The facts about one start of an engine, taken from its log, for the rules on logs."""
 
 from math import ceil, floor
 from typing import Final
@@ -23,33 +23,33 @@ OLD_DEFAULT_UTILIZATION: Final = 0.9
 """vLLM's default of `gpu_memory_utilization` before NEW_DEFAULT_VERSION."""
 
 NEW_DEFAULT_VERSION: Final[Version] = (0, 20, 0)
-"""The first version with DEFAULT_UTILIZATION (config/cache.py)."""
+"""The first version whose default is DEFAULT_UTILIZATION (config/cache.py)."""
 
 VLLM: Final = "vllm"
-"""The engine whose options are known here."""
+"""The only engine whose options are known here."""
 
 
 class StartFacts(Struct, frozen=True, kw_only=True):
-    """What the log of one start shows, per GPU; a field is None if the log lacks it."""
+    """What the log shows about one start, per GPU; a field is None if the log lacks it."""
 
     start: EngineStart
     failure: LogFailure | None
     facts: Facts
-    """The engine's settings, in the form that the rules on traces use."""
+    """The engine's settings, in the form used by the rules on traces."""
 
     total_bytes: float | None
     requested_bytes: float | None
-    """vLLM's share of the GPU."""
+    """The GPU memory that vLLM requests as its share."""
 
     free_bytes: float | None
-    """The least memory that was free on any of the engine's GPUs before the start."""
+    """The smallest amount of free memory on any of the engine's GPUs before the start."""
 
     weights_bytes: float | None
     activation_bytes: float | None
     non_torch_bytes: float | None
     graphs_bytes: float | None
     kv_cache_bytes: float | None
-    """The smallest KV cache of all ranks; negative if other parts took more than the share."""
+    """The smallest KV cache of any rank; negative if the other parts exceed the share."""
 
     kv_cache_tokens: float | None
     context_tokens: float | None
@@ -57,26 +57,26 @@ class StartFacts(Struct, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> EngineArgs:
-        """Return the version and the options of the start."""
+        """Return the version and the options of this start."""
         return self.facts.settings
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Return the bytes of a token in the KV cache of one GPU; None if the cache is unknown."""
+        """Return the bytes per token in one GPU's KV cache; None if the cache's size is unknown."""
         if not self.kv_cache_bytes or not self.kv_cache_tokens or self.kv_cache_bytes < 0:
             return None
         return self.kv_cache_bytes / self.kv_cache_tokens
 
     def read_figure(self, name: str) -> float | None:
-        """Return a figure of the failure's message; None if it has no such figure."""
+        """Return a figure from the failure message; None if the message does not contain it."""
         return None if self.failure is None else self.failure.figures.get(name)
 
 
 def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
-    """Return the facts of a start; the operator's settings have precedence."""
+    """Return the facts about a start; the operator's settings take precedence."""
     failure = start.root_failure
     figures = {} if failure is None else failure.figures
-    # The log's own figure comes first, then the figure in the message.
+    # The figure from the log takes precedence over the one in the failure message.
     total_bytes = _choose(start.find_largest("total_bytes"), figures.get("total_bytes"))
     if total_bytes is None and failure is not None and failure.refusal is not None:
         total_bytes = failure.refusal.total_bytes
@@ -100,7 +100,7 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
         facts=Facts(origin=FactsSource.LOG, settings=settings, samples=0),
         total_bytes=total_bytes,
         requested_bytes=requested_bytes,
-        # The least counts, because the fullest GPU decides.
+        # The smallest figure counts, because the fullest GPU is the limiting one.
         free_bytes=min((figure for figure in free_figures if figure is not None), default=None),
         weights_bytes=_choose(
             start.find_largest("weights_bytes"), start.find_largest("profiled_weights_bytes")
@@ -122,14 +122,14 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
 def _read_settings(
     start: EngineStart, option_args: EngineArgs, failed_ratio: float | None
 ) -> EngineArgs:
-    """Return the options of a start: the operator's, or else those in the log."""
+    """Return the options of a start: the operator's, falling back to those in the log."""
     version = option_args.version or (
         None if start.version is None else parse_version(start.version)
     )
     if start.engine != VLLM:
         return EngineArgs(version=version)
-    # The sources in order of trust: the operator, the options in the log, vLLM's messages, the
-    # failure.
+    # The sources, from most to least trusted: the operator, the options in the log, vLLM's
+    # messages, and the failure.
     utilization = _choose(
         option_args.gpu_memory_utilization,
         _find_number(start, "gpu_memory_utilization"),
@@ -137,7 +137,7 @@ def _read_settings(
         failed_ratio,
     )
     has_options = bool(start.arguments or start.config)
-    # The options are known and the utilization is not among them, so vLLM used its default.
+    # If the options are known and do not include the utilization, vLLM used its default.
     if utilization is None and has_options and version is not None:
         utilization = _find_default_utilization(version)
     cache_bytes = _choose(
@@ -168,17 +168,17 @@ def _read_settings(
 
 
 def _find_default_utilization(version: Version) -> float:
-    """Return the share of the GPU that vLLM takes if no option sets it."""
+    """Return the share of the GPU that vLLM uses by default."""
     return DEFAULT_UTILIZATION if version >= NEW_DEFAULT_VERSION else OLD_DEFAULT_UTILIZATION
 
 
 def _choose(*figures: float | None) -> float | None:
-    """Return the earliest figure that is known; None if none is."""
+    """Return the first known figure; None if all are unknown."""
     return next((figure for figure in figures if figure is not None), None)
 
 
 def _round(figure: float | None) -> int | None:
-    """Return a count as a whole number; None for -1, which is vLLM's "auto"."""
+    """Return a count as a whole number; None for -1, which means "auto" in vLLM."""
     return None if figure is None or figure <= 0 else int(figure)
 
 
@@ -191,12 +191,12 @@ def _find_number(start: EngineStart, *names: str) -> float | None:
 
 
 def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Change | None:
-    """Return the change that gives vLLM `missing_bytes` more of each GPU, rounded up.
+    """Return the change that gives vLLM `missing_bytes` more on each GPU, rounded up.
 
-    vLLM logs the GPU's size only at the level DEBUG until the cache is allocated. Without the size,
-    the proposed value is vLLM's default, if the current share is below the default. Returns None if
-    the share is unknown, or if the new share would exceed the safe share or what was free before
-    the start.
+    Until the cache is allocated, vLLM logs the GPU's size only at level DEBUG. If the size is
+    unknown and the current share is below vLLM's default, the proposed value is the default.
+    Returns None if the share is unknown, or if the new share would exceed the safe share or the
+    memory that was free before the start.
     """
     settings = start_facts.settings
     total_bytes = start_facts.total_bytes
@@ -218,7 +218,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
             cost=cost,
         )
     hundredths = 100 * (now + missing_bytes / total_bytes)
-    # The value is rounded up to hundredths, because a smaller share would fail in the same way.
+    # Round up to hundredths, because a smaller share would fail in the same way.
     value = ceil(hundredths - ROUNDING_TOLERANCE) / 100
     if value > SAFE_UTILIZATION or value <= now:
         return None
@@ -228,10 +228,10 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 
 
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
-    """Return the longest request that a cache of this size holds, in whole blocks.
+    """Return the length of the longest request that a cache of this size holds, in whole blocks.
 
-    Returns None if the size of a token or the present limit is unknown, or if requests of the
-    present limit fit.
+    Returns None if the size of a token or the current limit is unknown, or if requests at the
+    current limit already fit.
     """
     context_tokens = start_facts.context_tokens
     bytes_per_token = start_facts.bytes_per_token
@@ -244,5 +244,5 @@ def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
 
 
 def list_loads(start: EngineStart) -> list[dict[str, float]]:
-    """Return the figures of the newest reports of load, the newest last."""
+    """Return the figures of the most recent load reports, newest last."""
     return [dict(event.figures) for event in start.recent_events if event.kind is LogEventKind.LOAD]

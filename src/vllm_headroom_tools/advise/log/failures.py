@@ -1,4 +1,4 @@
-"""Rules on a failed start or an exit that the engine's own log explains."""
+"""Rules for a failed start or an exit that the engine's own log explains."""
 
 from collections.abc import Callable, Mapping
 from math import floor
@@ -51,10 +51,10 @@ FailureRule = Callable[[StartFacts, LogFailure], tuple[Change, ...]]
 
 
 def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
-    """Return the advice on the failure that ended a start or an engine at work."""
+    """Return the advice on the failure that ended a start or a running engine."""
     changes: tuple[Change, ...] = ()
     rule = RULES.get(failure.kind)
-    # The options are vLLM's own; other engines get general steps.
+    # The rules propose vLLM's options; for other engines, the advice is general steps.
     if rule is not None and start_facts.start.engine == VLLM:
         changes = rule(start_facts, failure)
     elif failure.kind in MEMORY_KINDS:
@@ -71,10 +71,10 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
 
 
 def _find_remark(failure: LogFailure) -> str | None:
-    """Return a sentence against confusing a failure with another; None if there is none."""
+    """Return a sentence that distinguishes a failure from a similar one; None if there is none."""
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
-        # Once the cache is allocated, more memory for vLLM does not help, because the failure was
-        # outside of the share.
+        # Once the cache is allocated, giving vLLM more memory does not help, because the failed
+        # allocation was outside its share.
         is_after_profile = failure.phase in (
             StartPhase.CACHE,
             StartPhase.READY,
@@ -87,11 +87,11 @@ def _find_remark(failure: LogFailure) -> str | None:
 
 
 def _list_evidence(start_facts: StartFacts, failure: LogFailure) -> tuple[Figure, ...]:
-    """Return the log line, the figures of the failure's message, and the parts of the GPU."""
+    """Return the log line, the figures in the failure message, and the breakdown of the GPU."""
     refusal = failure.refusal or Refusal()
     cache_bytes = start_facts.kv_cache_bytes
     missing_bytes = None
-    # A negative size means that other parts take more than the share.
+    # A negative size means that the other parts exceed the share.
     if cache_bytes is not None and cache_bytes < 0:
         missing_bytes = -cache_bytes
         cache_bytes = None
@@ -118,13 +118,14 @@ def _list_evidence(start_facts: StartFacts, failure: LogFailure) -> tuple[Figure
 
 
 def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return the changes against a refused allocation, by the phase in which it was refused."""
+    """Return the changes for a refused allocation, depending on the phase of the start."""
     refusal = failure.refusal or Refusal()
     move = MOVE_OTHERS if (refusal.other_bytes or 0) >= NEIGHBOUR_BYTES else None
     defragment = None
     if _is_fragmented(refusal):
         defragment = Change(text=DEFRAGMENT_TEXT, cost=DEFRAGMENT_COST)
-    # Before the profile run, batch and cache are not yet allocated: only the weights matter.
+    # Before the profile run, neither the batch nor the cache is allocated, so only the weights
+    # matter.
     if failure.phase in (StartPhase.BEGINNING, StartPhase.LOADING):
         return drop_none(move, split_weights(start_facts, "the weights do not fit into one GPU"))
     if failure.phase is StartPhase.PROFILING:
@@ -138,16 +139,16 @@ def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _is_fragmented(refusal: Refusal) -> bool:
-    """Return whether the refused bytes would have fitted into torch's cache and the free memory."""
+    """Return whether torch's cache and the free memory together had room for the refused bytes."""
     if refusal.asked_bytes is None or not refusal.cached_bytes:
         return False
     return refusal.asked_bytes <= refusal.cached_bytes + (refusal.free_bytes or 0)
 
 
 def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ...]:
-    """Return a smaller share for vLLM, so that the refused bytes and AIM_BYTES are free.
+    """Return a smaller share for vLLM that leaves the refused bytes and AIM_BYTES free.
 
-    If the smaller cache cannot hold a request of full length, a shorter limit is added.
+    If the smaller cache cannot hold a full-length request, a shorter length limit is added.
     """
     total_bytes = start_facts.total_bytes
     if not total_bytes:
@@ -162,7 +163,7 @@ def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ..
     if smaller_share is None or start_facts.kv_cache_bytes is None:
         return drop_none(smaller_share)
     shorter_context = None
-    # Rounding the share down takes up to another hundredth of the GPU.
+    # Rounding the share down can take another hundredth of the GPU.
     cache_bytes = start_facts.kv_cache_bytes - freed_bytes - total_bytes / 100
     fitting_tokens = fit_context(start_facts, cache_bytes)
     if fitting_tokens is not None:
@@ -179,11 +180,11 @@ def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ..
 
 
 SAMPLING_FILES: Final = ("/sample/", "/sampling/", "sampler", "logits", "logprob", "penalties")
-"""Parts of the names of files whose code needs a row of the vocabulary for each request."""
+"""Parts of the names of source files whose code needs a vocabulary-sized row for each request."""
 
 
 def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return fewer requests at once, or fewer tokens, by where the allocation was refused."""
+    """Return fewer concurrent requests or fewer tokens, depending on which code was refused."""
     settings = start_facts.settings
     is_sampling = "dummy_requests" in failure.figures or any(
         part in frame.file for frame in failure.frames for part in SAMPLING_FILES
@@ -196,7 +197,7 @@ def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change,
         "sampling takes memory for each request and each word of the vocabulary",
         "in a burst requests wait in the queue; a restart",
     )
-    # A batch has at least one token for each request.
+    # A batch has at least one token per request.
     batch_tokens = (settings.max_num_batched_tokens or 0) // 2
     fewer_tokens = lower_option(
         start_facts.facts,
@@ -205,16 +206,16 @@ def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change,
         "the activations of a step shrink with its tokens",
         "long prompts take more steps; a restart",
     )
-    # Sampling depends only on requests, and the layers depend on tokens.
+    # Sampling memory depends only on the requests; the layers' memory depends on the tokens.
     if is_sampling:
         return drop_none(fewer_requests)
     return drop_none(fewer_tokens, fewer_requests)
 
 
 def split_weights(start_facts: StartFacts, text: str) -> Change:
-    """Return the change that spreads the model over as many GPUs as `plan` computes.
+    """Return the change that spreads the model across as many GPUs as `plan` computes.
 
-    If `plan` does not know the model, that is twice as many.
+    If `plan` does not know the model, the number of GPUs is doubled.
     """
     now = start_facts.tensor_parallel_size
     enough_gpus = find_enough_gpus(start_facts)
@@ -233,11 +234,11 @@ def split_weights(start_facts: StartFacts, text: str) -> Change:
 
 
 def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return changes that leave memory for the KV cache: larger share, smaller batch, more GPUs."""
+    """Return the changes that leave memory for the KV cache, such as a larger share."""
     missing_bytes = AIM_BYTES + max(0.0, -_find_cache_bytes(start_facts))
     text = f"{format_size(missing_bytes)} more: what is missing, and a cache of 1 GiB"
     no_graphs = None
-    # Turning graphs off helps only if they take as much as is missing.
+    # Turning CUDA graphs off helps only if they take at least as much as is missing.
     graphs_bytes = start_facts.start.find_largest("graphs_estimated_bytes")
     if graphs_bytes is not None and graphs_bytes >= missing_bytes:
         no_graphs = Change(
@@ -254,7 +255,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
 
 
 def _find_cache_bytes(start_facts: StartFacts) -> float:
-    """Return the bytes that were left for the cache, from the parts if no line reports them."""
+    """Return the bytes left for the cache, computed from the other parts if not logged."""
     if start_facts.kv_cache_bytes is not None:
         return start_facts.kv_cache_bytes
     requested_bytes = start_facts.requested_bytes
@@ -266,7 +267,7 @@ def _find_cache_bytes(start_facts: StartFacts) -> float:
 
 
 def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a larger cache if the GPU has room for it, and the longest request that fits."""
+    """Return a larger cache if the GPU has room for one, and the longest request that fits."""
     needed_bytes = failure.figures.get("needed_bytes")
     cache_bytes = failure.figures.get("kv_cache_bytes")
     larger_share = None
@@ -292,7 +293,7 @@ def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _find_fitting_tokens(failure: LogFailure) -> int:
-    """Return the longest request that fits, from vLLM's message if it has one; 0 if unknown."""
+    """Return the longest request that fits, taken from vLLM's message if possible; 0 if unknown."""
     figures = failure.figures
     if "fitting_tokens" in figures:
         return int(figures["fitting_tokens"])
@@ -303,12 +304,12 @@ def _find_fitting_tokens(failure: LogFailure) -> int:
     cache_bytes = figures.get("kv_cache_bytes")
     if not context_tokens or not needed_bytes or cache_bytes is None:
         return 0
-    # In proportion, because the needed bytes are for the whole context.
+    # Scale in proportion, because the needed bytes are for the whole context.
     return floor(context_tokens * cache_bytes / needed_bytes)
 
 
 def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return as many requests as the cache has blocks for their states."""
+    """Return a limit of as many requests as the cache has state blocks for."""
     blocks = failure.figures.get("state_blocks")
     if not blocks:
         return ()
@@ -326,12 +327,12 @@ def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tu
 
 
 def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return the changes: move the others, or use the share that was free before the start."""
+    """Return the changes: move the other processes, or use the share that was free at the start."""
     total_bytes = failure.figures.get("total_bytes") or start_facts.total_bytes
     free_bytes = start_facts.free_bytes
     lower_share = None
     if total_bytes and free_bytes is not None:
-        # vLLM refuses a share above what is free, and its log rounds both figures.
+        # vLLM refuses a share larger than the free memory, and its log rounds both figures.
         share = floor(100 * (free_bytes - LOG_ROUNDING_BYTES) / total_bytes) / 100
         starts = would_start(start_facts, gpu_memory_utilization=share) if share > 0 else False
         if starts is False:
@@ -349,7 +350,7 @@ def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[
 
 
 def _change_for_block(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a batch size that holds a block of the cache."""
+    """Return a batch size large enough for one cache block."""
     block_tokens = failure.figures.get("block_tokens")
     if not block_tokens:
         return ()
@@ -365,7 +366,7 @@ def _change_for_block(start_facts: StartFacts, failure: LogFailure) -> tuple[Cha
 
 
 def _change_for_model_limit(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return the model's own limit of a request's length."""
+    """Return the model's own limit on the length of a request."""
     model_tokens = failure.figures.get("model_tokens")
     if not model_tokens:
         return ()
@@ -380,14 +381,15 @@ def _change_for_model_limit(start_facts: StartFacts, failure: LogFailure) -> tup
 
 
 def _change_for_gpus(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return the options that use no more GPUs than the engine sees."""
+    """Return the options that use at most as many GPUs as the engine sees."""
     start = start_facts.start
     changes = [Change(text="Give the container all GPUs that the options name", cost=RESTART)]
     available_gpus = failure.figures.get("available_gpus")
     if available_gpus and available_gpus < start_facts.tensor_parallel_size:
         fewer_gpus = Change(
             flag=Flag.TENSOR_PARALLEL_SIZE,
-            # Tensor parallelism divides heads, and only powers of two fit every model.
+            # Tensor parallelism divides the attention heads, and only powers of two suit every
+            # model.
             value=float(2 ** (int(available_gpus).bit_length() - 1)),
             now=start_facts.tensor_parallel_size,
             text=f"the engine sees {available_gpus:.0f} GPUs",
@@ -409,7 +411,7 @@ def _change_for_gpus(start_facts: StartFacts, failure: LogFailure) -> tuple[Chan
 
 
 def _change_other_engine(start_facts: StartFacts) -> tuple[Change, ...]:
-    """Return the option that sizes the GPU share of an engine other than vLLM."""
+    """Return the option that sets the GPU share of an engine other than vLLM."""
     option = OTHER_SHARES.get(start_facts.start.engine)
     if option is None:
         return ()
@@ -420,8 +422,8 @@ OTHER_SHARES: Final[Mapping[str, str]] = {
     "sglang": "--mem-fraction-static",
     "tensorrt_llm": "kv_cache_config.free_gpu_memory_fraction",
 }
-"""The option that sizes the KV cache of other engines. Lower the option after a refused allocation;
-raise it if no memory was left for the cache.
+"""The option that sizes the KV cache in other engines. It should be lowered after a refused
+allocation, and raised if no memory was left for the cache.
 """
 
 MEMORY_KINDS: Final = frozenset(
@@ -438,7 +440,7 @@ RULES: Final[Mapping[LogFailureKind, FailureRule]] = {
     LogFailureKind.CONTEXT_BEYOND_MODEL: _change_for_model_limit,
     LogFailureKind.TOO_FEW_GPUS: _change_for_gpus,
 }
-"""The rule of each failure for which an option can help."""
+"""The rule for each failure that changing an option can fix."""
 
 STEPS: Final[Mapping[LogFailureKind, tuple[str, ...]]] = {
     LogFailureKind.MEMORY_CHANGED: (
@@ -511,7 +513,7 @@ STEPS: Final[Mapping[LogFailureKind, tuple[str, ...]]] = {
         "Look for an XID in the kernel's log: dmesg -T | grep -i xid",
     ),
 }
-"""Steps against failures that do not change an option."""
+"""Steps for failures that do not involve changing an option."""
 
 NO_OPTION_HELPS: Final = "No option that sizes GPU memory affects it."
 

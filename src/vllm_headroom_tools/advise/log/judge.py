@@ -1,4 +1,4 @@
-"""The advice on a log of the engine: why the engine ended, or how a good start uses its GPU."""
+"""Advice on an engine log: why the engine ended, or how a successful start uses its GPU."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -32,11 +32,11 @@ from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION
 from vllm_headroom_tools.versions import Version, format_version
 
 NOTED_BYTES: Final = GIB // 2
-"""Our choice: less wasted memory than this is not worth a note."""
+"""Our choice: wasted memory below this amount is not worth a note."""
 
 UNEVEN_RANKS_BYTES: Final = GIB
-"""Our choice: a larger difference between the caches of two ranks is noted: vLLM gives all ranks
-the smaller cache.
+"""Our choice: a larger difference between two ranks' caches is reported, because vLLM gives all
+ranks the smaller cache.
 """
 
 GRAPHS_IN_BUDGET: Final[Version] = (0, 21, 0)
@@ -49,11 +49,11 @@ PARTS: Final = (
     ("CUDA graphs", "graphs_bytes"),
     ("KV cache", "kv_cache_bytes"),
 )
-"""The parts of a GPU that a start logs: each part's name and field."""
+"""The parts of GPU memory that a start logs, each with its name and field."""
 
 
 class LogAssessment(Struct, frozen=True, kw_only=True):
-    """What a log shows, and what to change."""
+    """The findings from a log, and what to change."""
 
     log: EngineLog
     start_facts: StartFacts
@@ -65,14 +65,14 @@ class LogAssessment(Struct, frozen=True, kw_only=True):
 
     @property
     def start(self) -> EngineStart:
-        """Return the start that is judged."""
+        """Return the start being judged."""
         return self.start_facts.start
 
 
 def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
-    """Judge the newest start that failed, else the newest one; `log` has at least one start.
+    """Judge the latest failed start, or the latest start if none failed; `log` must have a start.
 
-    `option_args` are the options that the operator gave with the log.
+    `option_args` are the options that the operator provided with the log.
     """
     start_facts = read_start_facts(find_decisive_start(log.starts), option_args)
     start = start_facts.start
@@ -80,7 +80,7 @@ def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
     advice: tuple[Advice, ...] = ()
     missing: tuple[str, ...] = ()
     notes = list(_note_other_starts(log, start))
-    # The reader asks about the start that failed, even if a later one serves.
+    # The reader wants to know about the failed start, even if a later one serves.
     if failure is not None:
         one_advice = advise_on_failure(start_facts, failure)
         notes += _note_absent_flags(one_advice, start_facts)
@@ -116,7 +116,7 @@ UNFINISHED: Final = (
 
 
 def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
-    """Note the log's other starts: starts that failed in the same way, and a later start."""
+    """Note the log's other starts: those that failed in the same way, and any later start."""
     if log.start_count == 1:
         return
     failure = start.root_failure
@@ -125,7 +125,7 @@ def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
         count = kinds.count(failure.kind)
         if count > 1:
             yield f"The same in {count} of the log's {log.start_count} starts."
-        # Only this start failed in this way, so the earlier starts had another cause.
+        # Only this start failed in this way, so the earlier ones had other causes.
         elif len(kinds) > 1:
             others = sorted({str(kind) for kind in kinds if kind is not failure.kind})
             yield f"Earlier starts of the log failed otherwise: {', '.join(others)}."
@@ -136,7 +136,7 @@ def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
 
 
 def _list_absent_flags(advice: Advice, start_facts: StartFacts) -> list[Flag]:
-    """Return those of the advised options that this version of vLLM lacks."""
+    """Return the advised options that this version of vLLM lacks."""
     version = start_facts.settings.version
     flags = [change.flag for change in advice.changes if change.flag is not None]
     if version is None:
@@ -151,7 +151,7 @@ def _drop_absent_flags(advice: Advice, start_facts: StartFacts) -> Advice:
 
 
 def _note_absent_flags(advice: Advice, start_facts: StartFacts) -> Iterator[str]:
-    """Note the options that this version lacks; without dashes, so that nobody copies them."""
+    """Note the options that this version lacks, without dashes so that nobody copies them."""
     version = start_facts.settings.version
     for flag in _list_absent_flags(advice, start_facts):
         first_version = format_version(FIRST_VERSIONS[flag])
@@ -161,11 +161,11 @@ def _note_absent_flags(advice: Advice, start_facts: StartFacts) -> Iterator[str]
         )
 
 
-# How a start that serves uses its GPU.
+# How a serving engine uses its GPU.
 
 
 def _list_start_notes(start_facts: StartFacts) -> Iterator[str]:
-    """Yield notes on what a serving start wastes, and on what would fit."""
+    """Yield notes on the memory that a serving engine wastes, and on what would fit."""
     yield from _note_requests(start_facts)
     if start_facts.start.engine == VLLM:
         yield from _note_unused_share(start_facts)
@@ -196,7 +196,7 @@ REMARKS: Final = {
 
 
 def _note_requests(start_facts: StartFacts) -> Iterator[str]:
-    """Note how many requests of full length fit at once."""
+    """Note how many full-length requests fit at once."""
     start = start_facts.start
     requests = start.find_smallest("concurrency_ratio")
     context_tokens = start.find_largest("concurrency_tokens")
@@ -214,7 +214,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
     unused_bytes = (SAFE_UTILIZATION - utilization) * total_bytes
     if unused_bytes < NOTED_BYTES:
         return
-    # Less than half a hundredth is not worth a restart.
+    # A gain of less than half a hundredth is not worth a restart.
     change = raise_share(start_facts, unused_bytes, "")
     bytes_per_token = start_facts.bytes_per_token
     if change is None or change.value is None or bytes_per_token is None:
@@ -227,7 +227,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
-    """Note CUDA graphs that took less than was reserved, or that lie outside vLLM's share."""
+    """Note CUDA graphs that took less memory than reserved, or that lie outside vLLM's share."""
     start = start_facts.start
     estimated_bytes = start.find_largest("graphs_estimated_bytes")
     graphs_bytes = start.find_largest("graphs_bytes")
@@ -243,7 +243,7 @@ def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
         return
     if estimated_bytes is None or start_facts.kv_cache_bytes is None:
         return
-    # If vLLM had estimated the graphs' memory, the cache is smaller by that estimate.
+    # If vLLM estimated the graphs' memory, it reduced the cache by that estimate.
     unused_bytes = estimated_bytes - graphs_bytes
     if unused_bytes >= NOTED_BYTES:
         cache_bytes = start_facts.kv_cache_bytes + unused_bytes
@@ -254,7 +254,7 @@ def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
-    """Note a rank with much less memory for the cache than another."""
+    """Note a rank with much less memory for the cache than another rank."""
     least_bytes = start.find_smallest("kv_cache_bytes")
     most_bytes = start.find_largest("kv_cache_bytes")
     if least_bytes is None or most_bytes is None:
@@ -267,10 +267,10 @@ def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
 
 
 def _note_load(start: EngineStart) -> Iterator[str]:
-    """Note a full KV cache with waiting requests in the newest reports of load."""
+    """Note a full KV cache with waiting requests in the most recent load reports."""
     loads = list_loads(start)
-    # Only loads with a full cache count, because with room in the cache something else makes
-    # requests wait.
+    # Only reports with a full cache count: if the cache has room, something else makes requests
+    # wait.
     full_loads = [load for load in loads if load.get("kv_cache_used_ratio", 0.0) > FULL_RATIO]
     waiting_requests = max((load.get("waiting_requests", 0.0) for load in full_loads), default=0.0)
     if waiting_requests:
@@ -281,11 +281,11 @@ def _note_load(start: EngineStart) -> Iterator[str]:
         )
 
 
-# The advice as text and data.
+# Formatting the advice as text and data.
 
 
 def format_source(assessment: LogAssessment) -> str:
-    """Return a line on what was judged: the log, the engine, its version and its model."""
+    """Return a line describing the input: the log, the engine, its version and its model."""
     log = assessment.log
     start = assessment.start
     starts = "1 start" if log.start_count == 1 else f"{log.start_count:,} starts"
@@ -303,7 +303,7 @@ ENGINE_NAMES: Final = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "Tens
 
 
 def list_part_lines(assessment: LogAssessment) -> list[str]:
-    """Return a table of what a GPU holds, with the number of the log line for each part."""
+    """Return a table of a GPU's memory by part, with the log line number of each part."""
     start = assessment.start
     rows = []
     for name, field in PARTS:
@@ -321,7 +321,7 @@ def list_part_lines(assessment: LogAssessment) -> list[str]:
 
 
 def build_log_data(assessment: LogAssessment) -> dict[str, Any]:
-    """Return the data of --json on the log itself; unknown figures are None."""
+    """Return the data for --json about the log itself; unknown figures are None."""
     start = assessment.start
     failure = start.root_failure
     return {
@@ -340,7 +340,7 @@ def build_log_data(assessment: LogAssessment) -> dict[str, Any]:
 
 
 def _build_failure(failure: LogFailure) -> dict[str, Any]:
-    """Return a failure of the log as the JSON has it."""
+    """Return a failure from the log in the form used in the JSON."""
     return {
         "kind": failure.kind,
         "text": describe_failure(failure),

@@ -1,4 +1,4 @@
-"""Ask plan's own estimate whether a start would succeed with another option."""
+"""Use plan's own estimate to determine whether a start would succeed with other options."""
 
 import json
 from typing import Any, Final
@@ -13,10 +13,10 @@ from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release, parse_r
 
 
 def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa: ANN401 - options
-    """Return whether vLLM would start with these options in place of the log's.
+    """Return whether vLLM would start with these options instead of those in the log.
 
-    Returns None if `plan` cannot tell: the model or the card is unknown to `plan`, or the result is
-    too close.
+    Returns None if `plan` cannot tell, because the model or the card is unknown to it or because
+    the result is too close.
     """
     model = start_facts.start.model
     total_bytes = start_facts.total_bytes
@@ -31,7 +31,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
     settings = start_facts.settings
     release = _find_release(start_facts)
     gpu_memory_bytes = round(total_bytes)
-    # If the log lacks a figure, vLLM's default for this card and version is used.
+    # Figures that the log lacks fall back to vLLM's defaults for this card and version.
     defaults = choose_defaults(gpu_memory_bytes, release)
     options: dict[str, Any] = {
         "shape": shape,
@@ -52,7 +52,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
 
 
 def _find_release(start_facts: StartFacts) -> Release:
-    """Return the release in the log; the newest one if that release is unknown here."""
+    """Return the release named in the log, or the newest known one if that release is unknown."""
     try:
         return parse_release(start_facts.start.version or "")
     except ValueError:
@@ -60,13 +60,13 @@ def _find_release(start_facts: StartFacts) -> Release:
 
 
 MOST_GPUS: Final = 8
-"""The largest number of GPUs in one machine that is tried."""
+"""The largest number of GPUs per machine that is tried."""
 
 
 def find_enough_gpus(start_facts: StartFacts) -> int | None:
-    """Return the fewest GPUs, at least twice as many, on which vLLM would start by `plan`.
+    """Return the fewest GPUs, at least double the current number, on which vLLM would start.
 
-    Returns None if `plan` cannot tell for any number.
+    The estimate is `plan`'s. Returns None if `plan` cannot tell for any number of GPUs.
     """
     gpus = 2 * start_facts.tensor_parallel_size
     while gpus <= MOST_GPUS:

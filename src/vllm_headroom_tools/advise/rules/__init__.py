@@ -1,1 +1,1 @@
-"""Pure rules from facts to advice, a function for each cause."""
+"""Pure functions that derive advice from facts, one for each cause."""

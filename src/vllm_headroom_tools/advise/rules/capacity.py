@@ -1,7 +1,7 @@
 """Rules on the KV cache.
 
-vLLM allocates the cache when it starts, so a full cache makes requests wait, but memory does not
-run out.
+vLLM allocates the whole cache at startup, so a full cache makes requests wait but does not cause
+memory to run out.
 """
 
 from math import ceil, floor
@@ -43,17 +43,17 @@ from vllm_headroom_tools.sizing.question import LARGE_CARD, SAFE_UTILIZATION
 # Changes that several rules propose: vLLM's share of the GPU, and the number of GPUs.
 
 ROUNDING_TOLERANCE: Final = 1e-9
-"""Added before rounding down, because 0.29 * 100 is slightly less than 29 in binary."""
+"""Added before rounding down, because 0.29 * 100 is slightly less than 29 in floating point."""
 
 
 def change_share(
     facts: Facts, usable_bytes: float, added_bytes: float, text: str, cost: str
 ) -> Change | None:
-    """Return the change of vLLM's memory on a GPU by `added_bytes`, which may be negative.
+    """Return the change that adds `added_bytes`, possibly negative, to vLLM's memory on a GPU.
 
-    The option is the share of the GPU, or the size of the KV cache if an option sets that size in
-    bytes. The value is rounded down. Returns None if the value would not change, or would leave
-    vLLM without memory.
+    The option is the share of the GPU, or the size of the KV cache if that size is set in bytes.
+    The value is rounded down. Returns None if the value would not change, or would leave vLLM
+    without memory.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -61,7 +61,7 @@ def change_share(
 
 
 def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) -> Change | None:
-    """Return the change of the utilization, in steps of a hundredth.
+    """Return the change to the utilization, in steps of a hundredth.
 
     Without the current value, the change is a difference. Returns None if rounding leaves no
     change.
@@ -69,14 +69,14 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
     flag = Flag.GPU_MEMORY_UTILIZATION
     now = facts.settings.gpu_memory_utilization
     if now is None:
-        # The difference is rounded down, so that no more is promised than there is.
+        # Round the difference down, so that the advice never promises more than is available.
         difference = floor(added_ratio * 100 + ROUNDING_TOLERANCE) / 100
         if not difference:
             return None
         if added_ratio > 0:
             text = f"{text}; not above {SAFE_UTILIZATION:g}"
         return Change(flag=flag, difference=difference, text=text, cost=cost)
-    # Somebody chose a share above the safe one, so that share is neither raised nor lowered.
+    # A share above the safe one was chosen deliberately, so it is neither raised nor lowered.
     highest = max(now, SAFE_UTILIZATION)
     value = floor(min(now + added_ratio, highest) * 100 + ROUNDING_TOLERANCE) / 100
     if not _is_useful(now, value, added_ratio):
@@ -85,7 +85,7 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
 
 
 def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -> Change | None:
-    """Return the change of the KV cache's size, which is set in bytes, in steps of a MiB.
+    """Return the change to a KV cache size that is set in bytes, in steps of a MiB.
 
     Without the current value, the change is a difference. Returns None if rounding leaves no
     change.
@@ -104,7 +104,7 @@ def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -
 
 
 def _is_useful(now: float, value: float, added_amount: float) -> bool:
-    """Return whether a rounded value is above 0 and really changes `now` in the wanted direction.
+    """Return whether a rounded value is above 0 and moves `now` in the intended direction.
 
     `added_amount` is the amount before rounding: positive for an increase, negative for a decrease.
     """
@@ -116,9 +116,9 @@ def _is_useful(now: float, value: float, added_amount: float) -> bool:
 
 
 def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
-    """Return the change of vLLM's memory that leaves `freed_bytes` more of the GPU free.
+    """Return the change to vLLM's memory that frees another `freed_bytes` on the GPU.
 
-    Returns None if the GPU's size is unknown, or vLLM's memory would not change.
+    Returns None if the GPU's size is unknown, or if vLLM's memory would not change.
     """
     if not gpu.usable_bytes:
         return None
@@ -129,9 +129,9 @@ def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
 
 
 def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
-    """Return a text on how many tokens the KV cache loses, by the first engine of known capacity.
+    """Describe how many tokens the KV cache loses, using the first engine with a known capacity.
 
-    Returns an empty result if no capacity is known, or all of it would be lost.
+    Returns an empty string if no capacity is known, or if all of it would be lost.
     """
     for engine in facts.engines:
         if not engine.capacity_bytes or not engine.capacity_tokens:
@@ -144,17 +144,17 @@ def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
 
 
 PEAKS_SECONDS: Final = 6 * HOUR_SECONDS
-"""Our choice: the highest peak of a trace counts as the highest of all if the trace is at least
-this long. In a shorter trace, vLLM's share is not raised.
+"""Our choice: a trace must be at least this long for its highest peak to be considered
+representative. With a shorter trace, vLLM's share is not raised.
 """
 
 
 def take_more(facts: Facts) -> Change | None:
     """Return the change that gives unused memory to the KV cache.
 
-    Unused memory is the room above AIM_BYTES at the highest peak, after PEAKS_SECONDS of a trace.
-    Returns None for a page, for a shorter trace, if memory ran short at a start or later, or if
-    other processes took memory.
+    Unused memory is the room beyond AIM_BYTES at the highest peak of a trace of at least
+    PEAKS_SECONDS. Returns None for a page or a shorter trace, if memory ran short during a start or
+    later, or if other processes took memory.
     """
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
@@ -175,7 +175,7 @@ def take_more(facts: Facts) -> Change | None:
 
 
 def has_run_short(facts: Facts) -> bool:
-    """Return whether memory ran short, or other processes took memory of the engine's GPUs."""
+    """Return whether memory ran short, or other processes used memory on the engine's GPUs."""
     return any(
         gpu.spells or (gpu.others_memory and gpu.others_memory.highest_bytes) for gpu in facts.gpus
     )
@@ -184,11 +184,11 @@ def has_run_short(facts: Facts) -> bool:
 def split_model(
     facts: Facts, text: str = "spreads the weights, and leaves each GPU more for the KV cache"
 ) -> Change | None:
-    """Return the change that spreads the model over twice as many GPUs.
+    """Return the change that spreads the model across twice as many GPUs.
 
-    Returns None if the number of GPUs of each engine is unknown.
+    Returns None if the number of GPUs per engine is unknown.
     """
-    # The GPUs of a trace are those of all its engines.
+    # The GPUs in a trace are shared by all of its engines.
     gpus_per_engine, remainder = divmod(len(facts.gpus), max(1, len(facts.engines)))
     if remainder or not gpus_per_engine:
         return None
@@ -213,18 +213,19 @@ NOT_OUT_OF_MEMORY: Final = (
 # A KV cache that preempts.
 
 LARGER_REQUESTS_RATIO: Final = 2.0
-"""Our choice: requests of at least this multiple of the usual size fill the cache by their size;
-smaller requests fill it by their number.
+"""Our choice: if requests are at least this multiple of the usual size, their size is what fills
+the cache; otherwise, their number is.
 """
 
 FEWEST_REQUESTS: Final = 4
-"""Our choice: if fewer requests of the usual size than this fit at once, the model is too large for
-the GPU, because almost nothing can be batched.
+"""Our choice: if fewer requests of the usual size fit at once, the model is too large for the GPU,
+because there is almost nothing to batch.
 """
 
 CONCURRENCY_KEPT_RATIO: Final = 0.9
-"""Our choice: the share of the cache that running requests may fill. The rest is room for them to
-grow."""
+"""Our choice: the share of the cache that running requests may fill. The rest leaves them room to
+grow.
+"""
 
 LENGTH_MARGIN: Final = 1.25
 """Our choice: a limit on the length of requests is this multiple of the 99th percentile."""
@@ -234,11 +235,11 @@ LENGTH_STEP_TOKENS: Final = 1024
 
 
 class PressedCache(Struct, frozen=True, kw_only=True):
-    """An engine whose KV cache is full and preempts."""
+    """An engine that preempts because its KV cache is full."""
 
     engine: EngineFacts
     full: FullFacts
-    # The collapses by which the engine is judged; None if its cache was full for long enough.
+    # The collapses on which the verdict is based; None if the cache was full for long enough.
     thrash: ThrashFacts | None = None
 
 
@@ -254,13 +255,12 @@ class CacheDiagnosis(Struct, frozen=True, kw_only=True):
 def find_full_cache(facts: Facts) -> Advice | None:
     """Judge a KV cache that preempts.
 
-    It looks at preemptions for each finished request while the cache was full. It applies from
-    HURTING_PREEMPTIONS preemptions per request on. In a trace, that has to last for
-    LASTING_SECONDS, or for some minutes most running requests have to return to the queue
-    repeatedly. It first proposes to give unused memory to the cache, which costs least. It then
-    proposes a change by the cause: more GPUs if the cache is too small for any load, shorter
-    requests if they are longer than usual, and otherwise fewer requests at once. Returns None if
-    the rule does not apply.
+    The rule applies if there were at least HURTING_PREEMPTIONS preemptions per finished request
+    while the cache was full. In a trace, this must last for LASTING_SECONDS, unless most running
+    requests repeatedly returned to the queue within a few minutes. The first proposal is to give
+    unused memory to the cache, which costs least. The next one depends on the cause: more GPUs if
+    the cache is too small for any load, shorter requests if they are longer than usual, and
+    otherwise fewer concurrent requests. Returns None if the rule does not apply.
     """
     pressed = find_pressed(facts)
     if pressed is None:
@@ -268,7 +268,8 @@ def find_full_cache(facts: Facts) -> Advice | None:
     diagnosis = _diagnose_small_cache(facts, pressed)
     if diagnosis is None:
         diagnosis = _diagnose_long_requests(facts, pressed)
-    # The causes exclude each other, and the first cause that fits is the most specific.
+    # The causes are mutually exclusive, and they are tried from the most specific to the most
+    # general.
     if diagnosis is None and pressed.thrash is not None:
         diagnosis = _diagnose_thrashing(facts, pressed, pressed.thrash)
     if diagnosis is None:
@@ -285,9 +286,9 @@ def find_full_cache(facts: Facts) -> Advice | None:
 def find_pressed(facts: Facts) -> PressedCache | None:
     """Return the engine with the most preemptions per finished request while its cache is full.
 
-    In a trace, the engine's cache has to be full for LASTING_SECONDS. If no engine's cache is full
-    for so long, the function returns the engine that thrashes most. Returns None if no engine's
-    preemptions do harm.
+    In a trace, the cache must be full for LASTING_SECONDS. If no engine's cache is full for that
+    long, the engine that thrashes most is returned. Returns None if no engine preempts often enough
+    to do harm.
     """
     worst = None
     worst_rate = 0.0
@@ -295,7 +296,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
         full = engine.full
         if full is None or not _is_hurting(full):
             continue
-        # Without a finished request, the rate is the number of preemptions.
+        # If no request finished, the rate is the number of preemptions.
         rate = full.preemptions / max(1.0, full.finished)
         if rate > worst_rate:
             worst_rate = rate
@@ -304,7 +305,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
 
 
 def _find_thrashing(facts: Facts) -> PressedCache | None:
-    """Return the engine with the longest row of collapses; None if none does harm."""
+    """Return the engine with the longest series of collapses; None if none does harm."""
     worst = None
     most_times = 0
     for engine in facts.engines:
@@ -326,7 +327,7 @@ def _find_thrashing(facts: Facts) -> PressedCache | None:
 
 
 def _is_hurting(full: FullFacts) -> bool:
-    """Return whether a full cache preempts for long enough, and often enough to do harm."""
+    """Return whether a full cache preempts for long enough and often enough to do harm."""
     if full.seconds is not None and full.seconds < LASTING_SECONDS:
         return False
     return full.preemptions > 0 and full.preemptions >= HURTING_PREEMPTIONS * full.finished
@@ -335,7 +336,8 @@ def _is_hurting(full: FullFacts) -> bool:
 def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
     """Return the diagnosis that the model is too large for the GPU.
 
-    Returns None if the cache holds FEWEST_REQUESTS of the usual size, or its capacity is unknown.
+    Returns None if the cache holds FEWEST_REQUESTS of the usual size, or if its capacity is
+    unknown.
     """
     engine = pressed.engine
     tokens = pressed.full.tokens if engine.usual_tokens is None else engine.usual_tokens
@@ -357,7 +359,8 @@ def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis
 def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
     """Return the diagnosis that requests are longer than usual.
 
-    Returns None if they are below LARGER_REQUESTS_RATIO of the usual size, or a size is unknown.
+    Returns None if they are less than LARGER_REQUESTS_RATIO times the usual size, or if either size
+    is unknown.
     """
     engine = pressed.engine
     tokens = pressed.full.tokens
@@ -375,7 +378,7 @@ def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
 
 
 def _diagnose_thrashing(facts: Facts, pressed: PressedCache, thrash: ThrashFacts) -> CacheDiagnosis:
-    """Return the diagnosis that the requests that run at once fill the cache repeatedly."""
+    """Return the diagnosis that concurrent requests repeatedly fill the cache."""
     name = name_engine(facts, pressed.engine)
     span = format_duration(thrash.seconds)
     shorten = Change(
@@ -412,13 +415,13 @@ def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
 
 
 def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
-    """Return the figures on a full cache: its time, preemptions, requests and capacity."""
+    """Return the figures for a full cache: duration, preemptions, requests and capacity."""
     engine = pressed.engine
     full = pressed.full
     thrash = pressed.thrash
     if thrash is not None:
         return _list_thrash_evidence(engine, thrash)
-    # A page has counts since the start, and no time.
+    # A page has counts since the engine's start, but no duration.
     if full.seconds is None:
         lasted = "now"
         counted = " since the engine's start"
@@ -446,7 +449,7 @@ def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
 
 
 def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Figure, ...]:
-    """Return the figures on a row of collapses, and the capacity of the cache."""
+    """Return the figures for a series of collapses, and the cache's capacity."""
     # `list_evidence` replaces {} with the formatted value; in f-strings the braces are doubled.
     returned = "{} requests went back to the queue, and none finished meanwhile"
     if thrash.finished:
@@ -462,10 +465,10 @@ def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Fig
 
 
 def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Change | None:
-    """Return a limit on the length of requests, above the 99th percentile of tokens per request.
+    """Return a limit on request length that is above the 99th percentile of tokens per request.
 
     Returns None if the percentile is unknown, or if the limit would still allow requests of
-    `tokens`, which filled the cache.
+    `tokens` tokens, which filled the cache.
     """
     if engine.high_tokens is None:
         return None
@@ -485,11 +488,12 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
 
 
 def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
-    """Return a limit on running requests: how many fit in CONCURRENCY_KEPT_RATIO of the cache.
+    """Return a limit on running requests: as many as fit in CONCURRENCY_KEPT_RATIO of the cache.
 
-    The size of a request is the tokens that it held while the cache was full. If that size or the
-    capacity is unknown, the limit is the same share of the requests that filled the cache. The load
-    that ran without a preemption is no upper bound, because perhaps no more requests came.
+    The size of a request is the number of tokens that it held while the cache was full. If the size
+    or the capacity is unknown, the limit is CONCURRENCY_KEPT_RATIO of the number of requests that
+    filled the cache. The highest load that ran without a preemption is not used as an upper bound,
+    because more requests may simply not have arrived.
 
     Returns None if the limit is not below the current one.
     """
@@ -504,8 +508,8 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
             f"as many as {percent} of its {capacity_tokens:,.0f} tokens hold, at {tokens:,.0f} for"
             " each"
         )
-        # In a row of collapses, the samples may have missed the fullest moment, and therefore
-        # tokens.
+        # During a series of collapses, the samples may miss the moment when the cache is fullest
+        # and thus underestimate the tokens.
         is_bounded = pressed.thrash is not None
         requests = min(requests, fitting_requests) if is_bounded else fitting_requests
     cost = "the rest waits in the queue, where no work is lost; a restart"
@@ -513,28 +517,28 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
 
 
 def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
-    """Return the figure of the cache's capacity, for `list_evidence`."""
+    """Return the cache's capacity as a figure for `list_evidence`."""
     in_bytes = ""
     if engine.capacity_bytes is not None:
         in_bytes = f", {format_size(engine.capacity_bytes)}"
     return "capacity_tokens", engine.capacity_tokens, f"the cache holds {{}} tokens{in_bytes}"
 
 
-# A KV cache that is full and does not preempt, on a GPU with memory to spare.
+# A KV cache that is full without preemptions, on a GPU with memory to spare.
 
 UNUSED_RATIO: Final = 0.15
-"""Our choice: this share of each GPU must have been free all the time. If vLLM uses more of the
-GPU, a queue before a full cache is normal.
+"""Our choice: at least this share of each GPU must have been free at all times. If vLLM uses more
+of the GPU, a queue in front of a full cache is normal.
 """
 
 
 def find_unused_memory(facts: Facts) -> Advice | None:
     """Judge memory that was never used although requests waited for a full KV cache.
 
-    It looks at the time in which requests waited for a full cache, and the least room on the GPUs.
-    It applies after LASTING_SECONDS, if at least UNUSED_RATIO of each GPU was free all the time. It
-    does not apply if the cache preempts too, which `find_full_cache` judges. It proposes to give
-    the unused memory to the cache, or to add a replica. Returns None if the rule does not apply.
+    The rule applies if requests waited for a full cache for at least LASTING_SECONDS while at least
+    UNUSED_RATIO of each GPU was free at all times. It does not apply if the cache also preempts, a
+    case that `find_full_cache` covers. It proposes giving the unused memory to the cache, or adding
+    a replica. Returns None if the rule does not apply.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -542,7 +546,7 @@ def find_unused_memory(facts: Facts) -> Advice | None:
         return None
     if room_bytes < UNUSED_RATIO * (facts.usable_bytes or 0.0):
         return None
-    # Engines share the GPUs, so the first one with waiting requests is enough.
+    # The engines share the GPUs, so checking stops at the first one with waiting requests.
     for engine in facts.engines:
         full = engine.full
         if full is None or full.queued_seconds < LASTING_SECONDS:
@@ -566,8 +570,8 @@ def find_unused_memory(facts: Facts) -> Advice | None:
 # A KV cache that has room although requests wait.
 
 CONCURRENCY_FACTOR_LIMIT: Final = 2.0
-"""Our choice, not vLLM's: above vLLM's default for large cards, the limit on running requests is
-raised by at most this factor. Each sequence also takes memory of the sampler.
+"""Our choice, not vLLM's: beyond vLLM's default for large cards, the limit on running requests is
+raised by at most this factor, because each sequence also takes sampler memory.
 """
 
 CACHE_FILL_RATIO: Final = 0.8
@@ -579,12 +583,11 @@ cache is in use.
 def find_too_few_requests(facts: Facts) -> Advice | None:
     """Judge a limit on running requests that leaves the KV cache unused.
 
-    It looks at the time in which requests waited while the cache had room and the same number
-    always ran. It applies after LASTING_SECONDS. It does not apply if a peak left less than
-    AIM_BYTES, because more requests also take more memory outside of the cache. It does not apply
-    either if the cache of another rank preempts. It proposes the limit at which CACHE_FILL_RATIO of
-    the cache is in use, computed from the tokens that running requests held. Returns None if the
-    rule does not apply.
+    The rule applies if requests waited for at least LASTING_SECONDS while the cache had room and
+    the number of running requests stayed the same. It does not apply if a peak left less than
+    AIM_BYTES, because more requests also take more memory outside the cache, or if another rank's
+    cache preempts. It proposes the limit at which CACHE_FILL_RATIO of the cache is in use, computed
+    from the tokens held by running requests. Returns None if the rule does not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -594,7 +597,7 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     for engine in facts.engines:
         if engine.capped is None:
             continue
-        # All engines of a server have one limit, so the first advice is enough.
+        # All engines of a server share one limit, so a single piece of advice is enough.
         change = _run_more(facts, engine, engine.capped)
         if change is not None:
             name = name_engine(facts, engine)
@@ -608,17 +611,18 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
 
 
 def _run_more(facts: Facts, engine: EngineFacts, capped: CappedFacts) -> Change | None:
-    """Return a higher limit on running requests, with which more of the cache would be used.
+    """Return a higher limit on running requests that would use more of the cache.
 
     Returns None if requests waited for too short a time, if something other than the limit made
     them wait, or if a higher limit would fill the cache.
     """
     now = facts.settings.max_num_seqs
-    # If the limit is higher than the number that ran, something else holds requests back.
+    # If the limit is higher than the number of requests that ran, something else is holding
+    # requests back.
     if capped.seconds < LASTING_SECONDS or (now is not None and now > capped.running):
         return None
     if not capped.kv_used_ratio:
-        # If requests take no cache, no limit can be computed.
+        # If requests take up no cache, no limit can be computed.
         return None
     fitting_requests = capped.running * CACHE_FILL_RATIO / capped.kv_used_ratio
     highest = max(LARGE_CARD.max_num_seqs, CONCURRENCY_FACTOR_LIMIT * capped.running)
@@ -659,28 +663,28 @@ PAYING_RATIO: Final = 0.3
 HeadroomPrefixCacheNotPaying)."""
 
 PREFIX_SECONDS: Final = 6 * HOUR_SECONDS
-"""A prefix cache is judged after at least this time with traffic (alert
+"""A prefix cache is judged only after at least this much time with traffic (alert
 HeadroomPrefixCacheNotPaying).
 """
 
 PREFIX_TOKENS_PER_SECOND: Final = 100.0
-"""A prefix cache is judged only with at least this traffic, because less traffic leaves little to
-gain (alert HeadroomPrefixCacheNotPaying).
+"""A prefix cache is judged only at this traffic or more, because with less there is little to gain
+(alert HeadroomPrefixCacheNotPaying).
 """
 
 BLOCKED_RATIO: Final = 0.05
 """Our choice: if requests wait for more than this share of the time, the hit ratio is meaningless.
 
-Before vLLM 0.27 a waiting request is looked up again in each step (vllm-project/vllm#43736).
+Before 0.27, vLLM repeats the lookup of a waiting request in each step (vllm-project/vllm#43736).
 """
 
 
 def find_poor_prefix_cache(facts: Facts) -> Advice | None:
     """Judge a prefix cache that rarely hits.
 
-    It looks at the share of looked-up tokens that were cached. It applies below PAYING_RATIO, after
+    The rule applies if less than PAYING_RATIO of the looked-up tokens were cached, after
     PREFIX_SECONDS with at least PREFIX_TOKENS_PER_SECOND. It proposes prompts with a common
-    beginning, or to turn off the prefix cache, which saves the lookups. Returns None if the rule
+    beginning, or turning off the prefix cache, which saves the lookups. Returns None if the rule
     does not apply.
     """
     for engine in facts.engines:
@@ -691,16 +695,17 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
 
 
 def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None:
-    """Return the advice on a prefix cache that rarely hits, or a text on why it is not judged.
+    """Return advice on a prefix cache that rarely hits, or a text explaining why it is not judged.
 
-    Returns None if it hits often enough, is unknown, or has too little traffic to gain anything.
-    The counts on a page are since the engine's start, so the last five minutes have to agree.
+    Returns None if the cache hits often enough, if its figures are unknown, or if there is too
+    little traffic to gain anything. The counts on a page cover the time since the engine's start,
+    so the ratio over the last five minutes must also be low.
     """
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not show for how long the engine has counted. The time is computed at
-    # PREFIX_TOKENS_PER_SECOND, which gives the longest time.
+    # A page does not show how long the engine has been counting. Assuming PREFIX_TOKENS_PER_SECOND
+    # gives the longest possible time.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
         judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND
@@ -709,7 +714,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     if judged_seconds < PREFIX_SECONDS:
         needed = format_duration(PREFIX_SECONDS)
         return f"Too little was looked up in the prefix cache to judge it: {needed} of traffic do."
-    # Before this version, vLLM looked a waiting request up again in each step.
+    # Before this version, vLLM repeated the lookup of a waiting request in each step.
     counts_again = facts.settings.earliest_version < COUNTS_PREFIXES_ONCE
     if counts_again and prefix.blocked_ratio > BLOCKED_RATIO:
         return (
@@ -739,16 +744,16 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
 
 
 def _hits_rarely(prefix: PrefixFacts) -> bool:
-    """Return whether the hit ratio is low, and on a page also in the last five minutes."""
+    """Return whether the hit ratio is low; for a page, also over the last five minutes."""
     if prefix.recent_ratio is not None and prefix.recent_ratio >= PAYING_RATIO:
         return False
     return prefix.hits < PAYING_RATIO * prefix.queries
 
 
 def _list_prefix_evidence(prefix: PrefixFacts) -> tuple[Figure, ...]:
-    """Return the figures on a prefix cache that had lookups, without an unknown recent ratio."""
+    """Return the figures for a prefix cache with lookups, omitting an unknown recent ratio."""
     hit_ratio = prefix.hits / prefix.queries
-    # The text with an unknown ratio is not shown: `list_evidence` drops that figure.
+    # If the ratio is unknown, the text is not shown, because `list_evidence` drops that figure.
     recent_ratio = prefix.recent_ratio or 0.0
     span = "since the engine's start"
     if prefix.seconds is not None:

@@ -1,4 +1,4 @@
-"""Rules on leaks of memory or cache blocks, which a restart frees, and on shortages."""
+"""Rules for leaks of memory or cache blocks, which a restart frees, and for shortages."""
 
 from collections.abc import Iterable
 from math import floor
@@ -40,7 +40,7 @@ from vllm_headroom_tools.advise.settings import Flag
 from vllm_headroom_tools.history import Moment
 from vllm_headroom_tools.versions import FAULTS
 
-# Leaks of memory.
+# Memory leaks.
 
 RESTART_COST: Final = "a restart: drain the engine first, while another replica serves"
 UPGRADE_COST: Final = "a test of another version; a restart"
@@ -68,8 +68,8 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
     LeakLocation.TENSORS: (REPORT_TENSORS,),
     None: (CHANGE_VERSION,),
 }
-"""The things to try, in this order, by the location of the growth. The key None means an unknown
-location.
+"""What to try, in this order, by the location of the growth. The key None means that the location
+is unknown.
 """
 
 
@@ -83,7 +83,7 @@ FIND_HOLDER: Final = Change(
 
 
 class WorstLeak(Struct, frozen=True, kw_only=True):
-    """The worst of several leaks: the fastest that goes on, or else the fastest that has ended."""
+    """The worst of several leaks: the fastest ongoing one, or else the fastest that has ended."""
 
     # All series that leaked, for the summary.
     names: str
@@ -97,10 +97,10 @@ class WorstLeak(Struct, frozen=True, kw_only=True):
 def find_gpu_leak(facts: Facts) -> Advice | None:
     """Judge the growth of the engine's GPU memory (docs/leaks.md).
 
-    It looks at the leak detector's verdict on each GPU. It applies if the detector raised an alarm.
-    It proposes a restart before memory runs out, then a fix by the location of the growth. No
-    option of vLLM stops a leak. If it is unknown whose memory grows, the first step is to find that
-    out. Returns None if the rule does not apply.
+    The rule applies if the leak detector raised an alarm on a GPU. It proposes a restart before
+    memory runs out, then a fix that depends on the location of the growth; no vLLM option stops a
+    leak. If it is unknown which process is growing, the first step is to find out. Returns None if
+    the rule does not apply.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
@@ -109,7 +109,8 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     summary = f"The engine leaks GPU memory on {worst.names}."
     first_changes: tuple[Change, ...] = ()
     unknown_names = {gpu.display_name for gpu in facts.gpus if not gpu.is_holder_known}
-    # The probe measures only the engine's memory, so growth with a known location is the engine's.
+    # The probe measures only the engine's memory, so growth whose location is known comes from the
+    # engine.
     if worst.name in unknown_names and location is None:
         summary = (
             f"{worst.names} fills, by whom is not known; every process on the card is affected."
@@ -133,14 +134,14 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
 
 
 def find_straight_growth(facts: Facts) -> Advice | None:
-    """Judge growth that filled a GPU in minutes, too fast for the leak detector.
+    """Judge growth that filled a GPU within minutes, too fast for the leak detector.
 
-    It looks at the exits before which memory grew in a straight line under a level load. It applies
-    if there is one, and the detector raised no alarm. It proposes a fix of the growth. No option of
-    vLLM stops a leak. Returns None if the rule does not apply.
+    The rule applies if memory grew in a straight line under a constant load before an exit, and the
+    detector raised no alarm. It proposes fixing the growth; no vLLM option stops a leak. Returns
+    None if the rule does not apply.
     """
     gpus = [causes.find_straight_growth_gpu(end) for end in facts.ends]
-    # The newest exit comes first, because the operator asks about it.
+    # Start with the latest exit, because that is the one the operator wants to know about.
     for gpu in reversed(gpus):
         if gpu is not None and gpu.straight_growth is not None:
             growth = gpu.straight_growth
@@ -165,12 +166,11 @@ def find_straight_growth(facts: Facts) -> Advice | None:
 
 
 def find_host_leak(facts: Facts) -> Advice | None:
-    """Judge the growth of host memory of the engine's processes.
+    """Judge the growth of host memory in the engine's processes.
 
-    It looks at the leak detector's verdict on each role of processes. It applies if the detector
-    raised an alarm. It proposes a restart before the kernel kills the engine, then an upgrade. If a
-    fault of this role is known, the advice is to upgrade to the version that fixes the fault.
-    Returns None if the rule does not apply.
+    The rule applies if the leak detector raised an alarm on a process role. It proposes a restart
+    before the kernel kills the engine, then an upgrade. If a leak in this role is known, the advice
+    is to upgrade to the version that fixes it. Returns None if the rule does not apply.
     """
     worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
     if worst is None:
@@ -198,9 +198,9 @@ def find_host_leak(facts: Facts) -> Advice | None:
 
 
 def _list_known_cures(facts: Facts, role: str) -> list[str]:
-    """Return the cures of the leaks that this version of vLLM is known to have in this role.
+    """Return the fixes for leaks that this version of vLLM is known to have in this role.
 
-    Returns an empty result if the version is unknown, or has no known leak.
+    Returns an empty list if the version is unknown, or has no known leak.
     """
     version = facts.settings.version
     if not version:
@@ -210,7 +210,7 @@ def _list_known_cures(facts: Facts, role: str) -> list[str]:
 
 
 def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
-    """Return the worst leak of these series, by name; None if no series had an alarm."""
+    """Return the worst leak among these named series; None if no series had an alarm."""
     names = []
     worst = None
     worst_rank = (False, 0.0)
@@ -218,8 +218,7 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
         if leak.alarm is None:
             continue
         names.append(name)
-        # A leak that continues is worse than one that has ended; of two such leaks, the faster one
-        # is worse.
+        # An ongoing leak is worse than one that has ended; otherwise, the faster leak is worse.
         rank = (leak.ended_seconds is None, leak.alarm.bytes_per_second or 0.0)
         if worst is None or rank > worst_rank:
             worst = WorstLeak(names=name, name=name, leak=leak, alarm=leak.alarm)
@@ -236,15 +235,16 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
 def _list_remedies(
     worst: WorstLeak, *, usual_time: str, end: str, cures: Iterable[str]
 ) -> tuple[Change, ...]:
-    """Return the changes against a leak: a restart, unless the leak has ended, and the `upgrades`.
+    """Return the changes for a leak: a restart, unless the leak has ended, and the `cures`.
 
-    `end` is what the leak leads to; `usual_time` says when to restart if the time left is unknown.
+    `end` is what the leak leads to, and `usual_time` says when to restart if the remaining time is
+    unknown.
     """
     upgrades = tuple(Change(text=cure, cost=UPGRADE_COST) for cure in cures)
     if worst.leak.ended_seconds is not None:
-        # The leak has ended, probably by a restart.
+        # The leak has ended, probably because of a restart.
         return upgrades
-    # The lower bound, if it is known, is on the safe side.
+    # If the lower bound is known, it is the safe choice.
     seconds_left = worst.alarm.time_to_oom_seconds_lower
     if seconds_left is None:
         seconds_left = worst.alarm.time_to_oom_seconds
@@ -256,12 +256,12 @@ def _list_remedies(
 
 
 def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
-    """Return the figures of the worst leak's alarm."""
+    """Return the figures from the worst leak's alarm."""
     alarm = worst.alarm
     state = worst.leak.state
     thousand_requests = format_size(1000 * (alarm.bytes_per_request or 0.0))
     place = "" if alarm.location is None else PLACES[alarm.location]
-    # The time left means nothing once the alarm is over.
+    # Once the alarm is over, the remaining time is meaningless.
     is_current = state is LeakState.LEAKING
     seconds_left = alarm.time_to_oom_seconds if is_current else None
     earliest_seconds = alarm.time_to_oom_seconds_lower if is_current else None
@@ -280,15 +280,15 @@ def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
     )
 
 
-# Leaks of KV cache blocks.
+# KV cache block leaks.
 
 LOST_RATIO: Final = 0.01
-"""Blocks are lost if more than this share of the KV cache is in use while no request holds it,
-after LOST_RISES (alert HeadroomKvBlocksLeak).
+"""Blocks count as lost if, after LOST_RISES rises, more than this share of the KV cache is in use
+although no request holds it (alert HeadroomKvBlocksLeak).
 """
 
 LOST_RISES: Final = 3
-"""The number of times that this share has to rise from one idle time to the next (alert
+"""How many times this share has to rise from one idle period to the next (alert
 HeadroomKvBlocksLeak).
 """
 
@@ -296,10 +296,10 @@ HeadroomKvBlocksLeak).
 def find_kv_block_leak(facts: Facts) -> Advice | None:
     """Judge KV cache that stays in use while no request runs.
 
-    It looks at the share of the cache that is in use while the engine is idle. It applies above
-    STRANDED_RATIO, or above LOST_RATIO after LOST_RISES rises from one idle time to the next. It
-    proposes a restart, then an upgrade, or to run without the KV connector, which may lose blocks
-    in failed transfers. Returns None if the rule does not apply.
+    The rule applies if the share of the cache in use while the engine is idle exceeds
+    STRANDED_RATIO, or if it exceeds LOST_RATIO after LOST_RISES rises from one idle period to the
+    next. It proposes a restart, then an upgrade or running without the KV connector, which may lose
+    blocks in failed transfers. Returns None if the rule does not apply.
     """
     leaking_engines = []
     evidence: list[Figure] = []
@@ -328,7 +328,7 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
 
 
 def _loses_blocks(stranded: StrandedFacts) -> bool:
-    """Return whether the share in use while idle is large, or has risen often enough."""
+    """Return whether the share in use while idle is large or has risen often enough."""
     if stranded.ratio > STRANDED_RATIO:
         return True
     return stranded.rises >= LOST_RISES and stranded.ratio > LOST_RATIO
@@ -339,9 +339,9 @@ def _name_engines(facts: Facts, engines: Iterable[EngineFacts]) -> str:
 
 
 def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
-    """Return the figures on KV cache that stays in use: its share, and how often that share rose.
+    """Return the figures for KV cache that stays in use: its share, and how often the share rose.
 
-    The second figure is left out if the share never rose.
+    The number of rises is left out if the share never rose.
     """
     first_percent = format_percent(stranded.first_ratio)
     return list_evidence(
@@ -358,18 +358,18 @@ def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
     )
 
 
-# Shortages that no leak causes.
+# Shortages not caused by a leak.
 
 SHORTAGE_CAUSES: Final = {
-    # vLLM's share leaves too little for what is outside of the share: the CUDA context, NCCL, and
-    # kernels that load late (DESIGN.md, 7).
+    # vLLM's share leaves too little for the memory outside it: the CUDA context, NCCL, and kernels
+    # that load late (DESIGN.md, 7).
     Shortage.LEVEL: (Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {} than it can spare"),
-    # The allocator keeps what a request once needed, so its memory is a high-water mark (DESIGN.md,
-    # 20).
+    # The allocator keeps the memory that a request once needed, so its usage is a high-water mark
+    # (DESIGN.md, 20).
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
     Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
 }
-"""The cause and the beginning of the summary, by the kind of a shortage; {} is the GPU."""
+"""The cause and the beginning of the summary for each kind of shortage; {} is the GPU."""
 
 SHORTAGE_REMARK: Final = (
     "The share in use means little, since vLLM takes most of the GPU at its start;"
@@ -382,17 +382,17 @@ BURST_REMARK: Final = (
 
 
 def find_over_budget(facts: Facts) -> Advice | None:
-    """Judge an engine that held more than its budget from its first traffic on.
+    """Judge an engine that has exceeded its budget since its first traffic.
 
-    It looks at what the engine held at rest beyond its budget, how much memory was left then, and
-    the exits that the excess explains. Like the sidecar's verdict, it applies after
-    OVER_BUDGET_SECONDS with little memory left, or after an exit. It proposes a share for vLLM that
-    is smaller by the excess. Returns None if the rule does not apply.
+    The excess is the memory that the engine holds beyond its budget while at rest. Like the
+    sidecar's verdict, the rule applies if the excess left little memory for OVER_BUDGET_SECONDS, or
+    if it explains an exit. It proposes reducing vLLM's share by the excess. Returns None if the
+    rule does not apply.
     """
     gpus = _list_over_budget(facts)
     if not gpus:
         return None
-    # The GPU with the largest excess counts, because the option is the same for all GPUs.
+    # The GPU with the largest excess decides, because the option is the same for all GPUs.
     gpu, excess = max(gpus, key=lambda pair: pair[1].excess_bytes)
     exits = sum(1 for end in facts.ends if is_over_budget(end))
     size = format_size(excess.excess_bytes)
@@ -405,7 +405,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     )
     duration = format_duration(excess.seconds)
     lasted = f", for {duration}" if facts.origin is FactsSource.TRACE else ""
-    # At rest; bursts need more in addition.
+    # This is the room at rest; bursts need additional memory.
     room_bytes = max(0.0, (gpu.usable_bytes or 0.0) - excess.budget_bytes - excess.excess_bytes)
     return Advice(
         cause=Cause.OVER_BUDGET,
@@ -442,31 +442,31 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
             continue
         room_bytes = gpu.usable_bytes - excess.budget_bytes - excess.excess_bytes
         is_lasting = excess.seconds >= OVER_BUDGET_SECONDS
-        # An excess alone is no trouble: it must leave too little, or explain an exit.
+        # An excess alone is not a problem: it must leave too little memory, or explain an exit.
         if gpu.uuid in fatal_uuids or (is_lasting and room_bytes < excess.tight_bytes):
             gpus.append((gpu, excess))
     return gpus
 
 
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
-    """Judge times with less than LOW_BYTES of a GPU left, without a leak.
+    """Judge periods with less than LOW_BYTES left on a GPU that are not caused by a leak.
 
-    It looks at the times with a shortage of this kind, for each GPU. It applies if there was such a
-    time. It proposes a smaller share for vLLM that would leave AIM_BYTES at the worst of these
-    times. Before that share, it proposes changes that make bursts smaller, in the order of the
-    runbook HeadroomGpuMemoryPeak. Returns None if the rule does not apply.
+    The rule applies if any GPU had a shortage of this kind. It first proposes changes that make
+    bursts smaller, in the order of the runbook HeadroomGpuMemoryPeak, and then a smaller share for
+    vLLM that would leave AIM_BYTES free during the worst shortage. Returns None if the rule does
+    not apply.
     """
     explained_uuids = _list_explained(facts, kind)
     spells = [
         (gpu, spell)
         for gpu in facts.gpus
         for spell in gpu.spells
-        # If a leak or other processes explain a shortage, it is not judged a second time.
+        # A shortage that a leak or other processes explain is not judged a second time.
         if spell.kind is kind and gpu.uuid not in explained_uuids
     ]
     if not spells:
         return None
-    # The worst moment decides how much smaller the share must be.
+    # The worst moment determines how much smaller the share must be.
     gpu, worst_spell = min(spells, key=lambda pair: pair[1].lowest_room_bytes)
     exits = sum(1 for _, spell in spells if spell.has_engine_exited)
 
@@ -493,7 +493,7 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
 
 
 def _list_explained(facts: Facts, kind: Shortage) -> set[str]:
-    """Return the UUIDs of the GPUs whose shortages of a kind another rule explains."""
+    """Return the UUIDs of GPUs whose shortages of this kind are explained by another rule."""
     if kind is Shortage.LEVEL:
         return {gpu.uuid for gpu, _ in _list_over_budget(facts)}
     if kind is Shortage.RISEN:
@@ -506,9 +506,9 @@ def _list_explained(facts: Facts, kind: Shortage) -> set[str]:
 def _list_shortage_evidence(
     facts: Facts, gpu: GpuFacts, spell: Spell, *, times: int, exits: int
 ) -> tuple[Figure, ...]:
-    """Return the figures on the worst time with a shortage, and how often there was one.
+    """Return the figures for the worst shortage, and the number of shortages.
 
-    `exits` is how often the engine exited at the end of a shortage.
+    `exits` is the number of times that the engine exited at the end of a shortage.
     """
     begin = ""
     if spell.began_seconds is not None:
@@ -537,18 +537,18 @@ def _list_shortage_evidence(
         (
             "gpu_memory_utilization",
             utilization,
-            # An unknown utilization is not shown: `list_evidence` drops that figure.
+            # An unknown utilization is not shown, because `list_evidence` drops that figure.
             f"vLLM may take {utilization or 0.0:.3g} of the GPU",
         ),
     )
 
 
 FEWEST_STEP_TOKENS: Final = 1024
-"""Our choice: a step of fewer tokens is not halved, because prompts would take too many steps."""
+"""Our choice: steps with fewer tokens are not halved, because prompts would take too many steps."""
 
 
 def _halve_steps(facts: Facts) -> Change | None:
-    """Return the change that halves the tokens of a step, and with them its activations.
+    """Return the change that halves the tokens per step, and with them the activations.
 
     Returns None if the current value is unknown or below FEWEST_STEP_TOKENS.
     """
@@ -565,15 +565,15 @@ def _halve_steps(facts: Facts) -> Change | None:
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
-    """Return a limit on running requests: as many as ran while enough memory was left.
+    """Return a limit on running requests: the number that ran while enough memory was left.
 
-    Returns None if that load is unknown, or no more requests ran in the burst.
+    Returns None if that number is unknown, or if the burst had no more running requests.
     """
     if not facts.engines or not gpu.roomy_running or spell.running is None:
         return None
     if gpu.roomy_running >= spell.running:
         return None
-    # The load is the total of all engines on the GPUs; the option applies to each engine.
+    # The load is the total across all engines on the GPUs, but the option applies to each engine.
     requests = floor(gpu.roomy_running / len(facts.engines))
     text = f"as many as ran with {format_size(LOW_BYTES)} and more left"
     cost = "in a burst requests wait in the queue; a restart"

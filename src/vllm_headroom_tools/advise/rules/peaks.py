@@ -1,4 +1,4 @@
-"""Advice from the peaks that the probe measures by the kind of work."""
+"""Advice based on the memory peaks that the probe measures for each kind of work."""
 
 from math import floor
 
@@ -23,13 +23,12 @@ REMARK = (
 
 
 def find_unsafe_peaks(facts: Facts) -> Advice | None:
-    """Judge the last minute's peaks and the largest safe requests, if the probe measures them.
+    """Judge the last minute's peaks and the largest safe requests, as measured by the probe.
 
-    It looks at the peak of each kind of work and its spread, the memory that a step may take, and
-    the safe sizes. It applies if a peak would not fit again, or if fewer tokens are safe with
-    prompt logprobs than without. It proposes the limit of that kind of work, with the value from
-    the fit, then a smaller share. Returns None if it
-    does not apply.
+    The rule applies if a kind of work has a peak, including its spread, that would not fit a second
+    time, or if fewer tokens are safe with prompt logprobs than without. It proposes limiting that
+    kind of work to the value from the fit, then a smaller share. Returns None if the rule does not
+    apply.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]
@@ -43,7 +42,7 @@ def find_unsafe_peaks(facts: Facts) -> Advice | None:
 
 
 def _are_logprobs_limited(gpu: GpuFacts) -> bool:
-    """Return whether memory, and not the KV cache or the model, limits prompts with logprobs."""
+    """Return whether memory, not the KV cache or the model, limits prompts with logprobs."""
     if gpu.safe_prompt_tokens is None or gpu.safe_logprobs_tokens is None:
         return False
     return gpu.safe_logprobs_tokens < gpu.safe_prompt_tokens
@@ -118,7 +117,7 @@ def _limit_work(
 
 
 def _limit_images(gpu: GpuFacts) -> tuple[Change, ...]:
-    """Return the limit of an image's pixels, if a safe number is known, and the limit of images."""
+    """Return the limit on pixels per image, if a safe number is known, and the limit on images."""
     one_image = Change(
         flag=Flag.LIMIT_MM_PER_PROMPT,
         value=1,

@@ -1,4 +1,4 @@
-"""Rules on starts, crashes, host memory and other processes on the GPU."""
+"""Rules for starts, crashes, host memory and other processes on the GPU."""
 
 from collections.abc import Sequence
 from math import floor, inf
@@ -33,34 +33,37 @@ from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION
 
 NO_COST: Final = "none to this engine"
 
-# Starts that exit before the engine serves.
+# Starts that exit before the engine begins to serve.
 
 FAILED_STARTS: Final = 2
-"""Our choice: advice needs this many exits or failed starts, because an operator may have stopped
-the engine once.
+"""Our choice: advice requires this many exits or failed starts, because an operator may have
+stopped the engine once.
 """
 
 MODEL_LOADED_RATIO: Final = 0.5
-"""Our choice: an engine has loaded its model if it held at least this share of the GPU."""
+"""Our choice: an engine that held at least this share of the GPU has loaded its model."""
 
 
 def find_failing_starts(facts: Facts) -> Advice | None:
     """Judge starts that exited before the engine served.
 
-    It looks at the memory that the engine and other processes held on the engine's GPUs at its
-    exit, and at the room. It applies from FAILED_STARTS failed starts on. It proposes what helps
-    against the first cause that fits: other processes on the GPU, a full /dev/shm, a full GPU, a
-    model that leaves no room for the KV cache, or a cause other than memory. Returns None with
-    fewer failed starts, or if the cause is unknown. The cause is unknown if no start's room on a
-    GPU is known, and fewer than FAILED_STARTS starts had loaded the model.
+    The rule applies if there were at least FAILED_STARTS failed starts. The cause is determined
+    from the room on the engine's GPUs, and the memory that the engine and other processes held on
+    them, at each exit. The advice addresses the first cause that fits: other processes on the GPU,
+    a full /dev/shm, a full GPU, a model that leaves no room for the KV cache, or a cause other than
+    memory.
+
+    Returns None if there were fewer failed starts, or if the cause is unknown, which is the case if
+    the room on a GPU is not known for any start and fewer than FAILED_STARTS starts had loaded the
+    model.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    # The median counts, because one start beside a neighbour is no rule.
+    # Use the median, because a single start next to a neighbour proves nothing.
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
-    # A full /dev/shm stops a start whatever the GPU's room, so it is judged first.
+    # A full /dev/shm makes a start fail no matter how much room the GPU has, so check it first.
     shared_memory = _advise_on_shared_memory(facts, starts)
     if shared_memory is not None:
         return shared_memory
@@ -77,7 +80,7 @@ def find_failing_starts(facts: Facts) -> Advice | None:
 
 
 def _advise_on_used_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
-    """Return the advice to move others off a GPU that vLLM needs (runbooks' README, branch A)."""
+    """Return the advice to move other processes off a GPU (runbooks' README, branch A)."""
     return Advice(
         cause=Cause.START_UP,
         summary="The engine exits while it starts, on a GPU that others already use.",
@@ -88,7 +91,7 @@ def _advise_on_used_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 
 
 def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
-    """Return the advice to need less memory on a GPU that was full (runbooks' README, branch A)."""
+    """Return the advice to use less memory on a GPU that was full (runbooks' README, branch A)."""
     return Advice(
         cause=Cause.START_UP,
         summary="The engine runs out of GPU memory while it starts.",
@@ -99,9 +102,9 @@ def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 
 
 def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) -> Advice:
-    """Return the advice to make room for the KV cache, if vLLM loaded the model and found no room.
+    """Return the advice to make room for the KV cache if vLLM had none after loading the model.
 
-    In this case vLLM logs "No available memory for the cache blocks", or that the cache is too
+    In this case, vLLM logs "No available memory for the cache blocks", or that the cache is too
     small for the longest request.
     """
     return Advice(
@@ -117,7 +120,7 @@ def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) ->
 
 
 def _advise_on_early_exit(starts: Sequence[Ending]) -> Advice:
-    """Return the advice to read the logs, because memory is no cause before the model is loaded."""
+    """Return the advice to read the logs, because memory is not the cause of early exits."""
     return Advice(
         cause=Cause.START_UP,
         summary="The engine exits early in its start, with GPU memory left.",
@@ -139,9 +142,9 @@ LOOK_FOR_MEMORY: Final = 'vLLM\'s log shows the step: look for "memory" in it.'
 
 
 def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice | None:
-    """Return the advice to make /dev/shm larger.
+    """Return the advice to increase the size of /dev/shm.
 
-    Returns None if vLLM's largest queue between processes fits, or /dev/shm is unknown.
+    Returns None if vLLM's largest inter-process queue fits, or if the size of /dev/shm is unknown.
     """
     host = facts.host
     if host is None or host.shm_limit_bytes is None or host.shm_used_bytes is None:
@@ -171,19 +174,19 @@ def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice |
 
 
 def _find_others_bytes(start: Ending) -> float:
-    """Return the most bytes that others held on any GPU at the end of a start; 0 if unknown."""
+    """Return the most bytes that others held on any GPU when a start ended; 0 if unknown."""
     return max((gpu.last_other_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _find_held_bytes(start: Ending) -> float:
-    """Return the most bytes that the engine held on any GPU at the end of a start; 0 if unknown."""
+    """Return the most bytes that the engine held on any GPU when a start ended; 0 if unknown."""
     return max((gpu.last_engine_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
-    """Return the least room on any GPU at the end of each start, without unknown ones."""
-    # The room of the fullest GPU is always known, because a GPU with unknown room never counts as
-    # the fullest.
+    """Return the least room on any GPU when each start ended, skipping unknown values."""
+    # The room on the fullest GPU is always known, because a GPU whose room is unknown is never
+    # considered the fullest.
     gpus = [start.fullest_gpu for start in starts]
     return [gpu.last_room_bytes or 0 for gpu in gpus if gpu is not None]
 
@@ -197,7 +200,7 @@ def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
 
 
 def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
-    """Return the figures on failed starts: how many failed, and the memory at their ends."""
+    """Return the figures for failed starts: how many there were, and the memory when they ended."""
     most_held_bytes = max(_find_held_bytes(start) for start in starts)
     most_others_bytes = max(_find_others_bytes(start) for start in starts)
     least_room_bytes = min(_list_rooms_bytes(starts), default=None)
@@ -210,10 +213,11 @@ def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
 
 
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
-    """Return the changes against others on the GPU: move them, and lower vLLM's share.
+    """Return the changes for other processes on the GPU: move them, and lower vLLM's share.
 
-    The share is what was free before the starts. The share is left out if the free memory is
-    unknown, if the KV cache is sized in bytes, or if the new share would not be lower.
+    The new share is the memory that was free before the starts. It is left out if the free memory
+    is unknown, if the KV cache is sized in bytes, or if it would not be lower than the current
+    share.
     """
     move = Change(
         text=(
@@ -225,10 +229,10 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     free_bytes = _find_free_bytes(facts.failed_starts)
     if free_bytes is None or facts.usable_bytes is None or facts.settings.sizes_cache_in_bytes:
         return (move,)
-    # A share takes the most bytes on the largest GPU, so the share is computed for that GPU. It is
-    # rounded down to a hundredth.
+    # A share takes the most bytes on the largest GPU, so compute it for that GPU, rounded down to a
+    # hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
-    # An unknown current share is probably vLLM's default, and `share` is not lower than that.
+    # An unknown current share is probably vLLM's default, which `share` does not undercut.
     if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
         return (move,)
     lower_share = lower_option(
@@ -243,7 +247,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 
 
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
-    """Return the fewest bytes that were free on any GPU before a start; None if all are unknown.
+    """Return the smallest number of bytes free on any GPU before a start; None if all are unknown.
 
     Bytes that the engine already held at its first sample count as free.
     """
@@ -259,12 +263,12 @@ def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
 
 
 def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
-    """Return the changes with which an engine needs less memory during its start."""
+    """Return the changes that make an engine use less memory during startup."""
     rooms_bytes = _list_rooms_bytes(facts.failed_starts)
     smaller_share = None
     if rooms_bytes and facts.gpus:
-        # Our choice: the option is the same for all GPUs, so its value is computed for the first
-        # GPU.
+        # Our choice: compute the value for the first GPU, because the option is the same for all of
+        # them.
         smaller_share = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms_bytes))
     fewer_requests = lower_option(
         facts,
@@ -283,7 +287,7 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
 
 
 def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
-    """Return a larger share of the GPU for vLLM, if all of these starts left enough room.
+    """Return a larger share of the GPU for vLLM if all of these starts left enough room.
 
     Returns None if the share or the room is unknown, if memory ran short later, or if the room at
     any start was AIM_BYTES or less.
@@ -310,16 +314,16 @@ def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
 
 
 def find_crash(facts: Facts) -> Advice | None:
-    """Judge exits of a serving engine that no figure of GPU memory explains.
+    """Judge exits of a serving engine that GPU memory does not explain.
 
-    It looks at the exits that `find_crashes` returns, if the room on the GPUs is known. It applies
-    from FAILED_STARTS exits on, or if processes of the engine outlived an exit. It proposes to read
-    the logs, which show whether an allocation failed. If no allocation failed, no option that sizes
-    memory changes anything. Returns None if the rule does not apply.
+    Of the exits that `find_crashes` returns, those for which the room on the GPUs is known count.
+    The rule applies if there were at least FAILED_STARTS of these, or if engine processes outlived
+    one of them. It proposes reading the logs, which show whether an allocation failed; if none did,
+    changing options that size memory does not help. Returns None if the rule does not apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
-    # A single exit may have been planned, but not if processes of the engine outlived it.
+    # A single exit may have been planned, but not if engine processes outlived it.
     if len(crashes) < FAILED_STARTS and not orphan_bytes:
         return None
     newest = crashes[-1]
@@ -358,10 +362,10 @@ def find_crash(facts: Facts) -> Advice | None:
 
 
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
-    """Return the exits that were crashes of a serving engine with GPU memory left.
+    """Return the exits that were crashes of a serving engine while GPU memory was left.
 
-    At such an exit, requests were running, or processes of the engine outlived the exit. An exit
-    counts even if the room on the GPUs is unknown.
+    At such an exit, requests were running, or engine processes outlived it. An exit counts even if
+    the room on the GPUs is unknown.
     """
     crashes = []
     for end in facts.ends:
@@ -375,7 +379,7 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
 
 
 def _is_crash(end: Ending) -> bool:
-    """Return whether an exit was a crash, possibly by a failed allocation that nothing shows."""
+    """Return whether an exit was a crash, perhaps due to a failed allocation that left no trace."""
     answer = judge_ending(end)[0]
     if answer.cause is EndCause.CRASH:
         return True
@@ -384,15 +388,15 @@ def _is_crash(end: Ending) -> bool:
 
 
 def _is_surely_a_crash(end: Ending) -> bool:
-    """Return whether the first cause of an exit is more than just possible."""
+    """Return whether the first cause of an exit is more than a possibility."""
     return judge_ending(end)[0].sureness is not Sureness.POSSIBLE
 
 
 # Host memory.
 
 HOST_LOW_RATIO: Final = 0.05
-"""Our choice: below this share of the limit, one request with a large video can use up what is
-left.
+"""Our choice: once less than this share of the limit is left, one request with a large video can
+use it up.
 """
 
 PROCESSOR_CACHE_GB: Final = 1.0
@@ -402,9 +406,9 @@ PROCESSOR_CACHE_GB: Final = 1.0
 def find_host_shortage(facts: Facts) -> Advice | None:
     """Judge host memory that ran short.
 
-    It looks at the kernel's out-of-memory kills, and the highest use of the container's limit. It
-    applies after a kill, or if less than HOST_LOW_RATIO of the limit was left. It proposes a
-    smaller cache of processed images, then less data in host memory, then a higher limit. Returns
+    The rule applies if the kernel's out-of-memory killer ended a process, or if less than
+    HOST_LOW_RATIO of the container's memory limit was left at the highest usage. It proposes a
+    smaller cache for processed images, then less data in host memory, then a higher limit. Returns
     None if the rule does not apply.
     """
     host = facts.host
@@ -415,7 +419,7 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     is_low = False
     if room_bytes is not None and limit_bytes is not None:
         is_low = room_bytes < HOST_LOW_RATIO * limit_bytes
-    # A kill counts even if the samples show room, because memory was used up between two samples.
+    # A kill counts even if the samples show room, because memory may run out between two samples.
     if not host.oom_kills and not is_low:
         return None
     used_bytes = None if limit_bytes is None else host.used_bytes
@@ -459,22 +463,22 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     )
 
 
-# Memory of others on the engine's GPUs.
+# Memory held by other processes on the engine's GPUs.
 
 
 def find_other_tenant(facts: Facts) -> Advice | None:
-    """Judge memory of processes that are not the engine's.
+    """Judge memory held by processes that do not belong to the engine.
 
-    It looks at the memory that others held on each GPU of the engine. It applies above
-    NEIGHBOUR_BYTES, if others took that much during the trace, or if less than AIM_BYTES is left.
-    Constant memory of others beside an engine with room is no problem (runbook
-    HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so on a page the memory
-    that others hold now counts. It proposes to move the other processes, or else a smaller share
-    for vLLM. Returns None if the rule does not apply.
+    The rule applies if other processes hold more than NEIGHBOUR_BYTES on one of the engine's GPUs
+    and either allocated that much during the trace or leave less than AIM_BYTES. Constant usage by
+    other processes next to an engine with room is not a problem (runbook HeadroomNeighbourGrowing,
+    "Do nothing when"). A page has no history, so only the memory that other processes currently
+    hold counts. The rule proposes moving the other processes, or else a smaller share for vLLM.
+    Returns None if the rule does not apply.
     """
     gpu = None
     others_memory = None
-    # The GPU on which others held most.
+    # Find the GPU on which other processes held the most memory.
     for candidate in facts.gpus:
         memory = candidate.others_memory
         if memory is None or not _is_problem(facts, candidate, memory):
@@ -524,9 +528,9 @@ def find_other_tenant(facts: Facts) -> Advice | None:
 
 
 def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
-    """Return whether others took much memory during the trace, or leave too little.
+    """Return whether other processes allocated much memory during the trace, or leave too little.
 
-    On a page, return whether they hold much.
+    For a page, return whether they currently hold much.
     """
     if others_memory.highest_bytes <= NEIGHBOUR_BYTES:
         return False
@@ -538,10 +542,10 @@ def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
 
 
 def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> Change | None:
-    """Return a smaller share for vLLM; None if the current one leaves enough, or if it is unknown.
+    """Return a smaller share for vLLM; None if the current one leaves enough or is unknown.
 
-    The share leaves AIM_BYTES at peaks. The share is also at most what others leave free, because
-    vLLM otherwise refuses to start (worker/utils.py).
+    The new share leaves AIM_BYTES at peaks. It is also capped at the memory that other processes
+    leave free, because vLLM otherwise refuses to start (worker/utils.py).
     """
     missing_bytes = 0.0
     if gpu.least_room_bytes is not None:
@@ -556,9 +560,8 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
 def find_leftovers(facts: Facts) -> Advice | None:
     """Judge processes that outlived their engine.
 
-    It looks at such processes on the engine's GPUs at the end of a trace; a page names none. It
-    applies if there is such a process. It proposes to end the process. Returns None if the rule
-    does not apply.
+    The rule applies if a trace ends with such a process on the engine's GPUs, and proposes ending
+    the process. A page names no such processes. Returns None if the rule does not apply.
     """
     figures: list[tuple[str, float | str, str]] = []
     for gpu in facts.gpus:
