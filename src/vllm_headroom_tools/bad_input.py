@@ -1,4 +1,4 @@
-"""The error of an input that a command cannot use."""
+"""The error raised for input that a command cannot use."""
 
 
 class BadInput(Exception):  # noqa: N818 - it describes the input

@@ -1,4 +1,4 @@
-"""The definition of a command, and one way to run all commands."""
+"""The definition of a command, and the code that runs any command."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ HEADLINE_STYLES: Final = {
     Conclusion.NOT_GOOD: "bold red",
     Conclusion.CANNOT_TELL: "bold yellow",
 }
-"""rich's style for the headline of a report on a terminal, by the report's verdict."""
+"""The rich style of a report's headline on a terminal, keyed by the report's verdict."""
 
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "run": ("run", "Runs the daemon beside a vLLM server; the default."),
@@ -56,21 +56,21 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "help": ("help", "Shows the options of a command, or its man page."),
     "completion": ("completion", "Prints what bash, zsh or fish needs to complete words."),
 }
-"""The module of each command, and a line on the command's purpose.
+"""Each command's module, and a one-line description of the command.
 
-A command's module is imported only when the command is called, because most of these imports take
-long.
+A command's module is imported only when the command is called, because most of these imports are
+slow.
 """
 
 
 class Command(Struct, frozen=True, kw_only=True):
-    """A command: its texts, its options, and the function that runs it."""
+    """A command: its help texts, its options, and the function that runs it."""
 
     usage: str
     description: str
 
     epilog: str
-    """The text that --help shows below the options: an example, and the exit statuses."""
+    """The text that --help shows below the options: an example and the exit statuses."""
 
     options: Callable[[Parser], None]
     """Adds the command's own options to a parser."""
@@ -84,11 +84,11 @@ class Command(Struct, frozen=True, kw_only=True):
 
 
 def start(name: str, argv: Sequence[str]) -> NoReturn:
-    """Run the command of this name and end the process with its exit status.
+    """Run the named command, and exit the process with the command's exit status.
 
-    An exception leaves this function only if this program has a fault. The process ends without
-    waiting for its threads. A thread may hang for 10 s (measured) on a resolver that does not
-    answer, and SIGTERM must not wait for that.
+    An exception escapes from this function only if the program has a bug. The process exits without
+    waiting for its threads: a thread may hang for 10 s (measured) on a resolver that does not
+    respond, and SIGTERM must not be delayed by that.
     """
     status = _find_and_execute(name, argv)
     logging.shutdown()
@@ -99,7 +99,7 @@ def _find_and_execute(name: str, argv: Sequence[str]) -> int:
     """Run a command, or print the version; return the exit status, 2 for an unknown command."""
     if name not in COMMANDS:
         return refuse([describe_unknown(repr(name), COMMANDS, "a command")], PROGRAM, argv)
-    # The first word cannot be the value of an option, so no parser has to be imported.
+    # The first word cannot be the value of an option, so no parser needs to be imported.
     if argv[:1] == ["--version"]:
         write_result(_read_version())
         return 0
@@ -109,7 +109,7 @@ def _find_and_execute(name: str, argv: Sequence[str]) -> int:
 
 
 def find_command(name: str) -> Command:
-    """Import and return the command of this name; raise KeyError for an unknown name."""
+    """Import and return the named command; raise KeyError if there is no such command."""
     module_name, _ = COMMANDS[name]
     command: Command = importlib.import_module(f"vllm_headroom_tools.{module_name}").COMMAND
     return command
@@ -118,7 +118,7 @@ def find_command(name: str) -> Command:
 def execute(command: Command, name: str, argv: Sequence[str]) -> int:
     """Run a command and print its report, if it has one; return the exit status.
 
-    Mistakes in the options or the input are printed too, and give status 2.
+    Errors in the options or in the input are also printed, and result in status 2.
     """
     try:
         arguments = build_parser(command, name).read(argv)
@@ -128,7 +128,7 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
     except Printed as printed:
         write_result(str(printed))
         return 0
-    # An operator's mistake: one line for each, and no traceback.
+    # These are operator errors: each gets one line and no traceback.
     except (BadOptions, BadInput) as error:
         mistakes = error.lines if isinstance(error, BadOptions) else (str(error),)
         return refuse(mistakes, f"{PROGRAM} {name}", argv if command.has_report else ())
@@ -143,9 +143,9 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
 
 
 def _write_lines(report: Report) -> None:
-    """Write the lines of a report one by one, because the last ones may take long.
+    """Write a report line by line, because its last lines may take long to compute.
 
-    The headline has the colour of the verdict.
+    The colour of the headline depends on the verdict.
     """
     for line in report.lines:
         style = ""
@@ -155,7 +155,7 @@ def _write_lines(report: Report) -> None:
 
 
 def refuse(mistakes: Sequence[str], program: str, argv: Sequence[str]) -> int:
-    """Write the mistakes that keep a command from running to standard error; return status 2.
+    """Write to standard error the mistakes that prevent a command from running; return 2.
 
     With --json in `argv`, also write the JSON object of a report to standard output.
     """
@@ -203,10 +203,10 @@ def _read_version() -> str:
 def _await(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on uvloop and return its result.
 
-    The loop is left open, because closing it would wait for its threads, and the process ends
-    anyway.
+    The loop is not closed, because closing it would wait for its threads, and the process is about
+    to exit anyway.
     """
-    import asyncio  # noqa: PLC0415 - commands that wait for nothing need no loop
+    import asyncio  # noqa: PLC0415 - only asynchronous commands need a loop
 
     import uvloop  # noqa: PLC0415 - the same
 
@@ -218,7 +218,7 @@ def save(
 ) -> None:
     """Write a file; do nothing if `file` is None.
 
-    Raise BadInput as save_lines() does.
+    Raises BadInput in the same cases as save_lines().
     """
     if file is not None:
         save_lines(file, (content,), option, inputs)
@@ -229,15 +229,15 @@ def save_lines(
 ) -> None:
     """Write a file line by line, because it may be larger than memory.
 
-    Raises BadInput, with `option` before the file's name, if the file cannot be written. Raises
-    BadInput also if the file is one of the inputs, which would be lost.
+    Raises BadInput if the file cannot be written, or if it is one of the inputs, which would be
+    overwritten. The message has `option` before the file's name.
     """
     try:
         if _is_one_of(file, inputs):
             raise BadInput(
                 f"{option}{file}: is what was read, and would be lost: name another file"
             )
-        # JSON may escape half a surrogate pair, which UTF-8 cannot encode.
+        # A JSON escape may be half of a surrogate pair, which UTF-8 cannot encode.
         with file.open("wb") as stream:
             stream.writelines(line.encode(errors="replace") for line in lines)
     except OSError as error:
@@ -255,8 +255,8 @@ def _is_one_of(file: Path, inputs: Iterable[str | Path | None]) -> bool:
 def write_result(text: str) -> None:
     """Write a text and a newline to standard output.
 
-    Nothing more is written once a pipe's reader, such as `head`, has exited. Raise SystemExit with
-    status 2 for any other error.
+    Once the reader of a pipe, such as `head`, has exited, nothing more is written. Raises
+    SystemExit with status 2 for any other error.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -264,18 +264,18 @@ def write_result(text: str) -> None:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except OSError as error:
-        # Python flushes the stream again when the process exits, and must not fail then.
+        # Python flushes the stream again when the process exits, and that flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             write_note(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
-            # Not 1, because `check` and others report a bad result with 1.
+            # The status is not 1, because `check` and other commands use 1 for a bad result.
             raise SystemExit(2) from None
 
 
 def write_note(line: str) -> None:
     """Write a line that is not part of the result to standard error.
 
-    If the line cannot be written, it is ignored, because the exit status says enough.
+    A line that cannot be written is dropped, because the exit status is enough.
     """
     with suppress(OSError):
         sys.stderr.write(f"{render_line(line.translate(CONTROLS), sys.stderr)}\n")

@@ -1,4 +1,4 @@
-"""The verdict of a command with its findings, and the JSON object for both."""
+"""A command's verdict and findings, and the JSON object that contains both."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -7,14 +7,15 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 
 SCHEMA: Final = "https://vllm-headroom.github.io/vllm-headroom/schemas/{}-1.json"
-"""The schema's name, by the command. Nothing fetches this URL; the files are in the folder schemas.
+"""The schema's name, with a placeholder for the command. Nothing fetches this URL; the schemas are
+in the folder `schemas`.
 """
 
 
 class Conclusion(StrEnum):
-    """Whether the subject of a command is good.
+    """The verdict of a command on its subject.
 
-    The set is closed, so that scripts can rely on its members. The order gives the exit statuses.
+    No member will be added, so scripts can rely on the set. A member's position is its exit status.
     """
 
     GOOD = "good"
@@ -28,13 +29,13 @@ class Conclusion(StrEnum):
 
 
 def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
-    """Return the worst verdict; good without verdicts. Not good is worse than cannot tell."""
+    """Return the worst verdict, or good if there are none. Not good is worse than cannot tell."""
     worst_first = [Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.GOOD]
     return min(verdicts, key=worst_first.index, default=Conclusion.GOOD)
 
 
 class Finding(Struct, frozen=True):
-    """One finding; `fix` has the lines that would fix what was found, or is empty."""
+    """One finding; `fix` contains the lines that would fix the problem, and may be empty."""
 
     subject: str
     verdict: Conclusion
@@ -56,8 +57,7 @@ class Report(Struct, frozen=True, kw_only=True):
     """The report as text."""
 
     exit_status: int | None = None
-    """Replaces the verdict's exit status, for a command that only reports; None keeps the
-    verdict's.
+    """Overrides the verdict's exit status, for a command that only reports; None keeps that status.
     """
 
     @property
@@ -66,7 +66,7 @@ class Report(Struct, frozen=True, kw_only=True):
         return self.verdict.status if self.exit_status is None else self.exit_status
 
     def build_envelope(self, command: str) -> dict[str, Any]:
-        """Build the object of --json, the same for all commands."""
+        """Build the object that --json prints; its form is the same for all commands."""
         return {
             "schema": SCHEMA.format(command),
             "command": command,

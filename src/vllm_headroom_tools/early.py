@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DEFAULT_COMMAND = "run"
-"""The command that runs if none is named: the daemon."""
+"""The command that runs if none is given: the daemon."""
 
 MIN_OPEN_FILES = 40
-"""The open files that the daemon needs: it keeps 17 open, and scrapers, the engine's page and /proc
-need some more.
+"""The number of open files that the daemon needs: it keeps 17 open, and scrapers, the engine's page
+and /proc need several more.
 """
 
 
@@ -26,15 +26,15 @@ def require_open_files() -> None:
             f"only {limit} files may be open at once, {MIN_OPEN_FILES} are needed:"
             " raise the limit (ulimit -n)"
         )
-        # The function only makes system calls, because without a free descriptor no module can be
-        # imported.
+        # Only system calls are made from here on, because no module can be imported without a free
+        # file descriptor.
         with suppress(OSError):
             os.write(2, f"vllm-headroom: {problem}\n".encode())
         os._exit(2)
 
 
 def exit_on_signals(status: int | None) -> None:
-    """Let SIGINT and SIGTERM end the process at once and without a traceback.
+    """Make SIGINT and SIGTERM end the process at once, without a traceback.
 
     The process exits with `status`. If `status` is None, the signal itself ends the process, so
     that a shell sees which signal ended it.
@@ -45,8 +45,8 @@ def exit_on_signals(status: int | None) -> None:
         if status is not None:
             os._exit(status)
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)  # so that a shell's loop ends as well
-        # In a container's first process, the kernel ignores a signal's default action.
+        os.kill(os.getpid(), number)  # so that a loop in a shell also ends
+        # In a container's first process (pid 1), the kernel ignores a signal's default action.
         os._exit(128 + number)
 
     signal.signal(signal.SIGINT, exit_now)
@@ -54,10 +54,10 @@ def exit_on_signals(status: int | None) -> None:
 
 
 def open_closed_streams() -> None:
-    """Connect to /dev/null each standard stream that was closed when the process started.
+    """Connect each standard stream that was closed when the process started to /dev/null.
 
-    Otherwise the next opened file would get the stream's number, and the stream's output would be
-    written into that file.
+    Otherwise the next opened file would get the stream's file descriptor, and output to the stream
+    would be written to that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -66,9 +66,9 @@ def open_closed_streams() -> None:
 
 @contextmanager
 def pause_collection() -> Iterator[None]:
-    """Turn garbage collection off within the context, which is meant for imports.
+    """Turn off garbage collection within the context, which is meant for imports.
 
-    Imports leave almost no garbage, and collecting it would take a tenth of the daemon's start-up
+    Imports leave almost no garbage, and collecting it would take a tenth of the daemon's startup
     time.
     """
     gc.disable()

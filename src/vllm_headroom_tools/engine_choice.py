@@ -15,16 +15,16 @@ ENGINE_METAVAR: Final = "NAME"
 ENGINE_HELP: Final = "of several engines the one to take: NAMESPACE/POD, its unit or its URL"
 
 MOST_SHOWN: Final = 20
-"""Our choice: how many names a message lists."""
+"""Our choice: the largest number of names that a message lists."""
 
 
 def choose_engine(names: Collection[str], wanted: str | None) -> str:
-    """Return the one engine with the wanted name, or the only engine if no name is wanted.
+    """Return the one engine that matches the wanted name, or the only engine if there is no name.
 
-    `names` are the longest names: NAMESPACE/POD/CONTAINER, a unit or a URL. A wanted name may lack
-    the container. Raises BadInput, which lists the names, unless exactly one engine matches.
+    `names` are full names: NAMESPACE/POD/CONTAINER, a unit or a URL. The wanted name may omit the
+    container. Raises BadInput with a list of names unless exactly one engine matches.
     """
-    # A name without its container is enough if only one engine has it.
+    # A name without a container is sufficient if only one engine matches.
     matches = [
         name for name in names if wanted is None or name == wanted or name.startswith(f"{wanted}/")
     ]
@@ -43,7 +43,7 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
 
 
 def name_labels(labels: Mapping[str, Any]) -> str:
-    """Return the longest name of an engine from the labels of its series or of its document."""
+    """Return the full name of an engine from the labels of its series or of its document."""
     if labels.get("pod"):
         parts = (labels.get("namespace"), labels["pod"], labels.get("container"))
         return "/".join(str(part) for part in parts if part)
@@ -51,7 +51,7 @@ def name_labels(labels: Mapping[str, Any]) -> str:
 
 
 def add_engine(url: httpx.URL, name: str | None) -> httpx.URL:
-    """Return the URL of a sidecar's page for one engine; unchanged without a name."""
+    """Return the URL of a sidecar's page for one engine, or `url` itself without a name."""
     if name is None:
         return url
     return url.copy_with(query=urlencode({"engine": name}).encode())

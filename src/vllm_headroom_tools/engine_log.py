@@ -1,4 +1,4 @@
-"""The log of an engine, read from a file or standard input."""
+"""An engine's log, read from a file or from standard input."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -10,19 +10,19 @@ from vllm_headroom_tools.trace import find_other_format, open_lines
 
 
 def read_engine_log(name: str) -> EngineLog:
-    """Return the contents of a log; the log is a file, or standard input if the name is "-".
+    """Parse the log in a file, or on standard input if the name is "-".
 
-    Raises BadInput if the log cannot be read or has no line of an engine.
+    Raises BadInput if the log cannot be read or contains no line of an engine.
     """
     with open_lines(name) as lines:
         return parse_engine_log(lines)
 
 
 def parse_engine_log(lines: Iterator[bytes], expected: str = "a log of an engine") -> EngineLog:
-    """Return what the lines of a log say.
+    """Parse the lines of a log.
 
-    Raise BadInput, with `expected` in its text, if no line is an engine's. The text quotes nothing
-    of the file, because it may contain secrets.
+    Raises BadInput, with `expected` in its message, if no line is from an engine. The message does
+    not quote the file, which may contain secrets.
     """
     first_line = next(lines, b"")
     log = read_log(chain((first_line,), lines))
@@ -35,7 +35,7 @@ def parse_engine_log(lines: Iterator[bytes], expected: str = "a log of an engine
 
 
 def find_decisive_start(starts: Iterable[EngineStart]) -> EngineStart:
-    """Return the start to judge: the newest that failed, else the newest; there must be one."""
+    """Return the start to judge: the newest failed one, else the newest; there must be one."""
     newest_first = sorted(starts, key=lambda start: start.first_line, reverse=True)
     for start in newest_first:
         if start.root_failure is not None:

@@ -1,4 +1,4 @@
-"""Find when a KV cache is full, and when that does harm."""
+"""Find out when a KV cache is full, and when that is harmful."""
 
 from typing import Final
 
@@ -9,51 +9,50 @@ from vllm_headroom.derive.kv_cache import count_tokens_per_request
 from vllm_headroom.model import EngineReading
 
 FULL_RATIO: Final = 0.95
-"""A KV cache is full if more than this share of it is in use (alert HeadroomKvCacheThrashing). A
-full cache makes requests wait, which alone does no harm.
+"""A KV cache is considered full above this usage ratio (alert HeadroomKvCacheThrashing). A full
+cache makes requests wait, which is not harmful in itself.
 """
 
 LASTING_SECONDS: Final = 600.0
-"""A state that lasts this long is more than a burst (`for: 10m` of HeadroomGpuMemoryLow and
+"""A state that lasts at least this long is not just a burst (`for: 10m` in HeadroomGpuMemoryLow and
 HeadroomKvCacheThrashing).
 """
 
 HURTING_PREEMPTIONS: Final = 0.1
-"""Preemptions do harm from this many per finished request on; 0.01 does no harm (runbook
-HeadroomKvCacheThrashing).
+"""The number of preemptions per finished request from which preemption is harmful; 0.01 is harmless
+(runbook HeadroomKvCacheThrashing).
 """
 
 WAITING_REQUESTS: Final = 10
-"""Fewer waiting requests than this do not count as a queue (alert HeadroomQueueBacklog)."""
+"""The smallest number of waiting requests that counts as a queue (alert HeadroomQueueBacklog)."""
 
 ROOMY_RATIO: Final = 0.7
-"""Our choice: if less than this share of the KV cache is in use, requests wait for another reason.
-"""
+"""Our choice: while KV cache usage is below this ratio, requests wait for some other reason."""
 
 COLLAPSE_RATIO: Final = 0.5
 """Our choice: a cache collapses if at least this share of the running requests returns to the queue
-at once. If the cache only preempts the newest request now and then, the other requests continue.
+at once. If vLLM only preempts the newest request now and then, the others keep running.
 """
 
 COLLAPSE_GAP_SECONDS: Final = 900.0
-"""Our choice: two collapses that are further apart than this do not belong to one row. For
-comparison, 18 requests of 80,800 tokens took 200 s from one collapse to the next (discuss.vllm.ai,
-2608).
+"""Our choice: collapses that are further apart than this do not belong to the same sequence. For
+comparison, with 18 requests of 80,800 tokens, collapses were 200 s apart (discuss.vllm.ai, 2608).
 """
 
 SHORTEST_THRASH_SECONDS: Final = 120.0
-"""Our choice: a row of collapses that is shorter than this is an accident. A collapse minutes after
-another one shows that the requests fill the cache again.
+"""Our choice: a shorter sequence of collapses is treated as an accident. Collapses that follow each
+other within minutes show that the same requests fill the cache again.
 """
 
 
 FEWEST_RIVALS: Final = 2
-"""The fewest requests that can take the cache from each other; a single request is never preempted.
+"""The smallest number of requests that can compete for the cache; a single request is never
+preempted.
 """
 
 
 class StepCounts(Struct, frozen=True, kw_only=True):
-    """The events since the previous sample: requests that finished, and preemptions."""
+    """The numbers of finished requests and of preemptions since the previous sample."""
 
     seconds: float
     finished: float
@@ -61,7 +60,7 @@ class StepCounts(Struct, frozen=True, kw_only=True):
 
 
 class ThrashFacts(Struct, frozen=True, kw_only=True):
-    """A row of collapses of a full KV cache; each sent most running requests back to the queue."""
+    """A sequence of KV cache collapses, each of which requeued most of the running requests."""
 
     # The number of collapses.
     times: int
@@ -70,15 +69,16 @@ class ThrashFacts(Struct, frozen=True, kw_only=True):
     # The number of requests that went back to the queue, and the number that finished meanwhile.
     returned: float
     finished: float
-    # The fewest requests that ran before a collapse, and the most cache tokens per request.
+    # The smallest number of running requests before a collapse, and the largest number of cache
+    # tokens per request.
     running: float
     tokens: float | None
 
 
 class CollapseHistory:
-    """Finds collapses of a KV cache: it is full and sends most running requests to the queue.
+    """Finds the collapses of a KV cache: when it is full and most running requests are requeued.
 
-    vLLM recomputes such requests from their first token, so the requests fill the cache again.
+    vLLM recomputes requeued requests from their first token, so they fill the cache again.
     """
 
     def __init__(self) -> None:
@@ -86,13 +86,13 @@ class CollapseHistory:
         self._newest_seconds = 0.0
         # Requests that finished since the newest collapse.
         self._finished = 0.0
-        # The newest row of collapses, and the longest one.
+        # The newest sequence of collapses, and the longest one.
         self._current: ThrashFacts | None = None
         self._worst: ThrashFacts | None = None
 
     @property
     def worst(self) -> ThrashFacts | None:
-        """Return the longest row of collapses; None if shorter than SHORTEST_THRASH_SECONDS."""
+        """Return the longest sequence of collapses; None if below SHORTEST_THRASH_SECONDS."""
         worst = self._worst
         if worst is None or worst.seconds < SHORTEST_THRASH_SECONDS:
             return None
@@ -110,7 +110,7 @@ class CollapseHistory:
         previous_reading = self._previous_reading
         self._previous_reading = reading
         self._finished += counts.finished
-        # Requests that ran before a restart did not return to the queue.
+        # Requests that were running before a restart did not return to the queue.
         if previous_reading is None or has_restarted:
             self._current = None
             return
@@ -121,12 +121,12 @@ class CollapseHistory:
     def _add_collapse(
         self, previous_reading: EngineReading, returned: float, now_seconds: float
     ) -> None:
-        """Add a collapse to the current row, or begin a new row after a long time without one."""
+        """Add a collapse to the current sequence, or start a new one after a long pause."""
         tokens = count_tokens_per_request(previous_reading)
         running = previous_reading.running or 0.0
         passed_seconds = now_seconds - self._newest_seconds
         thrash = self._current
-        # Collapses close to each other are one row of thrashing.
+        # Collapses close to each other are part of the same thrashing.
         if thrash is None or passed_seconds > COLLAPSE_GAP_SECONDS:
             thrash = ThrashFacts(
                 times=1,
@@ -156,20 +156,20 @@ class CollapseHistory:
 def _count_returned(
     previous_reading: EngineReading, reading: EngineReading, counts: StepCounts
 ) -> float | None:
-    """Return how many requests a full cache sent back to the queue since the previous sample.
+    """Return the number of requests that a full cache requeued since the previous sample.
 
-    The result is the number of preemptions or, if larger, the number of requests that went from
-    running to waiting. Returns None if the cache had room, or if the requests were fewer than
-    COLLAPSE_RATIO of the running ones.
+    The result is the number of preemptions or, if larger, the number of requests that changed from
+    running to waiting. Returns None if the cache had room, or if less than COLLAPSE_RATIO of the
+    running requests were requeued.
     """
     running = previous_reading.running
     used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
-    # The cache may have been full only between the two samples, so less than full is enough here.
+    # The cache may have been full only between the two samples, so a lower usage is accepted.
     if running is None or running < FEWEST_RIVALS or used_ratio < ROOMY_RATIO:
         return None
     returned = counts.preemptions
     if None not in (reading.running, previous_reading.waiting, reading.waiting):
-        # Requests that finished no longer run either, but did not go back to the queue.
+        # Finished requests are no longer running either, but did not return to the queue.
         stopped_requests = running - (reading.running or 0.0) - counts.finished
         queued_requests = (reading.waiting or 0.0) - (previous_reading.waiting or 0.0)
         returned = max(returned, min(stopped_requests, queued_requests))
@@ -177,5 +177,5 @@ def _count_returned(
 
 
 def find_higher(earlier: float | None, now: float | None) -> float | None:
-    """Return the higher of two values, of which either may be unknown; None if both are unknown."""
+    """Return the higher of two values, or the known one; None if both are unknown."""
     return earlier if now is None else max(earlier or 0.0, now)

@@ -1,4 +1,4 @@
-"""The command `help`: a command's options, as text or as a man page."""
+"""The command `help`, which prints a command's help as text or as a man page."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ def render_man(name: str) -> Iterator[str]:
     yield ".SH DESCRIPTION"
     yield from _render_verbatim(parser.description or "")
     yield ".SH OPTIONS"
-    for action in parser._actions:  # noqa: SLF001 - argparse has no public list of what was added
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public list of them
         flags = ", ".join(action.option_strings)
-        # argparse gives a flag, which takes no value, nargs 0.
+        # In argparse, a flag, which takes no value, has nargs 0.
         value = "" if action.nargs == 0 else f" {action.metavar}"
         yield ".TP"
         yield f".B {_escape(f'{flags}{value}'.strip())}"
@@ -40,14 +40,14 @@ def render_man(name: str) -> Iterator[str]:
 
 
 def _render_verbatim(text: str) -> Iterator[str]:
-    """Yield text whose lines roff does not fill."""
+    """Yield the text as lines that roff does not fill."""
     yield ".nf"
     yield _escape(text)
     yield ".fi"
 
 
 def _escape(text: str) -> str:
-    """Return the text in roff: backslashes and hyphens escaped, no line read as a request."""
+    """Escape backslashes, hyphens and leading control characters for roff."""
     lines = text.rstrip().replace("\\", "\\e").replace("-", "\\-").splitlines()
     return "\n".join(f"\\&{line}" if line.startswith((".", "'")) else line for line in lines)
 

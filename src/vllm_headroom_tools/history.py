@@ -25,30 +25,30 @@ from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 RESIZED_RATIO: Final = 0.01
-"""Our choice: if the size of the KV cache changes by more than this share, the engine's settings
-have changed. Starts with equal settings differ by less.
+"""Our choice: a larger relative change of the KV cache size means that the engine's settings have
+changed. Between starts with the same settings, the size differs by less.
 """
 
 
 class Rise(Struct):
-    """The total rise of a counter; a counter that fell has restarted at 0."""
+    """The total increase of a counter; a counter that falls has restarted at 0."""
 
     total: float | None = None
-    """The field is None until the first reading."""
+    """None until the first reading."""
 
     newest_value: float = 0.0
 
     def step(self, value: float | None, *, restarted: bool = False) -> float:
-        """Add a reading, and return the rise since the previous one.
+        """Add a reading and return the increase since the previous one.
 
-        The rise is 0 for the first reading, and for an unknown value (None). After a restart, the
-        engine's counter began at 0, even if it has already passed the previous value.
+        The increase is 0 for the first reading and for an unknown value (None). After a restart,
+        the counter is assumed to have started at 0, even if it already exceeds the previous value.
         """
         if value is None:
             return 0.0
         rise = 0.0
         if self.total is not None:
-            # If a counter fell, the engine reset it, and it began at 0.
+            # A counter that fell was reset to 0 by the engine.
             has_restarted = restarted or value < self.newest_value
             rise = value if has_restarted else value - self.newest_value
         self.total = (self.total or 0.0) + rise
@@ -59,7 +59,7 @@ class Rise(Struct):
 class Histogram(Struct):
     """The distribution of a value.
 
-    Values are rounded to three digits, so there are some thousand entries at most.
+    Values are rounded to three digits, so there are at most a few thousand entries.
     """
 
     counts: Counter[float] = field(default_factory=Counter)
@@ -70,9 +70,9 @@ class Histogram(Struct):
             self.counts[float(f"{value:.3g}")] += 1
 
     def quantile(self, share: float) -> float | None:
-        """Return the lowest value V for which at least this share of all values is V or less.
+        """Return the lowest value V such that at least this share of all values is at most V.
 
-        Returns None if there are no values. `share` is from 0 to 1.
+        `share` is between 0 and 1. Returns None if there are no values.
         """
         rank = share * self.counts.total()
         count_so_far = 0
@@ -84,10 +84,10 @@ class Histogram(Struct):
 
 
 class Curves:
-    """Free and held memory of each GPU, free memory of the host, and the running requests.
+    """The curves of each GPU's free and held memory, free host memory, and running requests.
 
-    A sample takes only eight bytes in each curve, because a trace may last weeks; NaN means an
-    unknown value. The curves of a GPU begin with the first sample that has the GPU.
+    A sample takes only eight bytes per curve, because a trace may cover weeks; NaN marks an unknown
+    value. A GPU's curves start at the first sample that contains the GPU.
     """
 
     def __init__(self) -> None:
@@ -96,18 +96,18 @@ class Curves:
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """Return the UUIDs of the GPUs, in the order of their first samples."""
+        """Return the UUIDs of the GPUs in the order in which they first appear."""
         return tuple(uuid for name, uuid in self._curves if name == "free")
 
     def of(self, name: str, uuid: str = "") -> list[Point]:
-        """Return the curve `host` or `running`, or the curve `free` or `held` of a GPU.
+        """Return the curve named `host` or `running`, or a GPU's curve named `free` or `held`.
 
-        An unknown value is None; the curve is empty if no value is known.
+        Unknown values are None; the curve is empty if no value is known.
         """
         values = self._curves.get((name, uuid), array("d"))
         if all(map(isnan, values)):
             return []
-        # A curve may begin late, but since its beginning every sample has added a value.
+        # A curve may start late, but every sample since its start has added a value.
         times = self._times[len(self._times) - len(values) :]
         return [
             (seconds, None if isnan(value) else value)
@@ -115,7 +115,7 @@ class Curves:
         ]
 
     def step(self, snapshot: Snapshot) -> None:
-        """Add a sample; the values of a GPU that the sample does not contain are unknown."""
+        """Add a sample; values are unknown for a GPU that the sample does not contain."""
         host = snapshot.host
         values: dict[tuple[str, str], float | None] = {}
         values["host", ""] = None if host is None else host.room_bytes
@@ -124,7 +124,7 @@ class Curves:
             memory = gpu.reading.memory
             values["free", gpu.reading.uuid] = None if memory is None else memory.free_bytes
             values["held", gpu.reading.uuid] = gpu.held_bytes
-        # Curves without a value now are included, so that all have the same length.
+        # Curves without a value in this sample are extended too, so that no curve falls behind.
         for key in {**self._curves, **values}:
             value = values.get(key)
             self._curves.setdefault(key, array("d")).append(nan if value is None else value)
@@ -132,14 +132,14 @@ class Curves:
 
 
 Interval = tuple[float, float | None]
-"""Start and end, in the trace's seconds.
+"""The start and end of a state, in the trace's seconds.
 
-The end is None if the state lasts to the end of the trace.
+The end is None if the state lasts until the end of the trace.
 """
 
 
 class Moment(Struct, frozen=True, kw_only=True):
-    """The detector's figures at one sample; None for each figure that the detector did not give.
+    """The detector's figures at one sample; figures that the detector did not report are None.
 
     `lower` and `upper` are the bounds of a 95 % interval.
     """
@@ -157,7 +157,7 @@ class Moment(Struct, frozen=True, kw_only=True):
 
 
 class LeakCourse(Struct):
-    """The detector's states of one series (a GPU or a host role) over a trace."""
+    """The detector's states for one series (a GPU or a host role) over the course of a trace."""
 
     state: LeakState = LeakState.UNKNOWN
     first_alarm: Moment | None = None
@@ -167,7 +167,9 @@ class LeakCourse(Struct):
     """The newest sample of the newest alarm; None without an alarm."""
 
     settled_seconds: float | None = None
-    """The newest time with enough readings to rule out growth; None if there was none."""
+    """The latest time at which there were enough readings to rule out growth; None if there is
+    none.
+    """
 
     growing: list[Interval] = []
     """The times of early warnings."""
@@ -176,8 +178,8 @@ class LeakCourse(Struct):
     """The times of alarms."""
 
     is_holder_known: bool = True
-    """Whether the newest alarm is known to concern the engine's memory. If not, memory fills up,
-    and it is unknown whose memory grows.
+    """Whether the newest alarm is known to concern the engine's memory. If not, memory is filling
+    up, but it is unknown whose memory is growing.
     """
 
     _newest_warning: Moment | None = None
@@ -189,26 +191,26 @@ class LeakCourse(Struct):
 
     @property
     def warning(self) -> Moment | None:
-        """Return the newest sample of an early warning that is still open; None without one."""
+        """Return the newest sample of an early warning that is still open, or None."""
         return self._newest_warning if self._open_state is LeakState.GROWING else None
 
     @property
     def newest(self) -> Moment | None:
-        """Return the newest sample of an alarm, else of an open early warning, else None."""
+        """Return the newest sample of an alarm or else of an open early warning, or None."""
         return self.last_alarm or self.warning
 
     @property
     def withdrawn_seconds(self) -> float:
-        """Return how long all early warnings that have ended lasted in total."""
+        """Return the total duration of all early warnings that have ended."""
         return sum(end - begin for begin, end in self.growing if end is not None)
 
     @property
     def is_undecided(self) -> bool:
         """Return whether an early warning may have been a leak.
 
-        Such a warning is still open, or was open when the engine restarted. A warning that the
-        detector withdrew also counts, if it lasted as long as an alarm takes, or if less time
-        without growth followed.
+        This applies to a warning that is still open, or that was open when the engine restarted. It
+        also applies if the withdrawn warnings lasted as long as an alarm takes, or if the time
+        without growth since then is shorter than that.
         """
         if self._was_cut_off or self.warning is not None:
             return True
@@ -223,8 +225,9 @@ class LeakCourse(Struct):
     def step(self, state: LeakState, moment: Moment, *, restarted: bool = False) -> None:
         """Add a sample's state and figures.
 
-        Sleep or an unknown state ends no interval, because the next state shows whether the
-        interval continues. A restart of the engine leaves an early warning undecided.
+        Sleep or an unknown state does not end an interval, because only the next state shows
+        whether the interval continues. A restart of the engine leaves an open early warning
+        undecided.
         """
         self.state = state
         if state in (LeakState.STABLE, LeakState.UNSETTLED):
@@ -236,7 +239,7 @@ class LeakCourse(Struct):
         if state is LeakState.LEAKING:
             self.first_alarm = self.first_alarm or moment
             self.last_alarm = moment
-        # Either the state continues, or the new state is unknown.
+        # The state continues, or the next state is not known yet.
         if state in (LeakState.UNKNOWN, LeakState.ASLEEP, self._open_state):
             return
 
@@ -261,10 +264,10 @@ class LeakVerdict(StrEnum):
 
 
 def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, str]:
-    """Return the verdict on a course of this length, and the reason.
+    """Return the verdict on a course that covers this span, and the reason.
 
-    A short course can prove a leak, but cannot prove that there is none. Every command that judges
-    a trace calls this function, so that all commands give a trace the same verdict.
+    A short course can prove a leak, but not the absence of one. Every command that judges a trace
+    calls this function, so that all commands reach the same verdict.
     """
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"
@@ -290,59 +293,62 @@ STATE_VERDICTS: Final = {
     LeakState.STABLE: LeakVerdict.NO_LEAK,
     LeakState.UNSETTLED: LeakVerdict.NO_LEAK,
 }
-"""The verdict on a single state without a course; CANNOT_TELL for any other state."""
+"""The verdict on a single state without a course; for any other state it is CANNOT_TELL."""
 
 
 SET_BACK_STEP_SECONDS: Final = 5.0
-"""The assumed interval if the clock was set back between two samples."""
+"""The interval that is assumed if the clock was set back between two samples."""
 
 STATE_METRICS: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 
 LONGEST_STEP_SECONDS: Final = 300.0
-"""The longest sampling interval that can be set; a longer interval is a gap in the trace."""
+"""The longest configurable sampling interval; a longer interval is a gap in the trace."""
 
 
 class LeakReplay:
     """The detector's verdicts on every GPU and host role of a trace.
 
-    `reported_bytes` is the operator's figure for the memory that the engine uses on each GPU.
+    `reported_bytes` is the operator's figure for the engine's memory on each GPU.
     """
 
     def __init__(self, *, reported_bytes: int | None = None) -> None:
         self._reported_bytes = reported_bytes
         self.samples = 0
         self.span = (0.0, 0.0)
-        """First and last time of the trace; the last one may be earlier if the clock was set back.
+        """The times of the first and the last sample; the last may be earlier if the clock was set
+        back.
         """
 
         self.engine = EngineMemory()
-        """State of the engine's runs at the newest sample."""
+        """The state of the engine's runs at the newest sample."""
 
         self.events: list[Ending] = []
         """The engine's exits and stalls."""
 
         self.memory: HostMemory | None = None
-        """The fullest reading of the host memory; None before any reading."""
+        """The reading with the highest host memory usage; None until the first reading."""
 
         self.residues: dict[tuple[str, str], dict[float, float]] = {}
-        """The bytes in use during a sleep, by the GPU's labels and the start of the sleep."""
+        """The bytes in use during each sleep, by the GPU's labels and the start of the sleep."""
 
         self.stranded: dict[tuple[str, str], float] = {}
-        """The highest share of a KV cache that no request held, by the engine's labels."""
+        """The highest share of a KV cache that was held without any request, by the engine's
+        labels.
+        """
 
         self.leak_memory: LeakMemory = LEAK.initial
         """The detector's state after the newest sample."""
 
         self.leak_samples: tuple[Sample, ...] = ()
-        """The detector's samples of the page at the newest sample."""
+        """The samples that the detector would export at the newest sample."""
 
         self._now_seconds = 0.0
         self._shift_seconds = 0.0
-        """The seconds that are added to the trace's time, so that the time never goes back."""
+        """The seconds to add to the trace's time, so that it never goes backwards."""
 
         self._shared_uuids: frozenset[str] = frozenset()
-        """The GPUs of the newest sample on which memory of other processes cannot be distinguished
-        from the engine's.
+        """The GPUs of the newest sample on which the engine's memory cannot be told apart from that
+        of other processes.
         """
 
         self._gpu_indices: dict[str, int] = {}
@@ -350,36 +356,35 @@ class LeakReplay:
 
     @property
     def gpus(self) -> tuple[tuple[int, str, LeakCourse], ...]:
-        """Return index, UUID and course of each GPU, ordered by index."""
+        """Return the index, UUID and course of each GPU, ordered by index."""
         return tuple(
             sorted((index, uuid, self._courses[uuid]) for uuid, index in self._gpu_indices.items())
         )
 
     @property
     def host(self) -> tuple[tuple[Role, LeakCourse], ...]:
-        """Return the course of each role's resident memory."""
+        """Return the course of the resident memory of each role."""
         return tuple((role, self._courses[role]) for role in Role if role in self._courses)
 
     def course(self, series: str) -> LeakCourse:
         """Return the course of a GPU, by UUID, or of a host role.
 
-        The course is empty before the first sample of the series.
+        The course is empty until the first sample of the series.
         """
         return self._courses.get(series) or LeakCourse()
 
     def requests(self, series: str) -> float:
-        """Return how many requests finished in this run since the detector began with the series.
+        """Return the number of requests finished in this run since detection of the series began.
 
-        The number is 0 if the detector has not begun.
+        The number is 0 if detection has not begun.
         """
         track = self.leak_memory.gpus.get(series) or self.leak_memory.host.get(series)
         return 0.0 if track is None else track.work.requests
 
     def step(self, snapshot: Snapshot) -> Snapshot:
-        """Run a snapshot through the detector; return the snapshot with the engine's state.
+        """Run a snapshot through the detector, and return it with the engine's state added.
 
-        If the detector does not judge a series at this sample, the state of that series becomes
-        unknown.
+        The state of a series that the detector does not judge at this sample becomes unknown.
         """
         begin_seconds = self.span[0] if self.samples else snapshot.time_seconds
         self.span = (begin_seconds, snapshot.time_seconds)
@@ -395,7 +400,7 @@ class LeakReplay:
         )
         previous_memory = self.leak_memory
         self.leak_memory, self.leak_samples = answer(LEAK, previous_memory, snapshot)
-        # The code below overwrites the state of each series that the detector judges at this
+        # The loop below overwrites the state of each series that the detector judges at this
         # sample.
         for course in self._courses.values():
             course.state = LeakState.UNKNOWN
@@ -407,7 +412,7 @@ class LeakReplay:
         return snapshot
 
     def _note_status(self, snapshot: Snapshot) -> None:
-        """Note an exit or a hang, and the highest stranded share of each KV cache."""
+        """Record an exit or a hang, and the highest stranded share of each KV cache."""
         status = snapshot.engine_status
         if status is None:
             return
@@ -417,16 +422,16 @@ class LeakReplay:
             self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
 
     def _note_residue(self, sample: Sample) -> None:
-        """Store the bytes in use on a GPU during a sleep, once they are steady."""
+        """Record the bytes in use on a GPU during a sleep, once they are stable."""
         sleep = self.leak_memory.sleep
         if sleep.settled and sleep.since_seconds is not None:
             gpu, uuid = sample.labels
             self.residues.setdefault((gpu, uuid), {})[sleep.since_seconds] = sample.value
 
     def _steady_clock(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with a monotonic clock that only moves forward.
+        """Return the snapshot with a clock that only moves forward.
 
-        The clock of a trace is the wall clock, and if it was set back the detector would fail.
+        A trace contains the wall clock, and the detector would fail if that clock was set back.
         """
         now_seconds = snapshot.monotonic_seconds + self._shift_seconds
         if now_seconds < self._now_seconds:
@@ -438,7 +443,7 @@ class LeakReplay:
         return replace(snapshot, monotonic_seconds=now_seconds)
 
     def _follow_course(self, sample: Sample, previous_memory: LeakMemory) -> None:
-        """Append a leak state, and the figures for it, to the history of its series."""
+        """Append a leak state and its figures to the history of the series."""
         # A GPU's labels are index, UUID and state; a host role's labels are role and state.
         *gpu_index, series, state = sample.labels
         inside = None
@@ -455,9 +460,9 @@ class LeakReplay:
         course = self._courses.setdefault(series, LeakCourse())
         estimate = None
         has_restarted = False
-        if track is not None:  # there is no track before the engine has worked
+        if track is not None:  # there is no track until the engine has worked
             estimate = sharpen_track(track, asleep, inside).estimate
-            # The time of a track starts over with each run of the engine.
+            # The clock of a track starts from 0 with each run of the engine.
             now_seconds = track.clock.now_seconds
             has_restarted = (
                 previous_track is not None and now_seconds < previous_track.clock.now_seconds
@@ -465,22 +470,22 @@ class LeakReplay:
         moment = build_moment(self.span[1], estimate, find_location(estimate, inside))
         course.step(LeakState(state), moment, restarted=has_restarted)
         if course.state is LeakState.LEAKING:
-            # The probe measures only the engine's memory, so growth with a known location is the
-            # engine's.
+            # The probe measures only the engine's memory, so growth with a known location belongs
+            # to the engine.
             is_engines = series not in self._shared_uuids or moment.location is not None
             course.is_holder_known = is_engines
 
 
 def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:
-    """Return the fullest of two readings of the host memory; None if both are None.
+    """Return the reading with the higher host memory usage; None if both are None.
 
-    Use and limit come from one sample. If the basis of the limit changed, such as from the machine
-    to a cgroup, only the newest reading counts. Shared memory and the count of OOM kills are the
-    higher ones of both readings.
+    The usage and the limit are from the same sample. If the basis of the limit changed, for example
+    from the machine to a cgroup, only the newest reading counts. The shared memory and the number
+    of OOM kills are the higher ones of the two readings.
     """
     if newest is None or earlier is None:
         return newest or earlier
-    # Figures with different bases cannot be compared.
+    # Figures with different bases are not comparable.
     fullest = newest
     if newest.basis in (None, earlier.basis):
         fullest = max(earlier, newest, key=_rank_fullness)
@@ -499,7 +504,7 @@ def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMe
 
 
 def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
-    """Return a sort key: the share in use, then the bytes in use, for memory without a limit."""
+    """Return a sort key: the usage ratio, then the bytes in use, for memory without a limit."""
     used_bytes = memory.used_bytes or 0
     return used_bytes / (memory.limit_bytes or inf), used_bytes
 
@@ -507,9 +512,9 @@ def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
 def build_moment(
     seconds: float, estimate: Estimate | None, location: LeakLocation | None
 ) -> Moment:
-    """Return the detector's figures at a time; all figures are None without an estimate.
+    """Return the detector's figures at this time; all are None without an estimate.
 
-    Figures that are not finite are None too, because the page has no series for them.
+    Figures that are not finite are also None, because the page has no series for them.
     """
     if estimate is None:
         return Moment(seconds=seconds)
@@ -533,6 +538,6 @@ def _drop_infinite(value: float | None) -> float | None:
 
 
 def describe_span(samples: int, begin: float, end: float) -> str:
-    """Return a text with the number of samples, the length and both ends of a trace."""
+    """Describe a trace's number of samples, duration, start and end."""
     length = format_duration(end - begin)
     return f"{samples} samples over {length}, {format_instant(begin)} to {format_instant(end)}"

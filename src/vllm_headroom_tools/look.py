@@ -1,4 +1,4 @@
-"""One reading of the engine's page, the GPUs and the processes, with the daemon's readers."""
+"""A single reading of the engine's page, GPUs and processes, made with the daemon's readers."""
 
 import asyncio
 import time
@@ -26,17 +26,17 @@ from vllm_headroom_tools.bad_input import BadInput
 PROC: Final = Path("/proc")
 SYS: Final = Path("/sys")
 LOOK_SECONDS: Final = 6.0
-"""The limit for the GPUs and the page, read at the same time.
+"""The time limit for reading the GPUs and the page, which are read concurrently.
 
-The processes are read after these two, and all three must end within ten seconds.
+The processes are read afterwards, and all three must be done within ten seconds.
 """
 
 PROC_SECONDS: Final = 3.0
-"""The limit for the processes, which are read after the page."""
+"""The time limit for reading the processes, which are read after the page."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """The GPUs and processes of this machine, as read once."""
+    """A single reading of this machine's GPUs and processes."""
 
     readings: GpuReadings | Failure
     processes: ProcessReadings | Failure
@@ -46,7 +46,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 FIND_SECONDS: Final = 5.0
-"""The limit for finding all engines of this machine."""
+"""The time limit for finding all engines on this machine."""
 
 
 async def locate_engines(
@@ -55,7 +55,7 @@ async def locate_engines(
     container_logs: Path = CONTAINER_LOGS,
     pod_logs: Path = POD_LOGS,
 ) -> tuple[LocatedEngine, ...]:
-    """Return the engines of HEADROOM_ENGINES, found as the daemon does.
+    """Return the engines of HEADROOM_ENGINES, located in the same way as by the daemon.
 
     Raises BadInput if /proc cannot be read.
     """
@@ -79,7 +79,7 @@ async def locate_engines(
 
 
 async def fetch_once(reader: PageReader) -> str | Failure:
-    """Return the text of one page, or a Failure; close the reader."""
+    """Return the text of a page, or a Failure, and close the reader."""
     try:
         return await reader.fetch()
     finally:
@@ -87,9 +87,9 @@ async def fetch_once(reader: PageReader) -> str | Failure:
 
 
 async def fetch_engines(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
-    """Return the engines on one page, or a Failure; close the reader.
+    """Return the engines on a page, or a Failure, and close the reader.
 
-    Without a `profile`, the page itself shows which kind of engine wrote it.
+    Without a `profile`, the kind of engine is determined from the page itself.
     """
     text = await fetch_once(reader)
     return text if isinstance(text, Failure) else parse_engines(text, profile)
@@ -98,10 +98,10 @@ async def fetch_engines(reader: PageReader, profile: str | None = None) -> Engin
 async def survey_machine(
     settings: Settings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
 ) -> Machine:
-    """Read the GPUs and processes once, and attribute the GPUs to the engine like the daemon.
+    """Read the GPUs and processes once, and attribute the GPUs to the engine as the daemon does.
 
-    If a part cannot be read, the result has a Failure in its place. The processes are read after
-    `page`, because the page decides which of several engines is watched.
+    A part that cannot be read is replaced by a Failure in the result. The processes are read after
+    `page`, because the page determines which of several engines is watched.
     """
     gpu_reader = Gpus(
         monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys
@@ -115,7 +115,7 @@ async def survey_machine(
     )
 
     async def read_processes() -> ProcessReadings | Failure:
-        """Return the engine's processes, with its page's help; a Failure if they cannot be read."""
+        """Return the engine's processes, found with the help of its page, or a Failure."""
         return await process_reader.read(PROC_SECONDS, await page)
 
     try:
@@ -124,7 +124,7 @@ async def survey_machine(
     finally:
         await gpu_reader.close()
     gpus: tuple[Gpu, ...] = ()
-    # There is no earlier reading, so the attribution begins with an empty state.
+    # There is no earlier reading, so the attribution starts with an empty state.
     if not isinstance(readings, Failure):
         selection = Selection.of(settings.gpus)
         _, gpus = attribute(AttributionState(), readings, processes, selection)

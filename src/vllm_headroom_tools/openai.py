@@ -1,4 +1,4 @@
-"""JSON answers of servers with OpenAI's interface and of vLLM."""
+"""JSON responses of vLLM and other servers with an OpenAI-compatible API."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,19 +7,19 @@ from msgspec import Struct, json
 
 
 class ListedModel(Struct, frozen=True, kw_only=True):
-    """A model of the server."""
+    """A model that the server lists."""
 
     name: str
 
     max_tokens: int | None
-    """The longest context of a request, in tokens; None if the server does not report it."""
+    """The maximum context length of a request in tokens; None if the server does not report it."""
 
 
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object.
 
-    Return an empty one for any text that is not a JSON object. NaN is not JSON either, although
-    Python's parser would accept it.
+    Returns an empty object for any other text. NaN is rejected as invalid JSON, although Python's
+    parser would accept it.
     """
     try:
         answer = json.decode(text)
@@ -29,9 +29,9 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
 
 
 def parse_first_model(text: str | bytes | bytearray) -> ListedModel | None:
-    """Parse the first model in the answer to GET /v1/models.
+    """Parse the first model in the response to GET /v1/models.
 
-    Returns None if the answer lists no model, or if the first model has no name.
+    Returns None if the response lists no models, or if the first model has no name.
     """
     models = parse_object(text).get("data")
     if not isinstance(models, list) or not models:
@@ -49,15 +49,15 @@ def parse_first_model(text: str | bytes | bytearray) -> ListedModel | None:
 
 
 def parse_server_version(text: str) -> str | None:
-    """Parse the answer to GET /version, {"version": "0.11.2"}; None for any other answer."""
+    """Parse the response to GET /version, {"version": "0.11.2"}; None for any other response."""
     version = parse_object(text).get("version")
     return version if isinstance(version, str) else None
 
 
 def find_error(answer: Mapping[str, Any]) -> str | None:
-    """Return the whole error message in a JSON object; None if the object has none."""
+    """Return the full error message in a JSON object; None if it does not contain one."""
     error = answer.get("error")
-    # OpenAI's servers answer {"error": {"message": ...}}, vLLM's older ones {"message": ...}.
+    # OpenAI's servers return {"error": {"message": ...}}, older vLLM servers {"message": ...}.
     if isinstance(error, dict):
         error = error.get("message", error)
     if error is None:

@@ -1,4 +1,4 @@
-"""A recording with perf of the places where processes first use memory, in native code too."""
+"""Record with perf where processes first touch memory, including in native code."""
 
 import asyncio
 import contextlib
@@ -11,43 +11,42 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 FAULTS_PER_STACK: Final = 256
-"""perf records a stack at every 256th first use of a page, which means once per MiB for pages of
-4 KiB.
-"""
+"""perf records the stack of every 256th page fault, which is once per MiB with 4 KiB pages."""
 
 RECORD_COMMAND: Final = (
     f"record --quiet --event page-faults:u --count {FAULTS_PER_STACK}"
     " --call-graph dwarf,4096 --max-size 64M"
 )
-"""This command limits the file's size, so perf stops recording after some 15 GiB of new pages."""
+"""A command that limits the size of perf's file: perf stops recording after about 15 GiB of new
+pages.
+"""
 
 SCRIPT_COMMAND: Final = "script --no-inline --fields pid,ip,sym,dso"
 
 RECORDED_STATUSES: Final = (0, 130, -signal.SIGINT)
-"""perf's exit statuses if it has recorded: it ended without a signal, or an interrupt ended it."""
+"""perf's exit statuses after a successful recording: a normal exit, or an exit on an interrupt."""
 
 PERF_END_SECONDS: Final = 120.0
-"""The limit for perf to exit after an interrupt: it unwinds the stacks only then."""
+"""The time limit for perf to exit after an interrupt, which is when it unwinds the stacks."""
 
 MAX_STACKS: Final = 20
-"""The number of a process's stacks in the report: the stacks with the most faults."""
+"""The number of stacks per process in the report; these are the stacks with the most faults."""
 
 MAX_FRAMES: Final = 16
-"""The number of a stack's frames in the report: the frames nearest to the use of the page."""
+"""The number of frames per stack in the report; these are the frames closest to the page fault."""
 
 Faults = dict[int, list[dict[str, Any]]]
-"""The stacks that used most new pages, by pid.
+"""The stacks that touched the most new pages, by pid.
 
-A stack is `{"faults": pages, "stack": frames}`. The first frame is the one that used the page.
+A stack is `{"faults": pages, "stack": frames}`. The first frame is the one that touched the page.
 """
 
 
 async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[Faults, str | None]:
-    """Record for some seconds where the processes use new pages.
+    """Record where the processes touch new pages for `seconds`.
 
     Returns the faults and None, or no faults and the reason. If `pids` is None, nothing is
-    recorded, and there are neither faults nor a reason. If the call is cancelled, perf is killed
-    and its file removed.
+    recorded, and both are empty. If the call is cancelled, perf is killed and its file is removed.
     """
     if pids is None:
         return {}, None
@@ -61,17 +60,17 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
             file = f"{folder}/data"
             targets = ("--output", file, "--pid", ",".join(map(str, pids)))
             status, output = await _run(seconds, perf, *RECORD_COMMAND.split(), *targets)
-            # Interrupted by our own signal, perf ends with another status than 0.
+            # When perf is interrupted by our own signal, its exit status is not 0.
             if status not in RECORDED_STATUSES:
                 return {}, f"perf: {_find_problem(output) or f'status {status}'}"
             _, script = await _run(PERF_END_SECONDS, perf, *SCRIPT_COMMAND.split(), "--input", file)
             return count_faults(script), None
-    except OSError as error:  # TimeoutError is one, and has no strerror
+    except OSError as error:  # including TimeoutError, which has no strerror
         return {}, f"perf: {error.strerror or 'its record took too long to read'}"
 
 
 def _find_problem(output: str) -> str | None:
-    """Return the first line of perf's output that names a problem; None for empty output."""
+    """Return the first line of perf's output that describes a problem; None for empty output."""
     for line in output.splitlines():
         if line.strip() not in {"", "Error:"}:
             return line.strip()
@@ -79,19 +78,19 @@ def _find_problem(output: str) -> str | None:
 
 
 async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
-    """Run a program and interrupt it after this time; return its exit status and its output.
+    """Run a program, interrupt it after `seconds`, and return its exit status and output.
 
-    The output is the standard output or, if that is empty, the standard error. If the interrupt
-    does not end the program, it is killed, and TimeoutError is raised.
+    The output is standard output or, if that is empty, standard error. If the program does not exit
+    after the interrupt, it is killed and TimeoutError is raised.
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
-        # The second wait is for the exit that the interrupt after the first one causes.
+        # The first wait ends with an interrupt; the second is for the exit that it causes.
         for timeout_seconds in (seconds, PERF_END_SECONDS):
             with contextlib.suppress(TimeoutError):
                 out, err = await asyncio.wait_for(process.communicate(), timeout_seconds)
                 return process.returncode, (out or err).decode(errors="replace")
-            # An interrupt has perf write what it recorded, and end.
+            # On an interrupt, perf writes what it has recorded and exits.
             process.send_signal(signal.SIGINT)
         raise TimeoutError
     finally:
@@ -103,8 +102,8 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
 def count_faults(script: str) -> Faults:
     """Count the faults of each stack in the output of `perf script`.
 
-    The output has a paragraph for each sample: a line with the pid, then a line for each frame with
-    its address, symbol and file. Paragraphs of another form are skipped.
+    The output consists of one paragraph per sample: a line with the pid, then a line per frame with
+    the frame's address, symbol and file. Paragraphs in any other form are skipped.
     """
     counts: dict[int, Counter[tuple[str, ...]]] = {}
     for sample in script.split("\n\n"):
@@ -123,7 +122,7 @@ def _list_stacks(counts: Counter[tuple[str, ...]]) -> list[dict[str, Any]]:
 
 
 def _format_frame(frame: str) -> str:
-    """Return "symbol (file)" for a frame: without its address and without the file's folder."""
+    """Return a frame as "symbol (file)", without the address and the file's folder."""
     _address, _, location = frame.partition(" ")
     symbol, _, file = location.replace(" (deleted)", "").rpartition(" (")
     _folder, _, file_name = file.removesuffix(")").rpartition("/")

@@ -1,1 +1,1 @@
-"""The daemon over a simulated engine and GPU."""
+"""The daemon, run against a simulated engine and GPU."""

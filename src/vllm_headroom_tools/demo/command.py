@@ -1,4 +1,4 @@
-"""The command `demo`: its settings, and the daemon over a simulated engine and GPU."""
+"""The command `demo`, which runs the daemon against a simulated engine and GPU."""
 
 import sys
 from argparse import Namespace
@@ -20,9 +20,9 @@ MAX_SIMULATED_GPUS: Final = 64
 
 
 class DemoSettings(ModelSettings):
-    """The demo's own settings, and the daemon's settings that the simulation can use.
+    """The demo's own settings, and those of the daemon's settings that apply to a simulation.
 
-    The daemon's settings for a real engine or for Kubernetes' API server have no options here.
+    Settings that concern a real engine or the Kubernetes API server have no options in `demo`.
     """
 
     no_options: ClassVar = frozenset(
@@ -46,13 +46,13 @@ class DemoSettings(ModelSettings):
 
 
 def format_address(settings: DemoSettings) -> str:
-    """Return the address of the page as seen from this machine."""
+    """Return the address at which the page can be opened on this machine."""
     scheme = "http" if settings.web_config_file is None else "https"
     return f"{scheme}://localhost:{settings.listen_port}/"
 
 
 async def _run(arguments: Namespace) -> int:
-    """Run the daemon over the simulation until a signal; return its exit status."""
+    """Run the daemon against the simulation until a signal arrives; return the exit status."""
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - --help need not wait for a web server
     from vllm_headroom_tools.demo import fleet, run  # noqa: PLC0415 - the same
 
@@ -62,9 +62,9 @@ async def _run(arguments: Namespace) -> int:
     if gpu_count is None:
         gpu_count = 1
     else:
-        # The number is not the index of a GPU to watch: all simulated GPUs are watched.
+        # The value is a number of GPUs, not the index of a GPU to watch: all of them are watched.
         settings = settings.model_copy(update={"gpus": AUTO})
-    # A log collector does not need the line, and with port 0 the port is not known yet.
+    # The line is of no use to a log collector, and with port 0 the port is not known yet.
     if sys.stderr.isatty() and settings.listen_port:
         write_note(f"Open {format_address(settings)}")
     if settings.scenario == FLEET:
@@ -75,7 +75,7 @@ async def _run(arguments: Namespace) -> int:
 
 
 def _read_gpu_count(settings: DemoSettings) -> int | None:
-    """Return how many GPUs to simulate; None if --gpus is not a single number above 0."""
+    """Return the number of GPUs to simulate; None if --gpus is not a single number above 0."""
     gpus = settings.gpus
     if not isinstance(gpus, tuple) or len(gpus) != 1:
         return None

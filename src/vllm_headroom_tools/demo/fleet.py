@@ -31,13 +31,13 @@ FLEET_SCENARIOS: Final = (
     *(name for name in TABLE if name not in {"leak", "healthy"}),
     *["healthy"] * 11,
 )
-"""The scenario of each engine. Half of the engines are healthy."""
+"""The scenario of each engine; half of the engines are healthy."""
 
 TEAM_COUNT: Final = 3
-"""Our choice: how many namespaces the engines are in."""
+"""Our choice: the number of namespaces among which the engines are distributed."""
 
 MIN_SAMPLE_INTERVAL_SECONDS: Final = 30.0
-"""With this interval, the fleet needs a fifth of a processor core at 60 times the clock's speed."""
+"""At this interval, the fleet uses a fifth of a CPU core when it runs at 60 times real time."""
 
 _NAME_WITH_LABELS: Final = re.compile(r"^(\w+)\{", re.MULTILINE)
 _NAME_WITHOUT_LABELS: Final = re.compile(r"^(\w+) ", re.MULTILINE)
@@ -45,7 +45,7 @@ _UUID_PART: Final = re.compile("-0000(-[45]000-8000-)")
 
 
 class Fleet(app.Daemon):
-    """The daemon of the first engine, which also runs the others and serves the series of all."""
+    """The first engine's daemon, which also runs the other daemons and serves all their series."""
 
     def __init__(
         self,
@@ -70,17 +70,17 @@ class Fleet(app.Daemon):
         ]
 
     def build_handler(self, door: Door | None) -> Handler:
-        """Return the handler of all requests.
+        """Return the handler for all requests.
 
-        /metrics answers with the series of all engines. / and /snapshot.json answer as for a
-        sidecar that watches several engines, and every other path answers for the first engine.
+        /metrics serves the series of all engines. / and /snapshot.json respond as they do on a
+        sidecar that watches several engines. Every other path responds for the first engine.
         """
         first_handler = super().build_handler(door)
         handlers = (first_handler, *(other.build_handler(None) for other in self._others))
         page_request = Request(method="GET", path="/metrics", headers={})
 
         def answer(request: Request) -> Response:
-            """Return a page of the whole fleet; other pages are those of the first engine."""
+            """Return a page for the whole fleet or, for other paths, the first engine's page."""
             if request.method not in {"GET", "HEAD"}:
                 return first_handler(request)
             if request.path == "/":
@@ -95,7 +95,7 @@ class Fleet(app.Daemon):
         return answer
 
     def _build_fleet_view(self) -> NodeView:
-        """Return what the page and the document show now, with each engine under its pod's name."""
+        """Return the data for the page and the document, with each engine under its pod's name."""
         engines = []
         for place, daemon in enumerate((self, *self._others)):
             name = name_fleet_engine(place)
@@ -115,33 +115,32 @@ class Fleet(app.Daemon):
 
 
 HOST: Final = "the simulated fleet"
-"""The name of the engines' machine, as the page shows it."""
+"""The name that the page shows for the engines' machine."""
 
 
 def name_fleet_engine(place: int) -> EngineName:
-    """Return the name of the engine with an index in FLEET_SCENARIOS."""
+    """Return the name of the engine at this index in FLEET_SCENARIOS."""
     namespace = f"team-{place % TEAM_COUNT}"
     return EngineName(namespace=namespace, pod=f"vllm-{FLEET_SCENARIOS[place]}-{place}")
 
 
 UP_SERIES: Final = "# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n"
-"""The series that Prometheus itself adds for a target that it scrapes."""
+"""The series that Prometheus itself adds for each target that it scrapes."""
 
 
 def join_pages(pages: list[str]) -> str:
     """Return one page with the series of all engines, as Prometheus would store them.
 
-    Each series gets the labels of its engine's pod, and each engine gets a series `up`.
+    Each series gets the labels of its engine's pod, and a series `up` is added for each engine.
     """
     families: dict[str, list[str]] = {}
     for place, page in enumerate(pages):
         name = name_fleet_engine(place)
         labels = f'namespace="{name.namespace}",pod="{name.pod}",instance="{name.pod}:9839"'
-        # All simulations have the same UUIDs, and Prometheus would take equal UUIDs for shared
-        # GPUs.
+        # All simulations use the same UUIDs, and equal UUIDs would look like shared GPUs.
         unique_page = _UUID_PART.sub(rf"-{place:04}\1", page + UP_SERIES)
         for family in unique_page.split("# HELP ")[1:]:
-            # A family may appear only once on a page, so one header has the series of all engines.
+            # A family may appear only once per page, so all engines' series go under one header.
             help_line, type_line, series = family.split("\n", 2)
             series = _NAME_WITH_LABELS.sub(rf"\1{{{labels},", series)
             series = _NAME_WITHOUT_LABELS.sub(rf"\1{{{labels}}} ", series)
@@ -151,14 +150,14 @@ def join_pages(pages: list[str]) -> str:
 
 
 async def run(settings: ModelSettings, *, speed: float, gpus: int) -> int:
-    """Run the fleet until a signal, each engine on `gpus` GPUs; return the exit status."""
+    """Run the fleet, each engine on `gpus` GPUs, until a signal arrives; return the exit status."""
     log.warning(SIMULATED, scenario="fleet", speed=speed)
     clock = ScaledClock(speed)
     interval_seconds = max(MIN_SAMPLE_INTERVAL_SECONDS, settings.sample_interval_seconds)
     settings = settings.model_copy(
         update={
             "sample_interval_seconds": interval_seconds,
-            # These files belong to a single engine.
+            # These files can hold the data of only one engine.
             "state_dir": None,
             "trace_file": None,
         }

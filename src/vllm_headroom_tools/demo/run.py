@@ -1,4 +1,4 @@
-"""The daemon over a simulated world whose clock runs faster."""
+"""The daemon, run against a simulated world whose clock runs faster than real time."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -62,8 +62,8 @@ PAGE_REFUSED: Final = Failure(
 class Simulated:
     """A source for the daemon that reads the simulated world.
 
-    `now` advances the world to the present and returns it. `epoch_seconds` is when the demo began,
-    in seconds since the epoch.
+    `now` advances the world to the current time and returns it. `epoch_seconds` is the demo's start
+    time in seconds since the epoch.
     """
 
     def __init__(self, now: Callable[[], World], epoch_seconds: float = 0.0) -> None:
@@ -79,7 +79,7 @@ class SimulatedEngine(Simulated):
     """The engine's page."""
 
     async def fetch(self) -> str | Failure:
-        """Return the page; a Failure while the engine is down or loading."""
+        """Return the page, or a Failure while the engine is down or loading."""
         world = self._now()
         if not world.is_serving:
             return ENGINE_DOWN
@@ -89,7 +89,7 @@ class SimulatedEngine(Simulated):
 
 
 def render_engine_page(engine: SimulatedRun, epoch_seconds: float) -> str:
-    """Return the page that the engine exports, as Prometheus text."""
+    """Return the engine's page in the Prometheus text format."""
     figures = {
         "num_requests_running": engine.running,
         "num_requests_waiting": engine.waiting,
@@ -120,7 +120,7 @@ RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
     (Role.ENGINE_CORE, 2_410),
     (Role.WORKER, 5_560),
 )
-"""The engine's processes, by rising pid, with their resident memory when serving begins."""
+"""The engine's processes by ascending pid, with their resident memory when serving begins."""
 
 FIRST_NEIGHBOUR_PID: Final = 90_000
 """Neighbours have higher pids than any process of the engine."""
@@ -129,9 +129,10 @@ IDLE_WATTS: Final = 70.0
 
 
 class SimulatedGpus(Simulated):
-    """The simulated GPUs: the engine uses `count` GPUs, which are alike.
+    """The simulated GPUs; the engine uses `count` identical GPUs.
 
-    In the scenario with MIG, the GPUs are two instances of one GPU, and the engine uses the first.
+    In the MIG scenario, the devices are two instances of one GPU, and the engine uses the first
+    one.
     """
 
     def __init__(self, now: Callable[[], World], count: int = 1) -> None:
@@ -142,12 +143,12 @@ class SimulatedGpus(Simulated):
         self,
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
     ) -> GpuReadings:
-        """Return one reading of each GPU, or of both MIG instances: the second one is empty."""
+        """Return a reading of each GPU, or of both MIG instances, of which the second is empty."""
         world = self._look()
         used_bytes = world.used_bytes
         power_watts = IDLE_WATTS
         if world.active_requests:
-            # A busy GPU draws 300 W, and up to 680 W with the most requests.
+            # A busy GPU draws 300 W, rising to 680 W at the maximum number of requests.
             power_watts += 230.0 + 380.0 * min(1.0, world.active_requests / MAX_RUNNING)
         free_bytes = TOTAL_BYTES - RESERVED_BYTES
         memory = GpuMemory(
@@ -184,7 +185,7 @@ class SimulatedGpus(Simulated):
         self,
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
     ) -> Mapping[str, int]:
-        """Return the memory in use by UUID, which also counts for the peak of the last 60 s."""
+        """Return the memory in use by UUID, and include it in the peak of the last 60 s."""
         world = self._look()
         return dict.fromkeys(self._list_uuids(world), world.used_bytes)
 
@@ -195,7 +196,7 @@ class SimulatedGpus(Simulated):
         return [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
 
     def _look(self) -> World:
-        """Return the present world, and note the memory in use for the peak."""
+        """Return the world at the current time, and add its memory in use to the peak."""
         world = self._now()
         self._peak.add(world.seconds, world.used_bytes)
         return world
@@ -209,11 +210,11 @@ class SimulatedProcesses(Simulated):
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
         page: object = None,  # noqa: ARG002 - the world knows its engine
     ) -> ProcessReadings:
-        """Return the engine's processes, none while the engine is down, and all visible pids."""
+        """Return all visible pids, and the engine's processes unless the engine is down."""
         world = self._now()
         engine = world.engine
         served_seconds = max(0.0, world.seconds - engine.serving_seconds)
-        # Resident memory of a healthy engine grows at first too, but more and more slowly.
+        # A healthy engine's resident memory also grows at first, but ever more slowly.
         grown_mib = 45.0 * (1.0 - exp(-served_seconds / 900.0))
         processes = tuple(
             EngineProcess(
@@ -243,7 +244,7 @@ class SimulatedProcesses(Simulated):
 
 
 def _build_cgroup(world: World, used_bytes: int) -> Cgroup:
-    """Return the engine's container: its limit, and the memory that its processes use."""
+    """Return the engine's container: its limit and its processes' memory."""
     return Cgroup(
         identity="simulated",
         used_bytes=used_bytes,
@@ -267,7 +268,7 @@ def _count_resident_bytes(world: World, role: Role, healthy_mib: float) -> int:
 
 
 def _list_gpu_processes(world: World) -> list[GpuProcess]:
-    """Return the processes on the GPU: the engine's worker and the neighbour, while they exist."""
+    """Return the processes on the GPU: the engine's worker and the neighbour, if they exist."""
     processes = []
     if world.has_processes:
         worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
@@ -304,7 +305,7 @@ class ScaledClock(SystemClock):
         return self._ahead_seconds + self.monotonic()
 
     def monotonic(self) -> float:
-        """Return simulated seconds since an arbitrary time, which never go back."""
+        """Return simulated seconds since an arbitrary time; they never decrease."""
         return self._began_seconds + (time.monotonic() - self._began_seconds) * self.speed
 
 
@@ -313,9 +314,9 @@ SIMULATED: Final = "everything here is simulated, no GPU and no vLLM is read"
 
 
 def bind_world(world: World, clock: Clock) -> Callable[[], World]:
-    """Return a function that advances the world to the present and returns it.
+    """Return a function that advances the world to the current time and returns it.
 
-    The world's time begins with this call.
+    The world's time starts at this call.
     """
     began = clock.monotonic()
 
@@ -329,7 +330,7 @@ def bind_world(world: World, clock: Clock) -> Callable[[], World]:
 def build_parts(
     scenario: Scenario, clock: Clock, speed: float, gpus: int = 1, seed: int = 0
 ) -> Parts:
-    """Build the daemon's sources over a scenario that begins now, on `gpus` GPUs."""
+    """Build the daemon's sources for a scenario that begins now, on `gpus` GPUs."""
     epoch_seconds = clock.time()
     now = bind_world(World(scenario, seed), clock)
     return Parts(
@@ -343,7 +344,7 @@ def build_parts(
 
 
 async def run(settings: ModelSettings, *, scenario: Scenario, speed: float, gpus: int) -> int:
-    """Run the daemon over a scenario on `gpus` GPUs until a signal; return the exit status."""
+    """Run a scenario on `gpus` GPUs until a signal arrives; return the daemon's exit status."""
     log.warning(SIMULATED, scenario=scenario.name, speed=speed)
     parts = build_parts(scenario, ScaledClock(speed), speed, gpus)
     return await app.run(parts, settings, settings.model_reader)

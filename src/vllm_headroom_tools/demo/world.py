@@ -9,23 +9,24 @@ from msgspec import Struct
 from vllm_headroom.units import DAY_SECONDS, GIB, MIB
 
 Bounds = tuple[float, float]
-"""A lower and an upper bound; the value is drawn evenly from the range between them."""
+"""A lower and an upper bound; values are drawn uniformly from the range between them."""
 
 
 class Visits(Struct, frozen=True):
-    """The repeated coming and going of something: a burst of load, a neighbour or a hang."""
+    """A recurring event: a burst of load, a neighbour, a hang or a sleep."""
 
     pause_seconds: Bounds
-    """The time from the end of one visit to the beginning of the next."""
+    """The time between the end of one visit and the start of the next."""
 
     stay_seconds: Bounds
 
     size: Bounds = (1.0, 1.0)
-    """A burst's factor on the load, or a neighbour's bytes on the GPU."""
+    """The factor by which a burst multiplies the load, or the GPU memory of a neighbour in bytes.
+    """
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """The events of a simulation besides healthy serving."""
+    """The events that occur in a simulation in addition to healthy serving."""
 
     name: str
     leak_bytes_per_request: float = 0.0
@@ -33,51 +34,52 @@ class Scenario(Struct, frozen=True, kw_only=True):
     neighbours: Visits | None = None
 
     restart_after_seconds: Bounds | None = None
-    """The time from serving to the engine's exit.
+    """The time from the start of serving to the engine's exit.
 
-    The field is None if the engine exits only when memory runs out.
+    None if the engine exits only when memory runs out.
     """
 
     loading_seconds: Bounds = (40.0, 70.0)
 
     is_cold: bool = False
-    """Whether the engine starts with the demo; otherwise it has already served for an hour."""
+    """Whether the engine starts together with the demo, instead of having served for an hour
+    already.
+    """
 
     hangs: Visits | None = None
-    """The times at which the engine hangs; during a hang it takes no step, and its page does not
+    """The hangs of the engine; during a hang, the engine takes no steps and its page does not
     change.
     """
 
     sleeps: Visits | None = None
 
     has_mig: bool = False
-    """Whether the engine has the first of two MIG instances."""
+    """Whether the engine runs on the first of two MIG instances."""
 
     excess_mib: int = 0
     """GPU memory that the engine takes beyond its budget after its first finished request."""
 
     excess_after_seconds: float = -inf
-    """The engine stays within its budget for this long after the beginning of the demo."""
+    """The time after the start of the demo during which the engine stays within its budget."""
 
     host_leak_bytes_per_request: float = 0.0
 
     offloaded_bytes_per_request: float = 0.0
-    """The host memory of the configured offload that each request fills."""
+    """The host memory that each request fills in the configured KV cache offload."""
 
     strands_after_seconds: float = inf
-    """From this long after the beginning of the demo, requests are aborted without freeing their
-    cache.
+    """The time after the start of the demo from which aborted requests do not free their KV cache.
     """
 
     page_fails_after_seconds: float = inf
-    """From this long after the beginning of the demo, the engine's page answers with an error."""
+    """The time after the start of the demo from which the engine's page responds with an error."""
 
 
 TABLE: Final[dict[str, Scenario]] = {
     scenario.name: scenario
     for scenario in (
         Scenario(name="healthy"),
-        # 12.8 MB per 1,000 requests: the rate in the post-mortem this project began with.
+        # 12.8 MB per 1,000 requests is the rate in the post-mortem with which this project began.
         Scenario(name="leak", leak_bytes_per_request=12_800.0),
         Scenario(name="burst", bursts=Visits((1_200.0, 2_400.0), (20.0, 45.0), (4.0, 6.0))),
         Scenario(
@@ -98,9 +100,9 @@ TABLE: Final[dict[str, Scenario]] = {
         # 5.9 % of the budget; a public report found 4.4 to 5.4 % on 16 engines.
         Scenario(name="over-budget", excess_mib=4_400),
         Scenario(name="low-memory", excess_mib=5_450, excess_after_seconds=600.0),
-        # At 10 requests a second this is 16 MB a second.
+        # At 10 requests per second, this is 16 MB per second.
         Scenario(name="host-leak", host_leak_bytes_per_request=1_600_000.0),
-        # At this rate the offload grows by 4 MB per second, and is full in less than two hours.
+        # At this rate, the offload grows by 4 MB per second and is full in less than two hours.
         Scenario(name="filling", offloaded_bytes_per_request=400_000.0),
         Scenario(name="stranded", strands_after_seconds=600.0),
         Scenario(name="blind", page_fails_after_seconds=600.0),
@@ -109,18 +111,18 @@ TABLE: Final[dict[str, Scenario]] = {
 
 
 def make_random(seed: int, purpose: str) -> Random:
-    """Return a generator for one purpose.
+    """Return a random number generator for one purpose.
 
-    With one generator per purpose, an additional draw for one purpose does not change the draws for
-    others.
+    With a separate generator per purpose, an additional draw for one purpose does not change the
+    draws for the others.
     """
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
 
 def draw_poisson(random: Random, mean: float) -> int:
-    """Return a random count of events with this mean, by Knuth's product of draws.
+    """Return a Poisson-distributed count with this mean, by Knuth's algorithm.
 
-    The mean has to be below 700, because exp(-mean) would be 0 beyond that.
+    The mean must be below 700, because exp(-mean) becomes 0 above that.
     """
     limit = exp(-mean)
     product = random.random()
@@ -132,10 +134,10 @@ def draw_poisson(random: Random, mean: float) -> int:
 
 
 class Drift:
-    """A value that wanders around 0: a first-order autoregressive process with one step per second.
+    """A value that drifts around 0: a first-order autoregressive process with one step per second.
 
-    `deviation` is the value's standard deviation; `memory_seconds` is the time constant with which
-    the value returns to 0.
+    `deviation` is the standard deviation of the value; `memory_seconds` is the time constant with
+    which the value returns to 0.
     """
 
     def __init__(self, random: Random, *, deviation: float, memory_seconds: float) -> None:
@@ -145,13 +147,13 @@ class Drift:
         self._value = 0.0
 
     def step(self) -> float:
-        """Advance by a second and return the value."""
+        """Advance by one second and return the value."""
         self._value = self._persistence * self._value + self._random.gauss(0.0, self._shock)
         return self._value
 
 
 class Recurring:
-    """Something that comes, stays and goes repeatedly; never, if `visits` is None.
+    """Something that arrives, stays and leaves repeatedly, or never if `visits` is None.
 
     `number` counts the visits from 1. `size`, `came_seconds` and `leaves_seconds` describe the
     newest visit, which may still be in the future.
@@ -167,7 +169,7 @@ class Recurring:
         self._visits = visits
 
     def advance(self, seconds: float) -> None:
-        """Move on to a time, not earlier than the last; once a visit is over, plan the next."""
+        """Advance to a time, which must not be in the past; when a visit is over, plan the next."""
         self._seconds = seconds
         if self._visits is None:
             return
@@ -181,34 +183,33 @@ class Recurring:
 
     @property
     def is_here(self) -> bool:
-        """Return whether a visit is going on."""
+        """Return whether a visit is in progress."""
         return self.came_seconds <= self._seconds < self.leaves_seconds
 
 
 REQUESTS_PER_SECOND: Final = 10.0
-"""The ordinary load."""
+"""The normal load."""
 
 MAX_RUNNING: Final = 256
 """vLLM's max_num_seqs."""
 
 BLOCK_TOKENS: Final = 16
 KV_BLOCKS: Final = 28_849
-"""The blocks of the KV cache, of 2 MiB each (an 8B model, 128 KiB per token).
+"""The number of KV cache blocks, of 2 MiB each (an 8B model, 128 KiB per token).
 
-This many blocks fit into the budget beside the weights, graphs and activations.
+This many blocks fit in the budget alongside the weights, graphs and activations.
 """
 
 CAPACITY_TOKENS: Final = KV_BLOCKS * BLOCK_TOKENS
 PROMPT_TOKENS: Final = 1_550
 GENERATED_TOKENS: Final = 400
 MEAN_REQUEST_TOKENS: Final = PROMPT_TOKENS + GENERATED_TOKENS // 2
-"""Tokens that a running request holds on average; 256 such requests almost fill the cache."""
+"""The average number of tokens of a running request; 256 such requests almost fill the cache."""
 
 SMALL_SEGMENT_MIB: Final = 2
 LARGE_SEGMENT_MIB: Final = 20
 ACTIVATIONS_MIB: Final = 1_400
-"""The memory that vLLM's profile run reserves for activations; the allocator takes no more later.
-"""
+"""The memory that vLLM's profile run reserves for activations; the allocator never exceeds it."""
 
 WEIGHTS_MIB: Final = 15_316
 """An 8B model in 16 bits."""
@@ -216,20 +217,18 @@ WEIGHTS_MIB: Final = 15_316
 KV_MIB: Final = 2 * KV_BLOCKS
 GRAPHS_MIB: Final = 620
 BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
-"""gpu_memory_utilization 0.92 of 81,559 MiB. The KV cache gets what the other parts leave."""
+"""gpu_memory_utilization 0.92 of 81,559 MiB; the KV cache gets the remainder of this budget."""
 
 OUTSIDE_MIB: Final = 560 + 220
-"""The memory of the CUDA context and NCCL, which vLLM's budget does not count.
+"""The memory of the CUDA context and NCCL, which vLLM's budget does not include.
 
-The context and NCCL take that memory before vLLM measures the free memory.
+It is already allocated when vLLM measures the free memory.
 """
 
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
 MAX_USED_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
-"""If more than this is in use, the next allocation fails, because it is larger than the free
-memory.
-"""
+"""Above this amount in use, the next allocation fails, because it exceeds the free memory."""
 
 HOST_LIMIT_BYTES: Final = 64 * GIB
 """The memory limit of the engine's container, in scenarios with a limit."""
@@ -239,20 +238,20 @@ OFFLOAD_GIB: Final = 24
 
 MAX_LEAKED_HOST_BYTES: Final = HOST_LIMIT_BYTES - 10 * GIB
 """If more host memory than this has leaked, the kernel kills the engine core, because the processes
-take the rest of the limit.
+need the rest of the limit.
 """
 
 WARM_SECONDS: Final = 3_600
-"""The engine has served this long when the demo begins."""
+"""The time for which the engine has been serving when the demo begins."""
 
 NEIGHBOUR_CONTEXT_MIB: Final = 450
 
 
 class SimulatedRun:
-    """One run of the engine, from its start to its exit: its queue, its counters and its memory.
+    """One run of the engine, from start to exit: its queue, counters and memory.
 
-    Times are seconds since the demo began, and `number` counts runs from 0. The pid of the API
-    server is `first_pid`; the engine core and the worker have the next two pids.
+    Times are in seconds since the demo began, and `number` counts the runs from 0. `first_pid` is
+    the API server's pid; the engine core and the worker have the next two pids.
     """
 
     def __init__(
@@ -286,7 +285,7 @@ class SimulatedRun:
         self.prefix_hits_total = 0
         self._stranded_tokens = 0.0
         self._preempted = 0
-        """The number of preempted requests among the waiting ones; their prompts are already
+        """The number of waiting requests that were preempted; their prompts have already been
         counted.
         """
 
@@ -296,7 +295,7 @@ class SimulatedRun:
         self._tokens_per_request = float(MEAN_REQUEST_TOKENS)
 
     def sleep(self, *, asleep: bool) -> None:
-        """Go to sleep, wake up, or change nothing; vLLM ends all requests before it sleeps."""
+        """Go to sleep or wake up, as needed; vLLM ends all requests before it sleeps."""
         if asleep and not self.is_asleep:
             self.running = 0
             self.waiting = 0
@@ -318,10 +317,10 @@ class SimulatedRun:
         host_leak_bytes_per_request: float = 0.0,
         offloaded_bytes_per_request: float = 0.0,
     ) -> None:
-        """Serve for one second, in which `arrived` requests arrive; refuse them during sleep."""
+        """Serve for one second in which `arrived` requests arrive; during sleep, refuse them."""
         if self.is_asleep:
             return
-        # 8 s at the 80 running requests of ordinary load
+        # 8 s at the normal load of 80 running requests
         latency_seconds = 6.4 * (1.0 + self.running / 320.0)
         finished = min(self.running, draw_poisson(self._random, self.running / latency_seconds))
         self.generation_tokens_total += int(self.running * GENERATED_TOKENS / latency_seconds)
@@ -334,8 +333,8 @@ class SimulatedRun:
         self.offloaded_bytes = min(offloaded_bytes, OFFLOAD_GIB * GIB)
         self.running -= finished
         self.waiting += arrived
-        # The scheduler admits requests into 98 % of the cache, by the requests' present size. If
-        # the requests grow beyond the cache, the code below preempts some.
+        # The scheduler fills up to 98 % of the cache, based on the current size of the requests. If
+        # the requests outgrow the cache, the code below preempts some of them.
         fitting = int(0.98 * CAPACITY_TOKENS / self._tokens_per_request)
         free_places = min(fitting, MAX_RUNNING) - self.running
         admitted = max(0, min(self.waiting, free_places))
@@ -358,26 +357,27 @@ class SimulatedRun:
         self._max_running = max(self._max_running, self.running)
 
     def count_gpu_bytes(self, seconds: float) -> int:
-        """Return the bytes that the worker holds on the GPU at a time; 0 before the worker's start.
+        """Return the worker's GPU memory at this time in bytes; 0 before the worker starts.
 
-        Even a healthy engine continues to take memory that it never frees. The model is PyTorch's
-        caching allocator (c10/core/AllocatorConfig.h: segments of 2 MiB and 20 MiB) with lazily
-        loaded kernels. The chance that the n-th request is the first to need something falls as
-        1/n. Therefore this growth fades, but a leak's growth does not.
+        Even a healthy engine keeps taking memory that it never frees. This is modelled on PyTorch's
+        caching allocator (c10/core/AllocatorConfig.h: segments of 2 MiB and 20 MiB) and lazily
+        loaded kernels. The probability that the n-th request is the first to need something falls
+        as 1/n, so this growth fades, unlike that of a leak.
         """
         if seconds < self.started_seconds:
             return 0
         if seconds < self.serving_seconds:
             loading_seconds = self.serving_seconds - self.started_seconds
             done_ratio = (seconds - self.started_seconds) / loading_seconds
-            # The weights are loaded in the first 70 %; KV cache and graphs come at the end.
+            # The first 70 % of the start loads the weights; the KV cache and graphs follow at the
+            # end.
             weights_mib = WEIGHTS_MIB * min(1.0, done_ratio / 0.7)
             loaded_mib = round_to_segments(weights_mib, SMALL_SEGMENT_MIB)
             return (OUTSIDE_MIB + loaded_mib) * MIB
         if self.is_asleep:
             return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
         first_uses_mib = round_to_segments(40.0 * log1p(self.finished_total), LARGE_SEGMENT_MIB)
-        # Scratch memory grows with the largest batch so far, and is never freed.
+        # Scratch memory grows with the largest batch so far and is never freed.
         scratch_mib = round_to_segments(2.0 * self._max_running, LARGE_SEGMENT_MIB)
         activations_mib = min(first_uses_mib + scratch_mib, ACTIVATIONS_MIB)
         leaked_mib = round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)
@@ -388,7 +388,7 @@ class SimulatedRun:
 
 
 def round_to_segments(mib: float, segment_mib: int) -> int:
-    """Return `mib` rounded up to whole segments, in MiB."""
+    """Return `mib` rounded up to a multiple of the segment size."""
     return ceil(mib / segment_mib) * segment_mib
 
 
@@ -396,7 +396,7 @@ class World:
     """The simulated GPU and its engine; they depend only on the scenario, the seed and the time.
 
     `seconds` is the time since the demo began, in whole seconds. `active_requests` is the number of
-    requests that the GPU works on: 0 during a hang.
+    requests that the GPU is processing, which is 0 during a hang.
     """
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
@@ -426,7 +426,7 @@ class World:
         self.advance(0.0)
 
     def advance(self, seconds: float) -> None:
-        """Advance the world to a time, second by second; a past time changes nothing."""
+        """Advance the world to this time, second by second; a time in the past changes nothing."""
         while self.seconds + 1 <= seconds:
             self._step()
 
@@ -437,7 +437,7 @@ class World:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether the engine answers."""
+        """Return whether the engine is serving requests."""
         return self.seconds >= self.engine.serving_seconds
 
     @property
@@ -452,7 +452,7 @@ class World:
 
     @property
     def neighbour_bytes(self) -> int:
-        """Return a neighbour's GPU memory, which grows in the first fifth of its stay; or 0."""
+        """Return the neighbour's GPU memory, which grows in the first fifth of its stay, or 0."""
         visit = self.neighbours
         if not visit.is_here:
             return 0
@@ -464,9 +464,9 @@ class World:
 
     @property
     def used_bytes(self) -> int:
-        """Return the GPU memory in use, without the memory that the driver reserves.
+        """Return the GPU memory in use, excluding the memory that the driver reserves.
 
-        On a data-centre GPU, 20 MiB of the memory in use belong to no process.
+        On a data-centre GPU, 20 MiB of the memory in use does not belong to any process.
         """
         return 20 * MIB + self.engine_bytes + self.neighbour_bytes
 
@@ -483,7 +483,7 @@ class World:
             arrived = 0
         hangs = self._hangs.is_here
         if self.is_serving and not hangs:
-            # The hour before the demo is healthy, so that a leak begins with the demo.
+            # The hour before the demo is healthy, so that a leak starts when the demo starts.
             if self.seconds > 0:
                 self.engine.step(
                     arrived,
@@ -505,7 +505,7 @@ class World:
             )
 
     def _draw_arrivals(self) -> int:
-        """Return how many requests arrive in this second: a mild daily wave, drift and bursts."""
+        """Return the number of arrivals in this second: a mild daily cycle, drift and bursts."""
         wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - 10_800.0) / DAY_SECONDS)
         factor = self._bursts.size if self._bursts.is_here else 1.0
         rate = REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step())
@@ -514,7 +514,7 @@ class World:
     def _start_engine(
         self, number: int, started_seconds: float, serving_seconds: float
     ) -> SimulatedRun:
-        """Return the next run of the engine, and draw the time of that run's exit."""
+        """Start the engine's next run, draw the time of its exit, and return the run."""
         self._exits_at_seconds = inf
         if self._scenario.restart_after_seconds is not None:
             run_seconds = self._fate.uniform(*self._scenario.restart_after_seconds)

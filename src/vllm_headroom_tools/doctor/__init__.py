@@ -1,1 +1,1 @@
-"""What the daemon can see from here, what is missing, and the line that fixes it."""
+"""What the daemon can see on this machine, what is missing, and how to fix it."""

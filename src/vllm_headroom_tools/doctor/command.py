@@ -1,4 +1,4 @@
-"""The command `doctor`, which makes all checks at once."""
+"""The command `doctor`, which runs all checks at once."""
 
 import asyncio
 import os
@@ -33,19 +33,20 @@ MARKS: Final = {
 }
 VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
 INDENT: Final = " " * 9
-"""The indent is as wide as the mark, so that the lines below a check begin under its name."""
+"""The indent has the width of the mark, so that the lines below a check are aligned with its name.
+"""
 
 LOG_SECONDS: Final = 4.0
-"""The time for reading the engine's log; the API server may take seconds."""
+"""The time limit for reading the engine's log; the Kubernetes API server may take seconds."""
 
 PROBE_SECONDS: Final = 2.0
-"""The time for reading the probe's files."""
+"""The time limit for reading the probe's files."""
 
 
 def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the words in a fix's `where` that match the place in which this process runs.
+    """Return the words in a fix's `where` that match the environment of this process.
 
-    The place is a pod, a container or a machine.
+    The environment is a pod, a container or a machine.
     """
     if "KUBERNETES_SERVICE_HOST" in environ:
         return ("pod",)
@@ -56,8 +57,8 @@ def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str,
 def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ...] = ()) -> Report:
     """Return the report on the checks, which are keyed by name.
 
-    `place` has words for the place in which this process runs; fixes whose `where` has one of these
-    words come first. The exit status is 1 if anything is missing or unknown.
+    `place` contains words for the environment of this process; fixes whose `where` contains one of
+    these words come first. The exit status is 1 if anything is missing or unknown.
     """
 
     def is_elsewhere(fix: Fix) -> bool:
@@ -68,7 +69,7 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
         name: replace(check, fixes=tuple(sorted(check.fixes, key=is_elsewhere)))
         for name, check in checks.items()
     }
-    # MISSING comes first, because what is UNKNOWN may exist.
+    # MISSING comes first, because something UNKNOWN may be fine.
     findings = [_build_finding(name, check) for name, check in sorted_checks.items()]
     states = [check.state for check in sorted_checks.values()]
     missing_count = states.count(Status.MISSING)
@@ -92,7 +93,7 @@ def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ..
 
 
 def _build_finding(name: str, check: Check) -> Finding:
-    """Return a check as a finding, with one line for each line of the check's fixes."""
+    """Return a check as a finding that contains every line of the check's fixes."""
     lines: list[str] = []
     for fix in check.fixes:
         lines += [f"{fix.where}: {line}" for line in fix.lines]
@@ -100,8 +101,8 @@ def _build_finding(name: str, check: Check) -> Finding:
 
 
 def _describe_check(name: str, check: Check) -> dict[str, Any]:
-    """Return a check for the JSON document; `ok` is None if it is unknown or does not apply."""
-    # A check has one text, which goes into the field for its state; the other two fields are null.
+    """Return a check for the JSON document; `ok` is None if it is unknown or not applicable."""
+    # A check's text is in the field for its state; the other two are null.
     texts: dict[str, str | None] = {"found": None, "missing": None, "reason": None}
     is_ok = None
     if check.state is Status.OK:
@@ -126,7 +127,7 @@ def _describe_check(name: str, check: Check) -> dict[str, Any]:
 def _render_text(
     checks: Mapping[str, Check], headline: str, is_elsewhere: Callable[[Fix], bool]
 ) -> Iterator[str]:
-    """Yield the lines of the report; a check with fixes has an empty line below it."""
+    """Yield the report's lines, with an empty line after each check that has fixes."""
     is_last_spaced = False
     for name, check in checks.items():
         yield from wrap_text(f"{MARKS[check.state]:<8} {name:<16} ", check.text)
@@ -134,7 +135,7 @@ def _render_text(
             yield from wrap_text(f"{INDENT}  ", detail)
         if check.absent:
             yield from wrap_text(f"{INDENT}absent   ", ", ".join(check.absent))
-        # The first fix is for this place; the other fixes are alternatives.
+        # The first fix is for this environment; the others are alternatives.
         for index, fix in enumerate(check.fixes):
             word = "fix" if is_elsewhere(fix) else "fix here"
             if index > 0:
@@ -151,17 +152,17 @@ def _render_text(
 
 async def _run(arguments: Namespace) -> Report:
     settings = arguments.settings
-    logs.configure(settings.log_format, "error")  # the readers log what the checks report
+    logs.configure(settings.log_format, "error")  # the readers would log what the checks report
     checks = await examine(settings)
     return build_report(checks, read_version(), find_place(os.environ))
 
 
 async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
-    """Return the result of each check by name; reads run at the same time.
+    """Return the result of each check by name; the sources are read concurrently.
 
-    Scripts rely on the names.
+    The names are stable, because scripts rely on them.
     """
-    # With several engines, most checks below have no single answer.
+    # With several engines, most of the checks below have no single result.
     if settings.engines is not None:
         return await node.examine_node(settings, proc, sys)
     probe = None
@@ -171,7 +172,7 @@ async def examine(settings: ModelSettings, proc: Path = PROC, sys: Path = SYS) -
     if settings.engine_log is not None:
         source = build_log_source(settings.engine_log, settings.engine_container)
         engine_log = EngineLogFollower(source, SystemClock())
-    # The checks run at the same time, because each may wait for its timeout.
+    # The checks run concurrently, because each may wait until its timeout.
     survey, listening, state, trace, files, log_reading = await asyncio.gather(
         survey_engine(settings, proc, sys),
         port.check_listen_port(

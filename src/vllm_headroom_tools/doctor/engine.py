@@ -51,7 +51,7 @@ WITHOUT_THE_PAGE: Final = (
     "headroom_memory_per_*",
     "headroom_sample_skew_seconds",
 )
-"""The series that the daemon does not export without the engine's page; `*` matches any text."""
+"""The series that the daemon cannot export without the engine's page; `*` matches any text."""
 
 WITHOUT_AN_ANSWER: Final = (
     *WITHOUT_THE_PAGE,
@@ -60,8 +60,8 @@ WITHOUT_AN_ANSWER: Final = (
     "headroom_leaked_bytes",
     "headroom_time_to_oom_*",
 )
-"""The series that are absent without the page, and the series on leaks, which begin only after the
-engine has served.
+"""The series that are absent without the page, and the leak series, which appear only once the
+engine has served requests.
 """
 
 SET_ENGINE_URL: Final = fix_setting(
@@ -72,16 +72,16 @@ SET_ENGINE_URL: Final = fix_setting(
 
 
 def check_engine(survey: Survey) -> Check:
-    """Check whether the page can be read and has an engine; report its version and models."""
+    """Check whether the page can be read and contains an engine; report its version and models."""
     page = survey.page
     if isinstance(page, Failure):
         return _check_unreadable(survey, page)
     if page.engines:
         return Check(Status.OK, f"{survey.url} answers: {_describe_engines(survey, page)}")
-    # The server answers but is not a known one, so the address is the most likely mistake.
+    # The server responds but is of an unknown kind, so the address is most likely wrong.
     details: tuple[str, ...] = ()
     ways: tuple[Fix, ...] = (_fix_address(survey),)
-    # The engine is vLLM, but its page has none of vLLM's series, so the operator switched them off.
+    # The engine is vLLM, but its page has none of vLLM's series, so they have been turned off.
     if survey.version is not None:
         details = (f"the server calls itself version {survey.version}",)
         ways = (put(f"{fixes.VLLM}, to take out", "--disable-log-stats"), *ways)
@@ -95,7 +95,7 @@ def check_engine(survey: Survey) -> Check:
 
 
 def _describe_engines(survey: Survey, page: EnginePage) -> str:
-    """Return a text on the engines of a page: their kind, version, models and number."""
+    """Describe a page's engines: their kind, version, models and number."""
     version = "version not reported"
     if survey.version:
         version = f"version {survey.version}"
@@ -110,13 +110,13 @@ def _describe_engines(survey: Survey, page: EnginePage) -> str:
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     """Return the check of a page that cannot be read.
 
-    The check is MISSING, or UNKNOWN after a timeout if the daemon would have waited longer.
+    The check is MISSING, or UNKNOWN on a timeout that is shorter than the daemon's.
     """
     ways = fixes.find_engine_fixes(failure.reason, _fix_address(survey))
     hints: list[str] = []
     status = Status.MISSING
     daemon_waits_seconds = survey.daemon_waits_seconds
-    # The command is impatient: the daemon may well get a page that is late here.
+    # This command waits only briefly; the daemon may well receive a page that is too slow for it.
     if failure.reason is Reason.TIMEOUT and daemon_waits_seconds > LOOK_SECONDS:
         status = Status.UNKNOWN
         hints.append(
@@ -158,7 +158,7 @@ WITHOUT_A_REPORT: Final = (
     catalog.MEMORY_DISCREPANCY_RATIO.name,
     catalog.ENGINE_UNUSED.name,
 )
-# A made-up GPU of 1 GiB, for which the engine's budget is derived.
+# A fictitious GPU with 1 GiB, for which the engine's budget is derived.
 A_GPU: Final = Gpu(
     reading=GpuReading(
         index=0,
@@ -187,11 +187,12 @@ SET_KV_BYTES: Final = (
 
 
 def _list_series() -> dict[str, tuple[Metric, ...]]:
-    """Return the series that need each input of the page; without inputs that no series needs."""
+    """Return the dependent series of each page input, omitting inputs that no series needs."""
     series: dict[str, tuple[Metric, ...]] = {}
     for field, engine_input in INPUTS.items():
         metrics = tuple(
-            # A series needs the facts from which it is computed, and the input that it exports.
+            # A series depends on the facts from which it is computed, and on the input that it
+            # exports.
             metric
             for metric in catalog.METRICS
             if field in metric.needs or metric.name == engine_input.metric
@@ -202,16 +203,16 @@ def _list_series() -> dict[str, tuple[Metric, ...]]:
 
 
 SERIES: Final = _list_series()
-"""The series that need each input. Inputs that no series needs have no entry; the check
-`reported_memory` covers the engine's own memory figures.
+"""The series that depend on each input; inputs that no series needs have no entry. The engine's own
+memory figures are covered by the check `reported_memory`.
 """
 
 
 def check_engine_inputs(survey: Survey) -> Check:
-    """Check which inputs the page does not offer, and which series are absent without them.
+    """Check which inputs are missing on the page, and which series are absent as a result.
 
     The check is UNKNOWN without a page. It is OK if no series needs the missing inputs, or if this
-    product never exports them. Before a first request, missing inputs are UNKNOWN.
+    product never exports them. Until the first request, missing inputs are UNKNOWN.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -220,7 +221,7 @@ def check_engine_inputs(survey: Survey) -> Check:
     missing = [name for name, is_offered in page.inputs if not is_offered]
     offered = f"{len(page.inputs) - len(missing)} of {len(page.inputs)} inputs offered"
     details = []
-    # An input that nothing depends on is no trouble.
+    # A missing input on which no series depends is not a problem.
     unused = [name for name in missing if name not in SERIES]
     if unused:
         details.append(f"not exported, and no metric depends on it: {', '.join(unused)}")
@@ -233,7 +234,7 @@ def check_engine_inputs(survey: Survey) -> Check:
     if not wanted:
         return Check(Status.OK, offered, details=tuple(details))
     text = f"{offered}, not {', '.join(wanted)}"
-    # Some inputs appear only with the first request, so only then are they really missing.
+    # Some inputs appear only after the first request, so only then are they known to be missing.
     if any(engine.prompt_tokens_total for engine in page.engines):
         status = Status.MISSING
         fix = put("in vLLM's image", "# 0.11.1 or newer, which offers all of them")
@@ -263,9 +264,9 @@ def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
 
 
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
-    """Check whether the engine's memory can be compared with a budget, and whose budget that is.
+    """Check whether the engine's memory can be compared with a budget, and with whose budget.
 
-    The check runs the daemon's derivation for a made-up GPU. It is UNKNOWN without a page.
+    The check runs the daemon's derivation on a fictitious GPU. It is UNKNOWN without a page.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -277,7 +278,7 @@ def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check
         reported_gib = sample.value / GIB
         texts_by_source = {
             "metric": f"the engine reports {reported_gib:.1f} GiB on each GPU",
-            # The made-up GPU has 1 GiB, so the budget in GiB is the share.
+            # The fictitious GPU has 1 GiB, so the budget in GiB equals the share.
             "budget": (
                 f"the engine's budget is {reported_gib:.0%} of each GPU (gpu_memory_utilization)"
             ),
@@ -309,7 +310,7 @@ def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ..
     lost: set[Metric] = set()
     for name in inputs:
         lost.update(SERIES[name])
-    # If the page has the hit rate, it replaces the two counters.
+    # If the page reports the hit rate itself, the two counters are not needed.
     if ("prefix_cache_hit_rate", True) in page.inputs:
         lost.discard(catalog.ENGINE_PREFIX_HIT_RATIO)
     return tuple(metric.name for metric in catalog.METRICS if metric in lost)
@@ -318,11 +319,11 @@ def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ..
 def check_kv_bytes(
     survey: Survey, bytes_per_token: float | None, configured: TokenBytes | None
 ) -> Check:
-    """Check whether the size of the KV cache in bytes is known.
+    """Check whether the KV cache size in bytes is known.
 
-    The size comes from configured bytes per token, or else from a model, for which the daemon's
-    derivation is run. If no model is configured, a failure is NOT_APPLICABLE and not MISSING,
-    because nobody asked for it. The check is UNKNOWN without a page.
+    The size is computed from the configured bytes per token or else from a model, with the daemon's
+    derivation. If no model is configured, a failure is NOT_APPLICABLE rather than MISSING, because
+    the size is optional. The check is UNKNOWN without a page.
     """
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
@@ -336,7 +337,7 @@ def check_kv_bytes(
         return Check(status, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
     if isinstance(survey.page, Failure) or not survey.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
-    # The derivation needs only page and GPUs, and the times do not matter.
+    # The derivation needs only the page and the GPUs; the times do not matter.
     gpus = survey.readings if isinstance(survey.readings, Failure) else survey.gpus
     snapshot = Snapshot(
         time_seconds=0, monotonic_seconds=0, engines=survey.page, gpus=gpus, processes=()
@@ -396,9 +397,9 @@ RESTART: Final = (
 
 
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
-    """Check whether the running vLLM has loaded the probe and all its processes write.
+    """Check whether the running vLLM has loaded the probe and all of its processes write files.
 
-    The check is NOT_APPLICABLE if no folder is configured.
+    The check is NOT_APPLICABLE if no probe folder is configured.
     """
     processes = () if isinstance(survey.processes, Failure) else survey.processes.engine
     probe = classify_probe(files, processes, time.time())
@@ -406,7 +407,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
         return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
     if isinstance(probe, Failure):
         return Check(Status.MISSING, probe.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
-    # Files of processes that started before the present ones belong to an earlier run.
+    # Files of processes that started before the current ones belong to an earlier run.
     run_start_seconds = min((process.started_at_seconds for process in probe.present), default=0.0)
     stopped = [
         process
@@ -414,11 +415,11 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
         if process.stopped and process.started_at_seconds >= run_start_seconds
     ]
     details = [f"{_name_process(process)} has stopped: {process.stopped}" for process in stopped]
-    # A stopped probe is installed already, and does not start again without a restart.
+    # A stopped probe is already installed, but starts again only when vLLM restarts.
     ways = RESTART if probe.silent or stopped else INSTALL_PROBE
     if probe.present:
         text = _describe_present(probe.present)
-        # Some processes write, but any that has stopped or is silent makes the check fail.
+        # Some processes write, but a single stopped or silent one makes the check fail.
         details += [f"{_name_process(process)} writes no longer" for process in probe.silent]
         if not details:
             return Check(Status.OK, text, details=_describe_measurements(probe.present))
@@ -436,7 +437,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
 
 
 def _describe_present(processes: Collection[ProbedProcess]) -> str:
-    """Return a text on the processes in which the probe answers, and on their vLLM version."""
+    """Describe the processes in which the probe is active, and their vLLM version."""
     roles = fixes.count_roles(process.role for process in processes)
     versions = sorted({process.vllm_version for process in processes if process.vllm_version})
     text = f"it answers in {roles}"
@@ -446,7 +447,7 @@ def _describe_present(processes: Collection[ProbedProcess]) -> str:
 
 
 def _describe_measurements(processes: Collection[ProbedProcess]) -> tuple[str, ...]:
-    """Return a text on optional measurements of the probe, and on how to turn them on."""
+    """Describe the probe's optional measurements, and how to turn them on."""
     workers = [process for process in processes if process.devices]
     if not workers:
         return (NO_GPU,)
@@ -476,21 +477,21 @@ OPTIONS_NEVER_KNOWN: Final = {
     "chunked_prefill_max_len": "--max-num-batched-tokens",
     "kv_cache_memory": "--kv-cache-memory-bytes",
 }
-"""Options that no version of vLLM has although guides and error texts mention them, each with the
-option that has the same effect.
+"""Options that guides and error messages mention but that no version of vLLM has, each with the
+option that has the intended effect.
 """
 
 
 def find_visible_options(survey: Survey) -> EngineOptions | None:
-    """Return the options in the command line of the engine that runs here; None if not visible."""
+    """Return the options of the local engine's command line; None if it is not visible."""
     return None if isinstance(survey.processes, Failure) else survey.processes.options
 
 
 def check_options(survey: Survey) -> Check:
-    """Check the command line of the engine that runs here for contradictions.
+    """Check the command line of the local engine for contradictions.
 
-    The text shows the command line without its secrets. The check is NOT_APPLICABLE if no command
-    line is visible.
+    The check's text shows the command line with secrets removed. The check is NOT_APPLICABLE if no
+    command line is visible.
     """
     options = find_visible_options(survey)
     if options is None:
@@ -515,7 +516,7 @@ def check_options(survey: Survey) -> Check:
 
 
 def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str]:
-    """Yield a text for each option that is unknown, overridden, or differs from the page."""
+    """Describe each option that is unknown, overridden, or different from the page."""
     for name in options.option_names:
         option = f"--{name.replace('_', '-')}"
         if name in OPTIONS_NEVER_KNOWN:
@@ -529,8 +530,8 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
         )
     if options.gpu_memory_utilization is None or isinstance(survey.page, Failure):
         return
-    # The page shows the value in force; a different value there came from elsewhere, such as a
-    # file.
+    # The page shows the value in effect; a different value on the page has another source, such as
+    # a configuration file.
     page_ratios = {engine.gpu_memory_utilization_ratio for engine in survey.page.engines}
     if not page_ratios <= {None, options.gpu_memory_utilization}:
         ratio = max(filter(None, page_ratios))
@@ -538,7 +539,7 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
 
 
 def check_faults(survey: Survey) -> Check:
-    """List the known faults of the engine's version that can occur with its options.
+    """List the known faults of the engine's version that its options make possible.
 
     The check is always OK, because the doctor cannot fix a known fault. It is NOT_APPLICABLE if the
     version is unknown.

@@ -1,4 +1,4 @@
-"""Check the engine's own log."""
+"""The check of the engine's own log."""
 
 from typing import Final
 
@@ -6,7 +6,7 @@ from vllm_headroom.model import Failure, LogReading
 from vllm_headroom_tools.doctor.fixes import POD, Check, Status, fix_setting, put
 
 FROM_LOG: Final = ("headroom_engine_startup_bytes", "headroom_engine_refused_bytes")
-"""The series that only the engine's log gives."""
+"""The series that can only be derived from the engine's log."""
 
 NO_LOG: Final = (
     "HEADROOM_ENGINE_LOG is not set: the sizes of a start and the causes of exits that only the"
@@ -25,7 +25,7 @@ READ_LOG: Final = (
 
 
 def check_log(reading: LogReading | Failure | None) -> Check:
-    """Check whether the engine's log can be read and is a log of an engine.
+    """Check whether the engine's log can be read and is an engine's log.
 
     The check is NOT_APPLICABLE if no log is configured.
     """

@@ -1,4 +1,4 @@
-"""The form of a check of the doctor, and the lines that fix what is missing."""
+"""The data of a doctor check, and the lines that fix what is missing."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from vllm_headroom_tools.settings import ModelSettings
 class Status(StrEnum):
     """The state of a check.
 
-    UNKNOWN means that the check could not be done, so the result is neither OK nor MISSING.
+    UNKNOWN means that the check could not be performed, so it is neither OK nor MISSING.
     """
 
     OK = "ok"
@@ -43,7 +43,7 @@ class Status(StrEnum):
 
 
 class Fix(Struct, frozen=True, kw_only=True):
-    """One way to fix something: the lines to write, and the place for them.
+    """One way to fix a problem: the lines to add, and where to add them.
 
     If a check has several fixes, they are alternatives.
     """
@@ -57,11 +57,11 @@ class Check(Struct, frozen=True):
 
     state: Status
     text: str
-    """What there is, what is missing, or why the check is unknown or does not apply."""
+    """What was found, what is missing, or why the check is unknown or does not apply."""
     details: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
-    """The series that the daemon does not export until the fault is fixed. A name that ends in `*`
-    means all series with this prefix.
+    """The series that the daemon cannot export until the problem is fixed. A name that ends in `*`
+    covers all series with that prefix.
     """
     fixes: tuple[Fix, ...] = ()
 
@@ -75,13 +75,13 @@ CLAIM: Final = "resources: {claims: [{name: gpu}]}"
 
 
 def count_roles(roles: Iterable[Role]) -> str:
-    """Return a text with the number of processes of each role, such as "1 api_server, 2 worker"."""
+    """Return the number of processes of each role as text, such as "1 api_server, 2 worker"."""
     counts = Counter(str(role) for role in roles)
     return ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
 
 
 def put(where: str, *lines: str) -> Fix:
-    """Return the fix that puts these lines into a place."""
+    """Return the fix that adds these lines in the place `where`."""
     return Fix(where=where, lines=lines)
 
 
@@ -169,14 +169,15 @@ NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
     Reason.VERSION_MISMATCH: NEW_CONTAINER,
     Reason.UNKNOWN: (*NEW_CONTAINER, KERNEL_LOG),
 }
-"""The fixes for a failure of NVML as a whole, by its reason. For any other reason, the kernel's log
-shows the cause."""
+"""The fixes for a failure of NVML as a whole, keyed by reason. For any other reason, the cause is
+in the kernel log.
+"""
 
 
 def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
     """Return the fixes for a page that cannot be read.
 
-    `elsewhere` is the fix that sets another address for the page.
+    `elsewhere` is the fix that changes the address of the page.
     """
     match reason:
         case Reason.TIMEOUT:
@@ -197,27 +198,27 @@ VERSION_SECONDS: Final = 1.0
 
 
 class Survey(Machine, frozen=True, kw_only=True):
-    """The machine and the engine, as read once."""
+    """A single reading of the machine and the engine."""
 
     url: httpx.URL
     """The configured URL of the engine's page, without user and password."""
     page: EnginePage | Failure
     version: str | None
-    """The version that the server reports; None if it reports none."""
+    """The version that the server reports; None if it does not report one."""
     daemon_waits_seconds: float
-    """The time for which the daemon would wait for the page; the doctor may wait less."""
+    """The daemon's timeout for the page; the doctor's may be shorter."""
     host_limit_bytes: int | None = None
-    """The configured limit of vLLM's host memory; None if none is set."""
+    """The configured limit for vLLM's host memory; None if no limit is set."""
     token_bytes: TokenBytes | None = None
-    """The function for the bytes per token of the model in the engine's processes; None if the
-    model is not visible.
+    """The function that computes the bytes per token of the model that the engine's processes
+    serve; None if the model is not visible.
     """
 
     @property
     def served_port(self) -> int | None:
-        """Return the port in the command line of the engine that runs here.
+        """Return the port in the command line of the local engine.
 
-        Returns None if no port is known, or several are.
+        Returns None if no port is known, or if there are several.
         """
         ports = () if isinstance(self.processes, Failure) else self.processes.ports
         if len(ports) != 1:
@@ -228,10 +229,10 @@ class Survey(Machine, frozen=True, kw_only=True):
 async def survey_engine(settings: ModelSettings, proc: Path, sys: Path) -> Survey:
     """Read the engine's page, the GPUs and the processes once, as the daemon does.
 
-    If a source cannot be read, the result has a Failure in its place.
+    A source that cannot be read is replaced by a Failure in the result.
     """
     url = httpx.URL(settings.engine_url)
-    # This is the daemon's own limit, so the check does not wait longer than the daemon would.
+    # This is the daemon's own timeout, so the doctor never waits longer than the daemon.
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, LOOK_SECONDS))
     profile = None if settings.engine_profile == AUTO else settings.engine_profile
@@ -244,7 +245,7 @@ async def survey_engine(settings: ModelSettings, proc: Path, sys: Path) -> Surve
     )
     options = None
     token_bytes = None
-    # If no configuration names the model, the processes show which model is served.
+    # If no model is configured, the processes show which model is served.
     if not isinstance(machine.processes, Failure):
         options = machine.processes.options
         parse_model = settings.model_reader.parse

@@ -1,4 +1,4 @@
-"""Check the GPUs, the engine's processes, and which GPUs are the engine's."""
+"""Checks of the GPUs, of the engine's processes, and of which GPUs the engine uses."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -38,9 +38,9 @@ NO_NVML: Final = "needs NVML, see nvml"
 
 
 def check_nvml(survey: Survey) -> Check:
-    """Check whether NVML answers, and with which driver.
+    """Check whether NVML responds, and report the driver version.
 
-    The check is NOT_APPLICABLE if all GPUs are AMD's.
+    The check is NOT_APPLICABLE if all GPUs are from AMD.
     """
     readings = survey.readings
     if isinstance(readings, Failure):
@@ -68,7 +68,8 @@ def check_gpus(survey: Survey) -> Check:
     for gpu in survey.gpus:
         name = name_gpu_with_uuid(gpu.reading)
         details += [f"{name}: {describe_leftover(leftover)}" for leftover in gpu.leftovers]
-    # A GPU that answers without its memory counts as unreadable too, because its series are absent.
+    # A GPU that responds but does not report its memory also counts as unreadable, because its
+    # series are absent.
     unreadable = [device for device in devices if device.failure or device.memory is None]
     if not unreadable:
         return Check(Status.OK, f"{len(devices)} visible", details=tuple(details))
@@ -84,7 +85,7 @@ def check_gpus(survey: Survey) -> Check:
 
 
 def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
-    """Return the fixes for GPUs that cannot be read; empty if only NVIDIA's memory is unknown."""
+    """Return the fixes for unreadable GPUs; empty if only the memory of NVIDIA GPUs is unknown."""
     failures = [device.failure for device in devices if device.failure]
     if failures:
         if failures[0].reason is Reason.NO_PERMISSION:
@@ -95,14 +96,14 @@ def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
 
 
 def name_gpu_with_uuid(device: GpuReading) -> str:
-    """Return a GPU's name: its index, and its UUID if the GPU was ever opened."""
+    """Return a GPU's name: its index, and its UUID if the GPU could ever be opened."""
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
 
 def _describe_memory(device: GpuReading) -> str:
-    """Return a text on a GPU's memory: why it is unknown, or that it is the machine's.
+    """Return why a GPU's memory is unknown, or that the GPU uses the machine's memory.
 
-    Returns an empty text for a GPU with separate memory that can be read.
+    Returns an empty string for a GPU with separate memory that can be read.
     """
     if device.failure is not None:
         return f": {device.failure.message}"
@@ -117,7 +118,7 @@ def _describe_memory(device: GpuReading) -> str:
         return ""
     total = format_gib(device.memory.total_bytes)
     free = format_gib(device.memory.free_bytes)
-    # When such a GPU is full, the machine is full too: it swaps and then hangs.
+    # When such a GPU is full, so is the machine: it swaps and then hangs.
     return (
         f", unified memory: {free} left of the {total} that it may take of the machine's,"
         " by /proc/meminfo"
@@ -129,8 +130,8 @@ WITHOUT_PROCESSES: Final = ("headroom_host_*", "headroom_leak_bound_bytes", *WIT
 """The series that are absent if /proc shows no vLLM process."""
 
 WITHOUT_PROC: Final = ("headroom_memory_pressure_ratio", *WITHOUT_PROCESSES)
-"""The series that are absent if /proc cannot be read, when not even the machine's pressure is
-known.
+"""The series that are absent if /proc cannot be read; not even the machine's memory pressure is
+known then.
 """
 
 BASES: Final[Mapping[HostBasis | None, str]] = {
@@ -150,11 +151,11 @@ ASK_THE_NODE: Final = put(
 
 
 def check_processes(survey: Survey) -> Check:
-    """Check whether the engine's processes are visible, which needs a shared PID namespace."""
+    """Check whether the engine's processes are visible, which requires a shared PID namespace."""
     processes = survey.processes
     if isinstance(processes, Failure):
         ways: tuple[Fix, ...] = (SHOW_PROC,)
-        # Each cause has another remedy.
+        # Each cause has a different fix.
         if processes == HIDDEN:
             ways = (*fixes.SEE_THE_PROCESSES, SHOW_PROC)
         elif processes.reason is Reason.TIMEOUT:
@@ -176,15 +177,14 @@ def check_processes(survey: Survey) -> Check:
 def _explain_no_process(
     survey: Survey, processes: ProcessReadings
 ) -> tuple[Status, str, tuple[Fix, ...]]:
-    """Return the state of the check, why no process of the engine is visible, and the fixes.
+    """Return the check's state, the reason why no engine process is visible, and the fixes.
 
-    The state is UNKNOWN if the engine does not answer either, because the engine may not be
-    running.
+    The state is UNKNOWN if the engine does not respond either, because it may not be running.
     """
     if processes.ambiguous_engines:
         return Status.MISSING, AMBIGUOUS, fixes.SAY_WHICH_PORT
     place = f"the {len(processes.visible_pids)} seen in {_name_namespace(processes)}"
-    # With the engine down, missing processes prove nothing.
+    # While the engine is down, the absence of its processes proves nothing.
     if isinstance(survey.page, Failure):
         text = f"vLLM's are not among {place}; it does not answer, so it may not be running"
         return Status.UNKNOWN, text, _share_processes(processes)
@@ -197,13 +197,13 @@ def _explain_no_process(
 
 
 def _share_processes(processes: ProcessReadings) -> tuple[Fix, ...]:
-    """Return how to share the PID namespace; nothing if all processes are already visible."""
+    """Return the fixes that share the PID namespace; empty if all processes are already visible."""
     return () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
 
 
 def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
-    """Yield a text on the host memory in use, and one on swap, if they are known."""
-    # The state is empty, because a single reading has no earlier run.
+    """Describe the host memory in use and the swap, as far as they are known."""
+    # The state is empty, because there is no earlier reading.
     _, memory = update_container(ContainerState(), processes, limit_bytes=survey.host_limit_bytes)
     if memory is not None and memory.used_bytes is not None:
         limit = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES sets it),"
@@ -221,9 +221,9 @@ def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
 
 
 def check_process_memory(survey: Survey) -> Check:
-    """Check whether the driver reports the memory of each process correctly here.
+    """Check whether the driver reports the memory of each process correctly.
 
-    The check is UNKNOWN without NVML or the processes.
+    The check is UNKNOWN if NVML or the processes cannot be read.
     """
     readings = survey.readings
     processes = survey.processes
@@ -253,7 +253,7 @@ def check_process_memory(survey: Survey) -> Check:
         if not _reports_memory(device, engine_pids)
     ]
     if unreported:
-        # The memory on AMD's cards is read from the processes' open files, which needs a
+        # On AMD cards, the memory is read from the processes' open files, which requires a
         # permission.
         ways: tuple[Fix, ...] = (ASK_THE_NODE,)
         if has_amd:
@@ -274,9 +274,9 @@ def check_process_memory(survey: Survey) -> Check:
 
 
 def _reports_memory(device: GpuReading, engine_pids: Collection[int]) -> bool:
-    """Return whether the driver reports the memory of the engine's processes on a device.
+    """Return whether the driver reports the memory of the engine's processes on this device.
 
-    Returns True for a device that cannot be read, because another check covers such a device.
+    Returns True for a device that cannot be read, because another check covers that case.
     """
     if device.failure is not None:
         return True
@@ -303,7 +303,7 @@ ATTRIBUTIONS: Final = {
 
 
 def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
-    """Check which GPUs are attributed to the engine, and how; or why none is.
+    """Check which GPUs are attributed to the engine, and how, or why none are.
 
     The check is UNKNOWN without NVML.
     """
@@ -324,7 +324,7 @@ def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
 
 
 def _judge_attribution(survey: Survey, selection: Selection) -> tuple[Status, str, tuple[Fix, ...]]:
-    """Return the state of the check, its text and its fixes."""
+    """Return the check's state, text and fixes."""
     ways: tuple[Fix, ...] = (_name_gpus(survey), *fixes.SEE_THE_GPUS)
     visible_names = set()
     for gpu in survey.gpus:
@@ -347,7 +347,7 @@ def _judge_attribution(survey: Survey, selection: Selection) -> tuple[Status, st
     is_single = owned[0].attribution is Attribution.SINGLE
     is_up = not isinstance(survey.page, Failure)
     if is_single and is_up and _can_match(survey):
-        # If one of the engine's processes were on the GPU, the attribution would be PROCESS.
+        # If an engine process were on the GPU, the attribution would be PROCESS.
         text = (
             "the only visible GPU is attributed to the engine, but none of the engine's processes"
             " is on it"
@@ -366,18 +366,17 @@ def _can_match(survey: Survey) -> bool:
 
 
 def _has_reliable_pids(survey: Survey) -> bool:
-    """Return whether NVML's pids are those of the processes visible here; False without NVML."""
+    """Return whether NVML's pids match the visible processes; False without NVML."""
     if isinstance(survey.readings, Failure):
         return False
     return are_pids_reliable(survey.readings, survey.processes)
 
 
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
-    """Return the state of the check, why no GPU is attributed to the engine, and the fixes.
+    """Return the check's state, the reason why no GPU is attributed to the engine, and the fixes.
 
-    The state is UNKNOWN if the engine does not answer and its processes are not the problem. The
-    processes are the problem if they cannot be read or are ambiguous. In all other cases the state
-    is MISSING.
+    The state is UNKNOWN if the engine does not respond and its processes are not the problem. They
+    are the problem if they cannot be read or are ambiguous. Otherwise the state is MISSING.
     """
     status = Status.MISSING
     if isinstance(survey.page, Failure) and not _is_process_problem(survey):
@@ -390,16 +389,16 @@ def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
 
 
 def _is_process_problem(survey: Survey) -> bool:
-    """Return whether the engine's processes are unknown even if the engine runs."""
+    """Return whether the engine's processes are unknown even when it is running."""
     processes = survey.processes
     return isinstance(processes, Failure) or bool(processes.ambiguous_engines)
 
 
 def _explain_unattributed(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
-    """Return why no GPU can be found by the engine's processes, and the fixes."""
+    """Return why the engine's processes do not identify a GPU, and the fixes."""
     processes = survey.processes
-    # The obstacles are in order from the most general to the most specific; the first that applies
-    # explains the others.
+    # The obstacles are ordered from general to specific; the first that applies explains the
+    # others.
     if isinstance(processes, Failure):
         return NOT_ATTRIBUTED, fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
     if processes.ambiguous_engines:
@@ -436,10 +435,9 @@ def _is_unlisted_amd(device: GpuReading) -> bool:
 
 
 def _name_gpus(survey: Survey) -> Fix:
-    """Return the fix that names all visible GPUs, by index if that is unique, else by UUID."""
+    """Return the fix that names all visible GPUs, by index if it is unique, else by UUID."""
     devices = [gpu.reading for gpu in survey.gpus]
-    # MIG instances and AMD's partitions have the index of their GPU, so only their UUIDs identify
-    # them.
+    # MIG instances and AMD partitions share their GPU's index, so only their UUIDs identify them.
     index_counts = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
     names = []
     for device in devices:

@@ -1,4 +1,4 @@
-"""Checks of a daemon that watches several engines: the engines, and the page of each."""
+"""Checks for a daemon that watches several engines: of the engines, and of each engine's page."""
 
 import asyncio
 from collections import Counter
@@ -34,7 +34,7 @@ from vllm_headroom_tools.look import LOOK_SECONDS, fetch_engines, locate_engines
 from vllm_headroom_tools.settings import ModelSettings
 
 BUDGETS_PATH: Final = "/apis/policy/v1/namespaces/{}/poddisruptionbudgets"
-"""A resource that the role for evictions also allows to read, so that reading it tests the role."""
+"""A resource that the role for evictions also grants read access to; reading it tests the role."""
 
 KIND_TEXTS: Final = {
     EngineKind.WATCHED: "watched",
@@ -70,11 +70,11 @@ REACH_IT: Final = put(
 
 
 async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[str, Check]:
-    """Return the result of each check by name, with one check for each watched engine."""
+    """Return the result of each check by name, with a separate check for each watched engine."""
     located = await locate_engines(settings, proc)
     watched = [engine for engine in located if engine.kind is EngineKind.WATCHED]
     first_url = watched[0].page_url if watched else settings.engine_url
-    # One survey serves all engines, because the GPUs belong to the machine.
+    # One survey covers all engines, because the GPUs belong to the machine.
     survey, listening, state, pages = await asyncio.gather(
         survey_engine(settings.model_copy(update={"engine_url": first_url}), proc, sys),
         port.check_listen_port(
@@ -105,7 +105,7 @@ def _sees_all(settings: ModelSettings, proc: Path) -> bool:
 
 
 async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage | Failure:
-    """Return the engines on one page; a Failure if the page does not answer in time."""
+    """Return the engines on one page; a Failure if the page does not respond in time."""
     timeout_seconds = min(
         settings.engine_timeout_seconds, settings.sample_interval_seconds, LOOK_SECONDS
     )
@@ -114,7 +114,7 @@ async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage |
 
 
 def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check:
-    """Check which engines exist; `has_hosts` is whether all engines of the machine can be found."""
+    """Check which engines exist; `has_hosts` is whether all of the host's engines can be found."""
     engines = tuple(located)
     details = [f"{engine.name.text}: {engine.problem}" for engine in engines if engine.problem]
     fixes: list[Fix] = []
@@ -124,7 +124,7 @@ def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check
     if any(engine.name.pod and not engine.name.namespace for engine in engines):
         details.append(f"{CONTAINER_LOGS} shows no names of pods: each is named by its UID")
         fixes.append(SEE_CONTAINER_LOGS)
-    # The engine may have been found without its names.
+    # An engine may have been found without its names.
     is_complete = bool(engines) and not details
     return Check(
         Status.OK if is_complete else Status.MISSING,
@@ -135,7 +135,7 @@ def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check
 
 
 def _count_kinds(engines: Iterable[LocatedEngine]) -> str:
-    """Return a text with the number of engines of each kind that there is."""
+    """Return the number of engines of each kind as text, omitting kinds with none."""
     counts = Counter(engine.kind for engine in engines)
     texts = [f"{counts[kind]} {text}" for kind, text in KIND_TEXTS.items() if counts[kind]]
     return ", ".join(texts) or "no engine is found"
@@ -156,7 +156,7 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
             pids_by_owner.setdefault(owner.key, []).append(pid)
     hidden_names = []
     for engine in engines:
-        # Any process will do, because all processes of a pod or unit are in the same tree.
+        # Any process will do, because all processes of a pod or unit are in the same cgroup tree.
         pids = pids_by_owner.get(engine.owner_key, [])
         if not any(read_cgroup(proc, pid, machine_bytes=UNLIMITED_BYTES) for pid in pids):
             hidden_names.append(engine.name.text)
@@ -172,7 +172,7 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
 
 
 def check_probes(engines: Sequence[LocatedEngine], probe_dir: Path | None) -> Check:
-    """Check whether each watched engine has a folder of its probe; `probe_dir` has all of them."""
+    """Check whether each watched engine has a probe folder in `probe_dir`."""
     if probe_dir is None or not engines:
         return Check(
             Status.NOT_APPLICABLE,
@@ -190,7 +190,7 @@ def check_probes(engines: Sequence[LocatedEngine], probe_dir: Path | None) -> Ch
 
 
 async def check_evictions(engines: Sequence[LocatedEngine], mode: str) -> Check:
-    """Check whether the pods of the watched engines may be evicted; `mode` is HEADROOM_EVICT."""
+    """Check whether the daemon may evict the watched engines' pods; `mode` is HEADROOM_EVICT."""
     if mode == "off":
         return Check(Status.NOT_APPLICABLE, "HEADROOM_EVICT is off")
     api = open_api(ACCOUNT, LOOK_SECONDS)
@@ -225,7 +225,7 @@ async def check_evictions(engines: Sequence[LocatedEngine], mode: str) -> Check:
 
 
 def _bind_role(namespace: str) -> Fix:
-    """Return the command that lets the daemon evict pods of a namespace."""
+    """Return the command that allows the daemon to evict pods in a namespace."""
     return put(
         "with kubectl, where NAMESPACE is the DaemonSet's",
         f"kubectl create rolebinding vllm-headroom-evict --namespace={namespace}"
@@ -234,7 +234,7 @@ def _bind_role(namespace: str) -> Fix:
 
 
 def check_engine_page(engine: LocatedEngine, page: EnginePage | Failure) -> Check:
-    """Check whether the page of a watched engine can be read, and has an engine."""
+    """Check whether the page of a watched engine can be read and contains an engine."""
     if isinstance(page, Failure):
         return Check(Status.MISSING, page.message, fixes=find_engine_fixes(page.reason, REACH_IT))
     if not page.engines:

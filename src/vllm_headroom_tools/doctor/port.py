@@ -1,4 +1,4 @@
-"""Check the daemon's own address and files."""
+"""Checks of the daemon's own address and files."""
 
 import errno
 import os
@@ -31,18 +31,18 @@ ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfa
 
 
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
-    """Check whether a daemon already serves at this address, or could listen there.
+    """Check whether a daemon already serves at this address, or could listen on it.
 
     With TLS, the daemon is recognised by the certificate that `web_config` names. The check is
-    UNKNOWN for a server that requires a password, or that has another certificate. It is
-    NOT_APPLICABLE for port 0.
+    UNKNOWN if the server requires a password or has a different certificate. It is NOT_APPLICABLE
+    for port 0.
     """
     if port == 0:
         return Check(
             Status.NOT_APPLICABLE,
             "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one",
         )
-    # A daemon on all interfaces answers on loopback too.
+    # A daemon on all interfaces also responds on the loopback address.
     asked_host = "127.0.0.1" if host in EVERY_INTERFACE else host
     daemon_check = await _find_daemon(asked_host, port, web_config)
     if daemon_check is not None:
@@ -59,8 +59,8 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
         if error.errno == errno.EADDRINUSE:
             text = f"port {port} is taken by something that does not answer as vllm-headroom"
         fix = ANOTHER_HOST
-        # The port is in use, or is below 1024, which needs a privilege. Another port helps in both
-        # cases.
+        # The port is in use, or is below 1024 and needs a privilege. Another port solves both
+        # problems.
         if error.errno in {errno.EADDRINUSE, errno.EACCES}:
             fix = other_port
     else:
@@ -69,15 +69,15 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
 
 
 async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check | None:
-    """Return the check of a daemon that serves there, or of a server that may be a daemon.
+    """Return the check of a daemon at this address, or of a server that may be a daemon.
 
-    Returns None if nothing answers, or if a server that is not vllm-headroom answers.
+    Returns None if nothing responds, or if the server is not vllm-headroom.
     """
     url = httpx.URL(scheme="http", host=host, port=port, path="/metrics")
     page = await fetch_once(PageReader(url=str(url), timeout_seconds=ANSWER_SECONDS))
     if isinstance(page, Failure):
         return await _check_locked(page, host, port, web_config)
-    # Any page with our build's series is a daemon's.
+    # A page with our build info series is a daemon's page.
     samples = parse_samples(page, catalog.BUILD_INFO.name)
     if isinstance(samples, Failure) or not samples:
         return None
@@ -90,21 +90,21 @@ async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check |
 async def _check_locked(
     failure: Failure, host: str, port: int, web_config: Path | None
 ) -> Check | None:
-    """Return the check of a server that asks for a password or speaks TLS.
+    """Return the check of a server that requires a password or uses TLS.
 
-    Returns None if no such server answers.
+    Returns None if there is no such server.
     """
     if failure.reason is Reason.UNAUTHORIZED:
         server = f"port {port} asks for a user and a password"
     else:
         server = f"port {port} speaks TLS"
         try:
-            # The handshake alone shows the certificate, so no request is made.
+            # The handshake alone reveals the certificate, so no request is made.
             certificate = await Worker[str]("tls").call(
                 lambda: ssl.get_server_certificate((host, port), timeout=ANSWER_SECONDS),
                 2 * ANSWER_SECONDS,
             )
-        except OSError:  # TimeoutError is one
+        except OSError:  # including TimeoutError
             return None
         if _is_own_certificate(certificate, web_config):
             text = f"{server} with the certificate of HEADROOM_WEB_CONFIG_FILE"
@@ -114,9 +114,9 @@ async def _check_locked(
 
 
 def _is_own_certificate(certificate: str, web_config: Path | None) -> bool:
-    """Return whether a PEM certificate is in the file that `web_config` names for the daemon.
+    """Return whether a PEM certificate is in the certificate file that `web_config` names.
 
-    Returns False if that file is not named or cannot be read.
+    Returns False if no certificate file is named, or if it cannot be read.
     """
     if web_config is None:
         return False
@@ -133,18 +133,18 @@ def _strip_spaces(text: str) -> str:
 
 
 FILE_SECONDS: Final = 2.0
-"""The time limit for writing a file, the same as the daemon's for its state. A slower volume counts
-as hung.
+"""The time limit for writing a file, which equals the daemon's limit for its state. A slower volume
+is considered hung.
 """
 
 WRITTEN_BYTES: Final = 4096
-"""Our choice: one block of most file systems, so that writing to a full volume fails."""
+"""Our choice: one block of most file systems, so that the write fails on a full volume."""
 
 FOLDER: Final = "/var/lib/vllm-headroom"
 
 
 async def check_state_dir(folder: Path | None) -> Check:
-    """Check whether the daemon can write its state into the folder; NOT_APPLICABLE without one."""
+    """Check whether the daemon can write its state to the folder; NOT_APPLICABLE without one."""
     if folder is None:
         text = (
             "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector"
@@ -155,7 +155,7 @@ async def check_state_dir(folder: Path | None) -> Check:
 
 
 async def check_trace_file(file: Path | None) -> Check:
-    """Check whether the daemon can record samples in the file; NOT_APPLICABLE without one."""
+    """Check whether the daemon can record samples in the file; NOT_APPLICABLE without a file."""
     if file is None:
         return Check(Status.NOT_APPLICABLE, "HEADROOM_TRACE_FILE is not set: nothing is recorded")
     return await _check_writable(
@@ -166,7 +166,7 @@ async def check_trace_file(file: Path | None) -> Check:
 async def _check_writable(
     path: Path, attempt: Callable[[], None], variable: str, value: str
 ) -> Check:
-    """Run `attempt` on a thread, because a volume can hang; return the check of a path.
+    """Run `attempt` in a thread, because a volume can hang; return the check of a path.
 
     The fix mounts a volume and sets `variable` to `value`, a path on that volume.
     """
@@ -188,17 +188,17 @@ async def _check_writable(
             "in the systemd unit", "StateDirectory=vllm-headroom", f"Environment={variable}={value}"
         ),
     )
-    # The variable names a file with other content, so another file is needed, not a volume.
+    # The file contains something else, so a different file is needed rather than a volume.
     if problem == NOT_A_TRACE:
         ways = (fix_setting(f"{variable}={path}.jsonl"),)
     return Check(Status.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=ways)
 
 
 def _write_into(folder: Path) -> None:
-    """Write a temporary file into a folder; raise OSError if that fails.
+    """Write a temporary file to a folder; raise OSError if that fails.
 
-    If the folder does not exist, the file goes into its nearest existing parent, because the daemon
-    would create the folder there.
+    If the folder does not exist, the file is written to its nearest existing parent, in which the
+    daemon would create the folder.
     """
     while not folder.exists():
         folder = folder.parent
@@ -209,7 +209,7 @@ def _write_into(folder: Path) -> None:
 
 
 def _record_in(file: Path) -> None:
-    """Try what the daemon does with its trace, without a change to the file.
+    """Try what the daemon does with its trace, without changing the file.
 
     Raises OSError if that fails, or ValueError if the file is not a trace.
     """
