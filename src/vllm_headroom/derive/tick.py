@@ -81,7 +81,7 @@ StepFunction = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
 
 
 class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
-    """A question that is asked of every snapshot; `step` returns the next state and the samples."""
+    """A question about every snapshot; `step` returns the next state and the samples."""
 
     name: str
     initial: State
