@@ -1,4 +1,4 @@
-"""By how much the engine exceeds its memory budget on a GPU, in the present run."""
+"""The amount by which the engine exceeds its memory budget on a GPU, in the current run."""
 
 from statistics import median
 from typing import Final
@@ -13,7 +13,7 @@ from vllm_headroom.model import BudgetExcess, Failure, Gpu, ProbeReadings, Snaps
 from vllm_headroom.vocabulary import MemoryPart
 
 OVER_BUDGET_RATIO: Final = 0.03
-"""An engine is over its budget if its memory exceeds the budget by this share of the budget, as in
+"""An engine is over its budget if its memory exceeds the budget by at least this share, as in
 HeadroomMemoryDiscrepancy.
 """
 
@@ -23,41 +23,41 @@ outside of every budget, and take a fifth of a MIG slice.
 """
 
 RESUMED_SHARE: Final = 2 / 3
-"""Our choice: an excess has ended once it falls below this share of its limits. So an excess that
-moves around the limits counts only once.
+"""Our choice: an excess ends once it falls below this share of its limits, so that an excess that
+fluctuates around the limits counts only once.
 """
 
 FIRST_TRAFFIC_SECONDS: Final = 300.0
-"""Our choice: memory that an engine takes within the first five minutes with requests counts as
-held from the start. Activations, NCCL and late kernels take memory at the first large batches.
+"""Our choice: memory that an engine takes during its first five minutes with requests counts as
+held from the start. Activations, NCCL and late kernels take memory with the first large batches.
 """
 
 LONGEST_STEP_SECONDS: Final = 60.0
-"""Our choice: of the time between two samples, at most this much counts as time with requests."""
+"""Our choice: at most this much of the time between two samples counts as time with requests."""
 
 REST_SECONDS: Final = 300.0
-"""Our choice: the level at rest is the median over this time. A burst at the end of this time does
-not change the median.
+"""Our choice: the level at rest is the median over this time, which a burst at its end does not
+change.
 """
 
 REST_SLOT_SECONDS: Final = 15.0
-"""Our choice: one level is kept for each slot of this length."""
+"""Our choice: one level is kept per time slot of this length."""
 
 USUAL_PEAK_RATIO: Final = 0.01
 """The usual peak of an engine as a share of the GPU, as in HeadroomMemoryDiscrepancyHigh. On a GPU
-with 80 GiB this is 0.8 GiB, as much as the logits of 2,048 tokens take. Smaller cards serve smaller
-models.
+with 80 GiB, this is 0.8 GiB, which is as much as the logits of 2,048 tokens take. Smaller cards
+serve smaller models.
 """
 
 LARGEST_PEAK_RATIO: Final = 0.08
-"""By default vLLM leaves this share of a GPU free. A larger fall is not the end of a peak: a sleep,
-or the exit of another process, released memory.
+"""By default, vLLM leaves this share of a GPU free. A larger drop does not mark the end of a peak:
+the memory was released by a sleep, or by the exit of another process.
 """
 
 LARGEST_EXCESS_RATIO: Final = 0.25
-"""Our choice: if an engine exceeds its budget by this share, its KV cache is set by another option,
-such as --num-gpu-blocks-override. Its real budget is then unknown. On a MIG slice, an excess of a
-fifth of the budget is usual.
+"""Our choice: if an engine exceeds its budget by this share, the size of its KV cache is set by
+another option, such as --num-gpu-blocks-override, and its real budget is unknown. On a MIG slice,
+an excess of a fifth of the budget is usual.
 """
 
 WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryPart.CACHED)
@@ -73,19 +73,19 @@ class GpuBudget(Struct, frozen=True, kw_only=True):
     budget_bytes: float
     newest_seconds: float
     busy_seconds: float = 0.0
-    """The total time during which requests have run."""
+    """The total time during which requests have been running."""
     over_since_seconds: float | None = None
-    """When the engine began to exceed its budget; None while it does not."""
+    """When the engine started to exceed its budget; None while it does not."""
     over_since_busy_seconds: float = 0.0
-    """The time during which requests had run when the excess began."""
+    """The value of `busy_seconds` when the excess began."""
     levels: tuple[tuple[float, int], ...] = ()
-    """Pairs of a time and the bytes held then, for the last minutes."""
+    """Pairs of a time and the bytes held at that time, for the last minutes."""
     first_excess_bytes: float = 0.0
-    """The excess at rest during its first minutes."""
+    """The excess at rest during the first minutes of the excess."""
     peak_bytes: int = 0
-    """The highest peak of used memory, above the level to which it fell afterwards."""
+    """The highest peak of used memory, measured above the level to which it fell afterwards."""
     profile_peak_bytes: int = 0
-    """Memory that vLLM's profile run needed and that torch has not reserved yet; 0 if unknown."""
+    """Memory that vLLM's profile run needed but torch has not reserved yet; 0 if unknown."""
 
 
 def update_budgets(
@@ -94,7 +94,7 @@ def update_budgets(
     run: EngineRun,
     configured_bytes: float | None,
 ) -> dict[str, GpuBudget]:
-    """Add one sample to the budgets of the GPUs; return them by UUID.
+    """Add one sample to the GPUs' budgets; return them by UUID.
 
     The budgets do not change while the engine sleeps, has not worked yet, or returns no page.
     """
@@ -103,7 +103,7 @@ def update_budgets(
         return budgets
     if is_page_awake(page) is False:
         return budgets
-    # A GPU without a figure in this sample keeps its old entry, because of the union below.
+    # A GPU without a figure in this sample keeps its old entry through the union below.
     sampled = {}
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
@@ -125,7 +125,7 @@ def _update_budget(
         previous = GpuBudget(budget_bytes=budget_bytes, newest_seconds=now)
     busy_seconds = previous.busy_seconds
     if _are_requests_running(snapshot):
-        # Between two samples that are far apart, the engine may have been idle, so only a limited
+        # If two samples are far apart, the engine may have been idle in between, so only a limited
         # time counts.
         busy_seconds += min(max(0.0, now - previous.newest_seconds), LONGEST_STEP_SECONDS)
     held_bytes = gpu.held_bytes or 0
@@ -138,7 +138,7 @@ def _update_budget(
             over_since_busy_seconds = previous.over_since_busy_seconds
     levels = _add_level(previous.levels, now, held_bytes)
     first_excess_bytes = previous.first_excess_bytes
-    # In its first minutes the excess is not settled, because a part of it may be a burst.
+    # During its first minutes, the excess has not settled, because part of it may be a burst.
     if over_since_seconds is not None and now - over_since_seconds <= REST_SECONDS:
         first_excess_bytes = _find_level(levels, over_since_seconds) - budget_bytes
     return GpuBudget(
@@ -165,13 +165,13 @@ def _add_level(
 
 
 def _find_level(levels: tuple[tuple[float, int], ...], since_seconds: float) -> float:
-    """Return the level at rest since a time; the newest level if no level is that recent."""
+    """Return the level at rest since a given time, or the newest level if none is that recent."""
     sizes = [held_bytes for at_seconds, held_bytes in levels if at_seconds >= since_seconds]
     return median(sizes or [levels[-1][1]])
 
 
 def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
-    """Return whether the engine exceeds its budget, or did so and is not well below it yet."""
+    """Return whether the engine exceeds its budget, or did so and is not yet well below it."""
     least_excess_bytes = max(OVER_BUDGET_BYTES, OVER_BUDGET_RATIO * previous.budget_bytes)
     if previous.over_since_seconds is not None:
         least_excess_bytes *= RESUMED_SHARE
@@ -179,16 +179,16 @@ def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
 
 
 def _are_requests_running(snapshot: Snapshot) -> bool:
-    """Return whether a request runs; True also if no page shows whether one runs."""
+    """Return whether a request is running; True also if no page shows whether one is running."""
     return any(engine.running != 0 for engine in list_engines(snapshot.page))
 
 
 def _find_peak(gpu: Gpu) -> int:
-    """Return how far the peak of the last minute was above the present use; 0 if unknown."""
+    """Return how far the last minute's peak was above the current use; 0 if unknown."""
     memory = gpu.reading.memory
     if memory is None or gpu.reading.used_peak_bytes is None:
         return 0
-    # Other processes are on this GPU, so the peak may have been one of theirs.
+    # Other processes use this GPU, so the peak may have been one of theirs.
     if gpu.other_bytes:
         return 0
     peak_bytes = gpu.reading.used_peak_bytes - memory.used_bytes
@@ -198,7 +198,7 @@ def _find_peak(gpu: Gpu) -> int:
 
 
 def _find_profile_peak(gpu: Gpu, snapshot: Snapshot) -> int:
-    """Return what the profile run needed beyond what torch already holds for activations."""
+    """Return what the profile run needed in addition to what torch holds for activations now."""
     if gpu.inside is None or isinstance(snapshot.probe, Failure | None):
         return 0
     parts = dict(gpu.inside.parts)
@@ -209,7 +209,7 @@ def _find_profile_peak(gpu: Gpu, snapshot: Snapshot) -> int:
 
 
 def _find_largest_profile(probe: ProbeReadings) -> int:
-    """Return the largest activation peak of vLLM's profiling run in a process; 0 if unknown."""
+    """Return the largest activation peak of any process in vLLM's profile run; 0 if unknown."""
     peaks_bytes = [
         process.parts.activation_peak_bytes or 0
         for process in probe.present
@@ -221,8 +221,9 @@ def _find_largest_profile(probe: ProbeReadings) -> int:
 def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | None:
     """Return how far and for how long the engine has exceeded its budget on a GPU.
 
-    Returns None if the engine does not exceed its budget, or if its memory is unknown. Returns None
-    also above LARGEST_EXCESS_RATIO, because the configured budget cannot be the real one then.
+    Returns None if the engine does not exceed its budget, or if its memory is unknown. Also returns
+    None above LARGEST_EXCESS_RATIO, because the configured budget cannot be the real one in that
+    case.
     """
     memory = gpu.reading.memory
     if budget.over_since_seconds is None or memory is None:
@@ -231,8 +232,8 @@ def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | N
     excess_bytes = _find_level(budget.levels, over_since_seconds) - budget.budget_bytes
     if excess_bytes > LARGEST_EXCESS_RATIO * budget.budget_bytes:
         return None
-    # The engine needs the largest of three peaks: that of a burst here, that of vLLM's profile run,
-    # and the usual one.
+    # The engine needs the largest of three peaks: that of an observed burst, that of vLLM's profile
+    # run, and the usual one.
     needed_bytes = max(
         budget.peak_bytes,
         budget.profile_peak_bytes,

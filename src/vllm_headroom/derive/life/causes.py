@@ -1,7 +1,7 @@
 """The causes of an end: which of them fit an exit or a stall, and how certain each is.
 
-The counter of exits, the page and all commands get the cause from this module.
-docs/commands/postmortem.md has the table of causes.
+The exit counter, the page and all commands get the cause from this module. The table of causes is
+in docs/commands/postmortem.md.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,64 +25,64 @@ from vllm_headroom.vocabulary import (
 )
 
 FULL_ROOM_BYTES: Final = 256 * MIB
-"""A GPU was full if its least free memory was at most this, which is a dozen of torch's segments of
-20 MiB. It must also have been at most FULL_ROOM_RATIO of what was free when the engine began to
+"""A GPU was full if its lowest free memory was at most this, which is a dozen of torch's 20 MiB
+segments. It must also have been at most FULL_ROOM_RATIO of what was free when the engine started to
 serve.
 """
 
 FULL_ROOM_RATIO: Final = 0.5
-"""A full GPU has at most this share of the initially free memory left. A GPU on which little memory
-was free from the start is not out of memory for that reason.
+"""A full GPU has at most this share of its initially free memory left. A GPU that had little free
+memory from the start is therefore not considered out of memory.
 """
 
 FILL_SECONDS: Final = 30.0
-"""Growth in a straight line counts as having filled the GPU if it would have taken the rest within
-this time. The newest sample may be that old.
+"""Growth in a straight line counts as having filled the GPU if it would have taken the remaining
+memory within this time. The newest sample may be that old.
 """
 
 REFUSING_SECONDS: Final = 15.0
-"""If a server has refused connections for this long and still runs, it is shutting down on request.
-A server whose core has died also refuses connections, but exits within seconds.
+"""A server that has refused connections for this long and is still running is shutting down on
+request. A server whose core has died also refuses connections, but exits within seconds.
 """
 
 LIKELY_SHARE: Final = 0.5
 """Growth is a likely cause if it took at least this share of the lost room."""
 
 SURE_SHARE: Final = 0.8
-"""If growth took at least this share of the lost room, there is no other cause."""
+"""If growth took at least this share of the lost room, no other cause is considered."""
 
 LARGE_ALLOCATION_BYTES: Final = 4 * GIB
-"""A failed allocation takes no memory. So with less room than this, an allocation may have failed
-although the GPU was not full. The activations of a step take 1.9 to 4 GiB by `plan`. In one report
-3.74 GiB were refused with 3.68 GiB free (vllm-project/vllm#49182), in another 786 MiB for the
-sampler with 552 MiB free. With more room a failed allocation is unlikely, but only other evidence
-can exclude it.
+"""A failed allocation takes no memory, so if less than this was free, an allocation may have failed
+although the GPU was not full. According to `plan`, the activations of a step take 1.9 to 4 GiB. In
+one report, 3.74 GiB were refused with 3.68 GiB free (vllm-project/vllm#49182), and in another, 786
+MiB for the sampler with 552 MiB free. If more was free, a failed allocation is unlikely, but only
+other evidence can rule it out.
 """
 
 KNOWN_BEFORE_SECONDS: Final = 600.0
-"""A shorter record does not show the memory before a burst."""
+"""A shorter record does not show how much memory was in use before a burst."""
 
 LITTLE_ROOM_RATIO: Final = 0.08
-"""By default vLLM leaves this share of a GPU free. If less was free, the start of the engine had
-taken all the memory that it could get.
+"""By default, vLLM leaves this share of a GPU free. If less was free, the engine had taken all the
+memory that it could get when it started.
 """
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
-"""XID errors that end the program, by NVIDIA's table. XIDs 43 and 45 can follow the program's exit.
-After 63 and 64 the program may keep running.
+"""XID errors that end the program, according to NVIDIA's table. XIDs 43 and 45 can result from the
+program's exit. After 63 and 64, the program may keep running.
 """
 
 FULL_REASONS: Final = frozenset({ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGET})
-"""The reasons of an exit of which it is known that GPU memory ran out."""
+"""The exit reasons for which it is known that GPU memory ran out."""
 
 UNOBSERVED_SECONDS: Final = 15.0
-"""If no sample was taken for longer than this, memory may have run out unseen, because that takes
-only seconds.
+"""If no sample was taken for longer than this, memory may have run out unobserved, because that
+takes only seconds.
 """
 
 VISIBLE_STALL_SECONDS: Final = 60.0
-"""A stall that the page or a canary shows has lasted for at least this time. If a stall is shorter,
-other signs showed it, and it began while the engine was idle.
+"""A stall that the page or a canary reveals has lasted for at least this long. A shorter stall was
+revealed by other signs, and began while the engine was idle.
 """
 
 
@@ -92,8 +92,8 @@ MEMORY_CAUSES: Final = (
     EndCause.LEAK,
     EndCause.BURST,
 )
-"""The causes for which an engine at work runs out of GPU memory. The log shows that memory ran out,
-and the samples show which of these was the cause.
+"""The causes for which a working engine runs out of GPU memory. The log shows that memory ran out,
+and the samples show which of these causes applies.
 """
 
 LEAST_NEWCOMER_BYTES: Final = 256 * MIB
@@ -127,13 +127,13 @@ SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
         EndCause.CRASH,
     ),
 }
-"""The causes that the log itself states. To judge a lack of GPU memory, a kill, or an exception
-without a known cause, the samples are needed too.
+"""The causes that the log states by itself. Judging a lack of GPU memory, a kill, or an exception
+without a known cause also requires the samples.
 """
 
 
 class CauseFit(NamedTuple):
-    """How well a cause fits an end."""
+    """How well a cause fits an exit or a stall."""
 
     sureness: Sureness
     sentence: str
@@ -153,14 +153,14 @@ UNKNOWN_CAUSE: Final = Diagnosis(
 def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
     """Return the causes that fit, the most certain first; UNKNOWN_CAUSE if none fits.
 
-    If one cause is sure, the causes that are only possible are left out. What the engine's own log
-    reports about the end is compared with all other evidence.
+    If one cause is sure, causes that are merely possible are omitted. What the engine's own log
+    reports about the end is weighed against all other evidence.
     """
     return _add_log(end, _judge_samples(_take_logged_reason(end)))
 
 
 def _take_logged_reason(end: Ending) -> Ending:
-    """Return the end without its reason if only the log has given that reason."""
+    """Return the end without its reason if only the log provided that reason."""
     has_other_witness = bool(end.ooms) or any(is_gpu_full(gpu) for gpu in end.gpus)
     if end.log is None or end.reason is not ExitReason.OUT_OF_MEMORY or has_other_witness:
         return end
@@ -168,7 +168,7 @@ def _take_logged_reason(end: Ending) -> Ending:
 
 
 def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit by all evidence but the log, the most certain first."""
+    """Return the causes that fit all evidence except the log, the most certain first."""
     evidence = tuple(_list_evidence(end))
     diagnoses = []
     for cause, find_fit in CAUSES:
@@ -176,7 +176,7 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
         if fit is not None:
             diagnosis = Diagnosis(cause, fit.sureness, fit.sentence, (*evidence, *fit.remarks))
             diagnoses.append(diagnosis)
-    # Beside a sure cause, a cause that is only possible would distract.
+    # Next to a sure cause, a merely possible one would be a distraction.
     if any(diagnosis.sureness is Sureness.SURE for diagnosis in diagnoses):
         diagnoses = [
             diagnosis for diagnosis in diagnoses if diagnosis.sureness is not Sureness.POSSIBLE
@@ -190,8 +190,8 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
 def is_gpu_full(gpu: GpuAtEnd) -> bool:
     """Return whether almost no room was left; False if the room is unknown.
 
-    If memory grew in a straight line, room that this growth takes within FILL_SECONDS also counts
-    as almost no room.
+    If memory grew in a straight line, this includes any room that the growth would take within
+    FILL_SECONDS.
     """
     if gpu.last_room_bytes is None:
         return False
@@ -203,7 +203,7 @@ def is_gpu_full(gpu: GpuAtEnd) -> bool:
         return False
     if gpu.first_room_bytes is None:
         return True
-    # If little memory was free from the start, the GPU is not full for that reason.
+    # A GPU that had little free memory from the start is not considered full.
     return gpu.last_room_bytes <= FULL_ROOM_RATIO * gpu.first_room_bytes
 
 
@@ -211,8 +211,8 @@ def find_full_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the GPU whose lack of memory can explain the end.
 
     If the engine is known to have run out of memory, this is the GPU with the least room, even if
-    that GPU does not count as full. Otherwise it is the first full GPU. Returns None if no GPU is
-    full, if the run is not over, or if the run has never served.
+    it does not count as full. Otherwise, it is the first full GPU. Returns None if no GPU is full,
+    if the run is not over, or if the run has never served.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -222,14 +222,14 @@ def find_full_gpu(end: Ending) -> GpuAtEnd | None:
 
 
 def is_shutdown(end: Ending) -> bool:
-    """Return whether the server had served, then closed its port and kept running."""
+    """Return whether the server had been serving, then closed its port and kept running."""
     if not end.has_served or end.refused_seconds is None:
         return False
     return end.refused_seconds >= REFUSING_SECONDS
 
 
 def _fit_kill(end: Ending) -> CauseFit | None:
-    """Return the cause that the kernel killed the engine for lack of host memory.
+    """Return the cause that the kernel killed the engine because host memory ran out.
 
     Returns None if the kernel counted no such kill in the engine's container at this exit.
     """
@@ -241,8 +241,8 @@ def _fit_kill(end: Ending) -> CauseFit | None:
 def _fit_failed_start(end: Ending) -> CauseFit | None:
     """Return the cause that the engine never fitted: it exited before it served.
 
-    Returns None if the engine has served, or if its GPU had much room and no neighbour. The cause
-    is sure if the GPU was full.
+    Returns None if the engine has served, or if its GPU had plenty of room and no neighbour. The
+    cause is sure if the GPU was full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
@@ -252,7 +252,7 @@ def _fit_failed_start(end: Ending) -> CauseFit | None:
     other_bytes = gpu.last_other_bytes or 0
     has_neighbour = other_bytes >= NEIGHBOUR_BYTES
     total_bytes = gpu.total_bytes
-    # The start of the engine may itself have taken the missing room.
+    # The missing room may have been taken by the starting engine itself.
     is_filled = total_bytes is not None and gpu.last_room_bytes < LITTLE_ROOM_RATIO * total_bytes
     if not has_neighbour and not is_filled:
         return None
@@ -275,8 +275,8 @@ def _grade(*, is_sure: bool) -> Sureness:
 def _fit_neighbour(end: Ending) -> CauseFit | None:
     """Return the cause that other processes took most of a full GPU's lost room.
 
-    If the memory of others is unknown, a new process on the GPU is enough. Returns None if no GPU
-    was full, or if others took little.
+    If the memory of other processes is unknown, a new process on the GPU is sufficient. Returns
+    None if no GPU was full, or if other processes took little.
     """
     gpu = find_full_gpu(end)
     if gpu is None:
@@ -284,7 +284,7 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
     cause = "Out of GPU memory by a neighbour"
     other_growth_bytes = gpu.other_growth_bytes
     if other_growth_bytes is None:
-        # If it is unknown who holds the memory, a new process is the only evidence for a neighbour.
+        # If it is unknown who holds the memory, a new process is the only evidence of a neighbour.
         if not gpu.has_new_process:
             return None
         return CauseFit(
@@ -306,16 +306,16 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
 
 
 def is_over_budget(end: Ending) -> bool:
-    """Return whether the best explanation of an exit is that the engine never kept its budget."""
+    """Return whether an exit is best explained by the engine never having kept its budget."""
     fit = _fit_over_budget(end)
     return fit is not None and fit.sureness is not Sureness.POSSIBLE
 
 
 def _fit_over_budget(end: Ending) -> CauseFit | None:
-    """Return the cause that the engine held more than its budget from its first work on.
+    """Return the cause that the engine exceeded its budget ever since it first did work.
 
     Returns None if the engine kept its budget, or if enough memory was left. The cause is sure if
-    the GPU was full, and later growth took much less than the excess. The cause is possible if one
+    the GPU was full and later growth took much less than the excess. It is possible if a single
     allocation may have needed more than the memory that the excess left.
     """
     gpu = find_over_budget_gpu(end)
@@ -337,7 +337,7 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
         )
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
-    # If later growth is not small compared with the excess, it may be the real cause.
+    # Unless later growth is small compared with the excess, it may be the real cause.
     later_growth_bytes = _measure_later_growth(gpu, excess)
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
     is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
@@ -351,20 +351,20 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
 
 
 def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
-    """Return whether a GPU was full, or an engine at work exited with little memory left."""
+    """Return whether a GPU was full, or a working engine exited with little memory left."""
     if is_gpu_full(gpu) or end.ooms or end.reason in FULL_REASONS:
         return True
-    # If a run was replaced between two samples, it may have been restarted on purpose.
+    # A run that was replaced between two samples may have been restarted on purpose.
     if end.reason is ExitReason.REPLACED:
         return False
-    # The room includes the memory of other processes, because without them the engine could have
-    # used it.
+    # The room includes the memory of other processes, because the engine could have used it in
+    # their absence.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
     return bool(end.running) and room_bytes < excess.tight_bytes
 
 
 def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
-    """Of the GPUs on which the engine never kept its budget, return the one with the least room.
+    """Return the GPU with the least room on which the engine never kept its budget.
 
     Returns None if something else explains the end: growth, other processes, a GPU fault, a kill, a
     hang or a stop.
@@ -375,7 +375,7 @@ def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
         return None
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
-    # A hang explains the end, unless an allocation by torch failed.
+    # A hang explains the end, unless a torch allocation failed.
     if end.hung_seconds is not None and not end.ooms:
         return None
     gpus = [gpu for gpu in end.gpus if _is_excess_decisive(gpu)]
@@ -383,7 +383,7 @@ def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
 
 
 def _is_excess_decisive(gpu: GpuAtEnd) -> bool:
-    """Return whether the excess of the first minutes took more memory than any later growth."""
+    """Return whether the excess in the first minutes took more memory than any later growth."""
     excess = gpu.excess
     if excess is None or not excess.is_from_start or gpu.last_room_bytes is None:
         return False
@@ -395,13 +395,13 @@ def _is_excess_decisive(gpu: GpuAtEnd) -> bool:
 
 
 def _measure_later_growth(gpu: GpuAtEnd, excess: BudgetExcess) -> int:
-    """Return how far the engine's highest use at the end exceeds its level in the first minutes."""
+    """Return how far the engine's highest use at the end exceeds its use in the first minutes."""
     first_bytes = excess.budget_bytes + excess.first_excess_bytes
     return (gpu.last_engine_bytes or 0) - first_bytes
 
 
 def _has_grown_straight(gpu: GpuAtEnd) -> bool:
-    """Return whether growth in a straight line, at level load, took most of the lost room."""
+    """Return whether growth in a straight line, under level load, took most of the lost room."""
     growth = gpu.straight_growth
     if growth is None or gpu.share_of_lost_room(gpu.other_growth_bytes) >= LIKELY_SHARE:
         return False
@@ -413,10 +413,10 @@ def _describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
-    """Return the option that makes up for an excess, with its value if that can be computed."""
+    """Return the option that compensates for an excess, with its value if it can be computed."""
     option = "--gpu-memory-utilization"
     ratios = {engine.gpu_memory_utilization_ratio for engine in end.engines}
-    # The engines of one server may have different shares, and then no single value is right.
+    # If the engines of one server have different shares, there is no single correct value.
     ratio = ratios.pop() if len(ratios) == 1 else None
     if ratio is None:
         return f"{format_size(excess.excess_bytes)} less for vLLM (a lower {option})"
@@ -426,8 +426,9 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 def _fit_leak(end: Ending) -> CauseFit | None:
     """Return the cause that the engine leaked: its memory grew over the whole run, or in a line.
 
-    Returns None if no GPU was full, or if a burst, other processes or an excess over the budget
-    took the room. The cause is sure if the leak detector had an alarm and nothing else took memory.
+    Returns None if no GPU was full, or if the room was taken by a burst, by other processes or by
+    an excess over the budget. The cause is sure if the leak detector raised an alarm and nothing
+    else took memory.
     """
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end):
@@ -441,15 +442,16 @@ def _fit_leak(end: Ending) -> CauseFit | None:
         return CauseFit(
             _grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth)
         )
-    # Growth of the last minutes is a burst, and memory that others took is a neighbour's: neither
-    # is a leak.
+    # Growth in the last minutes is a burst, and memory taken by other processes is a neighbour's.
+    # Neither is a leak.
     recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     other_share = gpu.share_of_lost_room(gpu.other_growth_bytes)
     if max(recent_share, other_share) >= LIKELY_SHARE:
         return None
     sentence = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
     if gpu.leak in GROWING_STATES:
-        # Above, unknown growth counts as a share of 0, but it may still have taken the room.
+        # The check above counts unknown growth as a share of 0, but it may still have taken the
+        # room.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
         is_sure = gpu.leak is LeakState.LEAKING and is_gpu_full(gpu) and is_attributed
         return CauseFit(_grade(is_sure=is_sure), sentence)
@@ -460,7 +462,7 @@ def _fit_leak(end: Ending) -> CauseFit | None:
 
 
 def find_straight_growth_gpu(end: Ending) -> GpuAtEnd | None:
-    """Return the GPU that growth in a straight line filled; None if there is none."""
+    """Return the GPU that growth in a straight line has filled; None if there is none."""
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end) or not _has_grown_straight(gpu):
         return None
@@ -468,7 +470,7 @@ def find_straight_growth_gpu(end: Ending) -> GpuAtEnd | None:
 
 
 def _describe_straight_growth(gpu: GpuAtEnd, growth: StraightGrowth) -> str:
-    """Return the sentence on a leak that was too fast for the detector."""
+    """Return the sentence on a leak that was too fast for the leak detector."""
     rate = f"{format_size(growth.bytes_per_second)} a second"
     duration = format_duration(growth.seconds)
     return (
@@ -483,8 +485,8 @@ FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch
 def _fit_burst(end: Ending) -> CauseFit | None:
     """Return the cause that memory ran out in a burst: within minutes, or by one allocation.
 
-    Returns None if growth in a straight line, other processes or an excess over the budget took the
-    room.
+    Returns None if the room was taken by growth in a straight line, by other processes or by an
+    excess over the budget.
     """
     if is_over_budget(end):
         return None
@@ -501,22 +503,22 @@ def _fit_burst(end: Ending) -> CauseFit | None:
     if _is_surely_burst(end, gpu):
         return CauseFit(Sureness.SURE, sentence)
     share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
-    # torch recorded the failed allocation, so the burst is certain even if no growth was seen.
+    # torch recorded the failed allocation, so the burst is likely even if no growth was observed.
     if share >= LIKELY_SHARE or end.ooms:
         return CauseFit(Sureness.LIKELY, sentence)
     return CauseFit(Sureness.POSSIBLE, sentence)
 
 
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
-    """Return whether the engine alone filled the GPU within minutes, after a time of level memory.
+    """Return whether the engine alone filled the GPU within minutes, after level memory.
 
-    Returns True also if the probe saw the step that raised the error right before the end.
+    Also returns True if the probe observed the step that raised the error right before the end.
     """
     if gpu.leak in GROWING_STATES:
         return False
     if end.failed_step is not None:
         return True
-    # A peak between two samples may have been that of another process.
+    # A peak between two samples may have been caused by another process.
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_before_known = end.observed_seconds >= KNOWN_BEFORE_SECONDS
     if not is_attributed or not is_before_known:
@@ -528,9 +530,9 @@ def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
 def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     """Return the cause that an allocation failed although no GPU was full.
 
-    The cause is sure if the probe saw the step that raised an OutOfMemoryError right before the
-    end. It is likely if torch counted such an error. It is possible if requests ran with so little
-    room that an allocation may have failed unseen. Returns None otherwise.
+    The cause is sure if the probe observed the step that raised an OutOfMemoryError right before
+    the end. It is likely if torch counted such an error. It is possible if requests were running
+    with so little room that an allocation may have failed unobserved. Otherwise, returns None.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -542,7 +544,7 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     gpu = end.fullest_gpu
     if gpu is None:
         return None
-    # This is never None, because the room of the fullest GPU is known.
+    # This is never None, because the fullest GPU's room is known.
     room_bytes = gpu.last_room_bytes or 0
     # An excess over the budget explains the same failure, and is known for certain.
     if not _may_allocation_have_failed(end, room_bytes) or _fit_over_budget(end) is not None:
@@ -557,7 +559,7 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
 
 
 def _describe_failed_allocation(end: Ending) -> str:
-    """Return the sentence that an allocation failed, with the step that needed it if known."""
+    """Return the sentence that an allocation failed, with the step that needed it, if known."""
     if end.failed_step is None:
         return FAILED_ALLOCATION
     return f"{FAILED_ALLOCATION.removesuffix('.')} in a step of {end.failed_step}."
@@ -565,7 +567,7 @@ def _describe_failed_allocation(end: Ending) -> str:
 
 def _may_allocation_have_failed(end: Ending, room_bytes: int) -> bool:
     """Return whether requests ran, and an unseen allocation may have needed more than this room."""
-    # A probe would have recorded the error.
+    # A probe would have recorded the failed allocation.
     return bool(end.running) and not end.is_probed and room_bytes < LARGE_ALLOCATION_BYTES
 
 
@@ -579,7 +581,7 @@ def _list_excess(end: Ending, gpu: GpuAtEnd) -> tuple[str, ...]:
 
 
 def _describe_search(room_bytes: int) -> str:
-    """Return a remark on how to find out whether an allocation has failed."""
+    """Return a remark on how to find out whether an allocation failed."""
     return (
         "no figure shows a failed allocation: look in vLLM's log for OutOfMemoryError with a size"
         f" above {format_size(room_bytes)}"
@@ -587,12 +589,12 @@ def _describe_search(room_bytes: int) -> str:
 
 
 def _fit_hang(end: Ending) -> CauseFit | None:
-    """Return the cause that the engine hung: it had work and made no progress.
+    """Return the cause that the engine hung: it had work but made no progress.
 
     Returns None if the engine did not hang, never served, or was shutting down. The cause is sure
     if the engine's page answered and showed running requests.
     """
-    # A server that shuts down also makes no progress while it waits for its clients.
+    # A server that is shutting down also makes no progress while it waits for its clients.
     if end.hung_seconds is None or not end.has_served or is_shutdown(end):
         return None
     duration = format_duration(end.hung_seconds)
@@ -610,7 +612,7 @@ def _fit_hang(end: Ending) -> CauseFit | None:
 def _fit_shutdown(end: Ending) -> CauseFit | None:
     """Return the cause of a requested shutdown: the server closed its port and kept running.
 
-    Returns None for any other end.
+    Returns None for any other kind of end.
     """
     if not is_shutdown(end):
         return None
@@ -624,17 +626,17 @@ def _fit_shutdown(end: Ending) -> CauseFit | None:
 def _fit_idle_exit(end: Ending) -> CauseFit | None:
     """Return the cause that all processes of an idle engine exited at once, for no visible reason.
 
-    Returns None if the engine was at work, exited one process after another, had a full GPU, had
+    Returns None if the engine was working, exited one process after another, had a full GPU, had
     hung, or had a GPU fault.
     """
     if end.kind is not IncidentKind.ENDED or not end.has_served or end.idle_seconds is None:
         return None
     if end.lost_processes or find_full_gpu(end) is not None or end.hung_seconds is not None:
         return None
-    # With a GPU fault the exit is a crash.
+    # If there is a GPU fault, the exit is a crash.
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
-    # If no sample was taken for longer than this, the engine may have been at work again.
+    # If no sample was taken for longer than this, the engine may have started working again.
     is_observed = (end.unobserved_seconds or 0.0) <= UNOBSERVED_SECONDS
     duration = format_duration(end.idle_seconds)
     return CauseFit(
@@ -648,7 +650,7 @@ def _fit_crash(end: Ending) -> CauseFit | None:
     """Return the cause of a crash: the engine exited for a reason other than memory.
 
     Returns None if a GPU was full, an allocation failed, or the engine hung. The cause is sure only
-    with a fatal XID.
+    if there is a fatal XID.
     """
     if not end.is_over or find_full_gpu(end) is not None or end.ooms:
         return None
@@ -674,14 +676,14 @@ def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
         if end.is_probed:
             yield "torch raised no OutOfMemoryError, by the probe"
         return
-    # If a GPU cannot be read, this explains the crash, and nobody has to look for a failed
+    # A GPU that cannot be read explains the crash, so there is no need to look for a failed
     # allocation.
     if end.running and not end.unreadable:
         yield _describe_search(room_bytes)
 
 
 def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
-    """Return how certain a crash is, by the GPU memory that was left."""
+    """Return how certain a crash is, given the GPU memory that was left."""
     if FATAL_XIDS & set(end.xids):
         return Sureness.SURE
     if end.unreadable:
@@ -694,7 +696,7 @@ def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
 
 
 def _describe_crash(end: Ending, room_bytes: int | None) -> str:
-    """Return the sentence on an exit that no cause explains, by the room on its fullest GPU."""
+    """Return the sentence on an exit that no cause explains, given the room on its fullest GPU."""
     crash = "A crash"
     crashed = "crashed"
     if not end.has_served:
@@ -713,16 +715,16 @@ def _describe_crash(end: Ending, room_bytes: int | None) -> str:
 
 
 def _is_memory_excluded(end: Ending) -> bool:
-    """Return whether a GPU error or the probe excludes a failed allocation.
+    """Return whether a GPU error or the probe rules out a failed allocation.
 
-    Returns True also for an engine without requests, because it allocates nothing.
+    Also returns True for an engine without requests, because it allocates nothing.
     """
     is_idle = end.has_served and end.running == 0
     return bool(FATAL_XIDS & set(end.xids)) or end.is_probed or is_idle
 
 
 def _find_room_at_exit(end: Ending) -> int | None:
-    """Return the least room on a GPU at the exit; None if no sample was taken shortly before."""
+    """Return the least room on any GPU at the exit; None if no sample was taken shortly before."""
     if end.unobserved_seconds is None or end.unobserved_seconds > UNOBSERVED_SECONDS:
         return None
     if end.fullest_gpu is None:
@@ -742,8 +744,8 @@ CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], CauseFit | None]], ...]] 
     (EndCause.IDLE, _fit_idle_exit),
     (EndCause.CRASH, _fit_crash),
 )
-"""The causes, each with the function that returns how well it fits an end, or None. Of equally
-certain causes, the first counts.
+"""The causes, each with a function that returns how well the cause fits an end, or None. If several
+causes are equally certain, the first one takes precedence.
 """
 
 
@@ -769,7 +771,7 @@ def _list_evidence(end: Ending) -> Iterator[str]:
 
 
 def _describe_load(end: Ending) -> str:
-    """Return how many requests ran at the end, as a part of the evidence."""
+    """Return how many requests were running at the end, as part of the evidence."""
     if end.running is None:
         return "its load is not known" if end.has_served else "its page had not answered yet"
     if not end.running:
@@ -788,7 +790,8 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
         yield f"the engine grew by {format_size(gpu.growth_bytes)} in {duration}"
     if gpu.recent_growth_bytes is not None:
         yield f"the engine held {format_size(gpu.recent_growth_bytes)} more than minutes before"
-    # If no other process was on the card, as for most engines, there is nothing to report.
+    # As with most engines, no other process may have been on the card; there is nothing to report
+    # then.
     if gpu.last_other_bytes or gpu.first_other_bytes:
         last_size = format_size(gpu.last_other_bytes or 0)
         first_size = format_size(gpu.first_other_bytes or 0)
@@ -801,7 +804,7 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
 
 
 def _describe_room(gpu: GpuAtEnd) -> str:
-    """Return the evidence on how much memory of a GPU was free at the end and at first."""
+    """Return the evidence on how much of a GPU's memory was free at the end and initially."""
     if gpu.last_room_bytes is None:
         return f"the memory left on {gpu.display_name} is not known"
     sentence = f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.display_name}"
@@ -813,8 +816,8 @@ def _describe_room(gpu: GpuAtEnd) -> str:
 def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
     """Return the causes with the log's evidence, the most certain first.
 
-    `diagnoses` has at least one cause. They are the causes by all other evidence, the most certain
-    first.
+    `diagnoses` has at least one cause. It contains the causes according to all other evidence, the
+    most certain first.
     """
     if end.log is None:
         return diagnoses
@@ -834,7 +837,7 @@ def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, 
 def _add_failure(
     end: Ending, failure: LogFailure, diagnoses: tuple[Diagnosis, ...]
 ) -> tuple[Diagnosis, ...]:
-    """Return the causes, given a failure that the log reports."""
+    """Return the causes, given a failure reported by the log."""
     evidence = _cite(failure)
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
         if not end.has_served:
@@ -850,25 +853,26 @@ def _add_failure(
             "Killed from outside (SIGKILL): by the kernel, if host memory ran out, or by a person."
         )
         if is_by_kernel:
-            # The samples have the kernel's count of kills, which is better evidence than the log.
+            # The samples include the kernel's count of kills, which is better evidence than the
+            # log.
             sentence = diagnoses[0].sentence
         return _conclude_by_log(EndCause.KILLED, sureness, sentence, evidence, diagnoses)
     cause = SURE_CAUSES.get(failure.kind)
     if cause is not None:
         sentence = f"{describe_failure(failure)}."
         return _conclude_by_log(cause, Sureness.SURE, sentence, evidence, diagnoses)
-    # An exception without a known cause may concern only one request, and the core may end for any
-    # cause.
+    # An exception without a known cause may concern only a single request, and the core may end for
+    # any cause.
     return _append_evidence(evidence, diagnoses)
 
 
 def _add_refusal(
     end: Ending, failure: LogFailure, diagnoses: tuple[Diagnosis, ...]
 ) -> tuple[Diagnosis, ...]:
-    """Return the causes of the end of an engine at work whose log shows that GPU memory ran out.
+    """Return the causes for a working engine whose log shows that GPU memory ran out.
 
-    If one cause fits the samples best, this cause is sure. If two causes fit equally well, they
-    keep their certainty. If no cause is likely, the cause is one allocation that was larger than
+    If one cause fits the samples best, it is sure. If several causes fit equally well, they keep
+    their certainty. If no cause is likely, the cause is a single allocation that was larger than
     the memory that was left.
     """
     evidence = _cite(failure)
@@ -901,9 +905,9 @@ def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
     """Return what other processes took since the engine began to serve, by torch's own message.
 
     The samples do not show a process that started after the last sample. Returns None if the
-    refused allocation would not have fitted without that process, or if the memory is too little
-    for a process. Returns None also if the engine has several GPUs, because torch numbers GPUs in
-    another way than the driver.
+    refused allocation would not have fitted even without that process, or if the memory is too
+    little for a process. Also returns None if the engine has several GPUs, because torch and the
+    driver number GPUs differently.
     """
     if refusal.asked_bytes is None or refusal.free_bytes is None or refusal.other_bytes is None:
         return None
@@ -918,15 +922,15 @@ def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
 def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
     """Return the causes, given a log that continues until the exit and reports no failure.
 
-    If an engine runs out of GPU memory or crashes, it logs this. If an engine is killed, or its
-    machine goes down, it logs nothing. So once the run is over, causes that concern memory are left
-    out. If no likely cause remains, the cause is a crash.
+    An engine that runs out of GPU memory or crashes logs it. An engine that is killed, or whose
+    machine goes down, logs nothing. Therefore, once the run is over, memory-related causes are
+    omitted. If no likely cause remains, the cause is a crash.
     """
     evidence = "its log goes on until then, and has no error and no shutdown"
     cited = _append_evidence(evidence, diagnoses)
     if not end.is_over:
         return cited
-    # The log would report such a cause, so a log without a report refutes the cause.
+    # The log would report such a cause, so its silence rules the cause out.
     kept = tuple(item for item in cited if item.cause not in MEMORY_CAUSES)
     if len(kept) == len(cited):
         return cited
@@ -948,7 +952,7 @@ def _conclude_by_log(
     evidence: str,
     diagnoses: tuple[Diagnosis, ...],
 ) -> tuple[Diagnosis, ...]:
-    """Return the cause that the log supports, and add what the samples alone allow to conclude."""
+    """Return the cause that the log supports, along with what the samples alone would suggest."""
     best = diagnoses[0]
     all_evidence = [evidence]
     if best.cause is cause:
@@ -957,8 +961,8 @@ def _conclude_by_log(
     elif best.cause is not EndCause.UNKNOWN:
         alone = _begin_lower(best.sentence.rstrip("."))
         all_evidence.append(f"the log contradicts the samples, which alone fit: {alone}")
-    # This is the samples' evidence for the same cause. If they have none, it is the evidence for
-    # their best cause.
+    # This is the samples' evidence for the same cause. If there is none, the evidence for their
+    # best cause is used.
     own = [item for item in diagnoses if item.cause is cause]
     all_evidence += (own[0] if own else best).evidence
     return (
@@ -967,7 +971,7 @@ def _conclude_by_log(
 
 
 def _append_evidence(evidence: str, diagnoses: Iterable[Diagnosis]) -> tuple[Diagnosis, ...]:
-    """Return the diagnoses, and add one piece of evidence to each."""
+    """Return the diagnoses with one more piece of evidence added to each."""
     return tuple(replace(item, evidence=(*item.evidence, evidence)) for item in diagnoses)
 
 
@@ -977,9 +981,9 @@ def _cite(failure: LogFailure) -> str:
 
 
 def _begin_lower(sentence: str) -> str:
-    """Return a sentence with a small first letter, for use inside another sentence.
+    """Return a sentence with its first letter in lower case, for use inside another sentence.
 
-    A sentence that begins with a name in capitals or with an option is not changed.
+    A sentence that begins with a capitalized name or with an option is not changed.
     """
     first_word = sentence.split(" ", 1)[0]
     if first_word.isupper() and first_word not in {"A", "I"}:

@@ -58,51 +58,51 @@ from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind, LogFailureKind
 
 LEFTOVER_SECONDS: Final = 30.0
-"""Processes that an exited engine left behind are reported only after this time, because they may
-still exit. A worker exited up to 9 s after its core (vLLM 0.32).
+"""Processes left behind by an exited engine are reported only after this time, because they may
+still exit. With vLLM 0.32, a worker exited up to 9 s after its core.
 """
 
 ENGINE_RUN: Final = "engine_life"
-"""The name under which this state is saved among the states of the derivations."""
+"""The name under which this state is saved, next to the states of the derivations."""
 
 OUTLIVED_SECONDS: Final = 60.0
-"""vLLM's engine exits within seconds of an OutOfMemoryError. If the engine's probe still writes
-after this time, the engine has recovered.
+"""vLLM's engine exits within seconds of an OutOfMemoryError. If its probe is still writing after
+this time, the engine has survived the error.
 """
 
 LOADED_SHARE: Final = 0.5
-"""If the first sample had at least this share of the newest memory, the engine had loaded its model
-before the first sample.
+"""If the first sample showed at least this share of the newest memory, the engine had loaded its
+model before the first sample.
 """
 
 CONTEXT_BYTES: Final = GIB
-"""CUDA contexts take less than this. An engine that holds less than this has loaded nothing."""
+"""CUDA contexts take less than this. An engine that holds less has not loaded anything."""
 
 YOUNG_SECONDS: Final = 15.0
-"""If an engine was younger than this at its first sample, it may have loaded its model since then,
-so LOADED_SHARE proves nothing.
+"""An engine that was younger than this at its first sample may have loaded its model since then, so
+LOADED_SHARE proves nothing.
 """
 
 LONGEST_LOAD_SECONDS: Final = 2400.0
-"""Our choice: if an engine was younger than this at its first sample, and has grown since by more
-than contexts take, it was still loading. A large model takes 33 minutes to load.
+"""Our choice: an engine that was younger than this at its first sample, and has since grown by more
+than contexts take, was still loading. A large model takes 33 minutes to load.
 """
 
 SAME_END_SECONDS: Final = 15.0
-"""A stall and an exit within this time count as one end. A server answers for 2 to 3 s without its
-core, and a tick takes 5 s.
+"""A stall and an exit within this time of each other count as a single end. A server keeps
+answering for 2 to 3 s without its core, and a tick takes 5 s.
 """
 
 STRAIGHT_SECONDS: Final = 90.0
-"""Our choice: growth in a straight line for this long is no burst, because one batch causes a
-burst.
+"""Our choice: growth in a straight line for this long is not a burst, because a burst is caused by
+a single batch.
 """
 
 STRAIGHT_POINTS: Final = 4
-"""Our choice: fewer points make no line."""
+"""Our choice: fewer points do not make a line."""
 
 STRAIGHT_TOLERANCE: Final = 0.1
-"""Our choice: a point may be this far from the line, as a share of the growth, because torch
+"""Our choice: a point may deviate from the line by this share of the growth, because torch
 allocates in segments.
 """
 
@@ -119,38 +119,38 @@ MEMORY_REASONS: Final = (
     ExitReason.OVER_BUDGET,
     ExitReason.OOM_KILLED,
 )
-"""The reasons of an exit that also explain a stall just before the exit."""
+"""The exit reasons that also explain a stall just before the exit."""
 
 
 class EngineMemory(Struct, frozen=True, kw_only=True):
-    """All that is remembered of one engine.
+    """Everything that is remembered about one engine.
 
     Times are on the monotonic clock.
     """
 
     runs: EngineRuns = field(default_factory=EngineRuns)
-    """The part that the state file keeps."""
+    """The part that is kept in the state file."""
     state: EngineState = EngineState.UNKNOWN
     known_state: EngineState = EngineState.UNKNOWN
-    """The last state that was not unknown. With it, a stall that is invisible for a while counts
-    only once.
+    """The last state that was not UNKNOWN. It ensures that a stall that is not visible for a while
+    counts only once.
     """
     progress: Progress = field(default_factory=Progress)
     record: RunRecord = field(default_factory=RunRecord)
-    """What was observed of the present run."""
+    """What has been observed of the current run."""
     absence: Absence = field(default_factory=Absence)
     served_bytes: dict[str, int] = field(default_factory=dict)
-    """The most GPU memory that the engine held while it served, since its start or its last wake,
-    by UUID.
+    """The most GPU memory that the engine has held while serving since its start or its last
+    wake-up, by UUID.
     """
     leftover_since_seconds: dict[int, float] = field(default_factory=dict)
-    """When each left-over process was first seen, by pid."""
+    """When each leftover process was first seen, by pid."""
 
 
 def forget_run(memory: EngineMemory) -> EngineMemory:
     """Return what is remembered without the current run, because its data may have caused an error.
 
-    The counts of all runs are kept.
+    The counts over all runs are kept.
     """
     return EngineMemory(runs=replace(memory.runs, newest=None))
 
@@ -158,14 +158,15 @@ def forget_run(memory: EngineMemory) -> EngineMemory:
 def update_engine(
     memory: EngineMemory, snapshot: Snapshot, *, configured_bytes: float | None = None
 ) -> tuple[EngineMemory, Snapshot]:
-    """Return what is remembered after one more snapshot, and the snapshot with the engine's status.
+    """Return what is remembered after this snapshot, and the snapshot with the engine's status.
 
-    In the returned snapshot, `left_behind` has only the processes that were left behind at least
+    In the returned snapshot, `left_behind` contains only processes that were left behind at least
     LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure for the memory that the engine
     uses on each GPU.
     """
     now = snapshot.monotonic_seconds
-    # The record before this sample describes an exit, because this sample may be of the next run.
+    # An exit is described by the record before this sample, because this sample may be from the
+    # next run.
     was_answering = memory.record.page.is_answering
     update = update_state(
         snapshot,
@@ -184,7 +185,7 @@ def update_engine(
     # Values of the previous run must not be compared with this run.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
-    # An exit explains the stall that it ends, and a stall that continues is one event.
+    # An exit explains the stall that it ends, and a continuing stall is a single event.
     state = update.state
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
@@ -193,7 +194,7 @@ def update_engine(
     new_memory = EngineMemory(
         runs=runs,
         state=state,
-        # While the state is unknown, the last known state shows whether a stall is new.
+        # While the state is unknown, the last known state determines whether a stall is new.
         known_state=memory.known_state if state is EngineState.UNKNOWN else state,
         progress=update.progress,
         record=_update_run_record(
@@ -219,7 +220,7 @@ def update_engine(
 
 
 def _start_over(memory: EngineMemory) -> EngineMemory:
-    """Return what is remembered, without what belonged to the run before a restart."""
+    """Return what is remembered, without anything that belonged to the run before a restart."""
     return replace(
         memory,
         record=RunRecord(was_page_ever_read=memory.record.was_page_ever_read, follows_absence=True),
@@ -228,7 +229,7 @@ def _start_over(memory: EngineMemory) -> EngineMemory:
 
 
 def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending:
-    """Return the ending of a run whose exit the newest sample shows, with its reason."""
+    """Return the ending of a run whose exit is shown by the newest sample, with its reason."""
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
     # Without a page, the next run is still loading, and clients have lost this run. If a kubelet
@@ -242,8 +243,8 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
     ending = replace(ending, reason=_refine_reason(ending))
     if ending.reason not in FULL_REASONS:
         return ending
-    # If the reason is lack of memory, the ending is built again, because the reason decides whether
-    # the engine hung.
+    # If the reason is a lack of memory, the ending is built again, because whether the engine hung
+    # depends on the reason.
     rebuilt = build_ending(
         record, run, snapshot, IncidentKind.ENDED, reason=ending.reason, gpus=gpus
     )
@@ -253,7 +254,7 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
 def _find_exit_reason(
     run: EngineRun, evidence: Evidence, gpus: tuple[GpuAtEnd, ...], *, is_replaced: bool
 ) -> ExitReason:
-    """Return the reason of an exit by all evidence but the engine's log.
+    """Return the reason for an exit, based on all evidence except the engine's log.
 
     `is_replaced` is whether the page answered before, and now answers for another run.
     """
@@ -266,18 +267,18 @@ def _find_exit_reason(
 
 
 def _refine_reason(ending: Ending) -> ExitReason | None:
-    """Return the reason of an exit by its whole ending, and by the engine's log if there is one.
+    """Return the reason for an exit, based on its whole ending and on the engine's log, if any.
 
-    A requested shutdown, and an engine that never kept its budget, show only in the whole ending.
-    For any other end the reason does not change. Returns None for a stall, because a stall is no
-    exit and has no reason.
+    A requested shutdown, and an engine that never kept its budget, can only be recognized from the
+    whole ending. For any other ending, the reason does not change. Returns None for a stall,
+    because a stall is not an exit and has no reason.
     """
-    # If the engine's log states a reason, the log is better evidence than the memory.
+    # If the engine's log states a reason, it is better evidence than the memory.
     if ending.reason is ExitReason.GONE and ending.log is not None:
         ending = replace(ending, reason=_find_logged_reason(ending.log))
     if ending.reason is ExitReason.GONE and is_shutdown(ending):
         return ExitReason.STOPPED
-    # If a run was replaced between two samples, it may have been restarted on purpose.
+    # A run that was replaced between two samples may have been restarted on purpose.
     may_be_death = ending.reason in (ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
     if may_be_death and is_over_budget(ending):
         return ExitReason.OVER_BUDGET
@@ -285,7 +286,7 @@ def _refine_reason(ending: Ending) -> ExitReason | None:
 
 
 def _find_logged_reason(log: LogEnding) -> ExitReason:
-    """Return the reason of an exit by the engine's log; GONE if the log gives none."""
+    """Return the reason for an exit, based on the engine's log; GONE if the log gives none."""
     if log.failure is None:
         return ExitReason.STOPPED if log.is_stopped else ExitReason.GONE
     if log.failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
@@ -302,7 +303,7 @@ def _was_out_of_memory(run: EngineRun, snapshot: Snapshot, gpus: tuple[GpuAtEnd,
 
 
 def _find_oom_seconds(snapshot: Snapshot) -> float | None:
-    """Return when an OutOfMemoryError last ended a process, by the probe.
+    """Return when an OutOfMemoryError last ended a process, according to the probe.
 
     The time is in seconds since the epoch. Returns None if there was no such error.
     """
@@ -311,7 +312,7 @@ def _find_oom_seconds(snapshot: Snapshot) -> float | None:
     fatal_seconds = []
     for process in snapshot.probe.processes:
         oom = process.oom
-        # If a process kept writing its file, it has survived the error.
+        # A process that kept writing its file has survived the error.
         if oom is not None and process.written_at_seconds - oom.at_seconds <= OUTLIVED_SECONDS:
             fatal_seconds.append(oom.at_seconds)
     return max(fatal_seconds, default=None)
@@ -329,15 +330,18 @@ def build_ending(
 ) -> Ending:
     """Return the exit or stall, with what happened before it.
 
-    `run` is the run that ended or stalled. `record` is the record of this run without this sample.
+    `run` is the run that ended or stalled. `record` is the record of this run, excluding this
+    sample.
     """
     now = snapshot.monotonic_seconds
     is_exit = kind is IncidentKind.ENDED
     lost_processes = list_lost_at_end(record.processes, run, snapshot, kind)
-    # If a necessary process is gone, there is no progress either, but this is a crash and no hang.
+    # If a necessary process is gone, there is no progress either, but this is a crash and not a
+    # hang.
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
-        # At an exit the age of progress is unknown, so the time since the last sign of work counts.
+        # At an exit, the age of progress is unknown, so the time since the last sign of work is
+        # used.
         hung_seconds = progress_age_seconds or now - _find_silence(record)
     observed_seconds = 0.0
     unobserved_seconds = None
@@ -376,29 +380,29 @@ def _find_usual_running(page: PageRecord, now: float) -> float | None:
 
 
 def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
-    """Return whether the engine was stalled before its exit, and not because of the exit."""
+    """Return whether the engine had stalled before its exit, other than because of the exit."""
     if record.stalled_since_seconds is None:
         return False
-    # If memory ran out, a stall of seconds before the exit is a part of the exit.
+    # If memory ran out, a stall in the last seconds before the exit is part of the exit.
     return reason not in MEMORY_REASONS or now - record.stalled_since_seconds > SAME_END_SECONDS
 
 
 def _find_silence(record: RunRecord) -> float:
-    """Return when the engine last showed any work, on the monotonic clock."""
+    """Return when the engine last showed any sign of work, on the monotonic clock."""
     if record.stalled_since_seconds is None:
         return record.page.newest_seconds
     return min(record.page.newest_seconds, record.stalled_since_seconds)
 
 
 def _has_loaded_unseen(record: RunRecord) -> bool:
-    """Return whether an engine without a page had loaded its model at its first sample."""
+    """Return whether an engine without a page had loaded its model by its first sample."""
     if record.was_page_ever_read or record.follows_absence:
         return False
     age_seconds = record.first_age_seconds
-    # Such a young engine cannot have loaded its model before the first sample.
+    # An engine this young cannot have loaded its model before the first sample.
     if age_seconds is not None and age_seconds < YOUNG_SECONDS:
         return False
-    # If the memory of such a young engine grows, the engine is still loading.
+    # If the memory of an engine this young keeps growing, the engine is still loading.
     may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS
     for gpu in record.gpus.values():
         first_held_bytes = gpu.first.most_held_bytes or 0
@@ -413,7 +417,8 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
 def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
     """Describe each GPU of a run that has ended with this snapshot.
 
-    The peaks in the snapshot may belong to the run, although the snapshot's other values do not.
+    The peaks in the snapshot may belong to the ended run, although the snapshot's other values do
+    not.
     """
     peak_bytes = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned_gpus}
     gpus = []
@@ -430,7 +435,7 @@ def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tupl
 
 
 def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> GpuAtEnd:
-    """Describe the memory of a GPU at the end, in the minutes before the end, and at first."""
+    """Describe a GPU's memory at the end, in the minutes before the end, and at the start."""
     reading = gpu.newest.reading
     total_bytes = None
     usable_bytes = None
@@ -439,13 +444,13 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
         total_bytes = reading.memory.total_bytes
         usable_bytes = reading.memory.usable_bytes
         used_bytes = reading.memory.used_bytes
-    # The end is the time of the newest sample, because samples may be missing for some time before
-    # an exit.
+    # The end is taken to be the time of the newest sample, because samples may be missing for some
+    # time before an exit.
     end_begin_seconds = gpu.slots[-1].newest_seconds - END_SECONDS
     end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
     room_bytes = find_least_known(slot.least_room_at_peak_bytes for slot in end_slots)
     sampled_room_bytes = find_least_known(slot.least_room_bytes for slot in end_slots)
-    # If the first count is unknown, it is unknown whether a process is new.
+    # If the first count is unknown, so is whether a process is new.
     first_processes = gpu.first.most_processes or 0
     end_processes = find_most_known(slot.most_processes for slot in end_slots) or 0
     return GpuAtEnd(
@@ -477,7 +482,7 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
         for slot in (gpu.first, *gpu.slots)
         if oldest_seconds <= slot.newest_seconds < end_begin_seconds
     ]
-    # If a record began in the last minute and a half, only its first sample is old enough.
+    # If a record began within the last minute and a half, only its first sample is old enough.
     if not earlier_slots and gpu.first.newest_seconds >= oldest_seconds:
         earlier_slots = [gpu.first]
     return find_most_known(slot.most_held_bytes for slot in earlier_slots)
@@ -486,8 +491,8 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
 def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | None:
     """Return the longest growth in a straight line that ends with the newest sample.
 
-    Returns None if there is no such growth. Returns None also if the load was not level or is
-    unknown, because more requests take more memory.
+    Returns None if there is no such growth. Also returns None if the load is unknown or was not
+    level, because more requests take more memory.
     """
     points = [
         (slot.newest_seconds, slot.most_held_bytes)
@@ -500,7 +505,7 @@ def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | 
         seconds = end_seconds - begin_seconds
         if seconds < STRAIGHT_SECONDS or end_bytes <= begin_bytes:
             continue
-        # The loop begins with the oldest point, so that the first line that fits is the longest.
+        # The loop starts with the oldest point, so that the first line that fits is the longest.
         if _is_straight(points[begin:]) and _is_load_level(page, begin_seconds):
             return StraightGrowth(grown_bytes=end_bytes - begin_bytes, seconds=seconds)
     return None
@@ -520,7 +525,7 @@ def _is_straight(points: list[tuple[float, int]]) -> bool:
 
 
 def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
-    """Return whether load stayed close to the usual load from `begin_seconds` on.
+    """Return whether load has stayed close to the usual load since `begin_seconds`.
 
     Returns False if no load was recorded in that time.
     """
@@ -528,7 +533,7 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
     loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
     if not loads:
         return False
-    # Each half is compared separately, because a load that only rises has the usual median.
+    # Each half is compared separately, because a load that only rises also has the usual median.
     half = len(loads) // 2
     usual_running = median(earlier_loads or loads)
     tolerance = max(LEVEL_LOAD_REQUESTS, LEVEL_LOAD_RATIO * usual_running)
@@ -547,7 +552,7 @@ def _count_exit(runs: EngineRuns, ending: Ending) -> EngineRuns:
 def _build_stall(
     record: RunRecord, run: EngineRun, snapshot: Snapshot, age_seconds: float | None
 ) -> Ending:
-    """Return the ending of an engine that hangs.
+    """Return the ending of an engine that has stalled.
 
     It has no reason, because the run continues.
     """
@@ -570,7 +575,7 @@ def _update_run_record(
     is_stalled: bool,
     configured_bytes: float | None,
 ) -> RunRecord:
-    """Return the record of the present run; an empty record if there is no present run."""
+    """Return the record of the current run; an empty record if there is no current run."""
     run = runs.newest
     if run is None or run.has_ended:
         return RunRecord(
@@ -585,7 +590,7 @@ def _update_run_record(
 def _update_served_bytes(
     memory: EngineMemory, evidence: Evidence, state: EngineState
 ) -> dict[str, int]:
-    """Return the engine's most memory on each GPU while serving, since its start or last wake."""
+    """Return the engine's peak memory on each GPU while serving since its start or last wake."""
     if state is not EngineState.SERVING:
         return memory.served_bytes
     previous_bytes = {} if memory.runs.present.was_asleep else memory.served_bytes
@@ -599,12 +604,12 @@ def _update_served_bytes(
 def _describe_engine(
     memory: EngineMemory, evidence: Evidence, event: Ending | None, symptom: Symptom
 ) -> EngineStatus:
-    """Return what the snapshot shows of the engine's state and its runs."""
+    """Return what the snapshot shows about the engine's state and its runs."""
     runs = memory.runs
     age_seconds = memory.progress.age_seconds
     run = runs.present
     state = memory.state
-    # After the end of a run memory is released, and the leak detector must not see this.
+    # When a run ends, memory is released, and the leak detector must not see this.
     is_over = state is EngineState.DOWN or bool(run.lost_roles)
     is_asleep = state is EngineState.ASLEEP
     # If the gauges are stale, no progress is expected.
@@ -647,7 +652,7 @@ def _find_log(runs: EngineRuns, snapshot: Snapshot, state: EngineState) -> LogEn
 
 
 def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, BudgetExcess], ...]:
-    """Return the excess of each GPU on which the engine is over its budget, by UUID."""
+    """Return the excess on each GPU on which the engine is over its budget, by UUID."""
     excesses = []
     for gpu in snapshot.owned_gpus:
         budget = record.budgets.get(gpu.reading.uuid)
@@ -660,10 +665,10 @@ def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, Bu
 
 
 def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple[str, int], ...]:
-    """Return the bytes that a sleeping engine needs to wake, by the UUID of the GPU.
+    """Return the bytes that a sleeping engine needs to wake up, by GPU UUID.
 
-    This is the most memory that the engine held while it served, minus what it holds now. If one of
-    the two is unknown, the GPU is left out.
+    This is the most memory that the engine held while serving, minus what it holds now. A GPU is
+    omitted if either value is unknown.
     """
     needs = []
     for uuid, held_bytes in evidence.held_bytes.items():
@@ -675,8 +680,8 @@ def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple
 def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the samples of the engine's status; empty while the status is unknown.
 
-    The samples are the state, the start of the run, the restarts and exits, the progress, and the
-    part of the KV cache that no request holds.
+    The samples cover the state, the start of the run, the restarts and exits, the progress, and the
+    part of the KV cache that is held by no request.
     """
     status = snapshot.engine_status
     if status is None:
