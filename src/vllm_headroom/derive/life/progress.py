@@ -22,62 +22,61 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import NECESSARY_ROLES, Role
 
 IDLE_SECONDS: Final = 60.0
-"""After this idle time, KV cache that is still in use counts as stranded."""
+"""KV cache that is still in use after this idle time counts as stranded."""
 
 STRANDED_READINGS: Final = 4
-"""The lowest of this many readings of stranded blocks counts. The probe writes one reading every 5
+"""The lowest of this many readings of stranded blocks is used. The probe writes a reading every 5
 seconds.
 """
 
 STALLED_SECONDS: Final = 60.0
 """An engine is stalled after this time without progress while it has work, or without a page while
-its processes run.
+its processes are running.
 
-A step takes less time: a chunk of a prefill, 8192 tokens by default, takes seconds on the slowest
+A single step takes less time: a prefill chunk, 8192 tokens by default, takes seconds on the slowest
 cards. vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
 """
 
 SIGN_SECONDS: Final = 20.0
-"""A sign of a hang counts once it has been present for this time. While the core's probe is silent,
-this is also the longest time without progress, because a process that hangs writes nothing. This
-time covers five readings by default, and at least two.
+"""A sign of a hang counts once it has been present for this long. While the core's probe is silent,
+this is also the longest time allowed without progress, because a hung process does not write
+anything. This time covers five readings by default, and at least two.
 """
 
 COMPUTING_CPU_SECONDS: Final = 1.0
-"""A server that uses this much CPU time runs. A server that is stopped, or waits forever, uses
-almost none. A server that competes for cores still gets its share: at a load average of 42 on two
-cores, it got ten seconds of CPU time a minute.
+"""A server that uses this much CPU time is running. A server that is stopped, or waits forever,
+uses almost none. A server that competes for cores still gets its share: at a load average of 42 on
+two cores, it got ten seconds of CPU time per minute.
 """
 
 STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
-"""Process states in /proc/PID/stat: stopped by a signal or by a debugger, or blocked in a driver.
-"""
+"""Process states in /proc/PID/stat: stopped by a signal or a debugger, or blocked in a driver."""
 
 SPAN_SECONDS: Final = 20.0
-"""How long CPU time and GPU utilisation are observed for one judgement. A minute without progress
-contains at least one whole such span, at any sampling interval.
+"""How long CPU time and GPU utilisation are observed before activity is judged. A minute without
+progress contains at least one complete span of this length, at any sampling interval.
 """
 
 BUSY_CPU_RATIO: Final = 0.1
-"""Core and workers are busy if they use more than this many CPU seconds per second. Our choice: a
-process that waits for requests uses almost no CPU time, and a process that spins uses a whole core.
+"""The core and workers are busy if they use more than this many CPU seconds per second. Our choice:
+a process that waits for requests uses almost no CPU time, and one that spins uses a whole core.
 """
 
 BUSY_GPU_RATIO: Final = 0.1
-"""A GPU is busy above this utilisation. Our choice: a GPU with a kernel that never ends shows 1,
-and a GPU without work shows 0.
+"""A GPU is busy above this utilisation. Our choice: a GPU running a kernel that never ends shows 1,
+and an idle GPU shows 0.
 """
 
 EngineLabels = tuple[str, str]
-"""The labels `model_name` and `engine` of an engine on the page."""
+"""An engine's labels on the page: `model_name` and `engine`."""
 
 
 class WorkCounters(NamedTuple):
     """The values that change while an engine works.
 
-    A value is None if the page does not show it. A step that only prefills changes no counter
-    (vllm/v1/engine/async_llm.py: no IterationStats without outputs), but the KV cache grows with
-    each chunk. The number of waiting requests is left out, because clients change it.
+    A value is None if the page does not show it. A step that only prefills does not change any
+    counter (vllm/v1/engine/async_llm.py: no IterationStats without outputs), but the KV cache grows
+    with each chunk. The number of waiting requests is omitted, because clients change it.
     """
 
     finished_total: float | None
@@ -88,15 +87,15 @@ class WorkCounters(NamedTuple):
 
     @property
     def totals(self) -> tuple[float | None, ...]:
-        """Return the counters, without the KV cache."""
+        """Return the counters, excluding the KV cache."""
         return self[:-1]
 
     @property
     def done(self) -> tuple[float | None, ...]:
-        """Return the counters of tokens and steps only.
+        """Return only the counters of tokens and steps.
 
-        The other counters also change when a request is aborted: it counts as finished, and frees
-        its cache.
+        The other counters also change when a request is aborted: the request counts as finished,
+        and its cache is freed.
         """
         return self[1:4]
 
@@ -107,76 +106,76 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
     counters: WorkCounters
     has_work: bool
     moved_seconds: float
-    """When the engine last made progress; the present time while it has no work."""
+    """When the engine last made progress, or the current time while it has no work."""
     done_seconds: float
-    """When the engine's count of tokens or steps last changed."""
+    """When the engine's token or step count last changed."""
     idle_since_seconds: float | None
-    """When the engine became idle. The value is None while it works or sleeps, or if its load is
-    unknown.
-    """
+    """When the engine became idle; None while it works or sleeps, or if its load is unknown."""
     kv_stranded_ratios: tuple[float, ...] = ()
-    """The probe's newest readings of stranded KV cache."""
+    """The probe's most recent readings of stranded KV cache."""
 
 
 class CpuUse(Struct, frozen=True):
-    """The CPU time of all API servers when they last used enough of it, and when that was."""
+    """The total CPU time of the API servers when they last used enough of it, and when that was."""
 
     cpu_seconds: float
     monotonic_seconds: float
 
 
 Hint = tuple[HangSign, ProcessName | None]
-"""A sign of a hang and its process. The process is None if the sign belongs to no single process.
+"""A sign of a hang and the process that shows it; None if the sign does not belong to a single
+process.
 """
 
 
 class HintSpan(Struct, frozen=True):
-    """The time span in which a hint was present at every sample, on the monotonic clock."""
+    """The time span during which a hint was present in every sample, on the monotonic clock."""
 
     begin_seconds: float
     newest_seconds: float
 
 
 class Activity(Enum):
-    """Whether core, workers and GPUs are busy."""
+    """Whether the core, the workers and the GPUs are busy."""
 
     BUSY = auto()
-    """Core and workers use CPU time, or a GPU computes."""
+    """The core and the workers use CPU time, or a GPU computes."""
     IDLE = auto()
-    """Both sides (processes and GPUs) are visible, and neither is busy."""
+    """Both the processes and the GPUs are visible, and neither is busy."""
     PARTLY_IDLE = auto()
-    """Only one of the two sides is visible, and it is not busy."""
+    """Only the processes or only the GPUs are visible, and they are not busy."""
     UNKNOWN = auto()
-    """Neither side is visible."""
+    """Neither the processes nor the GPUs are visible."""
 
 
 class ActivityTrack(Struct, frozen=True, kw_only=True):
-    """The newest complete span of observation, and the present span.
+    """The newest complete observation span, and the current span.
 
     None means unknown.
     """
 
     cpu_ratio: float | None = None
-    """CPU seconds per second of core and workers in the newest complete span."""
+    """CPU seconds per second used by the core and the workers in the newest complete span."""
     gpu_ratio: float | None = None
-    """The highest utilisation of a GPU in the newest complete span."""
+    """The highest utilisation of any GPU in the newest complete span."""
     has_spun_idle: bool = False
-    """Whether core and workers use CPU time even without work. If so, CPU time proves nothing. In
-    some versions of vLLM, the workers of tensor parallelism spin while they wait for the core.
+    """Whether the core and the workers use CPU time even without work, in which case CPU time
+    proves nothing. In some versions of vLLM, tensor-parallel workers spin while they wait for the
+    core.
     """
     begin_seconds: float | None = None
-    """When the present span began, on the monotonic clock."""
+    """When the current span began, on the monotonic clock."""
     begin_cpu_seconds: float | None = None
     peak_gpu_ratio: float | None = None
     is_without_work: bool = True
-    """Whether the page has shown no work during the whole present span."""
+    """Whether the page has shown no work throughout the current span."""
 
     def judge(self) -> Activity:
         """Return whether core, workers and GPUs were busy in the newest complete span."""
         cpu_ratio = None if self.has_spun_idle else self.cpu_ratio
         is_cpu_busy = None if cpu_ratio is None else cpu_ratio >= BUSY_CPU_RATIO
         is_gpu_busy = None if self.gpu_ratio is None else self.gpu_ratio >= BUSY_GPU_RATIO
-        # If one side is busy, the engine works. It is idle only if both sides are idle.
+        # The engine is working if either side is busy. It is idle only if both sides are idle.
         if is_cpu_busy or is_gpu_busy:
             return Activity.BUSY
         if is_cpu_busy is None and is_gpu_busy is None:
@@ -187,21 +186,21 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """Everything that shows whether the engines of one page work or hang."""
+    """All evidence of whether the engines of one page are working or hanging."""
 
     engines: dict[EngineLabels, EngineProgress] = field(default_factory=dict)
-    """The progress of each engine, as the newest page shows it."""
+    """The progress of each engine, as shown by the newest page."""
     age_seconds: float | None = None
     """The longest time for which an engine with work has made no progress; None without a page or
-    work.
+    without work.
     """
     hints: dict[Hint, HintSpan] = field(default_factory=dict)
-    """The signs of a hang that the page does not show."""
+    """Signs of a hang that are not visible on the page."""
     cpu_use: CpuUse | None = None
     activity: ActivityTrack = field(default_factory=ActivityTrack)
-    """The activity of core, workers and GPUs."""
+    """The activity of the core, the workers and the GPUs."""
     waits_since_seconds: float | None = None
-    """Since when a request has been waiting at every sample; None if none waits."""
+    """Since when a request has been waiting in every sample; None if none is waiting."""
 
     @property
     def hang_signs(self) -> tuple[HangSign, ...]:
@@ -212,19 +211,19 @@ class Progress(Struct, frozen=True, kw_only=True):
 def update_progress(
     previous: Progress, snapshot: Snapshot, processes: tuple[EngineProcess, ...] | None
 ) -> Progress:
-    """Return the progress with one more sample.
+    """Return the progress, updated with one more sample.
 
-    Without a page no work is visible. `processes` is None if it is unknown which processes are the
-    engine's.
+    Without a page, no work is visible. `processes` is None if it is unknown which processes belong
+    to the engine.
     """
     now = snapshot.monotonic_seconds
     engines = previous.engines
     age_seconds = None
     if snapshot.page is not None:
         engines = _update_engines(engines, snapshot.page, now)
-        # The longest age counts, because one hung rank blocks all requests that were sent to it.
+        # The longest age is used, because one hung rank blocks all requests that were sent to it.
         age_seconds = _find_age(engines, now, snapshot.unanswered_since_seconds)
-    # This is the time since any engine last produced tokens or steps.
+    # This is the time since any engine last produced tokens or ran steps.
     rest_seconds = min((now - engine.done_seconds for engine in engines.values()), default=0.0)
     return Progress(
         engines=engines,
@@ -250,7 +249,7 @@ def update_progress(
 def _is_without_work(snapshot: Snapshot, engines: Mapping[EngineLabels, EngineProgress]) -> bool:
     """Return whether a page shows that every engine was idle since the previous page.
 
-    Returns False without a page, for a sleeping engine, and at the first page of an engine.
+    Returns False without a page, for a sleeping engine, and for the first page of an engine.
     """
     if snapshot.page is None or not engines:
         return False
@@ -276,22 +275,22 @@ def _update_engine(
 ) -> EngineProgress:
     """Return the progress of an engine.
 
-    If the engine is idle or sleeps, the time without progress starts when it gets work.
+    While the engine is idle or asleep, the time without progress starts only once it gets work.
     """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
-    # Sleep with mode=keep leaves requests on the page. These requests are no work until the engine
-    # wakes.
+    # Sleep with mode=keep leaves requests on the page. These do not count as work until the engine
+    # wakes up.
     has_work = bool(engine.running or engine.waiting) and not is_asleep
     is_idle = not has_work and not is_asleep and engine.running is not None
-    # Without work no progress is expected, so the age of progress counts from when there is work.
+    # No progress is expected without work, so the age of progress is measured from when work
+    # arrives.
     moved_seconds = now
     done_seconds = now
     idle_since_seconds = now
     stranded_ratios: tuple[float, ...] = ()
     if previous is not None:
-        # Any difference counts, even a fall, because the use of the KV cache falls when a request
-        # ends.
+        # Any difference counts, even a decrease, because KV-cache use falls when a request ends.
         if previous.has_work and previous.counters == counters:
             moved_seconds = previous.moved_seconds
         if previous.counters.done == counters.done:
@@ -299,7 +298,7 @@ def _update_engine(
         if previous.idle_since_seconds is not None:
             idle_since_seconds = previous.idle_since_seconds
         stranded_ratios = previous.kv_stranded_ratios[1 - STRANDED_READINGS :]
-    # The readings count only if none is missing between them.
+    # The readings count only if none is missing in between.
     if engine.kv_stranded_ratio is None:
         stranded_ratios = ()
     else:
@@ -330,13 +329,13 @@ def _find_age(
     now: float,
     unanswered_since_seconds: float | None,
 ) -> float | None:
-    """Return the longest time that an engine with work has made no progress.
+    """Return the longest time for which an engine with work has made no progress.
 
     Returns None if no work is visible.
 
-    A request of the daemon that has had no answer since `unanswered_since_seconds` counts as work
-    too, because the gauges of a hung core do not change. The time counts from the last progress of
-    any request.
+    A request of the daemon that has not been answered since `unanswered_since_seconds` also counts
+    as work, because the gauges of a hung core do not change. Its time is measured from the last
+    progress of any request.
     """
     ages = [
         now - engine.moved_seconds
@@ -344,8 +343,8 @@ def _find_age(
         if engine.has_work and set(engine.counters) != {None}
     ]
     if unanswered_since_seconds is not None and engines:
-        # If another rank is busy, the server answers, and the request may only be waiting for its
-        # turn.
+        # If another rank is busy, the server does answer, and the request may only be waiting for
+        # its turn.
         newest_done_seconds = max(engine.done_seconds for engine in engines.values())
         ages.append(now - max(unanswered_since_seconds, newest_done_seconds))
     return max(ages, default=None)
@@ -356,23 +355,23 @@ def update_cpu_use(
 ) -> CpuUse | None:
     """Return when the API servers last used enough CPU time; None before the first known time.
 
-    If the page does not answer, only the API servers can be the reason. The core and its workers
-    may spin while they wait for a hung GPU, as NCCL does. But then the page answers, and shows no
+    If the page does not answer, only the API servers can be the cause. The core and its workers may
+    spin while they wait for a hung GPU, as NCCL does, but the page then answers, and shows no
     progress.
     """
     servers = [process for process in processes or () if process.role is Role.API_SERVER]
-    # The times are summed, because any of several servers may get the request for the page.
+    # The times are summed, because any one of several servers may get the request for the page.
     cpu_seconds = sum_known(process.cpu_seconds for process in servers)
     if cpu_seconds is None:
         return previous
     if previous is None or cpu_seconds >= previous.cpu_seconds + COMPUTING_CPU_SECONDS:
         return CpuUse(cpu_seconds, now)
-    # The sum falls when one of several servers exits. Counting continues from the lower sum.
+    # The sum falls when one of several servers exits. Counting then continues from the lower sum.
     return CpuUse(min(previous.cpu_seconds, cpu_seconds), previous.monotonic_seconds)
 
 
 def sum_waiting_requests(processes: Collection[EngineProcess] | None) -> int | None:
-    """Return how many requests wait, by the engine's connections; None if they are not visible."""
+    """Return how many requests wait on the engine's connections; None if these are not visible."""
     counts = [
         process.waiting_requests
         for process in processes or ()
@@ -384,7 +383,7 @@ def sum_waiting_requests(processes: Collection[EngineProcess] | None) -> int | N
 def update_waits_since(
     previous_seconds: float | None, processes: Collection[EngineProcess] | None, now: float
 ) -> float | None:
-    """Return since when a request has been waiting at every sample; None if none waits."""
+    """Return since when a request has been waiting in every sample; None if none is waiting."""
     if not sum_waiting_requests(processes):
         return None
     return now if previous_seconds is None else previous_seconds
@@ -404,14 +403,14 @@ def update_hints(
     time since the last token. `has_silent_core` is the value in the snapshot. The signs are:
 
     - The main thread of a core or worker is stopped or blocked.
-    - The probe in the core is silent, while the probe in another process writes.
-    - A request has got no answer, and came after the engine last worked. An earlier request proves
-      nothing, because its client may never have sent the whole request.
+    - The probe in the core is silent while the probe in another process is writing.
+    - A request that arrived after the engine last worked has not been answered. An earlier request
+      proves nothing, because its client may never have sent the whole request.
     """
     if processes is None:
         return dict(previous)
-    # The times are kept by process, because it is a hang only if one process stays blocked, and not
-    # several in turn.
+    # Times are kept per process, because only a single process that stays blocked is a hang, not
+    # several that are blocked in turn.
     begins: dict[Hint, float] = {}
     for process in processes:
         if process.role in NECESSARY_ROLES and process.state in STOPPED_OR_BLOCKED:
@@ -422,11 +421,11 @@ def update_hints(
         wait_seconds = process.wait_seconds
         if wait_seconds is None:
             continue
-        # If a request came more than STALLED_SECONDS before the last token, it proves nothing.
+        # A request that arrived more than STALLED_SECONDS before the last token proves nothing.
         if rest_seconds >= max(STALLED_SECONDS, wait_seconds - STALLED_SECONDS):
             begins[HangSign.UNANSWERED, None] = now - wait_seconds
     return {
-        # If a hint is missing in one sample, its time starts over.
+        # If a hint is missing from one sample, its time starts over.
         hint: HintSpan(previous[hint].begin_seconds if hint in previous else begin_seconds, now)
         for hint, begin_seconds in begins.items()
     }
@@ -455,7 +454,7 @@ def update_activity(
     gpu_ratio = _find_gpu_ratio(snapshot)
     if previous.begin_seconds is None:
         return _begin_span(previous, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
-    # If one sample of a span is unknown, the peak of the span is unknown.
+    # If any sample of a span is unknown, so is the span's peak.
     peak_gpu_ratio = None
     if previous.peak_gpu_ratio is not None and gpu_ratio is not None:
         peak_gpu_ratio = max(previous.peak_gpu_ratio, gpu_ratio)
@@ -472,7 +471,7 @@ def update_activity(
     if span_seconds < SPAN_SECONDS:
         return track
     cpu_ratio = None
-    # The sum falls when a process exits. The CPU use of this span is then unknown.
+    # The sum falls when a process exits, in which case the CPU use of this span is unknown.
     if (
         cpu_seconds is not None
         and track.begin_cpu_seconds is not None
@@ -480,7 +479,7 @@ def update_activity(
     ):
         cpu_ratio = (cpu_seconds - track.begin_cpu_seconds) / span_seconds
     has_spun_idle = track.has_spun_idle
-    # The CPU time that the core uses without work shows whether it polls while it is idle.
+    # CPU time used by the core without work shows whether it polls while it is idle.
     if track.is_without_work and cpu_ratio is not None:
         has_spun_idle = cpu_ratio >= BUSY_CPU_RATIO
     whole_span = ActivityTrack(
@@ -510,7 +509,7 @@ def _begin_span(
 
 
 def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | None:
-    """Return the CPU time of core and workers; None if there are none, or one time is unknown."""
+    """Return the CPU time of core and workers; None if there are none, or if any is unknown."""
     total_seconds = None
     for process in processes or ():
         if process.role not in NECESSARY_ROLES:
@@ -522,7 +521,7 @@ def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | Non
 
 
 def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
-    """Return the highest utilisation by the engine of one of its GPUs.
+    """Return the engine's highest utilisation of any of its GPUs.
 
     Returns None if the utilisation of one GPU is unknown and no other GPU is busy, because the
     unknown one may be busy.
@@ -536,9 +535,10 @@ def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
 
 
 def _find_own_ratio(gpu: Gpu) -> float | None:
-    """Return the utilisation of a GPU by the engine.
+    """Return the engine's utilisation of a GPU.
 
-    Returns None if the utilisation is unknown, or if the GPU is busy and others may be the cause.
+    Returns None if the utilisation is unknown, or if the GPU is busy and other processes may be the
+    cause.
     """
     ratio = gpu.reading.utilization_ratio
     if ratio is None or ratio < BUSY_GPU_RATIO:
@@ -550,9 +550,9 @@ def _find_own_ratio(gpu: Gpu) -> float | None:
 def find_stranded(
     engines: Mapping[EngineLabels, EngineProgress], now: float
 ) -> tuple[tuple[EngineLabels, float], ...]:
-    """Return the stranded share of each engine's KV cache, which no request holds, if it is known.
+    """Return the share of each engine's KV cache that no request holds, if it is known.
 
-    After an idle minute, everything in use is stranded. Otherwise the share is the lowest of the
+    After an idle minute, everything in use is stranded. Before that, the share is the lowest of the
     probe's last readings, because the probe counts while the scheduler works.
     """
     stranded = []
@@ -563,7 +563,7 @@ def find_stranded(
             and now - engine.idle_since_seconds >= IDLE_SECONDS
         ):
             ratio = engine.counters.kv_used_ratio
-        # While the scheduler works, a reading may catch blocks that are about to be freed.
+        # While the scheduler works, a reading may include blocks that are about to be freed.
         elif len(engine.kv_stranded_ratios) == STRANDED_READINGS:
             ratio = min(engine.kv_stranded_ratios)
         if ratio is not None:
@@ -572,7 +572,7 @@ def find_stranded(
 
 
 def has_worked(page: EnginePage) -> bool | None:
-    """Return whether any engine of the page has ever processed a request.
+    """Return whether any engine on the page has ever processed a request.
 
     Returns True for a page without engines. Returns None for engines that have a name but no
     counters, as in Dynamo's own series.
@@ -583,7 +583,7 @@ def has_worked(page: EnginePage) -> bool | None:
     for engine in list_named(page):
         figures += _read_counters(engine).totals
         figures.append(engine.running)
-    # If a page has names without counters, it shows neither work nor idleness.
+    # A page that has names but no counters shows neither work nor idleness.
     if figures and set(figures) == {None}:
         return None
     return any(figures)

@@ -1,4 +1,4 @@
-"""The record of the present run, collected sample by sample, which explains the run's end."""
+"""The record of the current run, collected sample by sample, which explains how the run ended."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -24,30 +24,29 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import IncidentKind, Reason, Role
 
 SLOT_SECONDS: Final = 30.0
-"""The samples within this time are recorded as one slot, which has their lowest and highest values.
-"""
+"""Samples within this time are recorded as one slot with their lowest and highest values."""
 
 PEAK_KEPT_SECONDS: Final = 60.0
-"""A peak of used memory is reported for this time."""
+"""A peak of used memory continues to be reported for this long."""
 
 END_SECONDS: Final = SLOT_SECONDS + PEAK_KEPT_SECONDS
-"""Memory within this time before the exit is memory at the end. The time is one slot, and the
-minute for which a peak is reported.
+"""Memory within this time before the exit counts as memory at the end. The time consists of one
+slot and the minute for which a peak is reported.
 """
 
 BURST_SECONDS: Final = 300.0
 """Growth within this time before the end counts as a burst."""
 
 USUAL_LOAD_SECONDS: Final = 900.0
-"""The usual load of an engine is its load over this time."""
+"""An engine's usual load is its load over this time."""
 
 
 class MemoryExtremes(Struct, frozen=True, gc=False):
-    """The lowest and highest values of one GPU's memory in a slot of time, at samples and at peaks.
+    """The lowest and highest values of one GPU's memory in a time slot, at samples and at peaks.
 
     None means unknown.
 
-    There are many of these objects, and gc=False keeps the garbage collector from visiting them.
+    Many of these objects exist, and gc=False keeps the garbage collector from visiting them.
     """
 
     begin_seconds: float
@@ -61,71 +60,73 @@ class MemoryExtremes(Struct, frozen=True, gc=False):
 
 
 class GpuRecord(Struct, frozen=True, kw_only=True):
-    """The memory of one of the engine's GPUs."""
+    """The memory on one of the engine's GPUs."""
 
     first: MemoryExtremes
-    """The memory when the engine began to serve. If that was not seen, the memory at the first
+    """The memory when the engine started to serve or, if that was not observed, at the first
     sample.
     """
     slots: tuple[MemoryExtremes, ...]
-    """The slots of the last minutes."""
+    """The slots of the last few minutes."""
     newest: Gpu
     newest_seconds: float
     """When `newest` was read, in seconds since the epoch."""
 
 
 class PageRecord(Struct, frozen=True, kw_only=True):
-    """What the page of the run has shown, on the monotonic clock."""
+    """What the page of this run has shown, on the monotonic clock."""
 
     newest_seconds: float = 0.0
-    """When the page last answered. Before its first answer, this is when the record began."""
+    """When the page last answered or, before its first answer, when the record began."""
     has_answered: bool = False
-    """Whether the page ever answered while this sidecar was running."""
+    """Whether the page has ever answered while this sidecar was running."""
     is_answering: bool = False
     """Whether the page answered at the newest sample."""
     engines: tuple[EngineReading, ...] = ()
-    """The engines of the last page that had engines."""
+    """The engines on the last page that had any engines."""
     idle_since_seconds: float | None = None
     idle_seconds: float | None = None
-    """How long these engines had been idle at that page. The value is None if they had work, or if
-    that is unknown.
+    """How long these engines had been idle when that page was read; None if they had work, or if
+    this is unknown.
     """
     loads: tuple[tuple[float, float], ...] = ()
-    """Pairs of a time and the number of running requests then, one pair per slot."""
+    """Pairs of a time and the number of requests running at that time, with one pair per slot."""
 
 
 class ProcessRecord(Struct, frozen=True, kw_only=True):
-    """What the processes of the run have shown, on the monotonic clock."""
+    """What the processes of this run have shown, on the monotonic clock."""
 
     complete: tuple[EngineProcess, ...] = ()
-    """All processes, as they were when none was missing."""
+    """All processes, as of the last time when none was missing."""
     lost: tuple[Lost, ...] = ()
     """The necessary processes that exited before the others."""
     orphans: int = 0
-    """The number of processes on the engine's GPUs that have lost their server."""
+    """The number of processes on the engine's GPUs whose server has exited."""
     refused_since_seconds: float | None = None
-    """Since when the server has refused connections to its page, while its core is gone."""
+    """Since when the server has been refusing connections to its page while its core is gone."""
 
 
 class RunRecord(Struct, frozen=True, kw_only=True):
-    """What was observed of the present run; times are on the monotonic clock."""
+    """What has been observed of the current run; times are on the monotonic clock."""
 
     began_seconds: float | None = None
     """When the run was first seen; None before its first sample."""
     newest_seconds: float = 0.0
     first_age_seconds: float | None = None
-    """The age of the run when it was first seen; None if the age is unknown."""
+    """The age of the run when it was first seen; None if unknown."""
     follows_absence: bool = False
-    """Whether the sidecar was running before this run began, so that it saw the whole start."""
+    """Whether the sidecar was already running when this run began, so that it saw the whole
+    start.
+    """
     was_page_ever_read: bool = False
-    """Whether any page was ever read, even of another run."""
+    """Whether any page has ever been read, even from another run."""
     stalled_since_seconds: float | None = None
     page: PageRecord = field(default_factory=PageRecord)
     processes: ProcessRecord = field(default_factory=ProcessRecord)
     gpus: dict[str, GpuRecord] = field(default_factory=dict)
     """The memory of each GPU, by UUID."""
     budgets: dict[str, GpuBudget] = field(default_factory=dict)
-    """The memory of the same GPUs compared with the engine's budget, by UUID."""
+    """The memory on the same GPUs compared with the engine's budget, by UUID."""
 
 
 def update_record(
@@ -170,13 +171,13 @@ def update_record(
 
 
 def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[str, GpuRecord]:
-    """Return the memory of the GPUs with this sample.
+    """Return the memory of the GPUs, updated with this sample.
 
-    If a necessary process has exited, the memory that it released is no evidence about the end.
+    Once a necessary process has exited, the memory that it released is not evidence about the end.
     """
     if run.lost_roles:
         return record.gpus
-    # This is the first page of this record. After a restart of the sidecar, the record begins with
+    # This is the first page in this record. After a restart of the sidecar, the record begins with
     # the next page.
     begins_to_serve = snapshot.page is not None and not record.page.has_answered
     sampled = {}
@@ -187,7 +188,8 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
         previous = record.gpus.get(gpu.reading.uuid)
         if previous is not None:
             slots = previous.slots
-            # While weights load, memory grows, so only memory of a serving engine is comparable.
+            # Memory grows while weights are being loaded, so only the memory of a serving engine is
+            # comparable.
             if not begins_to_serve:
                 first_extremes = previous.first
         sampled[gpu.reading.uuid] = GpuRecord(
@@ -200,17 +202,17 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
 
 
 def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
-    """Return the memory at a sample, and at the peak of use, which may lie between two samples."""
+    """Return the memory at a sample, and at peak use, which may occur between two samples."""
     memory = gpu.reading.memory
     room_bytes = None
     room_at_peak_bytes = None
     held_at_peak_bytes = gpu.held_bytes
     if memory is not None:
-        # NVML's peak since the previous sample may lie above the present use.
+        # NVML's peak since the previous sample may exceed the current use.
         peak_rise_bytes = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
         room_bytes = memory.left_bytes
         room_at_peak_bytes = room_bytes - peak_rise_bytes
-        # The driver does not show whose memory a peak was, so the engine may have held all of the
+        # The driver does not report whose memory a peak was, so the engine may have held the entire
         # rise.
         if gpu.held_bytes is not None:
             held_at_peak_bytes = gpu.held_bytes + peak_rise_bytes
@@ -229,19 +231,19 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
 def _add_extremes(
     slots: tuple[MemoryExtremes, ...], sample: MemoryExtremes
 ) -> tuple[MemoryExtremes, ...]:
-    """Return the slots of the last minutes with one more sample, perhaps in the newest slot."""
+    """Return the slots of the last minutes with one more sample, possibly in the newest slot."""
     now = sample.newest_seconds
-    # In a trace the time may step back. A new slot begins then.
+    # In a trace, time may jump back, which starts a new slot.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
         return (*slots[:-1], _merge_extremes(slots[-1], sample))
-    # To judge an exit, two spans of time are compared: the minutes of a burst, and the end.
+    # Judging an exit requires two time spans: the minutes of a burst, and the end.
     oldest_seconds = now - BURST_SECONDS - END_SECONDS
     recent_slots = [slot for slot in slots if slot.newest_seconds >= oldest_seconds]
     return (*recent_slots, sample)
 
 
 def _merge_extremes(slot: MemoryExtremes, sample: MemoryExtremes) -> MemoryExtremes:
-    """Return the extremes over an older slot and a newer sample."""
+    """Return the combined extremes of an older slot and a newer sample."""
     pair = (slot, sample)
     return MemoryExtremes(
         begin_seconds=slot.begin_seconds,
@@ -256,7 +258,7 @@ def _merge_extremes(slot: MemoryExtremes, sample: MemoryExtremes) -> MemoryExtre
 
 
 def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRun) -> ProcessRecord:
-    """Return the record of the processes with this sample.
+    """Return the record of the processes, updated with this sample.
 
     Lost processes are recorded only while the page answers.
     """
@@ -267,14 +269,14 @@ def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRu
     if run.lost_roles and _is_page_refused(snapshot):
         refused_since_seconds = previous.refused_since_seconds or snapshot.monotonic_seconds
     processes = replace(previous, complete=complete, refused_since_seconds=refused_since_seconds)
-    # If the page does not answer, the server has exited too, and it is unknown which process was
+    # If the page does not answer, the server has exited too, and it is unknown which process exited
     # first.
     if snapshot.page is None:
         return processes
     return replace(
         processes,
         orphans=_count_orphans(snapshot),
-        # Only the first loss is kept, because what exits after it is a consequence.
+        # Only the first loss is kept, because any later exits are a consequence of it.
         lost=previous.lost or _list_lost(processes, run, snapshot),
     )
 
@@ -316,7 +318,7 @@ def _add_load(
 ) -> tuple[tuple[float, float], ...]:
     """Return the loads.
 
-    The running requests are added if a slot has passed since the last pair.
+    The running requests are added if a slot's length has passed since the last pair.
     """
     if running is None or (loads and now - loads[-1][0] < SLOT_SECONDS):
         return loads
@@ -325,12 +327,12 @@ def _add_load(
 
 
 def _list_lost(processes: ProcessRecord, run: EngineRun, snapshot: Snapshot) -> tuple[Lost, ...]:
-    """Return the necessary processes that have exited, without those that survived their server."""
+    """Return the necessary processes that have exited, except those that outlived their server."""
     if not run.lost_roles:
         return ()
     if not processes.complete:
         return tuple(Lost(role) for role in run.lost_roles)
-    # A trace has no pids, so the processes of a role can only be counted.
+    # A trace has no pids, so only the number of processes per role can be compared.
     orphaned_processes = _list_orphaned(processes, snapshot)
     running = Counter(_name_processes((*snapshot.engine_processes, *orphaned_processes)))
     necessary = Counter(
@@ -347,7 +349,7 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
     """Return the engine's processes that still hold GPU memory although their server has exited.
 
     A trace has no pids. For a trace, the function returns as many workers as there are processes
-    left on the GPUs. If the engine has no workers, it returns cores.
+    left on the GPUs, or cores if the engine has no workers.
     """
     pids = [
         leftover.pid
@@ -359,7 +361,7 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
         return [process for process in processes.complete if process.pid in pids]
     # Only processes with a CUDA context can be left on a GPU.
     has_workers = any(process.role is Role.WORKER for process in processes.complete)
-    # With one GPU vLLM runs the worker inside its core.
+    # With a single GPU, vLLM runs the worker inside its core.
     holder_role = Role.WORKER if has_workers else Role.ENGINE_CORE
     holders = [process for process in processes.complete if process.role is holder_role]
     return holders[: len(pids)]
@@ -377,22 +379,22 @@ def _count_orphans(snapshot: Snapshot) -> int:
 def list_lost_at_end(
     processes: ProcessRecord, run: EngineRun, snapshot: Snapshot, kind: IncidentKind
 ) -> tuple[Lost, ...]:
-    """Return the necessary processes that exited before the others, up to and with this sample."""
+    """Return the necessary processes that exited before the others, up to and including now."""
     if processes.lost:
         return processes.lost
     if kind is IncidentKind.STALLED:
         return _list_lost(processes, run, snapshot)
-    # There are no new orphans, so all processes have exited together.
+    # If there are no new orphans, all processes exited together.
     if _count_orphans(snapshot) <= processes.orphans:
         return ()
     if run.lost_roles:
         return _list_lost(processes, run, snapshot)
-    # There are new orphans: all other processes, including the server, have exited.
+    # There are new orphans, so all other processes, including the server, have exited.
     orphaned_processes = _list_orphaned(processes, snapshot)
     exited_processes = [
         process
         for process in processes.complete
         if process.role is not Role.OTHER and process not in orphaned_processes
     ]
-    # The parent of these orphans was never seen. It was the server.
+    # If no exited process was ever seen, the orphans' unseen parent was the server.
     return tuple(sorted(_name_processes(exited_processes))) or (Lost(Role.API_SERVER),)

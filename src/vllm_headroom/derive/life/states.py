@@ -1,4 +1,4 @@
-"""The engine's state: what a snapshot shows, which run it is of, and the tables of what follows.
+"""The engine's state: what a snapshot shows, which run it belongs to, and the transition tables.
 
 docs/states.md explains each row.
 """
@@ -43,28 +43,28 @@ from vllm_headroom.vocabulary import (
 )
 
 OCCUPIED_RATIO: Final = 0.05
-"""If a smaller share of a GPU is held, it runs no model. CUDA contexts take half a gigabyte."""
+"""A GPU of which less than this share is held runs no model. CUDA contexts take half a gigabyte."""
 
 LOADED_RATIO: Final = 0.5
-"""If an engine holds less than this share of the most memory that it held while it served, it has
+"""An engine that holds less than this share of the most memory that it held while serving has
 released its weights.
 """
 
 STARVED_RATIO: Final = 0.8
-"""If the CPU pressure is above this, a server may deliver every page late. Two cores had a pressure
-of 0.05 at a load average of 2, and of 0.95 at a load average of 5.
+"""Above this CPU pressure, a server may deliver every page late. Two cores had a pressure of 0.05
+at a load average of 2, and of 0.95 at a load average of 5.
 """
 
 SPINNING_SECONDS: Final = 180.0
 """A server may compute without answering for at most this time. There is no limit while the machine
-is short of CPU, or while the server has closed its port and finishes the last requests.
+is short of CPU, or while the server has closed its port and is finishing its last requests.
 """
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
 """How far back exits are counted, as in HeadroomEngineCrashLoop."""
 
 MOST_ENDS: Final = 64
-"""How many exit times are kept, the newest ones: more of them change no verdict."""
+"""The number of newest exit times that are kept. Keeping more would not change any verdict."""
 
 _STATE_FILE_NAMES: Final = {
     "page_run_id": "page_life",
@@ -79,7 +79,7 @@ _STATE_FILE_NAMES: Final = {
     "was_asleep": "asleep",
     "lost_roles": "lost",
 }
-"""The names of the fields in lives.json. A file of an older version has the same names."""
+"""The names of the fields in lives.json, which files from older versions also use."""
 
 
 class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
@@ -92,12 +92,12 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     finished_total: float | None = None
     process_names: tuple[ProcessName, ...] = ()
     is_ready: bool = False
-    """Whether the engine's page ever answered in this run."""
+    """Whether the engine's page has ever answered in this run."""
     has_worked: bool | None = False
-    """Whether the engine ever processed a request; None if its page does not show work."""
+    """Whether the engine has ever processed a request; None if its page does not show work."""
     has_ended: bool = False
     necessary_counts: dict[Role, int] = field(default_factory=dict)
-    """The most processes of each necessary role that ran while the page answered."""
+    """The highest number of processes of each necessary role that ran while the page answered."""
     most_held_bytes: int = 0
     """The most GPU memory that the run held while the page answered."""
     first_room_bytes: dict[str, int] = field(default_factory=dict)
@@ -105,18 +105,19 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     first_host_room_bytes: int | None = None
     """The free memory of the host when the engine became ready."""
     was_asleep: bool = False
-    """Whether an engine on the newest page was asleep."""
+    """Whether any engine on the newest page was asleep."""
     lost_roles: tuple[Role, ...] = ()
-    """The necessary roles of which at least one process has exited."""
+    """The necessary roles in which at least one process has exited."""
     oom_kills: int = 0
-    """The kernel's count of OOM kills in the engine's container, when no process was missing last.
+    """The kernel's count of OOM kills in the engine's container, as of the last time when no
+    process was missing.
     """
 
 
 class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visible": "sighted"}):
-    """The newest run, and the counts of all runs.
+    """The newest run, and the counts over all runs.
 
-    The state file keeps them over a restart of the sidecar.
+    The state file preserves them across restarts of the sidecar.
     """
 
     newest: EngineRun | None = None
@@ -127,11 +128,11 @@ class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visib
     ends_seconds: tuple[float, ...] = ()
     """When the newest runs ended, in seconds since the epoch."""
     are_processes_visible: bool | None = None
-    """Whether this sidecar can see the engine's processes; None until a reading has shown it."""
+    """Whether this sidecar can see the engine's processes; None until a reading shows it."""
 
     @property
     def present(self) -> EngineRun:
-        """Return the current run; an empty run if there is no current run."""
+        """Return the current run; an empty run if there is none."""
         if self.newest is None or self.newest.has_ended:
             return EngineRun()
         return self.newest
@@ -142,15 +143,16 @@ class PageAnswer(Enum):
 
     GIVEN = auto()
     REFUSED = auto()
-    """Nothing listens on the port. This is so before vLLM is ready, and after its server has
+    """Nothing listens on the port. This is the case before vLLM is ready, and after its server has
     exited.
     """
     SILENT = auto()
-    """Something accepts the request and returns no page. It is vLLM, or a proxy in front of it."""
+    """vLLM, or a proxy in front of it, accepts the request but returns no page."""
     ERROR = auto()
-    """A running server answers with an error, which says nothing about the engine behind it."""
+    """A running server answers with an error, which reveals nothing about the engine behind it."""
     UNREADABLE = auto()
-    """The answer is not the engine's. Examples are a login page, a wrong address, another server.
+    """The answer is not from the engine. It may come from a login page, a wrong address or another
+    server.
     """
 
 
@@ -160,10 +162,10 @@ _FAILED_ANSWERS: Final = {
     Reason.INCOMPLETE: PageAnswer.SILENT,
     Reason.HTTP_STATUS: PageAnswer.ERROR,
 }
-"""The kind of answer by the reason of the failure. Any other reason means UNREADABLE."""
+"""The kind of answer for each failure reason. Any other reason means UNREADABLE."""
 
 _GATEWAY_STATUSES: Final = frozenset({502, 503, 504})
-"""With these HTTP statuses a proxy reports that nothing answers behind it."""
+"""With these HTTP statuses, a proxy reports that nothing behind it answers."""
 
 
 class Presence(Enum):
@@ -174,21 +176,21 @@ class Presence(Enum):
     OUT_OF_SIGHT = auto()
     """A source that showed the processes before has failed, which does not end a run."""
     NEVER_SHOWN = auto()
-    """No source has ever shown the processes in this run, so only the page is evidence."""
+    """No source has ever shown the processes in this run, so the page is the only evidence."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """What one snapshot shows of the engine; docs/states.md has the table of evidence."""
+    """What one snapshot shows about the engine; docs/states.md has the table of evidence."""
 
     snapshot: Snapshot
     answer: PageAnswer
     processes: tuple[EngineProcess, ...] | None
-    """The value is None if /proc cannot be read, or if several servers may be the engine."""
+    """None if /proc cannot be read, or if several servers may be the engine."""
     are_processes_visible: bool | None
     """Whether this sidecar can see the engine's processes, as in EngineRuns."""
     presence: Presence
     held_bytes: dict[str, int]
-    """The engine's memory on each GPU on which it is known, by UUID."""
+    """The engine's memory on each GPU where it is known, by UUID."""
     page_run_id: str | None
     finished_total: float | None
 
@@ -215,17 +217,17 @@ class Evidence(Struct, frozen=True, kw_only=True):
             for engine in list_engines(self.page)
             if engine.started_at_seconds is not None
         ]
-        # A start time of 0 means that it could not be read.
+        # A start time of 0 means that the time could not be read.
         process_starts = [started for _, started in self.process_names if started > 0]
         return min(page_starts, default=None) or min(process_starts, default=None)
 
 
 def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
-    """Return what a snapshot shows of the engine, given the runs so far."""
+    """Return what a snapshot shows about the engine, given the runs so far."""
     answer = PageAnswer.GIVEN
     if isinstance(snapshot.engines, Failure):
         answer = _read_failure(snapshot.engines)
-    # If several servers may be the engine, the processes of none of them count as the engine's.
+    # If several servers may be the engine, the processes of none of them are attributed to it.
     processes = None
     if not snapshot.ambiguous_engines and not isinstance(snapshot.processes, Failure):
         processes = snapshot.processes
@@ -237,7 +239,7 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
     }
     if processes and are_visible is not False:
         presence = Presence.THERE
-    # The processes can be read, and the engine has none.
+    # The processes can be read, and none belongs to the engine.
     elif processes is not None and are_visible is not False:
         presence = Presence.GONE
     elif processes is None and _is_sight_lost(snapshot, are_visible):
@@ -267,13 +269,13 @@ def _judge_visibility(
 ) -> bool | None:
     """Return whether the engine's processes are visible.
 
-    Returns False if a page answers although no process is visible, and None while that is unknown.
-    An earlier result of the same run is kept.
+    Returns False if a page answers although no process is visible, and None while this is unknown.
+    An earlier result in the same run is kept.
     """
     if processes:
         return True
-    # If a page answers, there are processes behind it. If none of them is visible now, none will
-    # ever be visible from here.
+    # If a page answers, there must be processes behind it. If none of them is visible now, none
+    # will ever be visible from here.
     has_shown_none = snapshot.page is not None and not runs.present.process_names
     if has_shown_none and not _may_show_processes_later(snapshot):
         return False
@@ -281,7 +283,7 @@ def _judge_visibility(
 
 
 def _may_show_processes_later(snapshot: Snapshot) -> bool:
-    """Return whether /proc was only late, or several servers may be the engine."""
+    """Return whether /proc was merely late, or several servers may be the engine."""
     readings = snapshot.processes
     is_late = isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT
     return is_late or snapshot.ambiguous_engines > 0
@@ -298,8 +300,8 @@ def _judge_held_memory(
 ) -> Presence:
     """Return whether GPU memory shows that processes of the engine exist.
 
-    If the engine was asleep, or if one of its GPUs cannot be read, little held memory does not
-    prove an exit.
+    If the engine was asleep, or if one of its GPUs cannot be read, a small amount of held memory
+    does not prove an exit.
     """
     gpus = snapshot.owned_gpus
     run = runs.present
@@ -307,16 +309,16 @@ def _judge_held_memory(
     for gpu in gpus:
         if gpu.held_bytes is not None and gpu.reading.memory is not None:
             total_bytes += gpu.reading.memory.total_bytes
-    # Nothing shows which process holds the GPU memory. If a CUDA context or left-over weights would
-    # also take this amount, it proves nothing.
+    # Nothing shows which process holds the GPU memory. An amount that a CUDA context or leftover
+    # weights could also take proves nothing.
     empty_bytes = max(OCCUPIED_RATIO * total_bytes, LOADED_RATIO * run.most_held_bytes)
     if sum(held_bytes.values()) > empty_bytes:
         return Presence.THERE
-    # The engine's memory may be on the one GPU that could not be read.
+    # The engine's memory may be on the very GPU that could not be read.
     are_all_gpus_read = 0 < len(held_bytes) == len(gpus)
     if are_all_gpus_read and not run.was_asleep:
         return Presence.GONE
-    # A run that is loading has also shown its memory, but not while its page answered.
+    # A run that is still loading has also shown its memory, but not while its page answered.
     is_loading = run is runs.newest and not run.is_ready
     if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
         return Presence.OUT_OF_SIGHT
@@ -326,11 +328,11 @@ def _judge_held_memory(
 def update_runs(
     runs: EngineRuns, evidence: Evidence, *, was_answering: bool
 ) -> tuple[EngineRuns, EngineRun | None]:
-    """Return the runs after one more sample, and the run whose exit the sample shows.
+    """Return the runs after one more sample, and the run that this sample shows to have exited.
 
-    That run is as it was before the sample. It is None if no run exited. `was_answering` is whether
-    the page answered at the previous sample. Earlier exits with a time in the future are dropped,
-    because the clock was set back.
+    The exited run is returned as it was before the sample, or as None if no run exited.
+    `was_answering` is whether the page answered at the previous sample. Earlier exits whose time is
+    in the future are dropped, because the clock was set back.
     """
     now = evidence.snapshot.time_seconds
     run = runs.newest
@@ -354,13 +356,13 @@ def update_runs(
         return replace(runs, newest=run), exited_run
     if run is not None:
         runs = replace(runs, restarts=runs.restarts + 1)
-    # If a container outlives its engines, as a systemd unit does, its count of kills continues.
+    # If a container outlives its engines, as a systemd unit does, its kill count continues.
     new_run = EngineRun(oom_kills=evidence.host.oom_kills or 0)
     return replace(runs, newest=_update_run(new_run, evidence)), exited_run
 
 
 def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
-    """Return whether the run was another engine's, mistaken for this one, which still runs."""
+    """Return whether the run was mistaken for this engine's: it is another's, and still running."""
     if run.is_ready or run.has_ended:
         return False
     return _is_any_among(run.process_names, evidence.snapshot.neighbours)
@@ -376,11 +378,11 @@ def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> b
 
 
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
-    """Return whether the sample is of another run, by its start time, processes or counter.
+    """Return whether the sample is from another run, by its start time, processes or counter.
 
-    If both start times are known, they decide. Otherwise the processes decide, and without them the
-    counter of requests. If several servers answer in turn, a lower counter may come from another
-    server. So a lower counter counts only if it fell far, or if the page did not answer before.
+    If both start times are known, they decide. Otherwise, the processes decide, or, if these are
+    unknown, the request counter. If several servers answer in turn, a lower counter may come from
+    another server, so it counts only if it fell far, or if the page did not answer before.
     """
     finished_total = evidence.finished_total
     if run.page_run_id is not None and evidence.page_run_id is not None:
@@ -394,7 +396,7 @@ def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> 
 
 
 def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
-    """Return whether one of the processes has the pid and about the start time of one of `names`.
+    """Return whether any process has the same pid and nearly the same start time as one of `names`.
 
     In a trace without pids, all processes have the same pid.
     """
@@ -405,9 +407,9 @@ def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessN
 
 
 def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
-    """Return the run, updated by the newest sample."""
+    """Return the run, updated with the newest sample."""
     counts = Counter(process.role for process in evidence.processes or ())
-    # A process that was lost stays lost until /proc shows it again.
+    # A lost process stays lost until /proc shows it again.
     lost_roles = run.lost_roles
     if evidence.processes:
         lost_roles = tuple(
@@ -430,7 +432,7 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     first_host_room_bytes = run.first_host_room_bytes
     if first_host_room_bytes is None:
         first_host_room_bytes = evidence.host.room_bytes
-    # A kill is the reason of the exit even if the exit follows some samples after the process was
+    # A kill is the reason for the exit even if the exit follows some samples after the process was
     # lost.
     oom_kills = evidence.host.oom_kills
     if oom_kills is None or lost_roles:
@@ -442,13 +444,13 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
         finished_total=finished_total,
         is_ready=True,
         has_worked=run.has_worked or has_worked(evidence.page),
-        # The sidecar learns how many processes are necessary: it is the highest number that ever
-        # ran.
+        # The sidecar learns how many processes are necessary: the highest number that has ever been
+        # running.
         necessary_counts={
             role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
         },
         most_held_bytes=max(run.most_held_bytes, sum(evidence.held_bytes.values())),
-        # This is measured once, at the first page of the run.
+        # This is measured only once, when the run's first page is read.
         first_room_bytes=run.first_room_bytes or _find_room_bytes(evidence.snapshot),
         first_host_room_bytes=first_host_room_bytes,
         was_asleep=is_page_awake(evidence.page) is False,
@@ -457,19 +459,19 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
 
 
 def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
-    """Return the least free memory of each of the engine's GPUs in the last minute, by UUID."""
+    """Return the least free memory on each of the engine's GPUs in the last minute, by UUID."""
     rooms = {}
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
         if memory is not None:
-            # The engine will need its peak again, and more may be free at this sample.
+            # The engine will need its peak again, and this sample may show more free memory.
             peak_bytes = gpu.reading.used_peak_bytes or 0
             rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
     return rooms
 
 
 def is_error_answer(failure: Failure) -> bool:
-    """Return whether a running server answers with an error in place of its page."""
+    """Return whether a running server answers with an error instead of its page."""
     return _read_failure(failure) is PageAnswer.ERROR
 
 
@@ -481,37 +483,38 @@ def is_starved(processes: tuple[EngineProcess, ...] | Failure) -> bool:
 
 
 class Symptom(Enum):
-    """What a sample shows of the engine."""
+    """What a sample shows about the engine."""
 
     PAGE_ANSWERS = auto()
     OTHER_PAGE = auto()
-    """The page answers and shows no engine."""
+    """The page answers but shows no engine."""
     PROCESS_LOST = auto()
-    """The page answers, and a core or worker of this run has exited."""
+    """The page answers, but a core or worker of this run has exited."""
     ASLEEP = auto()
     NO_PROGRESS = auto()
-    """The page answers, and shows work without progress."""
+    """The page answers and shows work, but no progress."""
     HANG_SIGN = auto()
-    """The page answers and shows no work, and one sign of a hang has been present for long enough.
+    """The page answers and shows no work, but one sign of a hang has been present for long
+    enough.
     """
     HANG_SIGNS = auto()
-    """The page answers and shows no work, and several signs of a hang have been present for long
+    """The page answers and shows no work, but several signs of a hang have been present for long
     enough.
     """
     NO_PROCESSES = auto()
-    """There is no page, and either no process exists, or a closed port is all that is known."""
+    """There is no page, and either no process exists, or only a closed port is known."""
     NO_RUN = auto()
     """There is no page. Processes exist, but nothing shows that they belong to a run of this
     engine.
     """
     NEVER_READY = auto()
-    """There is no page. There are processes of a run whose page has never answered."""
+    """There is no page, but there are processes of a run whose page has never answered."""
     AWAY_BRIEFLY = auto()
-    """There has been no page and no process for less than STALLED_SECONDS."""
+    """For less than STALLED_SECONDS, there has been neither a page nor a process."""
     PROCESSES_OUT_OF_SIGHT = auto()
-    """There is no page, and the source that showed the processes fails."""
+    """There is no page, and the source that showed the processes has failed."""
     PAGE_UNREADABLE = auto()
-    """The page answered before. Now the answer is a login page or that of another server."""
+    """The page used to answer, but the answer is now a login page or comes from another server."""
     STALE_GAUGES = auto()
     """The page answers and shows work without progress, but all other evidence shows that there is
     no work.
@@ -521,11 +524,11 @@ class Symptom(Enum):
     some evidence is not visible.
     """
     SERVER_ANSWERS = auto()
-    """There is no page, but the server answers other requests, so it runs."""
+    """There is no page, but the server answers other requests, so it is running."""
     SERVER_COMPUTES = auto()
-    """The page answered before and is missing now, and its server uses CPU time."""
+    """The page used to answer but is missing now, and its server uses CPU time."""
     PAGE_AWAY = auto()
-    """The page answered before and is missing now, and its server uses no CPU time or spins."""
+    """The page used to answer but is missing now, and its server uses no CPU time or spins."""
 
 
 class Transition(NamedTuple):
@@ -535,7 +538,7 @@ class Transition(NamedTuple):
     """The state before the sample; None means any state."""
     symptom: Symptom
     next_state: EngineState | None
-    """The state after the sample; None means that the state does not change."""
+    """The state after the sample; None means that the state is unchanged."""
     why: str
 
 
@@ -619,33 +622,34 @@ TRANSITIONS: Final = (
     ),
     Transition(None, Symptom.PAGE_AWAY, EngineState.STALLED, "its processes run and serve nobody"),
 )
-"""The first row that fits decides. Every symptom has a row that fits any state."""
+"""The first matching row decides. Every symptom has a row that matches any state."""
 
 
 class Requests(Enum):
-    """What connections and `/load` show about requests."""
+    """What connections and `/load` reveal about requests."""
 
     WAITING = auto()
     """Some requests have been waiting for a while, or the server counts some in `/load`."""
     NONE = auto()
-    """The connections are visible, and no request waits."""
+    """The connections are visible, and no request is waiting."""
     UNKNOWN = auto()
 
 
 class StandstillRow(NamedTuple):
-    """What work without progress on the page means.
+    """What it means if the page shows work without progress.
 
-    If a field of the row is None, any evidence fits it.
+    A field that is None matches any evidence.
     """
 
     symptom: Symptom
     why: str
     has_hang_sign: bool | None = None
-    """Whether there is a sign of a hang, or a canary request without an answer."""
+    """Whether there is a sign of a hang, or an unanswered canary request."""
     requests: Requests | None = None
     activity: Activity | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The server's answers that fit the row. None among them means that the server got no request.
+    """The server's answers that match the row. None among them means that no request was sent to
+    the server.
     """
 
 
@@ -684,25 +688,25 @@ STANDSTILL: Final = (
         "nothing visible supports the gauges, and not everything is visible",
     ),
 )
-"""The first row that fits decides."""
+"""The first matching row decides."""
 
 
 class AbsenceRow(NamedTuple):
-    """What a missing page means while processes may run.
+    """What a missing page means while processes may be running.
 
-    If a field of the row is None, any evidence fits it.
+    A field that is None matches any evidence.
     """
 
     symptom: Symptom
     why: str
     was_ready: bool | None = None
-    """Whether this run has delivered its page before."""
+    """Whether the page has been delivered in this run before."""
     answer: PageAnswer | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The server's answers that fit, as in StandstillRow."""
+    """The server's answers that match, as in StandstillRow."""
     is_computing: bool | None = None
-    """Whether the API server uses CPU time without spinning. If the server answers, it is also
-    enough that core, workers or GPUs are busy.
+    """Whether the API server uses CPU time without spinning. If the server answers, it is
+    sufficient that the core, the workers or the GPUs are busy.
     """
 
 
@@ -751,23 +755,23 @@ ABSENCE: Final = (
     ),
     AbsenceRow(Symptom.PAGE_AWAY, "the server does not answer, and does nothing or spins"),
 )
-"""The first row that fits decides."""
+"""The first matching row decides."""
 
 
 class Absence(Struct, frozen=True, kw_only=True):
-    """Since when page or processes have been missing, on the monotonic clock.
+    """Since when the page or the processes have been missing, on the monotonic clock.
 
     A time is None while nothing is missing.
     """
 
     page_since_seconds: float | None = None
-    """When the page first failed. If a sample was not taken, that is no failure of the page."""
+    """When the page first failed. A sample that was not taken does not count as a failure."""
     presence_since_seconds: float | None = None
-    """Since when it is unknown whether processes exist."""
+    """Since when it has been unknown whether processes exist."""
 
 
 def update_absence(previous: Absence, evidence: Evidence) -> Absence:
-    """Return since when page or processes have been missing, with one more sample."""
+    """Return since when the page or the processes have been missing, as of this sample."""
     now = evidence.snapshot.monotonic_seconds
     page_since_seconds = None
     if evidence.answer is not PageAnswer.GIVEN:
@@ -785,17 +789,17 @@ def update_absence(previous: Absence, evidence: Evidence) -> Absence:
 
 
 class StateUpdate(Struct, frozen=True, kw_only=True):
-    """What one sample shows of the engine.
+    """What one sample shows about the engine.
 
-    All fields but the evidence continue what earlier samples showed.
+    All fields except the evidence continue what earlier samples showed.
     """
 
     evidence: Evidence
     exited_run: EngineRun | None
-    """The run whose exit the sample shows, as the run was before; None if no run exited."""
+    """The run whose exit the sample shows, as it was before the sample; None if no run exited."""
     runs: EngineRuns
-    """The runs after the sample. The exit is not counted by its reason yet, because this module
-    does not know the reason.
+    """The runs after the sample. The exit has not been counted under its reason yet, because the
+    reason is not known to this module.
     """
     progress: Progress
     absence: Absence
@@ -814,12 +818,12 @@ def update_state(
 ) -> StateUpdate:
     """Return what a snapshot shows.
 
-    The other arguments are those of the previous sample. `was_answering` is whether the page
-    answered at the previous sample.
+    The other arguments are from the previous sample. `was_answering` is whether the page answered
+    at that sample.
     """
     evidence = read_evidence(snapshot, runs)
     updated_runs, exited_run = update_runs(runs, evidence, was_answering=was_answering)
-    # Values of the previous run must not be compared with this run.
+    # Values of the previous run must not be compared with those of this run.
     if updated_runs.restarts != runs.restarts:
         progress = Progress(cpu_use=progress.cpu_use)
     progress = update_progress(progress, snapshot, evidence.processes)
@@ -837,9 +841,9 @@ def update_state(
 
 
 def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
-    """Return the state after a sample, by the table.
+    """Return the state after a sample, according to the table.
 
-    Raises AssertionError if no row fits. A test of the table rules that out.
+    Raises AssertionError if no row matches, which a test of the table rules out.
     """
     for row in TRANSITIONS:
         if row.symptom is symptom and row.state in {None, state}:
@@ -850,11 +854,11 @@ def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
 def read_symptom(
     evidence: Evidence, runs: EngineRuns, progress: Progress, absence: Absence
 ) -> Symptom:
-    """Return what a sample shows of the engine.
+    """Return what a sample shows about the engine.
 
-    `runs`, `progress` and `absence` include the sample.
+    `runs`, `progress` and `absence` already include the sample.
     """
-    # The page is the best evidence. The code below is for an engine without a page.
+    # The page is the best evidence. The code below handles an engine without a page.
     if evidence.page is not None:
         return _read_page(evidence.page, evidence, runs.present, progress)
     run = runs.newest
@@ -864,7 +868,7 @@ def read_symptom(
         if _measure_absence(absence.presence_since_seconds, evidence) < STALLED_SECONDS:
             return Symptom.AWAY_BRIEFLY
         return Symptom.PROCESSES_OUT_OF_SIGHT
-    # From here on there are processes but no page.
+    # From here on, there are processes but no page.
     if run is None or run.has_ended:
         return Symptom.NO_RUN
     away_seconds = _measure_absence(absence.page_since_seconds, evidence)
@@ -882,10 +886,10 @@ def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
 
 
 def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
-    """Return whether a refused page is all that is known of the engine.
+    """Return whether a refused page is all that is known about the engine.
 
-    If processes are invisible, a run may continue without a page. If the run has ended, nothing
-    shows that another run has begun.
+    If the processes are invisible, a run may continue without a page. If the run has ended, nothing
+    shows that another one has begun.
     """
     if evidence.answer is not PageAnswer.REFUSED:
         return False
@@ -897,19 +901,19 @@ def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
 def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: Progress) -> Symptom:
     """Return what an answering page and the processes behind it show."""
     if not page.engines:
-        # If a page has shown an engine once, it shows the engine for the rest of the run.
+        # Once a page has shown an engine, it shows the engine for the rest of the run.
         has_shown_engine = run.page_run_id is not None or run.finished_total is not None
         if has_shown_engine or not evidence.processes:
             return Symptom.OTHER_PAGE
-    # One dead rank is enough. The page still answers then, and shows the old load.
+    # A single dead rank is sufficient. The page still answers then, and shows the old load.
     if run.lost_roles:
         return Symptom.PROCESS_LOST
     if is_page_awake(page) is False:
         return Symptom.ASLEEP
     if progress.age_seconds is None:
         return _read_hang_signs(progress.hang_signs)
-    # A hung process does not write its probe file either. So if the probe is silent, a shorter time
-    # proves a stall.
+    # A hung process also stops writing its probe file, so while the probe is silent, a shorter time
+    # is enough to prove a stall.
     longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
     if progress.age_seconds < longest_seconds:
         return Symptom.PAGE_ANSWERS
@@ -917,19 +921,19 @@ def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: P
 
 
 def _read_hang_signs(signs: tuple[HangSign, ...]) -> Symptom:
-    """Return what the signs of a hang show while the page shows no work."""
+    """Return what the signs of a hang mean while the page shows no work."""
     if not signs:
         return Symptom.PAGE_ANSWERS
     return Symptom.HANG_SIGN if len(signs) == 1 else Symptom.HANG_SIGNS
 
 
 def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
-    """Return what work without progress on the page means, by the table."""
+    """Return what work without progress on the page means, according to the table."""
     has_hang_sign = bool(progress.hang_signs) or _is_canary_unanswered(evidence)
     requests = _find_requests(evidence, progress)
     activity = progress.activity.judge()
     server = _find_server_answer(evidence)
-    # The first row that fits decides. None in a row fits anything.
+    # The first matching row decides. None in a row matches anything.
     for row in STANDSTILL:
         if (
             row.has_hang_sign in {None, has_hang_sign}
@@ -942,9 +946,9 @@ def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
 
 
 def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: bool) -> Symptom:
-    """Return what a missing page means, by the table."""
+    """Return what a missing page means, according to the table."""
     server = _find_server_answer(evidence)
-    # The first row that fits decides. None in a row fits anything.
+    # The first matching row decides. None in a row matches anything.
     for row in ABSENCE:
         if (
             row.was_ready in {None, was_ready}
@@ -957,13 +961,13 @@ def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: b
 
 
 def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
-    """Return the server's answer; None if the server got no request."""
+    """Return the server's answer; None if no request was sent to the server."""
     server = evidence.snapshot.server
     return None if server is None else server.answer
 
 
 def _is_canary_unanswered(evidence: Evidence) -> bool:
-    """Return whether a request of the daemon has been waiting for as long as a stall takes."""
+    """Return whether a request of the daemon has been unanswered for long enough to be a stall."""
     since_seconds = evidence.snapshot.unanswered_since_seconds
     if since_seconds is None:
         return False
@@ -971,14 +975,14 @@ def _is_canary_unanswered(evidence: Evidence) -> bool:
 
 
 def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
-    """Return whether requests wait, by the server's own count and by its connections."""
+    """Return whether requests are waiting, by the server's own count and its connections."""
     server = evidence.snapshot.server
     if server is not None and server.requests:
         return Requests.WAITING
     since_seconds = progress.waits_since_seconds
     if since_seconds is not None:
         waited_seconds = evidence.snapshot.monotonic_seconds - since_seconds
-        # A request that has just arrived may be answered in a moment.
+        # A request that has only just arrived may be answered any moment.
         return Requests.WAITING if waited_seconds >= SIGN_SECONDS else Requests.UNKNOWN
     return Requests.UNKNOWN if sum_waiting_requests(evidence.processes) is None else Requests.NONE
 
@@ -986,8 +990,8 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
     """Return whether the API server uses CPU time and may still answer.
 
-    If the server answers, the activity of core, workers and GPUs counts too. If the server is
-    silent, they may hang while they spin, as NCCL does.
+    If the server answers, the activity of the core, the workers and the GPUs counts too. If it is
+    silent, they may be spinning while they hang, as NCCL does.
     """
     if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
         return True
@@ -995,8 +999,9 @@ def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -
     cpu_use = progress.cpu_use
     if cpu_use is None or now - cpu_use.monotonic_seconds >= STALLED_SECONDS:
         return False
-    # If a server is short of CPU, it may deliver every page late. If it closed its port, it may be
-    # finishing its last requests. So a server is spinning only if it could answer and does not.
+    # A server that is short of CPU may deliver every page late, and one that closed its port may be
+    # finishing its last requests. A server is therefore spinning only if it could answer but does
+    # not.
     is_spinning = (
         evidence.answer is PageAnswer.SILENT
         and away_seconds >= SPINNING_SECONDS
