@@ -51,36 +51,36 @@ from vllm_headroom.trace.recorder import Recorder
 log = Log(__name__)
 
 CANNOT_LISTEN: Final = 2
-"""The exit status if the daemon cannot start until an operator changes a setting."""
+"""The exit status if the daemon cannot start unless an operator changes a setting."""
 
 LONGEST_TICK_SECONDS: Final = 30.0
-"""Even if sources hang, two ticks are at most this far apart, because each source has a timeout of
-seconds. If more time has passed, the daemon itself was stopped or got no CPU.
+"""The longest time between two ticks, even if sources hang, because each source has a timeout of
+seconds. If more time passes, the daemon itself was stopped or did not get any CPU.
 """
 
 OTHERS_WRITE_BITS: Final = 0o022
-"""The daemon gives none of its files these permissions, because with them others could change its
+"""The permissions that the daemon never gives its files, because they would let others change its
 state.
 """
 
 
 M_MMAP_THRESHOLD: Final = -3
-"""The number of this option in glibc's malloc.h, see mallopt(3)."""
+"""The number of this option in glibc's malloc.h (see mallopt(3))."""
 
 MMAP_THRESHOLD_BYTES: Final = 128 * 2**10
-"""This is glibc's default. A page of vLLM has 67 kB."""
+"""This is glibc's default. A vLLM page takes 67 kB."""
 
 
-@cache  # The version is read from the distribution's files, and shown on every page.
+@cache  # The version is read from the distribution's files and shown on every page.
 def read_version() -> str:
     """Return the version of the installed distribution."""
     return metadata.version("vllm-headroom")
 
 
 def read_build() -> tuple[str, str, str]:
-    """Return version, source revision and Python version.
+    """Return the version, source revision and Python version.
 
-    The revision is empty if the build wrote none.
+    The revision is empty if the build did not record one.
     """
     stamp = Path(__file__).parents[1] / "REVISION"
     revision = stamp.read_text().strip() if stamp.is_file() else ""
@@ -90,36 +90,36 @@ def read_build() -> tuple[str, str, str]:
 def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     """Run the real daemon until it is stopped, and exit with its status.
 
-    Any error of the daemon itself is raised.
+    Errors in the daemon itself are raised.
     """
     logs.configure(settings.log_format, settings.log_level)
     prepare_process()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     status = runner.run(run(build_real_parts(settings, model), settings, model))
     logging.shutdown()
-    # The exit does not wait for threads, because a resolver that does not answer blocks one for
-    # 10 s (measured).
+    # The exit does not wait for threads, because a resolver that does not respond blocks a thread
+    # for 10 s (measured).
     os._exit(status)
 
 
 def prepare_process() -> None:
-    """Set two things for the whole process: who may write its files, and how it frees memory."""
+    """Configure the process: who may write to its files, and how it frees memory."""
     forbid_writing_by_others()
-    # Only glibc has this function. glibc raises the threshold once a large block is freed. Without
-    # this call, one page of 4 MiB left 13 MiB in use. A threshold that was set explicitly does not
-    # change.
+    # Only glibc has this function. By default, glibc raises the threshold when a large block is
+    # freed: without this call, a single page of 4 MiB left 13 MiB in use. An explicitly set
+    # threshold does not change.
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 def forbid_writing_by_others() -> None:
-    """Allow only this user to write to new files, whatever umask the process inherited."""
+    """Allow only this user to write to new files, regardless of the inherited umask."""
     inherited_mask = os.umask(0o777)
     os.umask(inherited_mask | OTHERS_WRITE_BITS)
 
 
 class Service(Protocol):
-    """A daemon, whether it watches one engine or several."""
+    """A daemon that watches one or several engines."""
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
@@ -137,18 +137,19 @@ async def run(
     """Run a daemon over `parts` until it is stopped, close the parts, and return the exit status.
 
     The status is CANNOT_LISTEN if the port or the web configuration file cannot be used.
-    `build_daemon` replaces the class Daemon, as in the demo. Raises the error of a loop.
+    `build_daemon` replaces the class Daemon, as in the demo. Raises an ExceptionGroup if a loop
+    raises.
     """
-    # This comes before anything is started, so that an operator's mistake costs only one line and
-    # an exit.
+    # This is done before anything is started, so that a misconfiguration leads only to a log line
+    # and an exit.
     door = None
     try:
         listener = listen(settings.listen_host, settings.listen_port)
         if settings.web_config_file is not None:
             door = Door(settings.web_config_file)
     except OSError as error:
-        # The module `socket` appends the address to this text. The log line already has the address
-        # in fields.
+        # The module `socket` appends the address to this text, but the log line already contains
+        # the address as fields.
         problem, _, _ = str(error.strerror).partition(" (while")
         log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
             "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of"
@@ -181,7 +182,7 @@ async def run(
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
-            # This comes after the loops have ended, so that no turn takes the Lease again.
+            # This is done after the loops have ended, so that no turn takes the Lease again.
             if isinstance(parts, Parts) and parts.evictor is not None:
                 await parts.evictor.give_lease_back()
             await close_all(*parts.list_resources())
@@ -190,9 +191,9 @@ async def run(
 def build_engine_watch(
     parts: Parts, settings: Settings, model: ModelReader, pod: EnginePod | None
 ) -> EngineWatch:
-    """Build what samples, saves and records the engine of `parts`, as far as it is configured.
+    """Build everything configured to sample, save and record the engine of `parts`.
 
-    `pod` is the engine's pod; None if it is unknown.
+    `pod` is the engine's pod; None if unknown.
     """
     clock = parts.clock
     history = History()
@@ -202,7 +203,7 @@ def build_engine_watch(
     lock = None
     recent_lines = None
     if settings.state_dir is not None:
-        # There is one lock for both, because the state and the flight record share the folder.
+        # The state and the flight record have one lock, because they share the folder.
         lock = FolderLock()
         keeper = StateKeeper(
             folder=settings.state_dir, clock=clock, version=read_version(), lock=lock
@@ -226,7 +227,7 @@ def build_engine_watch(
             parts.canary_request.ask,
             settings.canary_interval_seconds,
             clock,
-            # If a pause is longer than a slow tick, the daemon itself was stopped.
+            # If a pause lasts longer than a slow tick, the daemon itself was stopped.
             pause_seconds=max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds),
         )
     server_pages = None
@@ -306,8 +307,8 @@ class Daemon:
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
         loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
-        # This loop reads more often than all other sources are read, so that a short peak of GPU
-        # memory is noticed.
+        # This loop reads GPU memory more often than the other sources are read, so that short peaks
+        # are noticed.
         if self._gpu_interval_seconds < self._interval_seconds:
             timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._gpu_interval_seconds)
             sample_gpu_memory = partial(self._watch.sample_gpu_memory, timeout_seconds)
@@ -337,7 +338,7 @@ class Daemon:
         def explain_closed_gate() -> str | None:
             """Return why the gate is closed; None if it is open."""
             if watch.latest is None or self._monitor.find_stall():
-                return None  # Without a recent sample the gate stays open.
+                return None  # Without a recent sample, the gate stays open.
             return watch.latest.gate.reason
 
         collector = HeadroomCollector(
@@ -356,23 +357,23 @@ class Daemon:
         )
 
     async def _tick(self) -> None:
-        """Sample once; end the daemon if the GPUs stay unreadable; write the tick to files."""
+        """Take a sample and write it to files; end the daemon if the GPUs stay unreadable."""
         result = await self._watch.sample()
-        # This comes before the files are written, so that a volume that hangs does not make the
-        # daemon unhealthy.
+        # This is done before the files are written, so that a hung volume does not make the daemon
+        # unhealthy.
         self._monitor.note_tick(result.snapshot.gpus)
         await self._watch.record()
 
     async def _take_eviction_turn(self, evictor: Evictor) -> None:
-        """Let the evictor take its next step, by the gate in the newest sample."""
+        """Let the evictor take its next step, based on the gate in the newest sample."""
         latest = self._watch.latest
         if latest is None or self._monitor.find_stall():
-            await evictor.turn(None)  # An old sample is no reason to evict.
+            await evictor.turn(None)  # An old sample is not a reason to evict.
         else:
             await evictor.turn(latest.gate.due)
 
     def _build_view(self) -> View:
-        """Return what the page shows now; without a snapshot before the first sample."""
+        """Return what the page shows now, without a snapshot before the first sample."""
         view = View(
             version=read_version(),
             interval_seconds=self._interval_seconds,
@@ -390,7 +391,7 @@ class Daemon:
 
 
 def add_newest_tick(view: View, watch: EngineWatch, now_seconds: float) -> View:
-    """Return a view with the newest tick of an engine; unchanged before its first sample.
+    """Return a view with an engine's newest tick; unchanged before the engine's first sample.
 
     `now_seconds` is on the monotonic clock.
     """

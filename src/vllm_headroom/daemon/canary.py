@@ -1,4 +1,4 @@
-"""Request one token from an idle engine at intervals, to find out whether it answers."""
+"""Periodically request one token from an idle engine, to check that it still responds."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -13,7 +13,7 @@ from vllm_headroom.vocabulary import EngineState
 log = Log(__name__)
 
 CANARY_RETRY_SECONDS: Final = 10.0
-"""The pause before the next request to an engine that did not answer. The pause is short, so that a
+"""The pause before the next request to an engine that did not respond, which is short so that a
 temporary error does not last long enough to look like a hang.
 """
 
@@ -37,11 +37,11 @@ class Canary:
         *,
         pause_seconds: float,
     ) -> None:
-        """Build a canary that sends nothing yet.
+        """Build a canary that has not sent anything yet.
 
-        `ask` sends the request and returns whether the engine answered, or None if no request can
-        be sent. If more than `pause_seconds` lie between two ticks, the daemon itself was stopped
-        and could receive no answer.
+        `ask` sends the request and returns whether the engine responded, or None if no request can
+        be sent. If more than `pause_seconds` pass between two ticks, the daemon itself was stopped
+        and could not receive a response.
         """
         self._ask = ask
         self._clock = clock
@@ -50,8 +50,8 @@ class Canary:
         self._last_tick_seconds = clock.monotonic()
         self._last_answer: bool | None = True
         self.unanswered_since_seconds: float | None = None
-        """When the first request without an answer was sent, on the monotonic clock. The value is
-        None while the engine answers, or while no request is needed.
+        """When the first request without a response was sent, on the monotonic clock; None while
+        the engine responds or no request is needed.
         """
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
@@ -68,9 +68,9 @@ class Canary:
             await guard.run(lambda: self.send(read_snapshot()))
 
     def note_tick(self) -> None:
-        """Note that the daemon runs.
+        """Record that the daemon is running.
 
-        If the daemon paused, the pause is subtracted from the silence of the engine.
+        If the daemon was paused, the pause is subtracted from the engine's silence.
         """
         now_seconds = self._clock.monotonic()
         pause_seconds = now_seconds - self._last_tick_seconds
@@ -82,23 +82,22 @@ class Canary:
     async def send(self, snapshot: Snapshot | None) -> None:
         """Send one request and wait for its outcome, if the engine is known to be idle.
 
-        If the engine is not known to be idle, the silence is forgotten, because a busy engine gets
-        no request.
+        Otherwise, the silence is reset, because a busy engine does not get a request.
         """
         model_name = None if snapshot is None else _find_idle_model(snapshot)
         if model_name is None:
             self.unanswered_since_seconds = None
             return
-        # A request that waits for its answer counts as silence from the time it was sent.
+        # A request that is waiting for its response counts as silence from the time it was sent.
         if self.unanswered_since_seconds is None:
             self.unanswered_since_seconds = self._clock.monotonic()
         try:
             answer = await self._ask(model_name)
         except Exception:
-            # An error in the daemon does not count as silence of the engine.
+            # An error in the daemon does not count as the engine's silence.
             self.unanswered_since_seconds = None
             raise
-        # None means that no request could be sent, which is no silence.
+        # None means that no request could be sent, which does not count as silence.
         if answer is not False:
             self.unanswered_since_seconds = None
         if answer is not self._last_answer:
@@ -108,17 +107,17 @@ class Canary:
 
 
 def _find_idle_model(snapshot: Snapshot) -> str | None:
-    """Return the name of a model of the server while all its engines are awake and idle.
+    """Return the name of a model on the server while all its engines are awake and idle.
 
-    Returns None while an engine has a request, sleeps or is missing. Returns None also if the page
-    or the engine's state is unknown.
+    Returns None while an engine has a request, is asleep or is missing, and also if the page or the
+    engine's state is unknown.
     """
     if isinstance(snapshot.engines, Failure) or snapshot.engine_status is None:
         return None
     if is_page_awake(snapshot.engines) is False:
         return None
-    # A sign of a hang may change the state, but the requests must continue to show when the hang
-    # ends.
+    # A sign of a hang may change the state, but requests must continue in order to detect when the
+    # hang ends.
     is_up = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED)
     is_doubted = snapshot.engine_status.are_gauges_doubted
     if not is_up and not is_doubted and not snapshot.engine_status.hang_signs:
@@ -127,6 +126,5 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
     if not engines:
         return None
     is_idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
-    # If the gauges are stale, the next request corrects them. If they are not, the next request
-    # finds the hang.
+    # If the gauges are stale, the next request updates them; if they are not, it detects the hang.
     return engines[0].model_name if is_idle or is_doubted else None

@@ -1,4 +1,4 @@
-"""Follow the engine's log: fetch and read what was added, and remember how each run ended."""
+"""Follow the engine's log: fetch and read additions, and remember how each run ended."""
 
 from functools import partial
 from typing import Final
@@ -17,14 +17,14 @@ from vllm_headroom.vocabulary import LogEventKind, Reason, Source
 from vllm_headroom.worker import Worker
 
 KUBERNETES: Final = "kubernetes"
-"""The value of HEADROOM_ENGINE_LOG that selects the container's log from the API server."""
+"""The HEADROOM_ENGINE_LOG value that selects the container's log from the API server."""
 
 JOURNAL: Final = "journal:"
-"""The prefix of a value of HEADROOM_ENGINE_LOG that names a unit of systemd."""
+"""The prefix of a HEADROOM_ENGINE_LOG value that names a systemd unit."""
 
 MOST_ENDINGS: Final = 4
-"""The ends of this many starts are kept. An exit is matched with the end of a start within two
-minutes.
+"""The number of starts whose endings are kept. An exit is matched with a start that ended within
+two minutes of it.
 """
 
 ENDING_KINDS: Final = (
@@ -33,10 +33,10 @@ ENDING_KINDS: Final = (
     LogEventKind.LOAD,
     LogEventKind.SERVING,
 )
-"""The events that decide how a start ended, or that show that it has survived a failure."""
+"""The events that determine how a start ended, or show that it survived a failure."""
 
 READ_SECONDS: Final = 2.0
-"""Reading a batch of lines may take this long. 2 MiB take 0.07 s, or 1 s if they contain only
+"""The time limit for reading a batch of lines. 2 MiB take 0.07 s, or 1 s if they contain only
 failures.
 """
 
@@ -47,7 +47,7 @@ SLOW: Final = Failure(
 )
 
 REQUEST_SECONDS: Final = 10.0
-"""The time limit of a request to the API server."""
+"""The time limit for a request to the API server."""
 
 
 class EngineLogFollower:
@@ -59,16 +59,13 @@ class EngineLogFollower:
         self._reader = LogReader()
         self._splitter = LineSplitter()
         self._endings: dict[int, LogEnding] = {}
-        """How the newest starts ended, by the number of the start."""
+        """How the newest starts ended, by the start's number."""
         self._newest_seconds: float | None = None
         self._worker = Worker[LogReading]("engine log")
 
     async def read(self, timeout_seconds: float) -> LogReading | Failure:
-        """Return what the log says so far.
-
-        If the log cannot be read, return the reason as a Failure.
-        """
-        # While a batch is being read, no other batch is fetched, because that batch would be lost.
+        """Return what the log shows so far, or a Failure with the reason if it cannot be read."""
+        # While a batch is being read, no other batch is fetched, because it would be lost.
         if self._worker.is_busy:
             return SLOW
         batch = await self._source.fetch(timeout_seconds)
@@ -81,10 +78,7 @@ class EngineLogFollower:
             return SLOW
 
     def _read_batch(self, batch: LogBatch, now_seconds: float) -> LogReading:
-        """Read the lines of a batch.
-
-        This runs on the thread.
-        """
+        """Read the lines of a batch; runs on the thread."""
         if batch.is_broken:
             self._splitter = LineSplitter()
         if batch.content and not batch.is_old:
@@ -95,10 +89,10 @@ class EngineLogFollower:
             for event in self._reader.feed(line):
                 if event.kind not in ENDING_KINDS:
                     continue
-                # A line without a time gets the time at which it was read. For an old file this
-                # time has no meaning.
+                # A line without a timestamp gets the time at which it was read, which is
+                # meaningless for an old file.
                 seconds = read_seconds if event.time.seconds is None else event.time.seconds
-                # The load of the engine is no end, and may show that the engine has survived a
+                # A load line does not end the start, and may show that the engine has survived a
                 # failure.
                 number = self._reader.start_count
                 if event.kind is not LogEventKind.LOAD:
@@ -114,7 +108,7 @@ class EngineLogFollower:
         )
 
     def _update_ending(self, number: int, seconds: float | None) -> None:
-        """Keep what a start reports about its end, once for a batch of lines."""
+        """Keep what a start shows about its end, once per batch of lines."""
         self._endings.pop(number, None)
         start = self._find_start(number)
         ending = None if start is None else _describe_ending(start, seconds)
@@ -134,7 +128,7 @@ class EngineLogFollower:
 
 
 def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | None:
-    """Return how a start ended; None while it continues, or if it survived its failures."""
+    """Return how a start ended; None while it is running, or if it survived its failures."""
     failure = start.root_failure
     if failure is None and not start.is_stopped:
         return None
@@ -142,7 +136,7 @@ def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | N
 
 
 class Unreadable:
-    """Replaces a log that cannot be read from here, for a reason that does not change."""
+    """A placeholder for a log that cannot be read from here, for a reason that does not change."""
 
     def __init__(self, problem: str) -> None:
         message = f"the engine's log: {problem} (HEADROOM_ENGINE_LOG)"
@@ -154,7 +148,7 @@ class Unreadable:
 
 
 def build_log_source(place: str, container: str) -> LogSource:
-    """Return the source that a value of HEADROOM_ENGINE_LOG names."""
+    """Return the log source selected by a HEADROOM_ENGINE_LOG value."""
     if place == KUBERNETES:
         return build_pod_log(container)
     if place.startswith(JOURNAL):
@@ -163,7 +157,7 @@ def build_log_source(place: str, container: str) -> LogSource:
 
 
 def build_pod_log(container: str) -> LogSource:
-    """Return the source of a container's log in this pod."""
+    """Return the log source for a container in this pod."""
     pod_api = open_pod_api(ACCOUNT, REQUEST_SECONDS)
     if pod_api is None:
         return Unreadable(

@@ -1,7 +1,7 @@
-"""All that watches one engine.
+"""Everything that watches one engine.
 
-A daemon may hold several, which share nothing. A tick reads all sources in parallel, evaluates the
-readings and publishes the result. The result is then shown, saved and recorded.
+A daemon may have several of these, which share nothing. A tick reads all sources in parallel,
+evaluates the readings and publishes the result. The result is then shown, saved and recorded.
 """
 
 import asyncio
@@ -43,31 +43,32 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 SMALL_PAGE: Final = 128 * 2**10
-"""A page of at most this many characters is parsed on the event loop. vLLM's page has 67,000
-characters. For such a page, a thread would cost more than the parsing. The costliest page of this
-size takes 50 ms.
+"""The maximum number of characters in a page that is parsed on the event loop. vLLM's page has
+67,000 characters. For a page this small, a thread would cost more than the parsing itself. The
+worst-case page of this size takes 50 ms.
 """
 
 PARSE_SECONDS: Final = 2.0
-"""Parsing a page may take this long. A page of eight engines takes 1 ms, the costliest page of the
-allowed size half a second.
+"""The time limit for parsing a page. A page with eight engines takes 1 ms, and the worst-case page
+of the allowed size takes half a second.
 """
 
 SAVE_SECONDS: Final = 60.0
-"""The state is saved each time this interval has passed."""
+"""The interval at which the state is saved."""
 
 LAST_SAVE_SECONDS: Final = 0.5
-"""Saving at shutdown may take this long. Scrapes in progress get the same time, at the same time.
+"""The time limit for saving the state at shutdown. Scrapes in progress get the same amount of time,
+in parallel.
 """
 
 T = TypeVar("T")
 F = TypeVar("F")
 Timed = tuple[T, ReadingTime]
-"""What was read, and how long reading it took."""
+"""What was read, and how long it took to read."""
 
 Parse = Callable[[str], EnginePage | Failure]
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns the states of an earlier process to continue from, by derivation; usually empty."""
+"""Returns the states saved by an earlier process to continue from, by derivation; usually empty."""
 
 
 class Sampler:
@@ -85,7 +86,7 @@ class Sampler:
         canary: Canary | None = None,
         server_pages: ServerPages | None = None,
     ) -> None:
-        """Build a sampler that has read nothing yet."""
+        """Build a sampler that has not read anything yet."""
         self._sources = sources
         self._parse = parse
         self._clock = clock
@@ -97,12 +98,12 @@ class Sampler:
         self._transitions = Transitions(rules.selection)
         self._evaluation = Evaluation(rules, self._run_guarded)
         self.latest: TickResult | None = None
-        """The newest tick's result; None before the first tick. The result is replaced as a whole.
+        """The newest tick's result; None before the first tick. It is always replaced as a whole.
         """
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """Return the state of the engine's run and of each derivation, by name, as it is saved."""
+        """Return the state to save of the engine's run and of each derivation, by name."""
         return self._evaluation.states
 
     @property
@@ -111,18 +112,18 @@ class Sampler:
         return None if self.latest is None else self.latest.published
 
     async def tick(self) -> TickResult:
-        """Read all sources at once, evaluate what was read, and publish the result.
+        """Read all sources in parallel, evaluate the readings, and publish the result.
 
-        If a source or a step of the evaluation raises an error, the error is logged, and only the
-        samples of that part are missing.
+        If a source or an evaluation step raises an error, the error is logged, and only the samples
+        from that part are missing.
         """
         snapshot = self._evaluation.build_snapshot(await self._read_sources())
-        # The states are recalled before the run is followed, so that this sample continues the
-        # saved run.
+        # The states are recalled before the run is updated, so that this sample continues the saved
+        # run.
         if self._recall is not None:
             self._evaluation.states.update(await self._recall_guarded(self._recall, snapshot))
         snapshot = self._evaluation.follow_run(snapshot)
-        # The log lines come before the verdicts, so that an error in the verdicts hides no
+        # Changes are logged before the verdicts, so that an error in the verdicts does not hide a
         # transition.
         self._run_guarded("log of changes", partial(self._transitions.report, snapshot), None)
         result = self._evaluation.judge(snapshot)
@@ -132,10 +133,7 @@ class Sampler:
         return result
 
     async def _recall_guarded(self, recall: Recall, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the states to continue from.
-
-        If recalling them raises, log the error and return none.
-        """
+        """Return the states to continue from; log any error in recalling them and return none."""
         try:
             states = await recall(snapshot)
         except Exception as error:  # noqa: BLE001 - any error: the states start over
@@ -146,7 +144,7 @@ class Sampler:
 
     async def _read_sources(self) -> TickReadings:
         """Read all sources."""
-        # The sources are read in parallel, so that all readings are of nearly the same moment.
+        # The sources are read in parallel, so that all readings are from nearly the same moment.
         async with asyncio.TaskGroup() as group:
             engine_task = group.create_task(self._read_engine())
             gpu_task = group.create_task(
@@ -187,10 +185,10 @@ class Sampler:
         )
 
     async def _read_engine(self) -> Timed[EnginePage | Failure]:
-        """Return the parsed page, or a Failure with the reason, and how long fetching it took.
+        """Return the parsed page, or a Failure, and how long fetching the page took.
 
-        A large page is parsed on a thread, because a page that was made to parse slowly must not
-        delay scrapes or GPU samples.
+        A large page is parsed on a thread, because a page designed to parse slowly must not delay
+        scrapes or GPU samples.
         """
         text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch)
         if isinstance(text, Failure):
@@ -199,7 +197,7 @@ class Sampler:
         return page, time
 
     async def _parse_page(self, text: str) -> EnginePage | Failure:
-        # For a small page, a thread costs more than parsing the page here.
+        # For a small page, a thread would cost more than parsing the page here.
         """Return the engines on a page; a Failure if it takes too long or cannot be parsed."""
         if len(text) <= SMALL_PAGE:
             return self._parse(text)
@@ -220,8 +218,8 @@ class Sampler:
     ) -> Timed[ProcessReadings | Failure]:
         """Read the engine's processes.
 
-        The engine's page helps to identify them. The first tick waits for the page. Later ticks use
-        the last tick's page, so that page and processes are read in parallel.
+        The engine's page helps to identify its processes. The first tick waits for the page. Later
+        ticks use the previous tick's page, so that the page and the processes are read in parallel.
         """
         if self.latest is None:
             page, _ = await engine_task
@@ -236,7 +234,7 @@ class Sampler:
     ) -> tuple[T | Failure | None, tuple[ReadingTime, ...]]:
         """Return what an optional source returns, and how long reading it took.
 
-        If the source is not configured, return None and an empty tuple.
+        Returns None and an empty tuple if the source is not configured.
         """
         if read is None:
             return None, ()
@@ -246,11 +244,8 @@ class Sampler:
     async def _time_reading(
         self, source: Source, read: Callable[[], Awaitable[T | Failure]]
     ) -> Timed[T | Failure]:
-        """Return what a reader returns and how long it took.
-
-        If it raises, return a Failure.
-        """
-        # The time is measured by the machine's clock, because the clock of the demo's daemon runs
+        """Return what a reader returns, or a Failure if it raises, and how long it took."""
+        # The time is measured on the machine's clock, because the clock of the demo's daemon runs
         # faster.
         read_machine_seconds = asyncio.get_running_loop().time
         began_seconds = read_machine_seconds()
@@ -265,11 +260,11 @@ class Sampler:
     async def _read_guarded(
         self, source: Source, step: str, read: Callable[[], Awaitable[T | Failure]]
     ) -> T | Failure:
-        """Return what a reader returns.
+        """Return what a reader returns; if it raises, log the error and return a Failure.
 
-        If it raises, log the error and return a Failure. Every call of a reader passes through this
-        function, so that the content of one source cannot end the daemon. Even a MemoryError
-        affects only this source, so a source that is too large cannot stop the ticks.
+        Every call to a reader goes through this method, so that the content of a single source
+        cannot end the daemon. Even a MemoryError affects only that source, so a source that is too
+        large cannot stop the ticks.
         """
         try:
             value = await read()
@@ -281,10 +276,9 @@ class Sampler:
         return value
 
     def _run_guarded(self, name: str, step: Callable[[], T], fallback: F) -> T | F:
-        """Return what a step of the evaluation returns.
+        """Return what an evaluation step returns; log any error and return `fallback`.
 
-        If it raises, log the error. In that case the result is `fallback`, so that the page is
-        still published.
+        This way, the page is published even if a step raises.
         """
         try:
             outcome = step()
@@ -296,7 +290,7 @@ class Sampler:
 
 
 class EngineWatch:
-    """Samples one engine, and owns what is remembered, saved and recorded of it."""
+    """Samples one engine, and owns everything remembered, saved and recorded about it."""
 
     def __init__(
         self,
@@ -315,7 +309,7 @@ class EngineWatch:
     ) -> None:
         """`lock` is the lock of the folder with the state and the flight record."""
         self.history = history
-        """The curves of the last day, which the page draws."""
+        """The curves of the last day that the page draws."""
         self._sampler = sampler
         self._keeper = keeper
         self._flight = flight
@@ -326,7 +320,7 @@ class EngineWatch:
         self._clock = clock
         self._lock = lock
         self._recent_lines = recent_lines
-        # These steps follow the sampling. An error in one step must not keep the others from
+        # These steps follow the sampling. An error in one of them must not prevent the others from
         # running.
         self._history_guard = loop.StepGuard()
         self._recorder_guard = loop.StepGuard()
@@ -335,7 +329,7 @@ class EngineWatch:
     def close(self) -> None:
         """Release the folder, so that the engine can be watched again.
 
-        No sample may follow.
+        No sample may be taken after this.
         """
         if self._lock is not None:
             self._lock.release()
@@ -354,7 +348,7 @@ class EngineWatch:
 
     @property
     def last_incident(self) -> LastIncident | None:
-        """The newest incident on disk; None if there is none, or if no folder is configured."""
+        """The newest incident on disk; None if there is none or no folder is configured."""
         return None if self._flight is None else self._flight.last
 
     async def sample(self) -> TickResult:
@@ -369,7 +363,7 @@ class EngineWatch:
         self.history.step(snapshot, result.verdicts, count_running(page), find_highest_kv_use(page))
 
     async def record(self) -> None:
-        """Write the newest tick to the trace and to the flight record, if they are configured."""
+        """Write the newest tick to the trace and the flight record, if they are configured."""
         result = self.latest
         if result is None:
             return
@@ -380,13 +374,13 @@ class EngineWatch:
             await self._flight_guard.run(step)
 
     async def sample_gpu_memory(self, timeout_seconds: float) -> None:
-        """Read only the used memory of the GPUs, for their peaks and the flight record."""
+        """Read only the GPUs' used memory, for their peaks and the flight record."""
         used_bytes = await self._gpus.sample_used(timeout_seconds)
         if self._flight is not None:
             self._flight.recent.add(self._clock.time(), used_bytes)
 
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the loops that run beside the sampling until shutdown."""
+        """Return the loops that run alongside the sampling until shutdown."""
         loops: list[Coroutine[Any, Any, None]] = []
         if self._keeper is not None:
             loops.append(self._save_states(self._keeper))
@@ -401,7 +395,7 @@ class EngineWatch:
         return None if self.latest is None else self.latest.snapshot
 
     async def _save_states(self, keeper: StateKeeper) -> None:
-        """Save the states at every interval until the shutdown, and once more at the shutdown."""
+        """Save the states at regular intervals until shutdown, and once more at shutdown."""
 
         def collect_states() -> Mapping[str, Any]:
             return {**self._sampler.states, HISTORY.name: self.history.save()}
@@ -409,17 +403,17 @@ class EngineWatch:
         try:
             await loop.run_every(SAVE_SECONDS, lambda: keeper.save(collect_states()), self._clock)
         finally:
-            # The shutdown cancels this task, so changes since the last saving are written here.
+            # The shutdown cancels this task, so changes since the last save are written here.
             await loop.StepGuard().run(lambda: keeper.save(collect_states(), LAST_SAVE_SECONDS))
 
 
 async def recall_states(
     keeper: StateKeeper, history: History, snapshot: Snapshot
 ) -> Mapping[str, Any]:
-    """Return the states to continue from, by derivation; restore the page's history.
+    """Return the states to continue from, by derivation, and restore the page's history.
 
-    An earlier daemon saved both. At most ticks the result is empty, because each state is returned
-    only once.
+    Both were saved by an earlier daemon. On most ticks the result is empty, because each state is
+    returned only once.
     """
     states = dict(await keeper.recall(snapshot))
     saved_history = states.pop(HISTORY.name, None)

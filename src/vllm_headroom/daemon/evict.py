@@ -1,4 +1,4 @@
-"""Evict a pod through the API server before a leak ends its engine.
+"""Evict a pod through the API server before a leak brings down its engine.
 
 Only one pod of a workload is evicted at a time.
 """
@@ -24,16 +24,16 @@ from vllm_headroom.vocabulary import EvictionResult
 log = Log(__name__)
 
 TURN_SECONDS: Final = 10.0
-"""The evictor takes one turn per this time, and renews the Lease as often."""
+"""The interval at which the evictor takes a turn and renews the Lease."""
 
 LEASE_SECONDS: Final = 120
-"""If a Lease was not renewed for this time, it is free. This is longer than the API server needs to
+"""How long a Lease that is not renewed stays taken. This is longer than the API server needs to
 count an evicted pod as missing (milliseconds), and longer than a request to it may take.
 """
 
 REQUEST_SECONDS: Final = 15.0
-"""The time limit of a request. The API server itself retries an eviction for 10 s while others
-change the PodDisruptionBudget.
+"""The time limit for a request. The API server itself retries an eviction for up to 10 s while
+others are changing the PodDisruptionBudget.
 """
 
 LONGEST_PAUSE_SECONDS: Final = 320.0
@@ -41,48 +41,47 @@ LONGEST_PAUSE_SECONDS: Final = 320.0
 """
 
 SHOWN_CHARACTERS: Final = 300
-"""This many characters of the API server's message are logged."""
+"""The number of characters of the API server's message that are logged."""
 
 GIVE_BACK_SECONDS: Final = 2.0
 """The time limit for giving the Lease back at shutdown, which takes two requests. An evicted pod's
-sidecar ends after its engine, within the grace period of the pod.
+sidecar ends after its engine, within the pod's grace period.
 """
 
 STAYS_OFF: Final = "HEADROOM_EVICT stays off"
 
 Object = dict[str, Any]
-"""An object of Kubernetes, as JSON."""
+"""A Kubernetes object as JSON."""
 
 
 class NotNowError(Exception):
-    """Nothing can be evicted now.
-
-    The message gives the reason in one line.
-    """
+    """Nothing can be evicted now; the message gives the reason in one line."""
 
     def __init__(self, problem: str, status: int | None = None) -> None:
         super().__init__(problem)
         self.status = status
-        """The HTTP status of a refusal. It is 0 if no clear answer came, so that the API server may
-        still carry out the request. It is None if this pod only has to wait.
+        """The HTTP status of a refusal; 0 if there was no clear response, so that the API server
+        may still carry out the request; None if this pod only has to wait.
         """
 
 
 class EvictionPolicy(Struct, frozen=True, kw_only=True):
-    """When a pod is evicted, by the operator's settings."""
+    """When a pod is evicted, according to the operator's settings."""
 
     is_dry_run: bool
-    """Whether the evictor only reads from the API server, and logs what it would do."""
+    """Whether the evictor only reads from the API server and logs what it would do."""
     near_seconds: float
     """Evict the pod if less than this time is left until out-of-memory."""
     quiet_hour: int | None
-    """The hour of the day, in UTC, in which any leak is reason enough; None if there is none."""
+    """The hour of the day in UTC during which any leak is a sufficient reason; None if there is
+    none.
+    """
 
 
 class Evictor:
     """Evicts the pod `name`.
 
-    Of its workload, only one pod is evicted at a time. In a dry run the evictor only reads.
+    Only one pod of its workload is evicted at a time. In a dry run, the evictor only reads.
     """
 
     def __init__(
@@ -104,32 +103,31 @@ class Evictor:
         self._uid = uid
         self._requests = dict.fromkeys(EvictionResult, 0)
         self._pod: Object = {}
-        """This pod's object of Kubernetes; empty until it was read."""
+        """This pod's Kubernetes object; empty until it has been read."""
         self._identity = ""
         """The name under which this pod holds the Lease."""
         self._leases_path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._lease_name = ""
         self._lease: Object = {}
-        """The Lease as this pod last wrote it; empty before this pod wrote it."""
+        """The Lease as last written by this pod; empty until this pod has written it."""
         self._lease_version: object = None
         """The Lease's resourceVersion when it was last read."""
         self._lease_changed_at = 0.0
-        """When another version of the Lease was first read, on the monotonic clock."""
+        """When the current version of the Lease was first read, on the monotonic clock."""
         self._lease_held_until = 0.0
-        """Until when this pod holds the Lease, on the monotonic clock; 0 while it does not hold it.
-        """
+        """Until when this pod holds the Lease, on the monotonic clock; 0 if it does not hold it."""
         self._paused_until = 0.0
         self._has_evicted = False
-        """Whether this pod was evicted, or in a dry run would have been. It is reset once the
-        eviction is no longer due.
+        """Whether this pod was evicted or, in a dry run, would have been. Reset when the eviction
+        is no longer due.
         """
         self._refusals = 0
-        """The number of refusals in a row."""
+        """The number of consecutive refusals."""
         self._problem = ""
         """Why the last turn could not evict the pod; "" if there was no problem."""
 
     def read_guardrail(self) -> Guardrail:
-        """Return the settings and the state, for what is derived and shown."""
+        """Return the settings and state, for derivations and display."""
         return Guardrail(
             near_seconds=self._policy.near_seconds,
             quiet_hour=self._policy.quiet_hour,
@@ -145,12 +143,11 @@ class Evictor:
         await self._api.close()
 
     async def give_lease_back(self) -> None:
-        """At shutdown, give the Lease to the next pod if that is safe.
+        """Give the Lease to the next pod at shutdown if that is safe; otherwise, let it expire.
 
-        Otherwise the Lease expires.
-
-        It is safe once the status of the PodDisruptionBudget counts this pod as missing, because
-        the next pod then waits for the replacement. The method takes at most GIVE_BACK_SECONDS.
+        Giving it back is safe once the status of the PodDisruptionBudget counts this pod as
+        missing, because the next pod then waits for the replacement. This takes at most
+        GIVE_BACK_SECONDS.
         """
         if not (self._has_evicted and self._is_holder):
             return
@@ -161,10 +158,10 @@ class Evictor:
                     log.info("Lease given back to the next pod", lease=self._lease_name)
 
     async def turn(self, due: str | None) -> None:
-        """Try to evict this pod, or renew or release its Lease; log a problem; never raise.
+        """Try to evict this pod, or renew or release its Lease; log any problem; never raise.
 
-        `due` is why this pod should be evicted now; None if it should not be. During the pause
-        after a refusal, nothing is done.
+        `due` is the reason why this pod should be evicted now; None if it should not be. During the
+        pause after a refusal, this method does nothing.
         """
         if self._clock.monotonic() < self._paused_until:
             return
@@ -181,11 +178,11 @@ class Evictor:
         except Exception as error:  # noqa: BLE001 - objects of another shape must not end the daemon
             problem = f"the API server's answer is not understood ({error!r})"
             is_refusal = True
-        # If this pod waits for another pod or for the budget, this is no refusal, because the next
+        # Waiting for another pod or for the budget does not count as a refusal, because the next
         # turn may succeed.
         if is_refusal:
             self._refusals += 1
-            # The pauses grow, because the whole cluster shares the API server.
+            # The pauses get longer, because the whole cluster shares the API server.
             pause_seconds = min(TURN_SECONDS * 2**self._refusals, LONGEST_PAUSE_SECONDS)
             self._paused_until = self._clock.monotonic() + pause_seconds
         else:
@@ -195,7 +192,7 @@ class Evictor:
         self._problem = problem
 
     async def _step(self, due: str) -> None:
-        """Evict the pod, or renew the Lease if the pod was evicted already.
+        """Evict the pod, or renew the Lease if the pod has already been evicted.
 
         Raises NotNowError if the eviction is not allowed now, or if a request fails.
         """
@@ -208,33 +205,33 @@ class Evictor:
         if self._has_evicted:
             await self._take_lease(lease, began_seconds)
             return
-        # The budget is also checked in a dry run, so that the dry run shows what prevents the
+        # The budget is also checked in a dry run, so that the dry run shows what would prevent the
         # eviction.
         await self._check_budget()
         if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
             return
-        # The Lease is taken only if nobody else took it since it was read. So no pod of the
-        # workload was evicted after the budget was checked.
+        # The Lease is taken only if nobody else has taken it since it was read, so no other pod of
+        # the workload has been evicted since the budget was checked.
         await self._take_lease(lease, began_seconds)
         try:
             await self._evict()
         except NotNowError as error:
-            # If no answer came, the eviction may be under way. The Lease then keeps other pods
-            # waiting.
+            # If there was no response, the eviction may be under way, and the Lease keeps other
+            # pods waiting.
             if error.status != 0:
                 await self._release()
             raise
         self._finish(EvictionResult.ACCEPTED, "asked for the eviction of this pod", due)
 
     def _finish(self, result: EvictionResult, event: str, due: str) -> None:
-        """Count and log the eviction, or the dry run of one."""
+        """Count and log the eviction or dry run."""
         self._requests[result] += 1
         self._has_evicted = True
         log.warning(event, pod=self._name, why=due)
 
     async def _give_up(self) -> None:
-        """Release the Lease, because the eviction is not due, or no longer due."""
+        """Release the Lease, because the eviction is not or no longer due."""
         self._has_evicted = False
         if self._problem:
             log.info("eviction of this pod is not due any more")
@@ -242,10 +239,10 @@ class Evictor:
             await self._release()
 
     async def _read_pod(self) -> Object:
-        """Return this pod's object, and set the names of its workload's Lease and of its holder.
+        """Return this pod's object, and set the Lease's name and the pod's identity in it.
 
-        Raises NotNowError if no controller would replace the pod, or if no readinessProbe shows
-        when a replacement serves.
+        Raises NotNowError if no controller would replace the pod, or if it has no readinessProbe to
+        show when a replacement is serving.
         """
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
@@ -260,7 +257,7 @@ class Evictor:
         kind = controller["kind"]
         workload_name = controller["name"]
         template_hash = metadata.get("labels", {}).get("pod-template-hash")
-        # Each rollout replaces the ReplicaSet of a Deployment. The Deployment's name stays.
+        # Each rollout replaces a Deployment's ReplicaSet, but the Deployment's name stays the same.
         is_of_template = template_hash and workload_name.endswith(f"-{template_hash}")
         if kind == "ReplicaSet" and is_of_template:
             kind = "Deployment"
@@ -276,8 +273,8 @@ class Evictor:
     async def _find_budget(self) -> Object:
         """Return the pod's PodDisruptionBudget.
 
-        Raises NotNowError unless exactly one PodDisruptionBudget selects the pod, and this budget
-        counts missing pods.
+        Raises NotNowError unless exactly one PodDisruptionBudget selects the pod and it counts
+        missing pods.
         """
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
         budgets = (await self._ask("GET", path))["items"]
@@ -290,7 +287,7 @@ class Evictor:
             )
         (budget,) = matching_budgets
         name = budget["metadata"]["name"]
-        # If minAvailable is a number, the controller counts only pods that exist.
+        # If minAvailable is a number, the controller counts only existing pods.
         if isinstance(budget["spec"].get("minAvailable"), int):
             raise NotNowError(
                 f"PodDisruptionBudget {name} does not count missing pods: it needs maxUnavailable"
@@ -298,7 +295,7 @@ class Evictor:
         return dict(budget)
 
     async def _check_budget(self) -> None:
-        """Raise NotNowError unless the pod's PodDisruptionBudget counts all its pods as healthy."""
+        """Raise NotNowError unless all pods in the pod's PodDisruptionBudget are healthy."""
         budget = await self._find_budget()
         if _counts_missing_pods(budget):
             healthy, expected = _count_pods(budget)
@@ -308,10 +305,11 @@ class Evictor:
             )
 
     async def _read_lease(self) -> Object:
-        """Return the Lease if it is free or this pod's; an empty object if none exists.
+        """Return the Lease if it is free or held by this pod; an empty object if there is none.
 
-        Raises NotNowError while another pod holds it. A Lease has expired once this pod has seen it
-        unchanged for its whole duration, so the clocks of two machines are never compared.
+        A Lease counts as expired once this pod has seen it unchanged for its entire duration, so
+        the clocks of two machines are never compared. Raises NotNowError while another pod holds
+        it.
         """
         try:
             lease = await self._ask("GET", f"{self._leases_path}/{self._lease_name}")
@@ -319,7 +317,7 @@ class Evictor:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
             return {}
-        # Any write by the Lease's holder changes the version. The duration counts from then on.
+        # Any write by the Lease's holder changes the version and restarts the duration.
         version = lease["metadata"]["resourceVersion"]
         if version != self._lease_version:
             self._lease_version = version
@@ -335,8 +333,8 @@ class Evictor:
     async def _take_lease(self, lease: Object, began_seconds: float) -> None:
         """Take or renew the Lease; `lease` was read after `began_seconds`.
 
-        Raises NotNowError if another pod changed the Lease since it was read, or if the API server
-        refuses the request.
+        Raises NotNowError if another pod has changed the Lease since it was read, or if the API
+        server refuses the request.
         """
         former_spec = lease.get("spec", {})
         now = to_datetime(self._clock.time()).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -350,15 +348,12 @@ class Evictor:
             transitions = former_spec.get("leaseTransitions", 0)
             spec["leaseTransitions"] = transitions + 1 if lease else transitions
         self._lease = await self._write_lease(lease, spec)
-        # The time counts from before the reading. Another pod counts from its later reading of the
-        # renewed Lease, so the two never hold the Lease at the same time.
+        # The duration counts from before the Lease was read. Another pod counts from when it reads
+        # the renewed Lease, which is later, so the two never hold the Lease at the same time.
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> None:
-        """Give the Lease to the next pod.
-
-        If writing it fails, the Lease expires.
-        """
+        """Give the Lease to the next pod; if writing it fails, the Lease expires."""
         self._lease_held_until = 0.0
         with suppress(NotNowError):
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})
@@ -366,10 +361,10 @@ class Evictor:
     async def _write_lease(self, lease: Object, spec: Object) -> Object:
         """Write the Lease with this spec and return it as stored; create it if `lease` is empty.
 
-        Raises NotNowError if another pod changed the Lease since `lease` was read, or if the API
-        server refuses the request.
+        Raises NotNowError if another pod has changed the Lease since `lease` was read, or if the
+        API server refuses the request.
         """
-        # The Lease carries the version that was read, so the API server refuses to overwrite a
+        # The Lease contains the version that was read, so the API server refuses to overwrite a
         # newer one.
         if lease:
             method = "PUT"
@@ -394,7 +389,7 @@ class Evictor:
 
     async def _evict(self) -> None:
         """Ask the API server to evict the pod; raise NotNowError if it refuses or fails."""
-        # Half of the Lease's duration must be left for the request itself.
+        # At least half of the Lease's duration must be left for the request itself.
         if self._clock.monotonic() > self._lease_held_until - LEASE_SECONDS / 2:
             raise NotNowError(
                 "the API server took too long: the Lease could expire before the eviction"
@@ -404,14 +399,14 @@ class Evictor:
             "apiVersion": "policy/v1",
             "kind": "Eviction",
             "metadata": {"name": self._name, "namespace": self._namespace},
-            # A StatefulSet gives the replacement the same name, so the UID protects the
-            # replacement.
+            # A StatefulSet gives the replacement the same name, so the UID protects the replacement
+            # from eviction.
             "deleteOptions": {"preconditions": {"uid": self._pod["metadata"]["uid"]}},
         }
         try:
             await self._ask("POST", path, body)
         except NotNowError as error:
-            # This status means that the PodDisruptionBudget forbids the eviction.
+            # This status means that the PodDisruptionBudget does not allow the eviction.
             if error.status == HTTPStatus.TOO_MANY_REQUESTS:
                 self._requests[EvictionResult.REFUSED] += 1
             else:
@@ -419,10 +414,10 @@ class Evictor:
             raise
 
     async def _ask(self, method: str, path: str, body: Object | None = None) -> Object:
-        """Return the object that the API server answers with.
+        """Return the object in the API server's response.
 
-        Raises NotNowError if there is no answer, if the status is not a success, or if the answer
-        reports a failure or is not an object.
+        Raises NotNowError if there is no response, if the status does not indicate success, or if
+        the response reports a failure or is not an object.
         """
         reply = await self._api.send(method, path, body)
         if isinstance(reply, Failure):
@@ -432,7 +427,7 @@ class Evictor:
             answer = json.loads(reply.text)
         message = "no object of Kubernetes"
         if isinstance(answer, dict):
-            # Redirects are not followed. Even an answer with status 201 may report a failure.
+            # Redirects are not followed. Even a response with status 201 may report a failure.
             is_success = HTTPStatus.OK <= reply.status < HTTPStatus.MULTIPLE_CHOICES
             if is_success and answer.get("status") != "Failure":
                 return answer
@@ -454,7 +449,7 @@ def _count_pods(budget: Object) -> tuple[int, int]:
 
 
 def _counts_missing_pods(budget: Object) -> bool:
-    """Return whether a budget's status shows a pod as missing or as being evicted.
+    """Return whether a budget's status shows that a pod is missing or being evicted.
 
     The API server itself records an eviction in this status before it deletes the pod.
     """
@@ -465,7 +460,7 @@ def _counts_missing_pods(budget: Object) -> bool:
 def _selects(budget: Object, labels: Object) -> bool:
     """Return whether a PodDisruptionBudget selects these labels.
 
-    Returns False if the budget's selector contains anything besides matchLabels.
+    Returns False if the budget's selector contains anything other than matchLabels.
     """
     selector = budget["spec"].get("selector", {})
     if selector.keys() != {"matchLabels"}:
@@ -474,10 +469,7 @@ def _selects(budget: Object, labels: Object) -> bool:
 
 
 def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
-    """Return the evictor of this pod.
-
-    Outside of a pod, log a line and return None.
-    """
+    """Return the evictor for this pod; outside of a pod, log an error and return None."""
     pod_api = open_pod_api(ACCOUNT, REQUEST_SECONDS)
     if pod_api is None:
         log.error(
@@ -494,7 +486,7 @@ def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
 def build_evictor_of(
     policy: EvictionPolicy, clock: Clock, pod: EnginePod, uid: str
 ) -> Evictor | None:
-    """Return the evictor of another pod, by its names and UID; None without a token."""
+    """Return the evictor for another pod, given its names and UID; None if there is no token."""
     api = open_api(ACCOUNT, REQUEST_SECONDS)
     if api is None:
         return None

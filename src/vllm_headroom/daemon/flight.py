@@ -58,28 +58,28 @@ from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 log = Log(__name__)
 
 RECORD_STEP_SECONDS: Final = 0.9
-"""The record has at most one line per this time. It is a second minus a tenth, so that a tick that
-comes early is recorded too. With a line for each tick at the shortest interval, 0.1 s, the record
+"""The minimum time between two lines of the record: one second, minus a tenth so that a tick that
+comes early is recorded too. With a line for every tick at the shortest interval, 0.1 s, the record
 would cover only minutes.
 """
 
 INCIDENT_SECONDS: Final = 300.0
-"""An incident accepts further events for this time, such as the end of a hang by a Kubernetes
-probe, or failing starts. It closes earlier if an event follows after the engine has served again.
+"""How long an incident accepts further events, such as a Kubernetes probe ending a hang, or failing
+starts. The incident closes earlier if another event occurs after the engine has served again.
 """
 
 RETRY_SECONDS: Final = 60.0
-"""If writing an incident failed, it is tried again after this time."""
+"""The pause before writing an incident is retried."""
 
 MOST_INCIDENT_EVENTS: Final = 32
-"""Our choice: this many of the newest events of an incident are kept."""
+"""The number of newest events kept per incident (our choice)."""
 
 ERROR_SECONDS: Final = 900.0
-"""XIDs and OutOfMemoryErrors that occurred at most this long before an incident may explain it."""
+"""How long before an incident an XID or OutOfMemoryError may have occurred to be its cause."""
 
 MOST_RECORDED_HOLDERS: Final = 64
-"""Our choice: an incident's header lists at most this many processes on GPUs, and as many processes
-with a probe.
+"""The maximum number of processes on GPUs listed in an incident's header, and of processes with a
+probe (our choice).
 """
 
 LEAK_FIGURES: Final = (
@@ -91,20 +91,20 @@ LEAK_FIGURES: Final = (
 """The leak detector's results for a GPU, other than its state."""
 
 MOST_USE_SAMPLES: Final = 600
-"""This many samples of the memory in use between ticks are kept, which is ten minutes. With eight
-GPUs they take 0.5 MB.
+"""The number of samples of memory in use that are kept between ticks, which cover ten minutes. With
+eight GPUs, they take 0.5 MB.
 """
 
 USE_STEP_SECONDS: Final = 0.9
-"""The shortest time between two of these samples: a second minus a tolerance for an early sample.
+"""The minimum time between two of these samples: one second, minus a tolerance for early samples.
 """
 
 MOST_XIDS: Final = 32
-"""Our choice: this many of the driver's newest errors are kept."""
+"""The number of the driver's newest errors that are kept (our choice)."""
 
 MOST_INCIDENT_GPUS: Final = 16
-"""An incident has the samples of at most this many GPUs, because one engine has no more on one
-machine. They take 260 kB in the header.
+"""The maximum number of GPUs whose samples an incident contains, because an engine does not use
+more on one machine. They take 260 kB in the header.
 """
 
 
@@ -113,7 +113,7 @@ class RecentReadings:
 
     def __init__(self) -> None:
         self.xids: deque[Xid] = deque(maxlen=MOST_XIDS)
-        """The errors, the oldest first."""
+        """The errors, oldest first."""
         self._samples: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=MOST_USE_SAMPLES)
         self._xid_counts: dict[tuple[str, int], int] | None = None
         """The driver's counts by UUID and XID; None before the first reading of GPUs."""
@@ -121,11 +121,11 @@ class RecentReadings:
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
         """Add the memory in use by UUID, at `seconds` since the epoch.
 
-        If a reading is empty, or comes too soon after the last one, it is left out.
+        A reading that is empty, or comes too soon after the last one, is left out.
         """
         if not used_bytes:
             return
-        # The absolute distance counts, so that a clock that was set back does not stop the samples
+        # The absolute difference is used, so that setting the clock back does not stop the samples
         # for an hour.
         if not self._samples or abs(seconds - self._samples[-1][0]) >= USE_STEP_SECONDS:
             self._samples.append((round(seconds, 1), used_bytes))
@@ -140,7 +140,7 @@ class RecentReadings:
             for xid, count in gpu.reading.xid_errors
         }
         previous_counts = self._xid_counts
-        # If a GPU is missing for a tick, it keeps its counts, so that they are not reported again.
+        # A GPU that is missing for one tick keeps its counts, so that they are not reported again.
         self._xid_counts = {**(previous_counts or {}), **counts}
         if previous_counts is None:  # It is unknown when the errors counted so far occurred.
             return
@@ -151,7 +151,7 @@ class RecentReadings:
     def list_used(self, uuids: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
         """Return the samples of these GPUs by UUID.
 
-        Each sample has seconds since the epoch and used bytes.
+        Each sample consists of seconds since the epoch and used bytes.
         """
         return {uuid: self._list_samples(uuid) for uuid in sorted(uuids)[:MOST_INCIDENT_GPUS]}
 
@@ -160,29 +160,28 @@ class RecentReadings:
 
 
 class OpenIncident(Struct, frozen=True, kw_only=True):
-    """An incident that may still get further events."""
+    """An incident that may still receive further events."""
 
     seconds: float
-    """When the incident began, in seconds since the epoch. This time is a part of the file's name.
-    """
+    """When the incident began, in seconds since the epoch. This time is part of the file's name."""
     write_at_seconds: float
-    """When the incident is written next, on the monotonic clock."""
+    """When the incident is to be written next, on the monotonic clock."""
     closes_at_seconds: float
     """When the incident is complete, on the monotonic clock."""
     events: tuple[EngineEvent, ...]
     ending: Ending
-    """The decisive event, and what preceded it. The cause of the incident is derived from this
+    """The decisive event and what preceded it. The cause of the incident is derived from this
     event.
     """
     before: Mapping[str, Any]
-    """The context of the last sample in service, as `build_context` returns it."""
+    """The context of the last sample in service, as returned by `build_context`."""
 
 
 class Flight:
     """Owns the flight record in `folder` once this daemon holds `lock`.
 
     `lines` returns the daemon's last log lines. Errors of the volume are logged when they begin and
-    end. They affect only the record.
+    when they end, and affect only the record.
     """
 
     def __init__(
@@ -207,21 +206,19 @@ class Flight:
         self._pod = pod
         self._writer = FileWriter("flight record", folder / FLIGHT)
         self._recorded_seconds: float | None = None
-        """When the newest line was written, on the monotonic clock; None before the first."""
+        """When the newest line was written, on the monotonic clock; None before the first line."""
         self._last_known_state = EngineState.UNKNOWN
         """The newest state of the engine other than UNKNOWN."""
         self._has_served = False
-        """Whether the engine was in service since the last event."""
+        """Whether the engine has been in service since the last event."""
         self._last_context: Mapping[str, Any] = {}
-        """The context of the last sample in service. Before any service, this is the context of the
-        last sample.
-        """
+        """The context of the last sample in service or, if there was none, of the last sample."""
         self._ooms: tuple[Oom, ...] = ()
         """The newest OutOfMemoryErrors."""
         self._snapshots: tuple[SnapshotFile, ...] = ()
-        """torch's snapshots at these errors."""
+        """torch's snapshots taken at these errors."""
         self._engine_log: LogReading | None = None
-        """What the engine's log says so far; None if it was never read."""
+        """What the engine's log shows so far; None if it was never read."""
         self._now_seconds = 0.0
         """When the newest tick was, in seconds since the epoch."""
         self._incident: OpenIncident | None = None
@@ -234,8 +231,8 @@ class Flight:
         now = snapshot.monotonic_seconds
         self.recent.add_xids(snapshot)
         self._mappings.step(snapshot, values)
-        # If this snapshot has no errors, for instance because the probe's files are missing, the
-        # last known errors stay.
+        # If this snapshot contains no errors, for example because the probe's files are missing,
+        # the last known errors are kept.
         self._ooms = list_ooms(snapshot) or self._ooms
         self._snapshots = list_snapshots(snapshot) or self._snapshots
         self._now_seconds = snapshot.time_seconds
@@ -244,14 +241,14 @@ class Flight:
         event = self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:
             return  # The other daemon records the tick.
-        # This is read once, and not before the lock is held.
+        # The last incident is read only once, after the lock has been taken.
         if self._recorded_seconds is None:
             await self._writer.do(self._find_last_incident)
         if event is None:
             self._update_context(snapshot, verdicts, values)
         else:
             self._add_event(event, snapshot)
-        # The tick of an event is always recorded, because it shows what changed.
+        # A tick with an event is always recorded, because it shows what changed.
         if event is not None or self._is_record_due(now):
             self._recorded_seconds = now
             await self._writer.do(partial(self._append, snapshot))
@@ -263,7 +260,7 @@ class Flight:
     ) -> None:
         """Store this tick's context.
 
-        If the engine has served and is out of service now, the context is not stored, because the
+        The context is not stored if the engine has served but is out of service now, because the
         last context in service explains the end.
         """
         is_known = snapshot.engine_status is not None
@@ -284,14 +281,14 @@ class Flight:
     def _take_event(self, status: EngineStatus | None) -> Ending | None:
         """Return the tick's event; None if there is none.
 
-        If the engine has served again, the event begins another incident, and the open incident is
+        If the engine has served again, the event begins another incident, and the open one is
         closed.
         """
         if status is None:
             return None
         if status.event is not None and self._last_known_state is EngineState.SERVING:
             self._incident = None
-        # The state may be unknown for a while during a stall. This is still one stall.
+        # The state may be unknown for a while during a stall, which still counts as one stall.
         if status.state is not EngineState.UNKNOWN:
             self._last_known_state = status.state
         return status.event
@@ -312,8 +309,8 @@ class Flight:
         self._has_served = False
         incident = self._incident
         if incident is None:
-            # Memory may fill between two lines of the record, so the header has the samples in
-            # between.
+            # Memory may fill up between two lines of the record, so the header contains the samples
+            # in between.
             leaks = self._last_context.get("leaks", ())
             used = self.recent.list_used(leak["uuid"] for leak in leaks)
             self._incident = OpenIncident(
@@ -326,7 +323,8 @@ class Flight:
             )
             return
         events = (*incident.events, event)[-MOST_INCIDENT_EVENTS:]
-        # The first event stays decisive, unless an exit for lack of memory follows at once.
+        # The first event stays decisive, unless it is followed at once by an exit for lack of
+        # memory.
         is_decisive = find_decisive(events) is event
         self._incident = replace(
             incident,
@@ -336,13 +334,13 @@ class Flight:
         )
 
     async def _write(self, incident: OpenIncident, now: float) -> OpenIncident | None:
-        """Write the incident so far, and return it with the time of its next writing.
+        """Write the incident so far, and return it with the time when it is to be written next.
 
-        Returns None once the incident is complete. Returns None also if it still could not be
-        written INCIDENT_SECONDS after its end. An incident is written at once, and again with later
-        events when it is complete.
+        An incident is written at once, and written again with later events when it is complete.
+        Returns None once the incident is complete, or if it still could not be written
+        INCIDENT_SECONDS after its end.
         """
-        # XIDs and failed allocations of the minutes before may be the cause.
+        # XIDs and failed allocations in the minutes before may be the cause.
         oldest_seconds = incident.seconds - ERROR_SECONDS
         header = build_header(
             incident.ending,
@@ -359,14 +357,15 @@ class Flight:
         is_written = await self._writer.do(
             partial(write_incident, self._folder, incident.seconds, header)
         )
-        # Writing is tried again until long after the end, because somebody may clear a full volume.
+        # Writing is retried until long after the end, because someone may free space on a full
+        # volume.
         closes_at_seconds = incident.closes_at_seconds
         if not is_written:
             is_abandoned = now >= closes_at_seconds + INCIDENT_SECONDS
             return None if is_abandoned else replace(incident, write_at_seconds=now + RETRY_SECONDS)
         file = locate_incident(self._folder, incident.seconds)
         self.last = _summarise_incident(file, header)
-        # The incident is reported once, at the first writing.
+        # The incident is reported only once, when it is first written.
         if incident.write_at_seconds < closes_at_seconds:
             look_at = f"vllm-headroom postmortem {file}"
             if self._pod is None:
@@ -375,7 +374,7 @@ class Flight:
                 log.warning(
                     "an incident was set aside", look_at=look_at, engine_log=self._pod.log_command
                 )
-        # Until the incident closes, later events are added at the next writing.
+        # Until the incident closes, later events are added when it is next written.
         if now >= closes_at_seconds:
             return None
         return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))
@@ -383,16 +382,16 @@ class Flight:
     def _find_engine_log(self, incident: OpenIncident) -> LogEnding | None:
         """Return what the engine's log reports about an incident; None if it reports nothing.
 
-        If an exit has followed a stall, the log's report is about the exit.
+        If an exit followed a stall, the log's report concerns the exit.
         """
         if self._engine_log is None:
             return None
         return find_log_ending(self._engine_log, incident.ending.seconds, self._now_seconds)
 
     def _find_last_incident(self) -> None:
-        """Find the newest incident that an earlier process wrote; `last` is None if there is none.
+        """Set `last` to the newest incident written by an earlier process; None if there is none.
 
-        If the folder is a link, its present target is used from here on.
+        If the folder is a link, its current target is used from now on.
         """
         self._folder = Path(os.path.realpath(self._folder))
         newest = find_newest(self._folder)
@@ -402,7 +401,7 @@ class Flight:
 def build_context(
     snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values
 ) -> dict[str, Any]:
-    """Return a tick's facts that cannot be derived from the recorded samples, for JSON.
+    """Return the facts of a tick that cannot be derived from the recorded samples, for JSON.
 
     These are the verdicts, the leak detector's results, the processes on the GPUs, the probe's
     files, and the messages of the sources that failed.
@@ -420,7 +419,7 @@ def build_context(
 
 
 def _describe_leak(gpu: Gpu, values: Values) -> dict[str, Any]:
-    """Return the leak detector's results for a GPU, without figures that are unknown."""
+    """Return the leak detector's results for a GPU, without unknown values."""
     index = gpu.reading.index
     uuid = gpu.reading.uuid
     labels = (str(index), uuid)
@@ -438,7 +437,7 @@ def _describe_leak(gpu: Gpu, values: Values) -> dict[str, Any]:
 
 
 def _list_holders(snapshot: Snapshot) -> list[MemoryHolder]:
-    """Return the processes on the engine's GPUs; `used` is None if it is unknown."""
+    """Return the processes on the engine's GPUs; `used` is None if unknown."""
     return [
         MemoryHolder(uuid=gpu.reading.uuid, pid=process.pid, used=process.used_bytes)
         for gpu in snapshot.owned_gpus
@@ -464,9 +463,9 @@ def list_ooms(snapshot: Snapshot) -> tuple[Oom, ...]:
 
 
 def list_snapshots(snapshot: Snapshot) -> tuple[SnapshotFile, ...]:
-    """Return torch's snapshot at the first OutOfMemoryError of each process, even of exited ones.
+    """Return torch's snapshot at each process's first OutOfMemoryError, including exited ones.
 
-    The newest comes last. If there are many ranks, only the newest snapshots are listed.
+    The newest snapshot comes last. If there are many ranks, only the newest snapshots are listed.
     """
     files = [
         _describe_snapshot(process.pid, process.history.oom)
@@ -478,7 +477,7 @@ def list_snapshots(snapshot: Snapshot) -> tuple[SnapshotFile, ...]:
 
 
 def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> SnapshotFile:
-    """Return what an incident's header contains of a snapshot of torch's allocator."""
+    """Return what an incident's header contains about a snapshot of torch's allocator."""
     largest = tuple(
         HeldLine(
             file=holding.file,
@@ -500,7 +499,7 @@ def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> SnapshotFile:
 
 
 def _drop_sizes(process: ProbedProcess) -> ProbedProcess:
-    """Return a process without the peaks by size; an incident needs only the highest peak."""
+    """Return a process without its peaks by size; an incident needs only the highest peak."""
     if process.peaks is None:
         return process
     works = tuple([replace(work, sizes=()) for work in process.peaks.works])
@@ -508,13 +507,13 @@ def _drop_sizes(process: ProbedProcess) -> ProbedProcess:
 
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
-    """Return all processes with a probe's file; empty if the files could not be read."""
+    """Return all processes that have a probe file; empty if the files could not be read."""
     probe = snapshot.probe
     return probe.processes if isinstance(probe, ProbeReadings) else ()
 
 
 def _summarise_incident(file: Path, header: Mapping[str, Any]) -> LastIncident | None:
-    """Return what the page shows of an incident; None if its header has no event."""
+    """Return what the page shows about an incident; None if its header contains no event."""
     incident = read_incident(header)
     if incident is None:
         return None

@@ -15,31 +15,33 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom.worker import start_thread
 
 OURS: Final = "vllm_headroom"
-"""The logger of all lines that are not from a library."""
+"""The logger for all lines that do not come from a library."""
 
 MOST_WAITING_LINES: Final = 1000
-"""This many lines may wait for a slow reader of stderr. They take half a megabyte."""
+"""The maximum number of lines waiting for a slow reader of stderr. They take half a megabyte."""
 
 MOST_RECENT_LINES: Final = 40
-"""This many of the newest lines are kept for an incident's file. With MOST_RECENT_CHARACTERS they
-take at most 20 kB.
+"""The number of newest lines kept for an incident's file. At MOST_RECENT_CHARACTERS each, they take
+at most 20 kB.
 """
 
 MOST_RECENT_CHARACTERS: Final = 500
-"""This many characters of each of these lines are kept."""
+"""The number of characters kept of each of these lines."""
 
 STDERR: Final = 2
 """The file descriptor of stderr."""
 
 LOG_SHUTDOWN_SECONDS: Final = 0.2
-"""The exit waits this long for the last lines to be read. The whole exit may take one second."""
+"""How long the exit waits for the last lines to be read. The limit for the entire exit is one
+second.
+"""
 
 
 class Background(logging.Handler):
     """Writes to stderr from a separate thread, so that an unread pipe does not block the daemon.
 
-    Lines that do not fit into the queue are dropped and counted. After the next line that is
-    written, another line reports how many were dropped.
+    Lines that do not fit in the queue are dropped and counted. The next line that is written is
+    followed by a line that reports how many were dropped.
     """
 
     def __init__(self) -> None:
@@ -59,14 +61,14 @@ class Background(logging.Handler):
                 self._thread = start_thread(self._run, "log")
 
     def flush(self) -> None:
-        """Wait until all lines are written, for at most LOG_SHUTDOWN_SECONDS."""
+        """Wait until all lines are written, but at most LOG_SHUTDOWN_SECONDS."""
         with self._waiting.all_tasks_done:
             self._waiting.all_tasks_done.wait_for(
                 lambda: not self._waiting.unfinished_tasks, LOG_SHUTDOWN_SECONDS
             )
 
     def _run(self) -> None:
-        """Write the queued lines forever, and report dropped ones."""
+        """Write queued lines forever, and report dropped ones."""
         reported_lines = 0
         while True:
             self._write(self._waiting.get())
@@ -82,10 +84,7 @@ class Background(logging.Handler):
             self._waiting.task_done()
 
     def _write(self, record: logging.LogRecord) -> None:
-        """Write one line to stderr, and wait for its reader.
-
-        If that fails, the line is lost.
-        """
+        """Write one line to stderr, and wait for its reader; if that fails, the line is lost."""
         try:
             unwritten = f"{self.format(record)}\n".encode(errors="backslashreplace")
             while unwritten:
@@ -96,16 +95,16 @@ class Background(logging.Handler):
 
 
 class RecentLines(logging.Handler):
-    """Keeps the newest lines of the daemon, each cut to a length.
+    """Keeps the daemon's newest lines, each truncated to a maximum length.
 
-    With an `engine_name`, it keeps only the lines about that engine, and those about no engine.
+    If `engine_name` is set, only lines about that engine or about no engine are kept.
     """
 
     def __init__(self, engine_name: str = "") -> None:
         super().__init__()
         self._engine_name = engine_name
         self.lines: deque[str] = deque(maxlen=MOST_RECENT_LINES)
-        """The lines, the oldest first."""
+        """The lines, oldest first."""
         self.setFormatter(Logfmt())
         logging.getLogger(OURS).addHandler(self)
 
@@ -121,9 +120,9 @@ class RecentLines(logging.Handler):
 
 
 def configure(log_format: str, log_level: str) -> None:
-    """Write the daemon's lines of level `log_level` and above to stderr.
+    """Write the daemon's log lines of level `log_level` and above to stderr.
 
-    Of the libraries' log lines, only those of level warning and above are written.
+    Log lines from libraries are written only at level warning and above.
 
     In logfmt, a traceback follows its line as an indented block. In JSON, the traceback is the
     field `exception`.
@@ -136,7 +135,7 @@ def configure(log_format: str, log_level: str) -> None:
 
 
 def _read_fields(record: logging.LogRecord) -> dict[str, object]:
-    """Return the fields of a line in order: time, level, event, then the fields of the call."""
+    """Return the fields of a line in order: time, level, event, then the caller's fields."""
     instant = to_datetime(record.created).isoformat(timespec="microseconds")
     fields: dict[str, object] = {
         "ts": instant.replace("+00:00", "Z"),
@@ -172,7 +171,7 @@ class Logfmt(logging.Formatter):
 
 
 def _render_word(value: object) -> str:
-    """Return a value as logfmt writes it: "" for None, quoted if it has special characters."""
+    """Return a value in logfmt notation: "" for None, quoted if it has special characters."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Run the loops of the daemon, and end them."""
+"""Run the daemon's loops, and end them."""
 
 import asyncio
 import contextlib
@@ -15,36 +15,36 @@ from vllm_headroom.vocabulary import Reason
 log = Log(__name__)
 
 STOPPED: Final = 0
-"""Exit status after a signal to stop."""
+"""The exit status after a signal to stop."""
 
 NEEDS_NEW_CONTAINER: Final = 3
-"""The exit status if only a new container can help, because one process cannot load the driver's
+"""The exit status if only a new container can help, because a process cannot load the driver's
 library twice.
 """
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
-"""NVML errors that last as long as the container: 18 always, and 17 or 999 if every GPU has it
+"""NVML errors that last as long as the container: 18 always, and 17 or 999 if every GPU returns it
 (nvidia-container-toolkit#48).
 """
 
 LEAST_SILENCE_SECONDS: Final = 3.0
-"""A shorter silence is never unhealthy. At the shortest interval, a busy machine can delay the loop
-by three intervals.
+"""A shorter silence never counts as unhealthy. At the shortest interval, a busy machine can delay
+the loop by three intervals.
 """
 
 
 class StepGuard:
-    """Runs one step of the daemon repeatedly, and survives the errors that the step raises."""
+    """Runs one step of the daemon repeatedly, and survives any errors that the step raises."""
 
     def __init__(self) -> None:
         self._fault: type[Exception] | None = None
-        """The type of the error that the newest run raised; None if it raised none."""
+        """The type of the error that the last run raised; None if it did not raise one."""
 
     async def run(self, step: Callable[[], Awaitable[None]]) -> None:
         """Run the step.
 
-        If several equal errors follow each other, only the first is logged. The end of an error is
-        logged too.
+        If consecutive runs raise the same error, only the first error is logged. Recovery is logged
+        too.
         """
         fault: type[Exception] | None = None
         try:
@@ -65,8 +65,8 @@ async def run_every(
     """Run `step` now and then once per interval, until it is cancelled.
 
     The times form a grid. If a step takes longer than the interval, the missed points of the grid
-    are skipped. An error of a step is logged, and the loop continues. If every step of the sampling
-    loop raises, the health check reports this.
+    are skipped. Errors in a step are logged, and the loop continues. If every step of the sampling
+    loop raises, the health check reports it.
     """
     began_seconds = clock.monotonic()
     guard = StepGuard()
@@ -77,10 +77,7 @@ async def run_every(
 
 
 def _find_fault(error: Exception) -> type[Exception]:
-    """Return the type of an error.
-
-    For a group that contains a MemoryError, return MemoryError.
-    """
+    """Return the type of an error; MemoryError for a group that contains one."""
     if isinstance(error, ExceptionGroup) and error.subgroup(MemoryError) is not None:
         return MemoryError
     return type(error)
@@ -106,7 +103,7 @@ class Heartbeat:
         self.beat()
 
     def beat(self) -> None:
-        """Note that the loop runs now."""
+        """Record that the loop is running now."""
         self._beat_seconds = self._clock.monotonic()
         self._beat_machine_seconds = self._read_machine_seconds()
 
@@ -120,7 +117,7 @@ class Heartbeat:
         silent_machine_seconds = self._read_machine_seconds() - self._beat_machine_seconds
         if silent_seconds <= 3 * self._interval_seconds:
             return None
-        # The time is measured on the machine's clock, because the clock of the demo runs faster.
+        # The time is measured on the machine's clock, because the demo's clock runs faster.
         if silent_machine_seconds <= LEAST_SILENCE_SECONDS:
             return None
         return (
@@ -130,14 +127,14 @@ class Heartbeat:
 
 
 class GraceTime:
-    """Measures how long the GPUs have failed in a way that only a new container repairs."""
+    """Measures how long the GPUs have been failing in a way that only a new container can fix."""
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
         self._failing_since_seconds: float | None = None
 
     def update(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure, now_seconds: float) -> bool:
-        """Take the GPUs of a tick; return whether they have failed for the whole grace time.
+        """Add the GPUs of a tick; return whether they have been failing for the whole grace time.
 
         Only failures that last as long as the container count. `now_seconds` is on the monotonic
         clock.
@@ -151,9 +148,9 @@ class GraceTime:
 
 
 class TickMonitor:
-    """Follows the ticks of a daemon: whether they still come, and whether they can read the GPUs.
+    """Checks that the daemon keeps ticking, and that the ticks can read the GPUs.
 
-    It is built within the event loop.
+    It must be created within the event loop.
     """
 
     def __init__(
@@ -179,7 +176,7 @@ class TickMonitor:
         return self._heartbeat.find_stall()
 
     def note_tick(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure) -> None:
-        """Note that a tick has read its sources; end the daemon if the GPUs stay unreadable."""
+        """Record that a tick has read its sources; end the daemon if the GPUs stay unreadable."""
         self._heartbeat.beat()
         if not self._has_ticked:
             self._has_ticked = True
@@ -193,14 +190,14 @@ class TickMonitor:
 
 
 def request_end(ending: asyncio.Future[int], status: int) -> None:
-    """Request the daemon's end with this exit status; an earlier request keeps its status."""
+    """Request that the daemon exit with this status; the status of an earlier request is kept."""
     if not ending.done():
         ending.set_result(status)
 
 
 @contextlib.contextmanager
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM, SIGINT and SIGHUP call `stop` during the block.
+    """Call `stop` on SIGTERM, SIGINT and SIGHUP during the block.
 
     If SIGHUP is ignored, as with nohup, it stays ignored.
     """
@@ -222,9 +219,9 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
 async def run_until_end(
     loops: Iterable[Coroutine[Any, Any, None]], ending: asyncio.Future[int]
 ) -> int:
-    """Run the loops until the end is requested, cancel them, and return the exit status.
+    """Run the loops until an exit is requested, cancel them, and return the exit status.
 
-    If a loop raises an error, an ExceptionGroup is raised.
+    Raises an ExceptionGroup if a loop raises.
     """
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]

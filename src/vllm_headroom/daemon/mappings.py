@@ -21,32 +21,29 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 REREAD_SECONDS: Final = 600.0
-"""The pause between two readings of a process whose memory grows. A reading takes 10 to 40 ms per
-GiB of pages of 4 KiB, and 1 ms per GiB of huge pages (measured). During a reading, a thread of the
-engine that maps memory may have to wait. A thread that only uses memory does not wait.
+"""The pause between two readings of a process whose memory is growing. A reading takes 10 to 40 ms
+per GiB of 4 KiB pages, and 1 ms per GiB of huge pages (measured). During a reading, an engine
+thread that maps memory may have to wait, but one that only uses memory does not.
 """
 
 MOST_PROCESSES: Final = 32
-"""At most this many processes are read: the largest processes of the engine."""
+"""The maximum number of processes that are read: the largest ones of the engine."""
 
 MOST_KINDS: Final = 8
-"""For a process, this many kinds of mappings are shown, which are those that grew most."""
+"""The number of kinds of mappings shown per process: the ones that grew the most."""
 
 Sizes = dict[str, int]
 """Resident bytes by kind of mapping."""
 
 
 class _Growth(Struct, frozen=True, kw_only=True):
-    """A process's first reading and its newest reading.
-
-    At first they are the same.
-    """
+    """A process's first and newest readings, which are initially the same."""
 
     role: Role
     next_reading_seconds: float = 0.0
     """When the process may be read again, on the monotonic clock."""
     first_seconds: float
-    """When the process was first read, in seconds since the epoch. `newest_seconds` is on the same
+    """When the process was first read, in seconds since the epoch. `newest_seconds` uses the same
     clock.
     """
     first_sizes: Sizes
@@ -56,12 +53,12 @@ class _Growth(Struct, frozen=True, kw_only=True):
 
     @property
     def has_one_reading(self) -> bool:
-        """Return whether the process was read only once so far."""
+        """Return whether the process has been read only once so far."""
         return self.newest_sizes is self.first_sizes
 
     @property
     def grown_bytes(self) -> Sizes:
-        """Return by how much each kind has grown, the largest growth first.
+        """Return how much each kind has grown, largest growth first.
 
         Growth of less than 1 MiB is left out.
         """
@@ -71,11 +68,11 @@ class _Growth(Struct, frozen=True, kw_only=True):
 
 
 class Mappings:
-    """Owns the first and the newest reading of each process.
+    """Owns the first and newest readings of each process.
 
-    The first reading is taken once the engine serves. Later readings are taken while the leak
+    The first reading is taken once the engine is serving. Later readings are taken while the leak
     detector finds growth in the host memory of the process's role. `read` runs on a thread, for one
-    process per step. If a call of `read` hangs, no further process is read.
+    process per step. If a call to `read` hangs, no other process is read.
     """
 
     def __init__(self, read: Callable[[int], Sizes | None]) -> None:
@@ -83,12 +80,12 @@ class Mappings:
         self._worker = Worker[Sizes | None]("mappings")
         self._growths: dict[ProcessName, _Growth] = {}
         self._running: tuple[ProcessName, asyncio.Future[Sizes | None]] | None = None
-        """The process that is being read, and the future of its sizes; None between readings."""
+        """The process that is being read, and the future for its sizes; None between readings."""
 
     def step(self, snapshot: Snapshot, values: Values) -> None:
         """Store what was read since the last step, and begin the next reading that is due.
 
-        Nothing is done while the engine is not in service, or if its processes could not be read.
+        Does nothing while the engine is out of service, or if its processes could not be read.
         """
         if isinstance(snapshot.processes, Failure) or not snapshot.is_in_service:
             return
@@ -103,9 +100,9 @@ class Mappings:
             if not reading.done():
                 return  # Only one process is read at a time.
             self._running = None
-            # The process still exists, so it had this pid during the whole reading.
+            # The process still exists, so the pid was its own during the whole reading.
             if name in processes:
-                # After an error, such as missing permissions, the process counts as unreadable.
+                # After an error, such as a missing permission, the process counts as unreadable.
                 sizes = None if reading.exception() else reading.result()
                 self._add_reading(name, processes[name].role, snapshot, sizes or {})
         due_name = self._find_due(processes, snapshot.monotonic_seconds, values)
@@ -117,8 +114,8 @@ class Mappings:
     def describe(self) -> list[dict[str, Any]]:
         """Return the growth of each process that was read at least twice, as a record for JSON.
 
-        `kinds` has bytes by kind of mapping. `since` and `t` are the times of the two readings, in
-        seconds since the epoch.
+        `kinds` contains bytes by kind of mapping. `since` and `t` are the times of the first and
+        newest readings, in seconds since the epoch.
         """
         return [
             {
@@ -137,8 +134,8 @@ class Mappings:
     ) -> ProcessName | None:
         """Return the next process to read; None if no reading is due.
 
-        It is the largest process that was never read. If all were read, it is a process of a
-        growing role whose pause is over.
+        The largest process that has never been read comes first. If all have been read, it is a
+        process with a growing role whose pause is over.
         """
         # The largest process is the most likely to leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)

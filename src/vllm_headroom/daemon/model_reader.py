@@ -1,4 +1,4 @@
-"""How the sidecar gets the bytes per token of a model, which the tools compute."""
+"""How the sidecar obtains a model's bytes per token, which the tools compute."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +10,16 @@ from vllm_headroom.model import TokenBytes
 
 
 class ModelReader(Struct, frozen=True, kw_only=True):
-    """Gives the bytes per token of the model that the operator named, or of the engine's model."""
+    """Provides the bytes per token of the model named by the operator, or of the engine's model."""
 
     configured: TokenBytes | None = None
-    """The bytes per token of the named model; None if the operator names none."""
+    """The bytes per token of the named model; None if the operator does not name one."""
     problem: str = ""
-    """Why the named model's configuration gives no bytes per token; empty if it gives them."""
+    """Why the named model's configuration does not determine the bytes per token; empty if it does.
+    """
     parse: Callable[[Path], TokenBytes | None] | None = None
-    """Reads the configuration of the model that the engine's processes load.
-
-    The value is None if the operator configured the bytes, or named a model.
+    """Reads the configuration of the model that the engine's processes load; None if the operator
+    configured the bytes or named a model.
     """
 
 

@@ -1,4 +1,4 @@
-"""Watch several engines of one machine, each as if it were alone."""
+"""Watch several engines on one machine, each as if it were the only one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -37,35 +37,37 @@ from vllm_headroom.vocabulary import EngineKind, Reason, Source
 log = Log(__name__)
 
 SCAN_SECONDS: Final = 2.0
-"""Finding the pods and units of all processes may take this long. 10,000 processes take 0.1 s."""
+"""The time limit for finding the pods and units of all processes. 10,000 processes take 0.1 s."""
 
 MOST_FIND_SECONDS: Final = 60.0
-"""If a command line hangs, a search for engines may continue in the background for this time."""
+"""How long a search for engines may continue in the background if reading a command line hangs."""
 
 FIND_SECONDS: Final = 1.0
-"""A tick waits this long for the search for engines. A command line may hang in a driver. New
-engines are then watched later.
+"""How long a tick waits for the search for engines. If reading a command line hangs in a driver,
+new engines are watched later.
 """
 
 LATE_SECONDS: Final = 15.0
-"""If a search for engines takes longer than this, it is reported. If CPU is short, a search takes
+"""A search for engines that takes longer than this is reported. If CPU is scarce, a search takes
 seconds.
 """
 
 LAST_SAMPLE_SECONDS: Final = 300.0
-"""After the pod of an engine is gone, its last series are kept for this time for a last scrape."""
+"""How long the last series of an engine are kept for a final scrape after its pod is gone."""
 
 UNIT_SECONDS: Final = 3600.0
-"""An engine without a pod is watched for this time after its last process has exited. It is unknown
-whether systemd will start the engine again, and a crash must be visible for longer than any alert
+"""How long an engine without a pod is watched after its last process has exited. It is unknown
+whether systemd will restart the engine, and a crash must stay visible for longer than any alert
 waits.
 """
 
 STALE_INTERVALS: Final = 3
-"""After this many intervals without a new sample, an engine has no series, as in Heartbeat."""
+"""The number of intervals without a new sample after which an engine has no series, as in
+Heartbeat.
+"""
 
 NO_PAGE: Final = Failure(source=Source.ENGINE, reason=Reason.NOT_FOUND, message="")
-"""Replaces the page if only the GPUs are read."""
+"""Used in place of the page if only the GPUs are read."""
 
 _SOURCE_METRICS: Final = frozenset(
     metric.name
@@ -76,18 +78,18 @@ _SOURCE_METRICS: Final = frozenset(
         catalog.SOURCE_LAST_SUCCESS,
     )
 )
-"""The series of sources. The series of the driver belong to the machine."""
+"""The metrics of the sources. Those of the driver belong to the machine."""
 
 
 class SharedGpus:
-    """Gives every engine the same reading of the GPUs, which are read once a tick."""
+    """Gives every engine the same reading of the GPUs, which are read once per tick."""
 
     def __init__(self, gpus: GpuSource) -> None:
         self._gpus = gpus
         self._reading: asyncio.Task[GpuReadings | Failure] | None = None
         self._used_bytes: Mapping[str, int] = {}
         self._is_faulty = False
-        """Whether the newest reading raised an error."""
+        """Whether the last reading raised an error."""
 
     def begin(self, timeout_seconds: float) -> None:
         """Begin this tick's reading."""
@@ -98,19 +100,16 @@ class SharedGpus:
         reading = self._reading
         if reading is None:
             return await self._read_guarded(timeout_seconds)
-        # The reading is shielded, so that giving up one engine does not cancel the reading of the
-        # others.
+        # The reading is shielded, so that giving up on one engine does not cancel the reading for
+        # the others.
         return await asyncio.shield(reading)
 
     async def _read_guarded(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return a reading.
-
-        If the reader raises, log the error once and return a Failure.
-        """
+        """Return a reading; if the reader raises, log the error once and return a Failure."""
         try:
             readings = await self._gpus.read(timeout_seconds)
         except Exception:
-            # The error is logged once, because the same error would come at each tick.
+            # The error is logged only once, because it would recur on every tick.
             if not self._is_faulty:
                 log.exception("source raised, its series are absent", source=str(Source.NVML))
             self._is_faulty = True
@@ -119,7 +118,7 @@ class SharedGpus:
         return readings
 
     async def begin_used(self, timeout_seconds: float) -> None:
-        """Read the memory in use of all GPUs, which `sample_used` returns to each engine."""
+        """Read the memory in use on all GPUs, which `sample_used` returns to each engine."""
         self._used_bytes = await self._gpus.sample_used(timeout_seconds)
 
     async def sample_used(
@@ -134,12 +133,12 @@ class SharedGpus:
 
 
 class WatchParts(Struct, frozen=True, kw_only=True):
-    """What watches one engine."""
+    """The parts that watch one engine."""
 
     watch: EngineWatch
     evictor: Evictor | None = None
     resources: tuple[Closable | None, ...]
-    """What has to be closed when the daemon stops watching the engine."""
+    """The resources to close when the daemon stops watching the engine."""
 
 
 class WatchedEngine:
@@ -151,7 +150,7 @@ class WatchedEngine:
         self.watch = parts.watch
         self._evictor = parts.evictor
         self.absent_since_seconds: float | None = None
-        """Since when the engine's pod or unit has had no process, on the monotonic clock."""
+        """Since when the engine's pod or unit has had no processes, on the monotonic clock."""
         self._resources = parts.resources
         self._context = context
         self._sampling: asyncio.Task[None] | None = None
@@ -167,23 +166,23 @@ class WatchedEngine:
         return self.located.name
 
     def begin_sample(self) -> None:
-        """Begin a sample, unless the last sample is still running."""
+        """Begin a sample, unless the last one is still running."""
         if self._sampling is None or self._sampling.done():
             self._sampling = self._start(self._guard(self._sample))
 
     def begin_eviction_turn(self, *, is_stale: bool) -> None:
-        """Let the evictor take its next step, by the gate in the newest sample."""
+        """Let the evictor take its next step, based on the gate in the newest sample."""
         is_busy = self._evicting is not None and not self._evicting.done()
         if self._evictor is None or is_busy:
             return
         due = None
-        # An old sample is no reason to evict.
+        # An old sample is not a reason to evict.
         if self.watch.latest is not None and not is_stale:
             due = self.watch.latest.gate.due
         self._evicting = self._start(self._evictor.turn(due))
 
     def list_owned(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs that the engine holds, by its newest sample."""
+        """Return the UUIDs of the GPUs that the engine holds according to its newest sample."""
         latest = self.watch.latest
         if latest is None:
             return frozenset()
@@ -200,13 +199,13 @@ class WatchedEngine:
         return self._samples
 
     async def close(self) -> None:
-        """End its tasks, which saves its state, and close its sources."""
+        """End the engine's tasks, which saves its state, and close its sources."""
         started_tasks = (self._loops, self._sampling, self._evicting)
         tasks = [task for task in started_tasks if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # Only after its last turn, so that it does not take the Lease again.
+        # This is done after the evictor's last turn, so that it does not take the Lease again.
         if self._evictor is not None:
             await self._evictor.give_lease_back()
         self.watch.close()
@@ -216,10 +215,7 @@ class WatchedEngine:
         return asyncio.create_task(coroutine, context=self._context)
 
     async def _run_loops(self) -> None:
-        """Run the loops beside the sampling until cancelled.
-
-        If a loop raises, it starts over.
-        """
+        """Run the loops alongside the sampling until cancelled; restart them if one raises."""
         while True:
             await self._guard(self._run_loops_once)
             await asyncio.sleep(UNIT_SECONDS)
@@ -234,14 +230,11 @@ class WatchedEngine:
         await self.watch.record()
 
     async def _guard(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Run a step.
-
-        If it raises, log the error once and continue to watch the other engines.
-        """
+        """Run a step; if it raises, log the error once and keep watching the other engines."""
         try:
             await step()
         except Exception:
-            # An error of one engine must not affect the others.
+            # An error in one engine must not affect the others.
             if not self._is_faulty:
                 log.exception("engine cannot be sampled")
             self._is_faulty = True
@@ -249,10 +242,10 @@ class WatchedEngine:
             self._is_faulty = False
 
     def _label_samples(self, published: Published) -> Iterator[Sample]:
-        """Yield the samples of this engine, with its labels before their own.
+        """Yield this engine's samples, with the engine's labels before their own.
 
-        Samples of GPUs that the engine does not hold are left out. Samples of the driver are left
-        out too, because they belong to the machine.
+        Samples of GPUs that the engine does not hold are left out. So are the driver's samples,
+        because they belong to the machine.
         """
         label_names = tuple(name for name, _ in self.name.labels)
         label_values = tuple(value for _, value in self.name.labels)
@@ -260,7 +253,7 @@ class WatchedEngine:
         samples = list(published.samples)
         if self.watch.last_incident is not None:
             samples.append(Sample(catalog.LAST_INCIDENT, (), self.watch.last_incident.seconds))
-        # The driver's samples belong to the machine, and not to one engine.
+        # The driver's samples belong to the machine and not to a single engine.
         for metric, labels, value in samples:
             if metric.name in _SOURCE_METRICS and labels[0] == Source.NVML:
                 continue
@@ -272,25 +265,25 @@ class WatchedEngine:
 
 @lru_cache(maxsize=4096)
 def _add_labels(metric_name: str, label_names: tuple[str, ...]) -> Metric:
-    """Return a metric of the catalogue with more labels before its own."""
+    """Return a metric from the catalogue with additional labels before its own."""
     metric = catalog.BY_NAME[metric_name]
     return replace(metric, labels=(*label_names, *metric.labels))
 
 
 class NodeReadings(Struct, frozen=True, kw_only=True):
-    """What one tick read of the machine itself."""
+    """What one tick read about the machine itself."""
 
     gpus: GpuReadings | Failure
     samples: tuple[Sample, ...]
-    """The samples of the driver and of every GPU, as if no engine held the GPU."""
+    """The samples of the driver and of every GPU, as if no engine held any GPU."""
     monotonic_seconds: float
 
 
 class NodeWatch:
     """Follows the engines of a machine as they start and exit, and samples all of them.
 
-    A tick begins a sample of each engine and does not wait for it. So an engine that answers slowly
-    does not make the others miss a sample.
+    A tick begins a sample of each engine without waiting for it, so that an engine that responds
+    slowly does not make the others miss a sample.
     """
 
     def __init__(
@@ -304,16 +297,16 @@ class NodeWatch:
         interval_seconds: float,
         gpu_timeout_seconds: float,
     ) -> None:
-        """Build a watch that has read nothing yet.
+        """Build a watch that has not read anything yet.
 
         `processes` finds the engines. Without it, the engines are always `engines`.
         """
         self.located: tuple[LocatedEngine, ...] = engines
-        """Every engine that was found, whether it is watched or not."""
+        """Every engine that was found, whether or not it is watched."""
         self.engines: dict[str, WatchedEngine] = {}
         """The watched engines by their key."""
         self.readings: NodeReadings | None = None
-        """The readings of the newest tick; None before the first."""
+        """The readings of the newest tick; None before the first tick."""
         self._gpus = SharedGpus(gpus)
         self._processes = processes
         self._build_engine = build_engine
@@ -327,18 +320,18 @@ class NodeWatch:
         self._finding_guard = loop.StepGuard()
         self._health = INITIAL
         self._problems: dict[str, str] = {}
-        """The last logged problem of each subject, by subject."""
+        """The last problem logged for each subject."""
         self._other_problems: dict[str, str] = {}
-        """The logged reason why an engine is not watched, by its key."""
+        """The logged reasons why engines are not watched, by the engine's key."""
         self._scraped_seconds = -inf
         self._published_parts: tuple[object, ...] = ()
-        """What `_published` was built from."""
+        """The parts that `_published` was built from."""
         self._published: Published | None = None
 
     async def tick(self) -> GpuReadings | Failure:
         """Follow the engines, begin a sample of each, and return a reading of the GPUs.
 
-        If no GPU could be read, the result is a Failure. The engines are sampled nevertheless.
+        If no GPU could be read, the result is a Failure, but the engines are sampled anyway.
         """
         await self._following_guard.run(self._follow_engines)
         began_seconds = self._clock.monotonic()
@@ -350,21 +343,18 @@ class NodeWatch:
         return gpus
 
     async def sample_gpu_memory(self, timeout_seconds: float) -> None:
-        """Read only the used memory of the GPUs, for the flight record of each engine."""
+        """Read only the GPUs' used memory, for the flight record of each engine."""
         await self._gpus.begin_used(timeout_seconds)
         for engine in self.engines.values():
             await engine.watch.sample_gpu_memory(timeout_seconds)
 
     async def begin_eviction_turns(self) -> None:
-        """Let the evictor of each engine take its next step; do not wait for it."""
+        """Let each engine's evictor take its next step, without waiting for it."""
         for engine in self.engines.values():
             engine.begin_eviction_turn(is_stale=self._is_stale(engine))
 
     async def run(self) -> None:
-        """Wait until cancelled.
-
-        Then end the watch of each engine, all at the same time.
-        """
+        """Wait until cancelled, then end the watches of all engines at the same time."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -378,8 +368,8 @@ class NodeWatch:
             return None
         engines = [engine for engine in self.engines.values() if not self._is_stale(engine)]
         engine_samples = [engine.list_samples() for engine in engines]
-        # Parts are compared by identity, so that a scrape between two ticks does not build the page
-        # again.
+        # The parts are compared by identity, so that a scrape between two ticks does not rebuild
+        # the page.
         parts = (readings, *engine_samples)
         is_same = len(parts) == len(self._published_parts) and all(
             part is built_part
@@ -393,8 +383,8 @@ class NodeWatch:
     def list_others(self, kind: EngineKind) -> list[LocatedEngine]:
         """Return the engines of this kind that are not watched.
 
-        If the server of a watched engine starts again, it may have no port for a moment, so such an
-        engine is left out.
+        Engines with the name of a watched engine are left out, because a watched engine's server
+        may briefly have no port while it restarts.
         """
         watched_names = {engine.name for engine in self.engines.values()}
         return [
@@ -409,14 +399,11 @@ class NodeWatch:
         engines: list[WatchedEngine],
         engine_samples: list[tuple[Sample, ...]],
     ) -> Published:
-        """Return all samples.
-
-        If an engine holds a GPU, the samples of the GPU appear only with that engine.
-        """
+        """Return all samples; those of a GPU held by an engine appear only with that engine."""
         owned_uuids = set[str]()
         for engine in engines:
             owned_uuids |= engine.list_owned()
-        # A GPU without an engine is still shown, without an engine's labels.
+        # A GPU without an engine is still shown, but without engine labels.
         samples = [
             sample
             for sample in readings.samples
@@ -443,7 +430,7 @@ class NodeWatch:
         return age_seconds > longest_seconds
 
     def _derive(self, gpus: GpuReadings | Failure, began_seconds: float) -> NodeReadings:
-        """Return the samples of the driver and of all GPUs, without regard to engines."""
+        """Return the samples of the driver and of all GPUs, regardless of engines."""
         now_seconds = self._clock.monotonic()
         unowned_gpus: tuple[Gpu, ...] | Failure
         if isinstance(gpus, Failure):
@@ -491,7 +478,7 @@ class NodeWatch:
             self._finding_since_seconds = self._clock.monotonic()
             find = partial(self._find, self._processes)
             self._finding = asyncio.create_task(self._finding_guard.run(find))
-        # `wait`, unlike `wait_for`, does not cancel, so the search continues in the next tick.
+        # Unlike `wait_for`, `wait` does not cancel the search, so it continues in the next tick.
         await asyncio.wait((self._finding,), timeout=FIND_SECONDS)
         if not self._finding.done():
             if self._clock.monotonic() - self._finding_since_seconds > LATE_SECONDS:
@@ -502,10 +489,7 @@ class NodeWatch:
         await self._apply({engine.key: engine for engine in self.located})
 
     async def _find(self, processes: NodeProcesses) -> None:
-        """Find the engines.
-
-        If /proc cannot be read, the engines of the last search stay.
-        """
+        """Find the engines; if /proc cannot be read, keep those from the last search."""
         try:
             self.located = await processes.find_engines(MOST_FIND_SECONDS)
         except (TimeoutError, OSError) as error:
@@ -514,15 +498,15 @@ class NodeWatch:
             self._report("search", "")
 
     async def _apply(self, located: Mapping[str, LocatedEngine]) -> None:
-        """Start and stop watching engines, by what was found now."""
+        """Start and stop watching engines according to what was found."""
         for key, watched in tuple(self.engines.items()):
             present = located.get(key)
             if present is None or present.kind is EngineKind.UNREADABLE:
-                # The engine's server has exited or is about to exit. The engine is still watched
-                # after the end of its run.
+                # The engine's server has exited or is about to. The engine is still watched after
+                # its run has ended.
                 await self._drop_if_gone(watched, is_present=present is not None)
             elif present != watched.located:
-                # The engine has a sidecar now, or another address or name.
+                # The engine now has its own sidecar, or a different address or name.
                 await self._drop(watched)
             else:
                 watched.absent_since_seconds = None
@@ -532,9 +516,11 @@ class NodeWatch:
         self._report_others()
 
     async def _drop_if_gone(self, engine: WatchedEngine, *, is_present: bool) -> None:
-        """Stop watching an engine whose pod or unit is gone, once its last samples were scraped."""
+        """Stop watching an engine whose pod or unit is gone, once its last samples have been
+        scraped.
+        """
         now_seconds = self._clock.monotonic()
-        # A unit of systemd has no process while it restarts, so it gets more time.
+        # A systemd unit has no processes while it restarts, so it gets more time.
         is_in_pod = engine.name.pod is not None
         has_pod = is_in_pod and self._has_processes(engine)
         if is_present or has_pod:
@@ -543,7 +529,7 @@ class NodeWatch:
         if engine.absent_since_seconds is None:
             engine.absent_since_seconds = now_seconds
         absent_seconds = now_seconds - engine.absent_since_seconds
-        # This is when a sample that began after the engine's end was scraped.
+        # By this time, a sample that began after the engine's end has been published.
         last_sample_seconds = engine.absent_since_seconds + 2 * self._interval_seconds
         is_scraped = self._scraped_seconds > last_sample_seconds
         if is_in_pod and (is_scraped or absent_seconds > LAST_SAMPLE_SECONDS):
@@ -557,10 +543,7 @@ class NodeWatch:
         )
 
     async def _add(self, located: LocatedEngine) -> None:
-        """Start watching an engine.
-
-        If a gone engine had the same name, stop watching it at once.
-        """
+        """Start watching an engine; stop watching any former engine with the same name."""
         for watched in tuple(self.engines.values()):
             if watched.name == located.name:
                 await self._drop(watched)
@@ -577,7 +560,7 @@ class NodeWatch:
         log.info("engine is no longer watched", of_engine=engine.name.text)
 
     def _report_others(self) -> None:
-        """Log each engine that is not watched, when it is found and when the reason changes."""
+        """Log each engine that is not watched when it is found and when the reason changes."""
         problems = {
             engine.key: "it has its own sidecar"
             for engine in self.list_others(EngineKind.OWN_SIDECAR)
@@ -586,13 +569,13 @@ class NodeWatch:
             problems[engine.key] = engine.problem
         for engine in self.located:
             problem = problems.get(engine.key)
-            # There is a line for each change, and not for each tick.
+            # A line is logged on each change, not on each tick.
             if problem is not None and self._other_problems.get(engine.key) != problem:
                 log.warning("engine is not watched", of_engine=engine.name.text, problem=problem)
         self._other_problems = problems
 
     def _report(self, subject: str, problem: str) -> None:
-        """Log a problem when it begins or changes, and its end."""
+        """Log a problem when it begins, changes or ends."""
         if self._problems.get(subject, "") == problem:
             return
         if problem:

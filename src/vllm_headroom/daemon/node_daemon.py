@@ -65,7 +65,7 @@ NO_HOST_PIDS: Final = (
 
 
 def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
-    """Run the daemon over several engines until it is stopped, and exit with its status."""
+    """Run the daemon for several engines until it is stopped, and exit with its status."""
     logs.configure(settings.log_format, settings.log_level)
     app.prepare_process()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
@@ -76,12 +76,12 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
         log.warning("engines of other pods cannot be found", problem=NO_HOST_PIDS)
     status = runner.run(app.run(parts, settings, model, NodeDaemon))
     logging.shutdown()
-    # As in app.serve, a thread that waits for a resolver must not delay the exit.
+    # As in app.serve, a thread waiting for a resolver must not delay the exit.
     os._exit(status)
 
 
 def locate_urls(settings: Settings) -> tuple[LocatedEngine, ...]:
-    """Return the engines that the operator named by their URLs; empty if the daemon finds them."""
+    """Return the engines that the operator named by URL; empty if the daemon finds them itself."""
     if not isinstance(settings.engines, tuple):
         return ()
     engines = []
@@ -110,14 +110,14 @@ def list_folder_parts(located: LocatedEngine) -> tuple[str, ...]:
 
 
 def find_pod(name: EngineName) -> EnginePod | None:
-    """Return the pod of an engine, for texts that name commands; None if its names are unknown."""
+    """Return an engine's pod, for texts that show commands; None if the pod's names are unknown."""
     if name.namespace is None or name.pod is None or name.container is None:
         return None
     return EnginePod(namespace=name.namespace, pod=name.pod, container=name.container)
 
 
 def find_probe_dir(probe_dir: Path, located: LocatedEngine) -> Path | None:
-    """Return the folder of an engine's probe, named by the pod's UID; None without one."""
+    """Return the folder of an engine's probe, named after the pod's UID; None if there is none."""
     folder = probe_dir / located.owner_key.removeprefix("pod:")
     is_in_pod = located.name.pod is not None
     return folder if is_in_pod and folder.is_dir() else None
@@ -185,7 +185,7 @@ class NodeDaemon:
             return respond_node_snapshot(self._build_view(), request)
 
         def build_metrics(read_published: Callable[[], Published | None]) -> MetricsPage:
-            """Return a metrics page; `read_published` returns its samples at each scrape."""
+            """Return a metrics page whose samples `read_published` returns on each scrape."""
             return MetricsPage(
                 HeadroomCollector(
                     read_published,
@@ -196,7 +196,7 @@ class NodeDaemon:
             )
 
         def find_metrics(name: EngineName) -> MetricsPage:
-            # The name is taken from the page, so exactly one engine has it.
+            # The name comes from the page, so exactly one engine has it.
             (engine,) = (engine for engine in self._node.engines.values() if engine.name == name)
             return build_metrics(lambda: engine.watch.published)
 
@@ -219,7 +219,7 @@ class NodeDaemon:
 
     def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> WatchParts:
         """Return what watches an engine, as in a daemon that watches only this engine."""
-        # As if this URL had been configured as the only engine.
+        # The settings are as if this URL had been configured as the only engine.
         changes: dict[str, Any] = {
             "engine_url": located.page_url,
             "engines": None,
@@ -243,9 +243,9 @@ class NodeDaemon:
         )
 
     def _is_gone(self, located: LocatedEngine) -> bool:
-        """Return whether the pod or unit of an engine has no process any more.
+        """Return whether an engine's pod or unit no longer has any processes.
 
-        Its address may then be that of another engine, because addresses of pods are used again.
+        Its address may then belong to another engine, because pod addresses are reused.
         """
         return self._processes is not None and not self._processes.has_processes(located.owner_key)
 
@@ -260,8 +260,8 @@ class NodeDaemon:
     def _build_processes(self, located: LocatedEngine) -> Processes:
         """Return the reader of an engine's processes.
 
-        The processes are looked for in the engine's pod or unit. For an engine that was named by
-        its URL, they are looked for among all processes.
+        The processes are searched for in the engine's pod or unit or, for an engine named by its
+        URL, among all processes.
         """
         if self._processes is None:
             is_local = is_here(httpx.URL(located.page_url).host)
@@ -278,25 +278,25 @@ class NodeDaemon:
         )
 
     def _prepare_folder(self, state_dir: Path, located: LocatedEngine) -> Path:
-        """Return the engine's folder; remove folders of engines that have been gone for long."""
+        """Return the engine's folder; remove folders of engines that have long been gone."""
         folder = state_dir / name_folder(*list_folder_parts(located))
         used_names = {
             name_folder(*list_folder_parts(engine.located))
             for engine in self._node.engines.values()
         }
-        with contextlib.suppress(OSError):  # The state's own files report what is wrong.
+        with contextlib.suppress(OSError):  # The state files themselves report what is wrong.
             remove_unused(state_dir, {*used_names, folder.name})
         return folder
 
     def _build_view(self) -> NodeView:
-        """Return what the page and the document show now."""
+        """Return what the page and the JSON document show now."""
         readings = self._node.readings
         stall_reason = self._monitor.find_stall()
         seconds = None
         age_seconds = 0.0
         if readings is not None:
             age_seconds = self._clock.monotonic() - readings.monotonic_seconds
-            # This is the time of the last sample on the wall clock, for the page.
+            # The wall-clock time of the last sample, for the page.
             seconds = self._clock.time() - age_seconds
         return NodeView(
             version=app.read_version(),
@@ -320,7 +320,7 @@ class NodeDaemon:
         )
 
     def _build_engine_view(self, engine: WatchedEngine, stall_reason: str | None) -> View:
-        """Return what an engine's own page shows; without a snapshot before its first sample."""
+        """Return what an engine's own page shows, without a snapshot before its first sample."""
         view = View(
             version=app.read_version(),
             interval_seconds=self._settings.sample_interval_seconds,

@@ -32,31 +32,31 @@ from vllm_headroom.scrape.proc.served_model import ServedModel
 from vllm_headroom.scrape.proc.smaps import read_mappings
 
 GPU_TIMEOUT_SECONDS: Final = 2.0
-"""NVML answers in milliseconds. If a call takes longer than this, it counts as hung
-(NVIDIA/go-nvml#152).
+"""The time after which an NVML call counts as hung (NVIDIA/go-nvml#152). Normally, NVML responds
+within milliseconds.
 """
 
 CANARY_HEALTH_SECONDS: Final = 10.0
-"""The server's /health may take this long to answer."""
+"""The time limit for a response from the server's /health."""
 
 CANARY_TOKEN_SECONDS: Final = 60.0
-"""An idle engine may take this long for one token. After this time the request is abandoned, and
+"""The time limit for an idle engine to return one token. After this, the request is abandoned and
 another one is sent.
 """
 
 
 SERVER_PAGE_SECONDS: Final = 3.0
-"""The time limit for each of the server's other pages. A round requests three pages, and ends
-before the next round begins.
+"""The time limit for each of the server's other pages. A round requests three pages and ends before
+the next round begins.
 """
 
 
 class Parts(Sources, frozen=True, kw_only=True):
-    """What differs between the daemon and the demo."""
+    """The parts that differ between the daemon and the demo."""
 
     clock: Clock
     notice: str = ""
-    """A line for the people who look at the page."""
+    """A line for people who view the page."""
     canary_request: CanaryRequest | None = None
     """Sends the canary's requests; None if there is no canary."""
     server_request: ServerRequest | None = None
@@ -74,7 +74,7 @@ class Parts(Sources, frozen=True, kw_only=True):
 
 
 def is_never_gone() -> bool:
-    """Return False: an engine that the operator named by its URL is requested at all times."""
+    """Return False: requests are always sent to an engine that the operator named by URL."""
     return False
 
 
@@ -83,7 +83,7 @@ def build_real_parts(
     model: ModelReader = NO_MODEL,
     is_gone: Callable[[], bool] = is_never_gone,
 ) -> Parts:
-    """Return the readers of the engine, the GPUs and /proc of this machine.
+    """Return the readers of the engine, the GPUs and /proc on this machine.
 
     Nothing is requested from the engine while `is_gone` returns True.
     """
@@ -114,8 +114,8 @@ def build_real_parts(
         engine=build_page_reader(
             settings,
             settings.engine_url,
-            # The timeout is no longer than the interval, because a tick must end before the next
-            # one is due.
+            # The timeout does not exceed the interval, because a tick must end before the next one
+            # is due.
             timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
             is_gone=is_gone,
         ),
@@ -136,11 +136,11 @@ def build_real_parts(
 
 
 class NodeParts(Struct, frozen=True, kw_only=True):
-    """The readers of the machine, which all engines share."""
+    """The readers of the machine, which are shared by all engines."""
 
     gpus: GpuSource
     processes: NodeProcesses | None
-    """Finds the engines; None if the operator named them by their URLs."""
+    """Finds the engines; None if the operator named them by URL."""
     clock: Clock
 
     def list_resources(self) -> tuple[Closable | None, ...]:
@@ -165,14 +165,14 @@ def build_node_parts(settings: Settings) -> NodeParts:
 
 
 def build_real_evictor(settings: Settings, clock: Clock) -> Evictor | None:
-    """Return the evictor of this pod; None outside of a pod, or if it is not configured."""
+    """Return the evictor for this pod; None outside of a pod, or if eviction is not configured."""
     if settings.evict == "off":
         return None
     return build_evictor(build_eviction_policy(settings), clock)
 
 
 def build_eviction_policy(settings: Settings) -> EvictionPolicy:
-    """Return when a pod is evicted; HEADROOM_EVICT is not off."""
+    """Return when a pod is evicted; HEADROOM_EVICT must not be off."""
     return EvictionPolicy(
         is_dry_run=settings.evict == "dry-run",
         near_seconds=settings.evict_seconds,
@@ -187,7 +187,7 @@ def build_page_reader(
     timeout_seconds: float,
     is_gone: Callable[[], bool] = is_never_gone,
 ) -> PageReader:
-    """Return a reader of a page of the engine, with the connection's settings."""
+    """Return a reader for one of the engine's pages, with the connection settings."""
     return PageReader(
         url=url,
         timeout_seconds=timeout_seconds,
@@ -202,13 +202,13 @@ def build_page_reader(
 def build_sibling_reader(
     settings: Settings, is_gone: Callable[[], bool], path: str, timeout_seconds: float
 ) -> PageReader:
-    """Return a reader of a path of the server beside its metrics page."""
+    """Return a reader for another path of the server that serves the metrics page."""
     url = httpx.URL(settings.engine_url).join(path)
     return build_page_reader(settings, str(url), timeout_seconds=timeout_seconds, is_gone=is_gone)
 
 
 def build_server_request(settings: Settings, is_gone: Callable[[], bool]) -> ServerRequest:
-    """Return the requests that show whether the server runs."""
+    """Return the requests that show whether the server is running."""
     build_reader = partial(build_sibling_reader, settings, is_gone)
     return ServerRequest(
         health=build_reader("health", SERVER_PAGE_SECONDS),
@@ -220,7 +220,7 @@ def build_server_request(settings: Settings, is_gone: Callable[[], bool]) -> Ser
 def build_canary_request(
     settings: Settings, is_gone: Callable[[], bool] = is_never_gone
 ) -> CanaryRequest:
-    """Return the canary's requests, to paths of the engine's server."""
+    """Return the canary's requests to paths on the engine's server."""
     build_reader = partial(build_sibling_reader, settings, is_gone)
     return CanaryRequest(
         health=build_reader("health", CANARY_HEALTH_SECONDS),

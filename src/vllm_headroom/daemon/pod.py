@@ -12,10 +12,10 @@ CONTAINER_VARIABLE: Final = "HEADROOM_ENGINE_CONTAINER"
 
 
 def read_engine_pod(container: str | None = None) -> EnginePod | None:
-    """Return the pod that the downward API names; None outside of a pod.
+    """Return the engine's pod as named by the downward API; None outside of a pod.
 
-    If `container` is None, the environment names the container. Returns None also if a name is not
-    a valid name of Kubernetes.
+    If `container` is None, the container's name is taken from the environment. Also returns None if
+    a name is not valid in Kubernetes.
     """
     names = {
         "namespace": os.environ.get("POD_NAMESPACE"),

@@ -14,7 +14,7 @@ ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class PodApi(Struct, frozen=True, kw_only=True):
-    """This pod, and the API server of its cluster."""
+    """This pod, and its cluster's API server."""
 
     reader: PageReader
     namespace: str
@@ -22,9 +22,9 @@ class PodApi(Struct, frozen=True, kw_only=True):
 
 
 def open_api(account: Path, timeout_seconds: float) -> PageReader | None:
-    """Return this pod's API server; None outside of a pod.
+    """Return a reader for this pod's API server; None outside of a pod.
 
-    This is so if an environment variable or the service account's namespace is missing.
+    Outside of a pod, an environment variable or the service account's token is missing.
     """
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
@@ -42,7 +42,7 @@ def open_api(account: Path, timeout_seconds: float) -> PageReader | None:
 def open_pod_api(account: Path, timeout_seconds: float) -> PodApi | None:
     """Return this pod and its API server; None outside of a pod.
 
-    Outside means that an environment variable or a file of the service account is missing.
+    Outside of a pod, an environment variable or one of the service account's files is missing.
     """
     name = os.environ.get("POD_NAME", "")
     try:

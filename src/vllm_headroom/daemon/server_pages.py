@@ -1,4 +1,4 @@
-"""Request the other pages of the engine's server while its metrics page is not enough."""
+"""Request other pages from the engine's server while its metrics page is not sufficient."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -15,13 +15,13 @@ from vllm_headroom.vocabulary import Reason, ServerAnswer
 log = Log(__name__)
 
 ROUND_SECONDS: Final = 10.0
-"""The pause between two rounds. Six rounds fit into the time before the engine counts as stalled.
+"""The pause between two rounds. There is time for six rounds before the engine counts as stalled.
 """
 
 OPEN_REASONS: Final = frozenset({Reason.HTTP_STATUS, Reason.TIMEOUT, Reason.INCOMPLETE})
-"""If the metrics page fails for one of these reasons, a server may still run. For any other reason
-it is useless to ask: a closed port refuses all pages, and a login page means that the address or
-the token is wrong.
+"""The failure reasons of the metrics page with which the server may still be running. For any other
+reason, requesting other pages is pointless: a closed port refuses all pages, and a login page means
+that the address or the token is wrong.
 """
 
 
@@ -33,17 +33,17 @@ class ServerPages:
         self._clock = clock
         self._was_silent = False
         self.latest: ServerReply | None = None
-        """The newest answers; None while nothing is requested."""
+        """The result of the newest round; None while nothing is requested."""
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
-        """Send rounds until cancelled; `read_snapshot` returns the newest snapshot."""
+        """Send rounds of requests until cancelled; `read_snapshot` returns the newest snapshot."""
         guard = StepGuard()
         while True:
             await self._clock.sleep_until(self._clock.monotonic() + ROUND_SECONDS)
             await guard.run(lambda: self.send(read_snapshot()))
 
     async def send(self, snapshot: Snapshot | None) -> None:
-        """Send one round, if the metrics page of this snapshot is not enough."""
+        """Send one round of requests, if the metrics page in this snapshot is not sufficient."""
         if snapshot is None or not _is_page_insufficient(snapshot):
             self.latest = None
             self._was_silent = False
@@ -55,7 +55,7 @@ class ServerPages:
             raise
         is_silent = reply.answer is ServerAnswer.SILENT
         if is_silent and not self._was_silent:
-            # A single late answer does not count as silence, and must not cause a restart.
+            # A single late response does not count as silence and must not cause a restart.
             reply = replace(reply, answer=ServerAnswer.UNCLEAR)
         self._was_silent = is_silent
         if self.latest is None or reply.answer is not self.latest.answer:
@@ -64,13 +64,14 @@ class ServerPages:
 
 
 def _is_page_insufficient(snapshot: Snapshot) -> bool:
-    """Return whether the page fails while a server may run, or shows work without progress."""
+    """Return whether the page fails although the server may be running, or shows no progress."""
     if isinstance(snapshot.engines, Failure):
         return snapshot.engines.reason in OPEN_REASONS
     status = snapshot.engine_status
     if status is None:
         return False
-    # After a while of work without progress, other pages may show whether the server still answers.
+    # If work has made no progress for a while, other pages may show whether the server still
+    # responds.
     is_still = status.progress_age_seconds is not None and (
         status.progress_age_seconds >= SIGN_SECONDS
     )

@@ -1,4 +1,4 @@
-"""The sources outside the daemon that one tick reads."""
+"""The sources outside the daemon that each tick reads."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ from vllm_headroom.model import (
 )
 
 CLOSE_SECONDS: Final = 0.3
-"""Closing all the sources may take this long. The whole exit may take one second."""
+"""The time limit for closing all sources. The limit for the entire exit is one second."""
 
 
 class Closable(Protocol):
-    """A resource to close."""
+    """A resource that must be closed."""
 
     async def close(self) -> None:
         """Release the resource."""
@@ -32,23 +32,17 @@ class EngineSource(Closable, Protocol):
     """The source of the engine's page."""
 
     async def fetch(self) -> str | Failure:
-        """Return the page's text.
-
-        If it could not be read, return the reason as a Failure. Never raises.
-        """
+        """Return the page's text, or a Failure if it could not be read; never raise."""
 
 
 class GpuSource(Closable, Protocol):
     """The source of GPU readings."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every device.
-
-        If that fails, return the reason as a Failure. Never raises.
-        """
+        """Return one reading of every device, or a Failure if that fails; never raise."""
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the used bytes of each readable GPU by UUID, and add them to its peak."""
+        """Return the used bytes of each readable GPU by UUID, and add them to the GPU's peak."""
 
 
 ReadProcesses = Callable[[float, EnginePage | Failure], Awaitable[ProcessReadings | Failure]]
@@ -56,17 +50,15 @@ ReadProcesses = Callable[[float, EnginePage | Failure], Awaitable[ProcessReading
 """
 
 ReadProbe = Callable[[float], Awaitable[tuple[ProbedProcess, ...] | Failure]]
-"""Returns the last record of each process that the probe runs in. The number is the time limit in
+"""Returns the last record of each process in which the probe runs. The number is the time limit in
 seconds.
 """
 
 ReadLog = Callable[[float], Awaitable[LogReading | Failure]]
-"""Returns what the engine's log says so far. The number is the time limit in seconds."""
+"""Returns what the engine's log shows so far. The number is the time limit in seconds."""
 
 FindServedModel = Callable[[ProcessReadings | Failure], TokenBytes | None]
-"""Returns the bytes per token of the model that the engine's processes load; None if they are
-unknown.
-"""
+"""Returns the bytes per token of the model that the engine's processes load; None if unknown."""
 
 
 class Sources(Struct, frozen=True, kw_only=True):
@@ -76,22 +68,22 @@ class Sources(Struct, frozen=True, kw_only=True):
     gpus: GpuSource
     processes: ReadProcesses
     probe: ReadProbe | None = None
-    """Reads the probe's files; None if no folder of the probe is configured."""
+    """Reads the probe's files; None if no probe folder is configured."""
     log: ReadLog | None = None
-    """Reads the engine's log; None if no log of the engine is configured."""
+    """Reads the engine's log; None if no engine log is configured."""
     model: FindServedModel | None = None
     """Finds the served model; None if the bytes per token are configured."""
 
 
 class AnyParts(Protocol):
-    """The parts of a daemon that read the outside."""
+    """The parts of a daemon that read outside sources."""
 
     def list_resources(self) -> tuple[Closable | None, ...]:
         """Return what has to be closed at the end."""
 
 
 async def close_all(*resources: Closable | None) -> None:
-    """Close the resources one after another; give up after CLOSE_SECONDS."""
+    """Close the resources one after another, giving up after CLOSE_SECONDS."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
             for resource in resources:

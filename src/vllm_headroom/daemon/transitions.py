@@ -36,19 +36,21 @@ ENGINE_EVENTS: Final = {
     EngineState.UNKNOWN: "engine's state unknown",
     EngineState.STALLED: "engine is stalled: it should make progress and makes none",
 }
-"""The events of two states. For any other state, the event is "engine is" and the state's name."""
+"""The log events for two states. For any other state, the event is "engine is" followed by the
+state's name.
+"""
 
 MOST_LOGGED_PROBES: Final = 64
-"""At most this many stopped probes are logged within FORGET_PROBES_SECONDS, because files that the
-engine's container writes must not fill the log.
+"""The maximum number of stopped probes logged within FORGET_PROBES_SECONDS, because files written
+by the engine's container must not fill the log.
 """
 
 FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
-"""After this time, a logged probe whose file is gone is forgotten."""
+"""The time after which a logged probe whose file is gone is forgotten."""
 
 DISAGREEING_SECONDS: Final = 60.0
-"""If the log disagrees with the probe or the page for this time, this is reported. After a restart,
-each source is read at a different moment.
+"""How long the log must disagree with the probe or the page before this is reported, because after
+a restart each source is read at a different moment.
 """
 
 NOTHING_YET: Final = "nothing yet"
@@ -63,8 +65,7 @@ class Transitions:
         self._logged_states: dict[str, object] = {}
         self._engine_state: EngineState | None = None
         self._leak_states: dict[str, str | None] = {}
-        """GROWING or LEAKING, or None if it is neither, by the name of a GPU or of a host memory.
-        """
+        """GROWING or LEAKING, or None if neither, by the name of a GPU or host memory."""
         self._logged_probes: set[tuple[int, float]] = set()
         """The stopped probes that were logged, by pid and start time."""
         self._forget_probes_at_seconds = 0.0
@@ -72,7 +73,7 @@ class Transitions:
         """When the engine's log began to disagree, on the monotonic clock; None while it agrees."""
 
     def report(self, snapshot: Snapshot) -> None:
-        """Log what changed since the last snapshot."""
+        """Log changes since the last snapshot."""
         self._report_sources(snapshot)
         if isinstance(snapshot.probe, ProbeReadings):
             self._report_stopped_probes(snapshot.probe, snapshot.monotonic_seconds)
@@ -87,19 +88,19 @@ class Transitions:
             self._report_engine(snapshot.engine_status)
 
     def report_leaks(self, values: Values) -> None:
-        """Log for which GPU or host memory the leak detector begins or ceases to find growth.
+        """Log when the leak detector begins or ceases to find growth in a GPU or host memory.
 
-        A state in which the detector cannot judge is neither logged nor remembered.
+        States in which the detector cannot reach a verdict are neither logged nor remembered.
         """
         gpu_states = values.find_all(catalog.LEAK_STATE)
         host_states = values.find_all(catalog.HOST_LEAK_STATE)
         for labels, is_current in (gpu_states | host_states).items():
             *device, state = labels
-            # An alarm may continue after a time in which it could not be judged. It is not logged
+            # An alarm may resume after a period in which no verdict was possible, and is not logged
             # twice.
             if not is_current or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
                 continue
-            # A GPU has two labels, index and UUID. A host memory has one label, the role.
+            # A GPU has two labels, index and UUID. Host memory has one label, the role.
             is_gpu = len(device) > 1
             name = name_device(*device) if is_gpu else f"host memory of {device[0]}"
             is_growth = state in (LeakState.GROWING, LeakState.LEAKING)
@@ -119,9 +120,9 @@ class Transitions:
                 )
 
     def log_fault(self, name: str, error: Exception | None) -> None:
-        """Log a derivation's error, with its traceback, when it begins and when it is over.
+        """Log a derivation's error, with its traceback, when it begins and when it ends.
 
-        `error` is what the derivation raised at this tick; None if it succeeded.
+        `error` is what the derivation raised in this tick; None if it succeeded.
         """
         is_faulty = error is not None
         if not self._note_change(f"derivation {name}", is_faulty, usual_state=False):
@@ -132,9 +133,9 @@ class Transitions:
             log.info("derivation works again", derivation=name)
 
     def log_reader_fault(self, source: Source, step: str, error: Exception | None) -> None:
-        """Log what a step of reading a source raised, with its traceback, when it begins.
+        """Log an error in a step of reading a source, with its traceback, when it begins.
 
-        `error` is None if the source answered. Do not call this while the source fails in another
+        `error` is None if the source responded. Do not call this while the source fails in another
         way, because the same fault would be logged twice.
         """
         is_faulty = error is not None
@@ -143,7 +144,7 @@ class Transitions:
             log.error("source raised, its series are absent", source=str(source), exc_info=error)
 
     def _report_engine(self, status: EngineStatus) -> None:
-        """Log an exit of the engine, and a change of its state."""
+        """Log engine exits and changes in the engine's state."""
         if self._engine_state is not None and status.exit_reason is not None:
             log.warning("engine exited", reason=str(status.exit_reason), restarts=status.restarts)
         if status.state is self._engine_state:
@@ -164,7 +165,7 @@ class Transitions:
                 self._report_source(source, failures.get(source))
 
     def _report_source(self, source: Source, failure: Failure | None) -> None:
-        """Log that a source fails or answers again, once for each change of its state."""
+        """Log when a source fails or responds again, once per change of its state."""
         reason = None if failure is None else failure.reason
         if not self._note_change(str(source), reason):
             return
@@ -179,14 +180,14 @@ class Transitions:
             )
 
     def _report_stopped_probes(self, probe: ProbeReadings, now_seconds: float) -> None:
-        """Log once each probe that has stopped for good."""
+        """Log each probe that has stopped for good, once."""
         stopped_probes = {
             (process.pid, process.started_at_seconds): process
             for process in probe.others
             if process.stopped
         }
-        # Files of exited probes stay for a while, so a probe that is forgotten too early would be
-        # logged twice.
+        # The files of exited probes remain for a while, so a probe that is forgotten too early
+        # would be logged twice.
         if now_seconds >= self._forget_probes_at_seconds:
             self._logged_probes &= stopped_probes.keys()
             self._forget_probes_at_seconds = now_seconds + FORGET_PROBES_SECONDS
@@ -199,20 +200,22 @@ class Transitions:
             )
 
     def _report_processes(self, snapshot: Snapshot) -> None:
-        """Log that the engine cannot be identified, and that an exited engine left processes."""
+        """Log when the engine cannot be identified, and when an exited engine left processes
+        behind.
+        """
         if self._note_change("engines", snapshot.ambiguous_engines) and snapshot.ambiguous_engines:
             log.warning(
                 "engine's processes not chosen",
                 problem=AMBIGUOUS,
                 visible=snapshot.ambiguous_engines,
             )
-        # Without GPUs, all orphans are named, even those that hold memory.
+        # No GPUs are passed, so that all orphans are named, even those that hold memory.
         orphans = describe_orphans(snapshot.left_behind, ())
         if self._note_change("left behind", orphans, usual_state=None) and orphans is not None:
             log.warning("an engine that exited left processes behind", problem=orphans)
 
     def _report_disagreements(self, snapshot: Snapshot) -> None:
-        """Log once that the engine's log disagrees with the probe or the page."""
+        """Log once when the engine's log disagrees with the probe or the page."""
         disagreements = find_disagreements(snapshot)
         if not disagreements:
             self._disagreeing_since_seconds = None
@@ -222,7 +225,7 @@ class Transitions:
             self._disagreeing_since_seconds = now_seconds
         if now_seconds - self._disagreeing_since_seconds < DISAGREEING_SECONDS:
             return
-        # Disagreements are compared by name, because the sizes may change a little between
+        # Disagreements are compared by name, because the sizes may change slightly between
         # readings.
         names = [text.partition(":")[0] for text in disagreements]
         if self._note_change("log agreement", names):
@@ -234,7 +237,8 @@ class Transitions:
     def _report_inputs(self, page: EnginePage) -> None:
         """Log when the page begins or ceases to offer at least one of the profile's inputs."""
         missing_inputs = [name for name, is_offered in page.inputs if not is_offered]
-        # If a page offers some of the inputs, it is the engine's. If it offers none, it is not.
+        # A page that offers at least one of the inputs is the engine's; a page that offers none is
+        # not.
         offers_inputs = len(missing_inputs) < len(page.inputs)
         if not self._note_change("inputs", offers_inputs):
             return
@@ -249,7 +253,7 @@ class Transitions:
             log.warning("engine's inputs missing", problem=explain_empty_page(page))
 
     def _report_left_out_gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        """Log which GPUs of the engine the setting HEADROOM_GPUS excludes."""
+        """Log which of the engine's GPUs are excluded by the setting HEADROOM_GPUS."""
         uuids = ",".join(sorted(gpu.reading.uuid for gpu in gpus if gpu.is_left_out))
         if self._note_change("left out", uuids) and uuids:
             log.warning(
@@ -257,12 +261,12 @@ class Transitions:
             )
 
     def _report_owned_gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        """Log which GPUs are the engine's and how that is known, or why no GPU is the engine's."""
+        """Log which GPUs are the engine's and how that is known, or why none is."""
         attributions = [
             (gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution is not None
         ]
-        # The attributions are compared as a set, because after a loss NVML may number the GPUs in
-        # another order.
+        # The attributions are compared as a set, because NVML may number the GPUs in a different
+        # order after a loss.
         if not self._note_change("owners", frozenset(attributions)):
             return
         for uuid, attribution in attributions:
@@ -287,7 +291,7 @@ class Transitions:
             )
 
     def _note_change(self, name: str, state: object, usual_state: object = NOTHING_YET) -> bool:
-        """Remember the state of this name; return whether it has changed.
+        """Remember the state under this name; return whether it has changed.
 
         The first state is compared with `usual_state`.
         """

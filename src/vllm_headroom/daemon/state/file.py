@@ -1,7 +1,4 @@
-"""Files of state.
-
-Each is replaced as a whole.
-"""
+"""State files, each of which is always replaced as a whole."""
 
 import errno
 import hashlib
@@ -19,45 +16,40 @@ from vllm_headroom.expose.view import SavedHistory
 from vllm_headroom.trace.recorder import make_folder, replace_file
 
 STATE_FORMAT: Final = 17
-"""The format number of the leak detector's state. Raise this number when the fields of a state, or
-their meaning, change.
+"""The format number of the leak detector's state. Increase it when the fields of a state, or their
+meaning, change.
 """
 
 RUNS_FORMAT: Final = 2
-"""The format number of the engine's runs. Raise it as you raise STATE_FORMAT."""
+"""The format number of the engine's runs. Increase it under the same conditions as STATE_FORMAT."""
 
 HISTORY_FORMAT: Final = 4
-"""The format number of the page's last day. Raise it as you raise STATE_FORMAT."""
+"""The format number of the page's last day. Increase it under the same conditions as STATE_FORMAT.
+"""
 
 MOST_STATE_BYTES: Final = 64 * 2**20
-"""A larger file is not read. This is a hundred times the state of eight GPUs."""
+"""The maximum size of a file that is read, which is a hundred times the state of eight GPUs."""
 
 T = TypeVar("T")
 
 
 class UnusableState(Exception):  # noqa: N818 - the name describes the file
-    """The file has no state for this daemon.
-
-    The message gives the reason.
-    """
+    """The file contains no usable state for this daemon; the message gives the reason."""
 
 
 class StateFile(Generic[T]):
-    """The name, format and value type of one state file.
-
-    The folder is an argument.
-    """
+    """The name, format and value type of a state file; the folder is passed to each method."""
 
     def __init__(self, name: str, value_type: type[T], format_number: int, loss: str) -> None:
         self.name = name
         self.rejected_name = f"{name}.bad"
-        """The name that an unusable file gets."""
+        """The name that is given to an unusable file."""
         self.loss = loss
         """What the operator loses if the file is unusable, as a clause for the log."""
         self._value_type = value_type
-        # msgspec completes a type at its first use. Where two threads do this at the same time, as
-        # for the files of two engines, the process ends with SIGSEGV (0.22). So it is done here,
-        # when the module is imported.
+        # msgspec completes a type when it is first used. If two threads do this at the same time,
+        # as for the files of two engines, the process crashes with SIGSEGV (0.22), so it is done
+        # here, when the module is imported.
         msgspec.json.Decoder(value_type)
         self._format_number = format_number
 
@@ -67,16 +59,16 @@ class StateFile(Generic[T]):
         Raises ValueError if the value contains a number that is not finite.
         """
         document = msgspec.to_builtins(value, str_keys=True)
-        # The number is set before the checksum is computed, so that a changed format number is
-        # noticed too.
+        # The format number is set before the checksum is computed, so that a change to it is
+        # detected too.
         document["format"] = self._format_number
         document["checksum"] = _compute_checksum(document)
         return _encode_canonical(document)
 
     def decode(self, content: bytes) -> T:
-        """Return the value that a file's content encodes.
+        """Return the value encoded in a file's content.
 
-        Raises UnusableState for another format, a wrong checksum, or content of another shape.
+        Raises UnusableState if the format, the checksum or the structure is wrong.
         """
         try:
             document = json.loads(content)
@@ -87,7 +79,7 @@ class StateFile(Generic[T]):
                     f"it is of format {format_number!r:.20}, this version reads"
                     f" {self._format_number}"
                 )
-            # The checksum covers the document as it was written, without the checksum itself.
+            # The checksum covers the document as it was written, except for the checksum itself.
             if checksum != _compute_checksum(document | {"format": self._format_number}):
                 raise UnusableState("it is damaged: its checksum is another")
             return msgspec.convert(document, self._value_type, str_keys=True)
@@ -98,7 +90,7 @@ class StateFile(Generic[T]):
         """Return the saved value; None if the file does not exist.
 
         Raises UnusableState if the file is a link, pipe, socket or device, is too large, or has
-        content that `decode` refuses. Raises OSError if the file cannot be read.
+        content that `decode` rejects. Raises OSError if the file cannot be read.
         """
         try:
             # With O_NONBLOCK, opening a pipe does not wait for a writer.
@@ -121,13 +113,13 @@ class StateFile(Generic[T]):
     def write(self, folder: Path, value: T) -> None:
         """Replace the saved value atomically and durably.
 
-        Create the folder if it is missing. Raises OSError. Raises ValueError if the value contains
-        a number that is not finite.
+        The folder is created if it is missing. Raises OSError if writing fails, and ValueError if
+        the value contains a number that is not finite.
         """
         content = self.encode(value)
         make_folder(folder)
         replace_file(folder / self.name, folder / f"{self.name}.new", (content,))
-        # Without this, a crash of the machine could undo the rename.
+        # Without syncing the folder, a crash of the machine could undo the rename.
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
@@ -135,10 +127,7 @@ class StateFile(Generic[T]):
             os.close(directory)
 
     def set_aside(self, folder: Path) -> None:
-        """Rename the file to `rejected_name`, replacing an older one.
-
-        Raises OSError.
-        """
+        """Rename the file to `rejected_name`, replacing any older one; raise OSError on failure."""
         (folder / self.name).replace(folder / self.rejected_name)
 
 
@@ -155,13 +144,13 @@ STATE: Final = StateFile("state.json", SavedState, STATE_FORMAT, "the leak detec
 RUNS: Final = StateFile(
     "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted from zero"
 )
-"""The counts of the engine's runs. They have a separate file, because they continue when the leak
-detector's state, which belongs to one run, is set aside.
+"""The counts of the engine's runs. They are kept in a separate file, because they continue when the
+leak detector's state, which belongs to a single run, is set aside.
 """
 
 HISTORY: Final = StateFile(
     "history.json", SavedHistory, HISTORY_FORMAT, "the page draws its curves from now on"
 )
-"""The curves of the page's last day. They have a separate file, because they are only shown, and
-remain when another engine runs.
+"""The curves of the page's last day. They are kept in a separate file, because they are only
+displayed, and remain valid when another engine is running.
 """

@@ -10,35 +10,36 @@ from typing import Final
 from vllm_headroom.units import DAY_SECONDS
 
 PREFIX: Final = "engine-"
-"""The name of an engine's folder begins with this. No other folder is ever removed."""
+"""The prefix of the name of an engine's folder. No other folder is ever removed."""
 
 MOST_UNUSED: Final = 16
-"""Our choice: this many folders of engines that are gone are kept, for their incidents. By the
-limits of the flight record, each folder takes at most 38 MiB.
+"""The number of folders of former engines that are kept for their incidents (our choice). The
+limits of the flight record cap each folder at 38 MiB.
 """
 
 UNUSED_SECONDS: Final = 7 * DAY_SECONDS
-"""If a folder changed within this time, more of them are kept: see MOST_RECENT."""
+"""Folders that changed within this time are kept in larger numbers: see MOST_RECENT."""
 
 MOST_RECENT: Final = 64
-"""Our choice: this many folders of engines that are gone are kept at all. Each new pod of a
-workload that crashes has a separate folder. Without this limit they fill the disk of the node.
+"""The maximum number of folders of former engines that are kept at all (our choice). Each new pod
+of a crashing workload has a separate folder, so that without this limit the folders would fill the
+node's disk.
 """
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def name_folder(*parts: str) -> str:
-    """Return the name of an engine's folder, made of the engine's names and identity."""
+    """Return the name of an engine's folder, built from the engine's names and identity."""
     texts = [_UNSAFE.sub("-", part) for part in parts if part]
     return PREFIX + "_".join(texts)[:200]
 
 
 def remove_unused(state_dir: Path, used_names: Collection[str]) -> None:
-    """Remove the folders of engines that are not watched, except the newest.
+    """Remove the folders of engines that are not watched, except the newest ones.
 
-    At most MOST_RECENT of them are kept and, of those that have not changed for UNUSED_SECONDS,
-    only those among the newest MOST_UNUSED. Raises OSError if the folder cannot be read.
+    At most MOST_RECENT folders are kept. Those that have not changed for UNUSED_SECONDS are kept
+    only if they are among the newest MOST_UNUSED. Raises OSError if `state_dir` cannot be read.
     """
     newest_seconds: dict[Path, float] = {}
     for folder in state_dir.iterdir():

@@ -1,4 +1,4 @@
-"""The lock of a folder that belongs to one daemon at a time."""
+"""The lock on a folder that belongs to one daemon at a time."""
 
 import fcntl
 import os
@@ -9,25 +9,24 @@ from vllm_headroom.trace.recorder import make_folder
 
 
 class FolderLock:
-    """Locks a folder for this process, once no other process holds the lock.
+    """Locks a folder for this process, as soon as no other process holds the lock.
 
-    The folder itself is locked, and not a file in it. A lock file could be replaced, and needs
-    space on the volume. If the folder cannot be opened, or its file system has no locks, this
-    process counts as its owner, because keeping the state matters more.
+    The folder itself is locked rather than a file in it, because a lock file could be replaced and
+    needs space on the volume. If the folder cannot be opened, or its file system does not support
+    locks, this process counts as its owner, because keeping the state is more important.
     """
 
     def __init__(self) -> None:
         self.is_ours = False
-        """Whether this process has locked the folder, or counts as its owner."""
+        """Whether this process has locked the folder or counts as its owner."""
         self._descriptor: int | None = None
-        """The locked folder, which is kept open; None if no lock is held."""
+        """The descriptor of the locked folder, which is kept open; None if no lock is held."""
 
     def take(self, folder: Path) -> bool:
-        """Lock the folder, and create it if it is missing.
+        """Lock the folder, creating it if needed; return whether this process owns it.
 
-        Return whether this process owns it. Returns False only while another process holds the
-        lock. Another call costs little. If the folder was deleted and created again since, it locks
-        the new folder.
+        Returns False only while another process holds the lock. Repeated calls are cheap. If the
+        folder has been deleted and recreated since, the new folder is locked.
         """
         if self._descriptor is not None and not _is_same_folder(folder, self._descriptor):
             os.close(self._descriptor)
@@ -45,10 +44,7 @@ class FolderLock:
             self._descriptor = None
 
     def _lock(self, folder: Path) -> None:
-        """Set `is_ours`.
-
-        If the folder could be locked, keep its descriptor.
-        """
+        """Try to lock the folder, and set `is_ours`; if it is locked, keep its descriptor."""
         self.is_ours = True
         with suppress(OSError):
             make_folder(folder)
@@ -58,7 +54,7 @@ class FolderLock:
             except OSError as error:
                 os.close(descriptor)
                 # BlockingIOError means that another process holds the lock. Any other error means
-                # that there are no locks here.
+                # that the file system does not support locks.
                 self.is_ours = not isinstance(error, BlockingIOError)
             else:
                 # The descriptor stays open, because closing it would unlock the folder.
@@ -68,7 +64,7 @@ class FolderLock:
 def _is_same_folder(folder: Path, descriptor: int) -> bool:
     """Return whether the path still leads to the folder that was opened.
 
-    Returns False if nothing is at the path. Returns True if the path cannot be examined.
+    Returns False if the path does not exist, and True if it cannot be examined.
     """
     try:
         return os.path.samestat(folder.stat(), os.fstat(descriptor))

@@ -1,4 +1,4 @@
-"""What is saved of an engine, and whether a saved state belongs to the engine that runs now."""
+"""The saved state of an engine, and whether it belongs to the engine that is running now."""
 
 from typing import Final
 
@@ -17,24 +17,24 @@ from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
-"""After a longer gap, the count of requests alone cannot identify the run. Growth is judged after
-ten minutes of work. A new engine needs longer than this gap to start and to finish as many requests
-as in ten minutes of work.
+"""The longest gap after which the request count alone can identify the run. Growth is judged after
+ten minutes of work, and a new engine needs longer than this gap to start and to finish as many
+requests as in ten minutes of work.
 """
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
-"""The load is averaged by the minute. After a gap longer than a minute, it is unknown whether load
-was level.
+"""The load is averaged per minute, so after a gap longer than a minute it is unknown whether the
+load was steady.
 """
 
 STALE_STATE_SECONDS: Final = DAY_SECONDS
-"""A state that is older than this is refused. The detector remembers an invisible device for the
-same time.
+"""The maximum age of a state that is restored. The detector remembers an invisible device for the
+same length of time.
 """
 
 FUTURE_SECONDS: Final = 300.0
-"""The clocks of two machines differ by less than this. If a file's time is further in the future,
-the file is refused, because its age is unknown.
+"""The maximum expected difference between the clocks of two machines. A file whose time is further
+in the future is refused, because its age is unknown.
 """
 
 UNUSABLE_COUNT: Final = (
@@ -43,19 +43,19 @@ UNUSABLE_COUNT: Final = (
 
 
 class Identity(Struct, frozen=True, kw_only=True):
-    """What identifies a run of an engine."""
+    """The identity of an engine run."""
 
     models: tuple[str, ...]
     run_id: str | None
-    """The start time of the engine's server, as `identify_run` returns it; None if the engine does
-    not report one.
+    """The start time of the engine's server as returned by `identify_run`; None if the engine does
+    not report it.
     """
     finished_total: float | None
-    """How many requests the engine has finished; None if that is unknown."""
+    """How many requests the engine has finished; None if unknown."""
 
 
 class DerivationStates(Struct, frozen=True, kw_only=True):
-    """The saved states, under the names of their derivations."""
+    """The saved states, named after their derivations."""
 
     leak: LeakMemory = field(default_factory=LeakMemory)
     baseline: Baselines = field(default_factory=Baselines)
@@ -65,7 +65,7 @@ class SavedState(Struct, frozen=True, kw_only=True):
     """The content of the leak detector's state file."""
 
     version: str
-    """The version of vllm-headroom that saved it."""
+    """The version of vllm-headroom that saved the state."""
     saved_at_seconds: float
     """When the state was saved, in seconds since the epoch."""
     monotonic_seconds: float
@@ -75,7 +75,7 @@ class SavedState(Struct, frozen=True, kw_only=True):
 
 
 def identify_engine(page: EnginePage | Failure) -> Identity | None:
-    """Return the identity of the page's engine; None while no engine on it has a name."""
+    """Return the identity of the engine on the page; None while no engine on it has a name."""
     if isinstance(page, Failure):
         return None
     models = {engine.model_name for engine in list_named(page)}
@@ -89,16 +89,17 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 
 
 def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> str | None:
-    """Return why the engine that runs now is not the saved run; None if it is.
+    """Return why the engine that is running now is not the saved run; None if it is.
 
-    If the engine reports no start time, its count of requests decides. The count must not be lower
-    than the saved count, and the time since the saving, `gap_seconds`, must be short.
+    If the engine does not report its start time, its request count decides: the count must not be
+    lower than the saved count, and the time since the state was saved, `gap_seconds`, must be
+    short.
     """
     if current.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"
     if current.run_id != saved.run_id:
         return "it is of another engine, or from before the engine's restart"
-    # An equal start time proves more than any count.
+    # An equal start time is stronger evidence than any count.
     if current.run_id is not None:
         return None
     if saved.finished_total is None or current.finished_total is None:
@@ -116,7 +117,8 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     """Return why the saved state must not be restored; None if it is or may be this engine's.
 
-    While the page names no engine, or a GPU has not opened yet, the state may belong to the engine.
+    The state may belong to the engine while the page does not name an engine or a GPU has not been
+    opened yet.
     """
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
     if age_seconds > STALE_STATE_SECONDS:
@@ -128,7 +130,7 @@ def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
         mismatch = explain_mismatch(saved.identity, identity, age_seconds)
         if mismatch is not None:
             return mismatch
-    # One of the saved GPUs is enough, because the others may not have opened yet.
+    # One of the saved GPUs is enough, because the others may not have been opened yet.
     saved_uuids = saved.memory.leak.gpus.keys()
     is_any_visible = not saved_uuids.isdisjoint(list_visible(snapshot))
     if saved_uuids and not is_any_visible and is_gpu_list_known(saved, snapshot):
@@ -146,23 +148,23 @@ def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
 
 
 def list_visible(snapshot: Snapshot) -> set[str]:
-    """Return the UUIDs of the GPUs of the last reading; "" for a GPU that has not opened yet."""
+    """Return the UUIDs of the GPUs in the last reading; "" for a GPU that is not open yet."""
     return {gpu.reading.uuid for gpu in snapshot.devices}
 
 
 def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
-    """Return the saved states, without GPUs that are not visible, on this machine's clock.
+    """Return the saved states on this machine's clock, without GPUs that are not visible.
 
-    All monotonic times are shifted, so that the time since the saving becomes a gap without
-    samples.
+    All monotonic times are shifted, so that the time since the state was saved becomes a gap
+    without samples.
     """
     gap_seconds = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
-    # The monotonic clock may have restarted, or may be that of another machine.
+    # The monotonic clock may have restarted, or may belong to another machine.
     shift_seconds = snapshot.monotonic_seconds - gap_seconds - saved.monotonic_seconds
     visible_uuids = list_visible(snapshot)
     leak = saved.memory.leak
     baseline = saved.memory.baseline
-    # The mean of a minute without samples would be wrong.
+    # The mean over a minute without samples would be wrong.
     load = leak.load
     if gap_seconds > LONGEST_LOAD_GAP_SECONDS:
         load = LoadState()
@@ -178,7 +180,7 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
                 for uuid, track in leak.inside.items()
                 if uuid in visible_uuids
             },
-            # It is unknown whether the engine slept during the gap.
+            # It is unknown whether the engine was asleep during the gap.
             sleep=replace(leak.sleep, since_seconds=None),
             asleep=_shift_tracks(_keep_visible(leak.asleep, visible_uuids), shift_seconds),
         ),
@@ -190,12 +192,12 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
 
 
 def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
-    """Return a leak state with the precedents of an earlier run of the same models.
+    """Return a leak state with the precedents from an earlier run of the same models.
 
-    A precedent is growth that was no leak. As much growth is no sign of a leak in the next run. A
-    series whose run ended in an alarm or nearly full has no precedent. The result is empty if the
-    state is too old, is from the future, or is of other models. GPUs of another machine have other
-    UUIDs, so their precedents match no GPU here.
+    A precedent is growth that was not a leak, so the same amount of growth does not indicate a leak
+    in the next run. A series whose run ended in an alarm or nearly full has no precedent. The
+    result is empty if the state is too old, is from the future, or belongs to other models. GPUs on
+    another machine have other UUIDs, so their precedents do not match any GPU here.
     """
     identity = identify_engine(snapshot.engines)
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
@@ -210,7 +212,7 @@ def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
 
 
 def _start_next_runs(tracks: Tracks, monotonic_seconds: float) -> Tracks:
-    """For each track that has a precedent, return an empty track with this precedent."""
+    """Return an empty track with the precedent for each track that has one."""
     next_tracks: Tracks = {}
     for name, track in tracks.items():
         precedent = end_run(track)

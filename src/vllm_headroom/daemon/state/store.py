@@ -30,16 +30,16 @@ log = Log(__name__)
 T = TypeVar("T")
 
 STATE_FILE_SECONDS: Final = 2.0
-"""One file operation may take this long. It usually takes milliseconds. If it takes longer than
-this, the volume counts as hung.
+"""The time limit for one file operation, which usually takes milliseconds. If it takes longer, the
+volume counts as hung.
 """
 
 
 class StateKeeper:
     """Reads the state files in a folder, and writes them once this daemon holds `lock`.
 
-    A file is not overwritten while it cannot be read or set aside, or while its state still waits
-    for its engine.
+    A file is not overwritten while it cannot be read or set aside, or while its state is still
+    waiting for its engine.
     """
 
     def __init__(self, *, folder: Path, clock: Clock, version: str, lock: FolderLock) -> None:
@@ -48,45 +48,46 @@ class StateKeeper:
         self._version = version
         self._lock = lock
         self._owns_folder: bool | None = None
-        """Whether the folder is this daemon's. The value is False while another daemon has it, and
-        None until the volume has answered.
+        """Whether the folder belongs to this daemon; False while another daemon has it, and None
+        until the volume has responded.
         """
         self._worker = Worker[Any]("state")
         self._unread_names = {RUNS.name, HISTORY.name, STATE.name}
-        """The files that must not be overwritten, because they were not read or set aside yet."""
+        """The files that must not be overwritten, because they have not been read or set aside yet.
+        """
         self._waiting_state: SavedState | None = None
-        """The leak detector's state from the file, until it is known whether the state belongs to
-        the running engine; None otherwise.
+        """The leak detector's state from the file, until it is known whether it belongs to the
+        running engine; None otherwise.
         """
         self._identity: Identity | None = None
-        """The engine on the last page that named an engine; None before such a page."""
+        """The engine on the last page that named an engine; None before the first such page."""
         self._failing_names: set[str] = set()
-        """Files whose last operation failed."""
+        """The files whose last operation failed."""
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the saved states that can be restored at this tick, by derivation.
+        """Return the saved states that can be restored in this tick, by derivation.
 
-        Each state is returned at one tick only, so at most ticks the result is empty. The engine's
-        runs and the page's history are restored at the tick that reads their files. The states of
-        the leak detector and of the baseline wait until the engine and its GPUs are recognised.
+        Each state is returned in only one tick, so in most ticks the result is empty. The engine's
+        runs and the page's history are restored in the tick that reads their files. The states of
+        the leak detector and the baseline wait until the engine and its GPUs are recognised.
         """
         if not self._owns_folder:
             await self._lock_folder()
         states: dict[str, Any] = {}
-        # The files are read even if this is False, because the lock of another daemon forbids
-        # writing and not reading.
+        # The files are read even if another daemon holds the lock, because the lock prevents only
+        # writing.
         if self._owns_folder is not None:
             states |= await self._read_files()
         states |= await self._restore_waiting(snapshot)
         return states
 
     async def _read_files(self) -> dict[str, Any]:
-        """Read each file that was not read yet.
+        """Read each file that has not been read yet.
 
-        Return the runs and the history if their file was read now and is usable. The leak
-        detector's state is stored as the waiting state.
+        Returns the runs and the history if their files were read in this call and are usable. The
+        leak detector's state is stored as the waiting state.
         """
-        # If a file cannot be read, reading it is tried again at the next tick.
+        # If a file cannot be read, reading it is retried in the next tick.
         runs = await self._read(RUNS)
         history = await self._read(HISTORY)
         saved = await self._read(STATE)
@@ -100,11 +101,11 @@ class StateKeeper:
         return states
 
     async def _restore_waiting(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Return the waiting states of the leak detector and of the baseline, if they are due.
+        """Return the waiting states of the leak detector and the baseline, if they are due.
 
-        The result is empty if no state waits, or while it is unknown whether the engine and its
-        GPUs are the saved ones. If they are not, the file is set aside. The result then has at most
-        the precedents of an earlier run of the same models.
+        The result is empty if no state is waiting, or while it is unknown whether the engine and
+        its GPUs are the saved ones. If they are not, the file is set aside, and the result contains
+        at most the precedents from an earlier run of the same models.
         """
         identity = identify_engine(snapshot.engines)
         if identity is not None:
@@ -112,8 +113,8 @@ class StateKeeper:
         saved = self._waiting_state
         if saved is None:
             return {}
-        # If it is uncertain, the detector starts over, because otherwise it could continue the leak
-        # of another engine.
+        # In case of doubt, the detector starts over, because otherwise it could continue another
+        # engine's leak.
         refusal = explain_refusal(saved, snapshot)
         if refusal is not None:
             self._waiting_state = None
@@ -137,12 +138,12 @@ class StateKeeper:
     ) -> None:
         """Write the states of this engine, each file within `timeout_seconds`.
 
-        Never raises OSError. Nothing is written while another daemon has the folder. A failure is
-        logged when it begins and when it ends. The leak detector's state is written once a page has
-        named the engine and no older state waits.
+        Nothing is written while another daemon has the folder. The leak detector's state is written
+        only after a page has named the engine, and if no older state is waiting. Failures are
+        logged when they begin and when they end. Never raises OSError.
         """
         if self._owns_folder:
-            # Another daemon may have deleted and created the folder again.
+            # Another daemon may have deleted and recreated the folder.
             await self._lock_folder(timeout_seconds)
         if not self._owns_folder:
             return
@@ -152,7 +153,7 @@ class StateKeeper:
             await self._write(RUNS, run_state.runs, timeout_seconds)
         if HISTORY.name in states:
             await self._write(HISTORY, states[HISTORY.name], timeout_seconds)
-        # While an older state waits, its file is the only copy.
+        # While an older state is waiting, its file is the only copy.
         if self._waiting_state is not None or self._identity is None:
             return
         saved = SavedState(
@@ -167,12 +168,12 @@ class StateKeeper:
     async def _lock_folder(self, timeout_seconds: float = STATE_FILE_SECONDS) -> None:
         """Lock the folder, and log when another daemon takes it or gives it up.
 
-        If the volume does not answer, `_owns_folder` does not change. A folder that cannot be
-        opened or locked counts as owned, see FolderLock.
+        If the volume does not respond, `_owns_folder` does not change. A folder that cannot be
+        opened or locked counts as owned (see FolderLock).
         """
         owned_before = self._owns_folder
         if owned_before is None:
-            # A link may be changed later, so only the folder to which it leads now is used.
+            # A link may be changed later, so only the folder that it points to now is used.
             real_folder = await self._try(".", lambda: Path(os.path.realpath(self._folder)))
             if real_folder is not None:
                 self._folder = real_folder
@@ -191,10 +192,10 @@ class StateKeeper:
             )
 
     async def _read(self, file: StateFile[T]) -> T | None:
-        """Return a file's value, at the first call that can read the file.
+        """Return a file's value on the first call that can read the file.
 
-        Returns None at every later call. Returns None also if the file does not exist, cannot be
-        read now, or is unusable. An unusable file is set aside.
+        An unusable file is set aside. Returns None on every later call, and also if the file does
+        not exist, cannot be read now, or is unusable.
         """
         if file.name not in self._unread_names:
             return None
@@ -206,21 +207,21 @@ class StateKeeper:
             return None
         if file.name not in self._failing_names:
             self._unread_names.discard(file.name)
-            # If there is no file, nothing has to be set aside.
+            # If there is no file, there is nothing to set aside.
             if value is None:
                 self._report(file.rejected_name, None)
         return value
 
     async def _write(self, file: StateFile[T], value: T, timeout_seconds: float) -> None:
-        """Write a file, unless the old one has to be read or set aside first."""
+        """Write a file, unless the old one must be read or set aside first."""
         if file.name not in self._unread_names:
             await self._try(file.name, partial(file.write, self._folder, value), timeout_seconds)
 
     async def _refuse(self, file: StateFile[T], problem: str) -> None:
-        """Set a file aside for `problem`.
+        """Set a file aside because of `problem`.
 
         If that fails, the file counts as unread: it is not overwritten, and is read and set aside
-        at a later tick.
+        in a later tick.
         """
         if not self._owns_folder:
             self._unread_names.discard(file.name)
@@ -235,20 +236,20 @@ class StateKeeper:
     async def _try(
         self, name: str, function: Callable[[], Any], timeout_seconds: float = STATE_FILE_SECONDS
     ) -> Any:  # noqa: ANN401 - what the operation returns
-        """Return what an operation on the file of this name returns; None if it fails.
+        """Return what an operation on the file `name` returns; None if it fails.
 
         Errors of `function` other than OSError and ValueError are raised.
         """
-        # The call is shielded. If the shutdown cancelled it, it would block the thread that the
-        # last saving needs.
+        # The call is shielded, because if the shutdown cancelled it, it would block the thread that
+        # the final save needs.
         value, problem = await asyncio.shield(self._worker.attempt(function, timeout_seconds))
         self._report(name, problem)
         return value
 
     def _report(self, name: str, problem: str | None) -> None:
-        """Note the problem of a file's last operation; None if it succeeded.
+        """Record the problem of a file's last operation; None if it succeeded.
 
-        Log when the first file begins to fail, and when no file fails any more.
+        A line is logged when the first file begins to fail, and when no file fails any more.
         """
         was_failing = bool(self._failing_names)
         if problem is None:
