@@ -1,4 +1,4 @@
-"""The options of a command: the kinds of their values, and a parser that reports all mistakes."""
+"""A command's options: the kinds of values, and a parser that reports all mistakes at once."""
 
 from __future__ import annotations
 
@@ -45,30 +45,30 @@ LARGEST_FLOAT: Final = 1.7e308
 
 
 class Value(Struct, Generic[T], frozen=True, kw_only=True):
-    """A kind of value: how its text is parsed, and which texts are accepted."""
+    """A kind of option value: how it is parsed, and which input is accepted."""
 
     read: Callable[[str], T]
-    """Raises ValueError for a text that is not accepted."""
+    """Parses a value; raises ValueError if it is not accepted."""
 
     accepts: str
-    """The values that are accepted, as the end of a sentence."""
+    """A description of the accepted values, worded as the end of a sentence."""
 
     is_json: bool = False
-    """Whether the value is a JSON object; if so, --name.key VALUE may set a part of the object."""
+    """Whether the value is a JSON object, of which --name.key VALUE may set a single key."""
 
     show: Callable[[object], str] = show_value
-    """Returns a refused value in the form for error messages, for example without a password."""
+    """Formats a rejected value for error messages, for example with the password removed."""
 
     def __call__(self, text: str) -> T:
-        """Return the value of a text, since argparse expects a type to be callable."""
+        """Parse a value; argparse expects a type to be callable."""
         return self.read(text)
 
 
 def bounded(read: Callable[[str], Number], low: float, high: float) -> Callable[[str], Number]:
-    """Return a function that reads a number, and raises ValueError outside `low` to `high`."""
+    """Return a function that parses a number; it raises ValueError outside `low` to `high`."""
 
     def read_bounded(text: str) -> Number:
-        """Return the number; raise ValueError outside of the bounds."""
+        """Return the number; raise ValueError if it is out of bounds."""
         number = read(text)
         if not low <= number <= high:
             raise ValueError
@@ -78,7 +78,7 @@ def bounded(read: Callable[[str], Number], low: float, high: float) -> Callable[
 
 
 def above_zero(read: Callable[[str], float], high: float = LARGEST_FLOAT) -> Callable[[str], float]:
-    """Return a function that reads a number, and raises ValueError unless above 0, up to `high`."""
+    """Return a function that parses a number and raises ValueError unless it is in (0, `high`]."""
     return bounded(read, SMALLEST_FLOAT, high)
 
 
@@ -106,7 +106,7 @@ GPUS: Final = Value(
 
 
 def size_value(example: str) -> Value[int]:
-    """Return the kind of a size in bytes."""
+    """Return the kind of value for a size in bytes."""
     return Value(
         read=parse_size, accepts=f"a size such as {example}, or a number of bytes from 1 MiB on"
     )
@@ -117,7 +117,7 @@ REPORTED_BYTES_VARIABLE: Final = "HEADROOM_REPORTED_BYTES"
 
 
 def add_reported_bytes(parser: argparse._ActionsContainer) -> None:
-    """Add the option with the memory that the engine should use on each GPU."""
+    """Add the option for the memory that the engine should use on each GPU."""
     parser.add_argument(
         "--reported-bytes",
         metavar="SIZE",
@@ -127,9 +127,9 @@ def add_reported_bytes(parser: argparse._ActionsContainer) -> None:
 
 
 def read_reported_bytes(environ: Mapping[str, str]) -> int | None:
-    """Return the same value from the sidecar's environment; None if it is not set.
+    """Read the same value from the sidecar's environment; None if it is not set.
 
-    Raises BadOptions if it is not a size.
+    Raises BadOptions if the value is not a size.
     """
     text = environ.get(REPORTED_BYTES_VARIABLE)
     if not text:
@@ -141,7 +141,7 @@ def read_reported_bytes(environ: Mapping[str, str]) -> int | None:
 
 
 def whole_number(low: int = 1, high: int = MAX_WHOLE_NUMBER) -> Value[int]:
-    """Return the kind of a whole number from `low` to `high`."""
+    """Return the kind of value for a whole number from `low` to `high`."""
     upper_bound = f" to {high}" if high < MAX_WHOLE_NUMBER else " on"
     return Value(
         read=bounded(parse_whole_number, low, high),
@@ -150,16 +150,16 @@ def whole_number(low: int = 1, high: int = MAX_WHOLE_NUMBER) -> Value[int]:
 
 
 def tokens(high: int = MAX_WHOLE_NUMBER) -> Value[int]:
-    """Return the kind of a number of tokens, as vLLM's options take it."""
+    """Return the kind of value for a number of tokens, in the notation of vLLM's options."""
     accepts = f"a whole number from 1 to {high}, such as 32768, 32k (32,000) or 32K (32,768)"
     return Value(read=bounded(parse_vllm_number, 1, high), accepts=accepts)
 
 
 def choice(names: Sequence[str]) -> Value[str]:
-    """Return the kind of a value that has to be one of these names."""
+    """Return the kind of value that must be one of these names."""
 
     def read(text: str) -> str:
-        """Return the name; raise ValueError if it is none of the names."""
+        """Return the name; raise ValueError if it is not one of the names."""
         if text not in names:
             raise ValueError
         return text
@@ -168,7 +168,7 @@ def choice(names: Sequence[str]) -> Value[str]:
 
 
 LOCAL_SIDECAR: Final = "http://127.0.0.1:9839"
-"""The URL of the sidecar in the same pod or machine, with the usual port."""
+"""The URL of the sidecar in the same pod or on the same machine, with the default port."""
 
 
 def find_local_sidecar() -> str:
@@ -178,33 +178,33 @@ def find_local_sidecar() -> str:
 
 
 def url(example: str) -> Value[httpx.URL]:
-    """Return the kind of an http or https URL."""
+    """Return the kind of value for an http or https URL."""
     return Value(
         read=parse_http_url, accepts=f"an http or https URL such as {example}", show=show_url
     )
 
 
 def page_url(example: str) -> Value[str]:
-    """Return the reader of an option whose value is the URL of a metrics page."""
+    """Return the kind of value for the URL of a metrics page."""
     return Value(
         read=parse_metrics_url, accepts=f"an http or https URL such as {example}", show=show_url
     )
 
 
-class BadOptions(Exception):  # noqa: N818 - it describes what was given
-    """Options that cannot be used; `lines` has exactly one line per mistake."""
+class BadOptions(Exception):  # noqa: N818 - it describes the options
+    """Options that cannot be used; `lines` contains exactly one line per mistake."""
 
     def __init__(self, *mistakes: str) -> None:
         self.lines: Final = tuple(mistake.translate(CONTROLS) for mistake in mistakes)
         super().__init__("\n".join(self.lines))
 
 
-class Printed(Exception):  # noqa: N818 - no error: what was asked for in place of the command
-    """Ends the parsing with the text that --help, --version or --print-config print."""
+class Printed(Exception):  # noqa: N818 - not an error, but the requested output
+    """Ends parsing with the output of --help, --version or --print-config."""
 
 
 def name_option(key: str) -> str:
-    """Return how the command line spells a setting."""
+    """Return the option for a setting."""
     return "--" + key.replace("_", "-")
 
 
@@ -221,10 +221,10 @@ ENGINE_URL: Final = "--engine-url"
 END_OF_OPTIONS: Final = "--"
 
 LEVEL: Final = re.compile(r"-O(?:\d|\..+)", re.ASCII)
-"""vLLM's level of optimisation, written without a space."""
+"""vLLM's optimisation level, written without a space."""
 
 OPTION: Final = re.compile(r"--|-[A-Za-z]")
-"""Matches the beginning of an option; a word such as -1 is a value."""
+"""Matches the start of an option; a word such as -1 is a value."""
 
 
 class TypedOption(Struct):
@@ -233,12 +233,12 @@ class TypedOption(Struct):
     name: str
 
     action: argparse.Action | None
-    """argparse's description of the option; None if there is no such option."""
+    """The option in argparse; None if it does not exist."""
 
     values: list[str] = field(default_factory=list)
 
     is_foreign: bool = False
-    """Whether the option belongs to another program and changes nothing here."""
+    """Whether the option belongs to another program and has no effect on this one."""
 
     @property
     def is_unknown(self) -> bool:
@@ -247,16 +247,16 @@ class TypedOption(Struct):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the next word is the value; an unknown option may take one too."""
+        """Return whether the next word is a value; an unknown option may also take one."""
         takes_value = self.action is None or self.action.nargs != 0
         return takes_value and not self.values
 
 
 def join_parts(words: Sequence[str], json_names: Container[str]) -> list[str]:
-    """Return the words with one JSON object for all parts such as `--name.key VALUE`.
+    """Return the words with parts such as `--name.key VALUE` merged into one JSON object.
 
-    vLLM reads such options in this way (vLLM 0.33, utils/argparse_utils.py). `json_names` are the
-    options whose parts are joined. The object comes last.
+    This is how vLLM parses such options (vLLM 0.33, utils/argparse_utils.py). `json_names` are the
+    options whose parts are merged. The object is placed last.
     """
     joined_words: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
@@ -269,7 +269,7 @@ def join_parts(words: Sequence[str], json_names: Container[str]) -> list[str]:
         if not keys or name not in json_names:
             joined_words.append(words[place - 1])
             continue
-        # The value of a part is after `=`, or is the next word.
+        # The value of a part follows `=`, or is the next word.
         if not equals_sign and place < len(words):
             text = words[place]
             place += 1
@@ -283,7 +283,7 @@ def join_parts(words: Sequence[str], json_names: Container[str]) -> list[str]:
 
 
 def _parse_part(text: str) -> object:
-    """Return the JSON value of a text, or the text itself if it is not JSON."""
+    """Return the value as parsed JSON, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -291,28 +291,28 @@ def _parse_part(text: str) -> object:
 
 
 class Argument(NamedTuple):
-    """An option or a positional argument, with the value that was typed for it."""
+    """An option or a positional argument, with the value that was entered for it."""
 
     name: str
     action: argparse.Action
 
     text: str
-    """The typed text; empty for a flag."""
+    """The value as entered; empty for a flag."""
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command; the parser reports all mistakes in them at once.
+    """A command's options; the parser reports all mistakes in them at once.
 
-    argparse describes the options and formats the help; its own parsing stops at the first mistake.
-    An option may be given more than once if its default is a list.
+    argparse is used to declare the options and to format the help, but not for parsing, because it
+    stops at the first mistake. An option may be repeated if its default is a list.
     """
 
     def __init__(self, prog: str, version: Callable[[], str] = str) -> None:
         super().__init__(
             prog=prog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # Options cannot be abbreviated, because a longer option of a later version would make
-            # an abbreviation ambiguous.
+            # Options cannot be abbreviated, because an option that is added later could make an
+            # abbreviation ambiguous.
             allow_abbrev=False,
             add_help=False,
         )
@@ -328,9 +328,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="store_true", help="show the version and exit")
 
     def add_settings(self, settings_class: type[Settings]) -> None:
-        """Add an option for each setting; those that `settings_class` adds to Settings come first.
+        """Add an option per setting; settings that `settings_class` adds to Settings come first.
 
-        `read` then also takes the settings' values from the environment and a file.
+        `read` then also reads the settings from the environment and from a file.
         """
         from vllm_headroom.config import (  # noqa: PLC0415 - most commands need no pydantic
             Settings,
@@ -379,16 +379,16 @@ class Parser(argparse.ArgumentParser):
         *,
         is_lenient: bool = False,
     ) -> None:
-        """Accept the options of another program too, and after `--` its whole command line.
+        """Also accept another program's options and, after `--`, its whole command line.
 
-        `foreign_names` are those of the other program's options that change nothing here.
-        `read_line` returns the options in such a line. If the line repeats an option, the last one
-        counts; an option before `--` overrides the line. In messages, an unknown option is called
-        "no `option_kind`".
+        `foreign_names` are the other program's options that have no effect on this one. `read_line`
+        extracts the options from such a command line. If an option is repeated on it, the last
+        occurrence counts; an option before `--` overrides the command line. Error messages call an
+        unknown option "no `option_kind`".
 
-        With `is_lenient`, an unknown option in the line is accepted, because a newer release of the
-        program may have that option. `unknown_options` in the namespace then has a sentence about
-        each unknown option.
+        With `is_lenient`, unknown options on the command line are accepted, because a newer release
+        of the program may have them. `unknown_options` in the namespace then contains a sentence
+        about each of them.
         """
         self._is_lenient = is_lenient
         self._option_kind = option_kind
@@ -397,20 +397,20 @@ class Parser(argparse.ArgumentParser):
         self._read_line = read_line
 
     def explain(self, action: argparse.Action) -> str:
-        """Return the help of an option, with the default filled in by argparse."""
+        """Return an option's help text, in which argparse has inserted the default."""
         formatter = self._get_formatter()
         return formatter._expand_help(action)  # noqa: SLF001 - argparse has no public way
 
     def list_values(self, action: argparse.Action) -> list[str]:
-        """Return the values of an option with a closed set of values; for others an empty list."""
+        """Return the values that an option accepts; an empty list if the set is not fixed."""
         return split_closed_set(_find_kind(action).accepts)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Return the values by name, and `settings` if the parser has settings.
+        """Parse the options into a namespace, which includes `settings` if the parser has settings.
 
-        If the command has no positional arguments, a first word that is a URL is the engine's URL.
-        Raises BadOptions with a line for every mistake, even for a value that another source
-        overrides. Raise Printed for --help, --version and --print-config.
+        If the command has no positional arguments and the first word is a URL, it is the engine's
+        URL. Raises BadOptions with a line for each mistake, including mistakes in values that
+        another source overrides. Raises Printed for --help, --version and --print-config.
         """
         positionals = [action for action in self._actions if not action.option_strings]
         if self._begins_with_url(argv) and not positionals:
@@ -432,7 +432,7 @@ class Parser(argparse.ArgumentParser):
             unknown_names = [option.name for option in line_options if option.is_unknown]
             line_options = [option for option in line_options if not option.is_unknown]
         typed_options += line_options
-        # From here on mistakes are collected, so that an operator sees all of them in one run.
+        # From here on, mistakes are collected, so that the operator sees all of them at once.
         arguments, mistakes = self._check(typed_options)
         for place, word in enumerate(loose_words):
             if place < len(positionals):
@@ -456,7 +456,7 @@ class Parser(argparse.ArgumentParser):
             mistakes += self._store_settings(self._settings_class, arguments, namespace)
         mistakes += self._list_missing(typed_options)
         if mistakes:
-            # An option that was given three times would otherwise have three equal lines.
+            # Otherwise, an option that is given three times would produce three identical lines.
             raise BadOptions(*dict.fromkeys(mistakes))
         if self._settings_class is not None and namespace.print_config:
             from vllm_headroom_tools.sources import format_settings  # noqa: PLC0415 - see above
@@ -471,7 +471,7 @@ class Parser(argparse.ArgumentParser):
         return "://" in argv[0] and not OPTION.match(argv[0])
 
     def _build_defaults(self) -> argparse.Namespace:
-        """Return the default of each option; a default that is a text is parsed."""
+        """Return the default of each option; defaults that are strings are parsed."""
         namespace = argparse.Namespace()
         for action in self._actions:
             default = action.default
@@ -483,10 +483,11 @@ class Parser(argparse.ArgumentParser):
     def _split(
         self, argv: Sequence[str], positional_count: int
     ) -> tuple[list[TypedOption], list[str]]:
-        """Return the options in order, and the words that belong to no option.
+        """Return the options in order, and the words that do not belong to any option.
 
-        `_` in a name counts as `-`. A word beyond the positional arguments counts as another value
-        of the option before it, because most likely somebody did not quote a value with a space.
+        `_` in a name counts as `-`. A word in excess of the positional arguments is treated as
+        another value of the preceding option, because the likely cause is an unquoted value with a
+        space.
         """
         typed_options: list[TypedOption] = []
         loose_words: list[str] = []
@@ -494,8 +495,8 @@ class Parser(argparse.ArgumentParser):
             if OPTION.match(word):
                 typed_options.append(self._parse_option(word))
                 continue
-            # Either the last option still needs a value, or the command takes no more positional
-            # words.
+            # Either the last option still needs a value, or there are enough positional arguments
+            # already.
             is_value = bool(typed_options) and (
                 typed_options[-1].is_open or len(loose_words) == positional_count
             )
@@ -506,7 +507,7 @@ class Parser(argparse.ArgumentParser):
         return typed_options, loose_words
 
     def _parse_option(self, word: str) -> TypedOption:
-        """Return the option of a word such as --name or --name=value; its action may be None."""
+        """Parse a word such as --name or --name=value; the option's action may be None."""
         name, equals_sign, value = word.partition("=")
         spelling = name.replace("_", "-") if name.startswith("--") else name
         action = self._option_string_actions.get(spelling)
@@ -518,14 +519,14 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _describe_unknown(self, name: str) -> str:
-        """Return the line on an unknown option, with similar names, of vLLM's options too."""
+        """Return the error for an unknown option, suggesting similar names, including vLLM's."""
         names = {*self._option_string_actions, *self._foreign_names}
         return describe_unknown(name, names, self._option_kind)
 
     def _complete(self, word: str) -> str:
-        """Return a word with an option's whole name if the word is the beginning of that name.
+        """Expand an abbreviated option to its full name.
 
-        vLLM uses argparse, which accepts the beginning of a name if only one name has it.
+        vLLM uses argparse, which accepts any unambiguous prefix of a name.
         """
         name, equals_sign, value = word.partition("=")
         names = {*self._option_string_actions, *self._foreign_names}
@@ -535,7 +536,7 @@ class Parser(argparse.ArgumentParser):
         return f"{completions[0]}{equals_sign}{value}" if len(completions) == 1 else word
 
     def _is_foreign(self, spelling: str) -> bool:
-        """Return whether an option, such as --name, -O3 or --name.key, is another program's."""
+        """Return whether an option such as --name, -O3 or --name.key is the other program's."""
         if LEVEL.fullmatch(spelling):
             spelling = spelling[:2]
         return spelling.partition(".")[0] in self._foreign_names
@@ -551,11 +552,11 @@ class Parser(argparse.ArgumentParser):
     def _choose_from_line(
         self, line: Sequence[str], typed_options: Sequence[TypedOption]
     ) -> list[TypedOption]:
-        """Return the options of a line that count, in order."""
+        """Return the command line's effective options in order."""
         line_options, _ = self._split(line, 0)
         set_names = {option.action.dest for option in typed_options if option.action is not None}
         effective_options = []
-        # The last occurrence of an option counts, so the line is read from its end.
+        # The last occurrence of an option counts, so the line is processed from the end.
         for option in reversed(line_options):
             if option.action is None:
                 effective_options.append(option)
@@ -565,9 +566,9 @@ class Parser(argparse.ArgumentParser):
         return effective_options[::-1]
 
     def _check(self, typed_options: Sequence[TypedOption]) -> tuple[list[Argument], list[str]]:
-        """Return the options that can be used, and a line for each option that cannot be used.
+        """Return the valid options, and an error line for each invalid one.
 
-        Raises Printed for --help and --version, unless a mistake precedes them.
+        Raises Printed for --help and --version unless a mistake precedes them.
         """
         arguments: list[Argument] = []
         mistakes: list[str] = []
@@ -587,7 +588,7 @@ class Parser(argparse.ArgumentParser):
                     problem += self._line_hint
                 mistakes.append(problem)
                 continue
-            # The help would hide the mistakes that come before it.
+            # The help would hide the mistakes that precede it.
             if action.dest == "help" and not mistakes:
                 raise Printed(self.format_help().rstrip())
             if action.dest == "version" and not mistakes:
@@ -596,7 +597,7 @@ class Parser(argparse.ArgumentParser):
         return arguments, mistakes
 
     def _list_missing(self, typed_options: Sequence[TypedOption]) -> Iterator[str]:
-        """Yield a line for each required option that was not typed."""
+        """Yield an error line for each required option that is missing."""
         typed_actions = [option.action for option in typed_options]
         for action in self._actions:
             if action.required and action not in typed_actions:
@@ -608,7 +609,7 @@ class Parser(argparse.ArgumentParser):
         arguments: Sequence[Argument],
         namespace: argparse.Namespace,
     ) -> Sequence[str]:
-        """Store the settings in the namespace; if they have mistakes, return a line for each."""
+        """Store the settings in the namespace, or return a line for each mistake in them."""
         from vllm_headroom.config import Settings  # noqa: PLC0415 - see above
         from vllm_headroom_tools.sources import (  # noqa: PLC0415 - see above
             CONFIG,
@@ -632,12 +633,12 @@ class Parser(argparse.ArgumentParser):
 def _describe_misuse(
     name: str, action: argparse.Action, values: Sequence[str], count: int
 ) -> str | None:
-    """Return a line on what is wrong with the way an option was given; None if nothing is wrong.
+    """Describe an error in the use of an option; None if there is no error.
 
-    `count` is how often the option has been given so far; `values` are the words after this
-    occurrence.
+    `count` is the number of occurrences of the option so far; `values` are the words that follow
+    this occurrence.
     """
-    # If an option may be repeated, its default is a list.
+    # An option that may be repeated has a list as its default.
     if count > 1 and not isinstance(action.default, list):
         return f"{name}: given {count} times, accepts one"
     if action.nargs == 0:
@@ -650,7 +651,7 @@ def _describe_misuse(
 
 
 def _store(argument: Argument, namespace: argparse.Namespace) -> Iterator[str]:
-    """Store the value of an option in the namespace; yield a line if the value is refused."""
+    """Store an option's value in the namespace; yield an error line if it is rejected."""
     action = argument.action
     if action.nargs == 0:
         setattr(namespace, action.dest, True)
@@ -662,11 +663,11 @@ def _store(argument: Argument, namespace: argparse.Namespace) -> Iterator[str]:
         yield describe_refused(argument.name, argument.text, kind.accepts, error, kind.show)
         return
     if isinstance(action.default, list):
-        # The option may be repeated. A new list is built, because the default must not change.
+        # The option may be repeated. A new list is created, so that the default is not modified.
         value = [*getattr(namespace, action.dest), value]
     setattr(namespace, action.dest, value)
 
 
 def _find_kind(action: argparse.Action) -> Value[Any]:
-    """Return the kind of an option's value; any text if the option names no kind."""
+    """Return the kind of an option's value; text by default."""
     return action.type if isinstance(action.type, Value) else TEXT

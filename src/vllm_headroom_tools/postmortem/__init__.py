@@ -1,1 +1,1 @@
-"""The events before an engine's exit, and the cause of the exit."""
+"""The events that led to an engine's exit, and the cause of the exit."""

@@ -1,4 +1,4 @@
-"""The steps against each cause of an exit."""
+"""The recommended steps for each cause of an exit."""
 
 from typing import Final
 
@@ -89,15 +89,15 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
     EndCause.UNKNOWN: ((READ_LOG, TROUBLESHOOTING),),
     EndCause.NOTHING: (),
 }
-"""The steps for each cause, in order, each with a link to documentation or None."""
+"""The steps for each cause in order, each with a link to the documentation or None."""
 
 
 def list_steps(
     cause: EndCause, end: Ending | None, pod: EnginePod | None
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return the steps against a cause, each with a link or None; options have their values.
+    """Return the steps for a cause, each with a link or None; options have their values filled in.
 
-    Commands name the engine's `pod` if it is known.
+    Commands contain the name of the engine's `pod` if it is known.
     """
     steps = TODO[cause]
     if pod is not None:
@@ -123,6 +123,6 @@ SITUATIONS: Final = {
     EndCause.HANG: Situation.STALLED,
     EndCause.NOTHING: None,
 }
-"""The situation in docs/situations.md to which a cause belongs; a cause that is not listed belongs
-to "down".
+"""The situation in docs/situations.md to which each cause belongs; causes that are not listed
+belong to "down".
 """

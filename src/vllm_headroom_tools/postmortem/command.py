@@ -1,4 +1,4 @@
-"""The command `postmortem`: its options, and the choice of the file to read."""
+"""The command `postmortem`: its options, and the selection of the file to read."""
 
 import os
 from argparse import Namespace
@@ -28,7 +28,7 @@ from vllm_headroom_tools.postmortem.report import build_report, read_postmortem
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
 
 POD_NAMES: Final = 3
-"""The names in an engine's state folder before the port: namespace, pod and UID."""
+"""The number of names in a state folder's name before the port: namespace, pod and UID."""
 
 
 def _add_options(parser: Parser) -> None:
@@ -54,23 +54,23 @@ def _add_options(parser: Parser) -> None:
 
 
 def find_engine_folder(place: Path, wanted: str | None) -> Path:
-    """Return the state folder of one engine if `place` has several; otherwise `place`.
+    """Return one engine's state folder if `place` contains several; otherwise `place`.
 
-    If several pods have the wanted name, it is the folder of the newest one. Raises BadInput if not
-    exactly one engine has that name, or if `place` cannot be read.
+    If several pods match the wanted name, the newest pod's folder is returned. Raises BadInput
+    unless exactly one engine has that name, or if `place` cannot be read.
     """
     newest_folders: dict[str, Path] = {}
     try:
         folders = [path for path in place.glob(f"{PREFIX}*") if path.is_dir()]
         for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
-            # The folder's last part is the pod's UID, which no operator types.
+            # The last part of the folder's name is the pod's UID, which operators do not type.
             *names, _ = folder.name.removeprefix(PREFIX).split("_")
             # The three names are the pod's namespace, its name and its UID.
             is_pods = len(names) == POD_NAMES
             newest_folders["/".join(names[:2]) if is_pods else "_".join(names)] = folder
     except OSError as error:
         raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
-    # The folders are sorted by date, and the newest pod of a name replaces the earlier ones.
+    # The folders are sorted by date, so the newest pod with a given name replaces earlier ones.
     if not newest_folders:
         if wanted is not None:
             raise BadInput(f"{place}: has no folders of several engines: leave --engine out")
@@ -83,14 +83,14 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
 
 
 def find_trace(place: Path) -> Path:
-    """Return the trace to read: the file itself, or the newest incident in a folder.
+    """Return the trace to read: `place` if it is a file, or the newest incident in the folder.
 
-    Raises BadInput if the folder cannot be read or has no incident.
+    Raises BadInput if the folder cannot be read or contains no incident.
     """
     if not place.is_dir():
         return place
     try:
-        # The operator may name either the state folder or the folder of its incidents.
+        # The operator may name either the state folder or its incidents folder.
         incidents = list_incidents(place / INCIDENTS) or list_incidents(place)
     except OSError as error:
         raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
@@ -104,15 +104,15 @@ def find_trace(place: Path) -> Path:
 
 
 def _run(options: Namespace) -> Report:
-    """Return the report; raise BadOptions if neither an argument nor a variable names a file."""
+    """Return the report; raise BadOptions if neither an argument nor a variable gives the file."""
     place = options.place or os.environ.get(STATE_DIR)
     if not place:
         hint = "" if options.log is None else "; vllm-headroom advise reads a log without a record"
         raise BadOptions(f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment{hint}")
-    # A named file may belong to another pod.
+    # A file that the operator names may be from another pod.
     pod = read_engine_pod() if options.place is None else None
     log = None if options.log is None else read_engine_log(options.log)
-    # The variable describes this pod's engine, so it is ignored if the operator names a file.
+    # The variable applies to this pod's engine, so it is ignored if the operator names a file.
     reported_bytes = options.reported_bytes
     if reported_bytes is None and options.place is None:
         reported_bytes = read_reported_bytes(os.environ)

@@ -1,4 +1,4 @@
-"""The engine's log beside a flight record: its report of the exit, and its last minute."""
+"""The engine's log, read with a flight record: its report of the exit, and its last minute."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,13 +20,13 @@ from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind
 from vllm_headroom_tools.engine_log import find_decisive_start
 
 LAST_SECONDS: Final = 60.0
-"""The length of the log's end that is shown."""
+"""The length of the final part of the log that is shown."""
 
 MOST_EVENTS: Final = 16
-"""Our choice: the number of the log's lines that are shown."""
+"""Our choice: the largest number of log lines that are shown."""
 
 LARGEST_ZONE_SECONDS: Final = 14 * HOUR_SECONDS
-"""No time zone differs more from UTC."""
+"""The largest offset of any time zone from UTC."""
 
 REMARK_WORDS: Final = {
     LogRemarkKind.PREEMPTION: "the KV cache was full: requests are computed again",
@@ -37,14 +37,14 @@ REMARK_WORDS: Final = {
     LogRemarkKind.CONTEXT_REDUCED: "the longest request was shortened to what fits",
     LogRemarkKind.BLOCKED: "a worker does not answer",
 }
-"""The meaning of each warning of the log, in one line."""
+"""A one-line explanation of each warning in the log."""
 
 
 def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
-    """Return the start that ended with an exit, by the times of the log.
+    """Return the engine start that ended with this exit, according to the times in the log.
 
-    If the times or the exit are unknown, the function returns the newest start that failed, or else
-    the newest start. Returns None if every start of the log is known to have ended at another time.
+    If the times or the exit are unknown, this is the newest failed start or else the newest start.
+    Returns None if every start in the log is known to have ended at a different time.
     """
     if end_seconds is None:
         return find_decisive_start(log.starts)
@@ -64,16 +64,16 @@ def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
 
 
 def find_end_time(start: EngineStart) -> LogTime:
-    """Return when a start ended: the time of its failure, or else of its last line."""
+    """Return when a start ended: the time of its failure or else of its last line."""
     failure = start.root_failure
     has_time = failure is not None and failure.time != LogTime()
     return failure.time if failure is not None and has_time else start.end
 
 
 def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None:
-    """Return what a start reports about an exit.
+    """Return what the log of a start shows about an exit.
 
-    Returns None if the start reports no failure, and its last line is too old to be the last before
+    Returns None if it contains no failure and its last line is too old to be the last one before
     the exit.
     """
     failure = start.root_failure
@@ -86,10 +86,10 @@ def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None
 
 
 def place_time(time: LogTime, near_seconds: float) -> float | None:
-    """Return the time of a line since the epoch; None if the line has no time.
+    """Return a line's time in seconds since the epoch; None if the line has no time.
 
-    The engine's own clock has no year and no time zone. The function assumes the zone, a whole
-    number of hours from UTC, that brings the time nearest to `near_seconds`.
+    The engine logs neither the year nor the time zone. The zone, a whole number of hours from UTC,
+    is chosen so that the time is as close as possible to `near_seconds`.
     """
     if time.seconds is not None:
         return time.seconds
@@ -97,7 +97,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     year = to_datetime(near_seconds).year
     candidates = []
-    # A log of December may be read in January, and a log of January may be compared with a time in
+    # A December log may be read in January, and a January log may be compared with a time in
     # December.
     for near_year in (year - 1, year, year + 1):
         try:
@@ -109,16 +109,16 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     seconds = min(candidates, key=lambda candidate: abs(candidate - near_seconds))
     distance_seconds = seconds - near_seconds
-    # No time zone is that far from UTC, so the line is from another day.
+    # No time zone explains such a distance, so the line is from another day.
     if abs(distance_seconds) > LARGEST_ZONE_SECONDS + LOGGED_END_SECONDS:
         return seconds
     return seconds - HOUR_SECONDS * round(distance_seconds / HOUR_SECONDS)
 
 
 def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
-    """Yield the time and the meaning of each line of the last minute, the oldest first.
+    """Yield the time and the meaning of each line in the last minute, oldest first.
 
-    Lines about requests, lines without an event, and lines that each process repeats are left out.
+    Lines about requests, lines without an event, and lines that every process repeats are omitted.
     """
     events = start.recent_events
     times = [_read_seconds(event.time) for event in events]
@@ -127,7 +127,7 @@ def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
     shown_texts: set[str] = set()
     seconds = None
     for event, event_seconds in zip(events, times, strict=True):
-        # A line without a time has the time of the line before it.
+        # A line without a time gets the time of the preceding line.
         seconds = event_seconds or seconds
         is_old = (
             seconds is not None
@@ -141,25 +141,25 @@ def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
         shown_texts.add(text)
         if not is_repeated:
             shown_events.append((describe_time(event.time) or f"line {event.line_number:,}", text))
-    # A crash logs hundreds of lines in a second; the last lines are nearest to the end.
+    # A crash logs hundreds of lines within a second; the last lines are closest to the end.
     yield from shown_events[-MOST_EVENTS:]
 
 
 def _read_seconds(time: LogTime) -> float | None:
-    """Return a time to compare with others of the same log; None if the line has none."""
+    """Return a number that orders the times within one log; None if the line has no time."""
     if time.seconds is not None or time.clock is None:
         return time.seconds
     with suppress(ValueError):
-        # The year is a leap year, so that every day exists in it.
+        # 2024 is a leap year, in which every date exists.
         return datetime.strptime(f"2024 {time.clock}Z", "%Y %m-%d %H:%M:%S%z").timestamp()
     return None
 
 
 def describe_event(event: LogEvent) -> str | None:
-    """Return the meaning of a line; None if the line means nothing for an exit."""
+    """Return the meaning of a line; None if the line is irrelevant to an exit."""
     figures = event.figures
     if event.kind is LogEventKind.FAILURE and event.failure is not None:
-        # The cause may be in another line of the log.
+        # The cause may be on a different line of the log.
         if event.failure.kind is LogFailureKind.ENGINE_DIED:
             return "the engine's core exited"
         return f"{describe_failure(event.failure)} ({describe_place(event.failure)})"
@@ -178,4 +178,4 @@ WORDS: Final = {
     LogEventKind.SERVING: "the engine serves",
     LogEventKind.STOP: "the engine shuts down on request",
 }
-"""The meaning of other lines."""
+"""The meanings of the remaining kinds of lines."""

@@ -1,4 +1,4 @@
-"""A post-mortem as one HTML file that loads no other file."""
+"""A post-mortem as a self-contained HTML file."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,21 +15,19 @@ from vllm_headroom_tools.postmortem.advice import TODO
 from vllm_headroom_tools.postmortem.report import Line, Postmortem, list_sections
 
 CURVE_COLUMNS: Final = 480
-"""Our choice: a curve is thinned to this many points, one for each two pixels of a wide window."""
+"""Our choice: a curve is thinned to this many points, one per two pixels of a wide window."""
 
 OUR_LINKS: Final = re.compile(
     "|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link})
 )
-"""Matches the links of our own advice. Only the links of our advice become links; a text from a
-file never becomes a link.
-"""
+"""Matches the links in our own advice. Only these become links; text from a file never does."""
 
 FINDING_LEVELS: Final = {
     Sureness.SURE: Level.ALARM,
     Sureness.LIKELY: Level.WARNING,
     Sureness.POSSIBLE: Level.UNKNOWN,
 }
-"""The level that gives a finding its colour; it depends on how sure the finding is."""
+"""The level that determines a finding's colour, keyed by the certainty of the finding."""
 
 
 def render_postmortem(postmortem: Postmortem) -> str:
@@ -48,7 +46,7 @@ def render_postmortem(postmortem: Postmortem) -> str:
 
 
 def _build_body(postmortem: Postmortem) -> Iterator[str]:
-    """Yield the page's HTML: the findings, the curves and the sections of the text."""
+    """Yield the HTML of the page: the findings, the curves and the sections of the text report."""
     yield "<ul class=verdicts>"
     for diagnosis in postmortem.findings:
         yield _render_finding(diagnosis)
@@ -67,7 +65,7 @@ def _render_finding(diagnosis: Diagnosis) -> str:
 
 
 def _render_section(title: str, lines: list[Line]) -> str:
-    """Return a section in HTML, with our links in it; an empty text without lines."""
+    """Return a section as HTML, including our links; an empty string if it has no lines."""
     if not lines:
         return ""
     items = "".join(
@@ -78,9 +76,9 @@ def _render_section(title: str, lines: list[Line]) -> str:
 
 
 def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
-    """Yield a figure of each GPU's free memory, another of its last minutes, and one of the load.
+    """Yield figures of each GPU's free memory, in total and in the last minutes, and of the load.
 
-    The last minutes are known only for GPUs of a run that has ended.
+    The last minutes are known only for the GPUs of a run that has ended.
     """
     ending = postmortem.ending
     end_seconds = None
@@ -101,9 +99,9 @@ def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
 
 
 def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
-    """Return a GPU's free bytes from its used bytes, by time.
+    """Return a GPU's free bytes over time, computed from its used bytes.
 
-    Returns an empty result if the size of the GPU is unknown.
+    Returns an empty list if the size of the GPU is unknown.
     """
     usable_bytes = gpu.usable_bytes
     if usable_bytes is None:
@@ -112,10 +110,10 @@ def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
 
 
 def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> str:
-    """Return a figure of memory, on a scale from 0; an empty text if no value is known.
+    """Return a figure of memory on a scale from 0; an empty string if no value is known.
 
-    The highest value until the exit sets the scale. After the exit all memory is free; on a scale
-    up to that value, the curve before the exit would be flat.
+    The scale is set by the highest value up to the exit. After the exit, all memory is free, and on
+    a scale up to that value, the curve before the exit would look flat.
     """
     sizes = []
     for seconds, n_bytes in points:
@@ -130,7 +128,7 @@ def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> 
 
 
 def _draw_requests(title: str, points: list[Point], end_seconds: float | None) -> str:
-    """Return a figure of requests; an empty text if no value is known."""
+    """Return a figure of requests; an empty string if no value is known."""
     counts = [count for _, count in points if count is not None]
     if not counts:
         return ""
@@ -145,14 +143,14 @@ def _build_frame(points: list[Point], top: float) -> Frame:
 
 
 def _draw_shapes(frame: Frame, points: list[Point], end_seconds: float | None) -> tuple[str, ...]:
-    """Return the curve, and a mark at the exit if there is one."""
+    """Return the shapes of the curve, and of a mark at the exit if there is one."""
     stretches = drawing.thin_curve(drawing.build_curve(points), CURVE_COLUMNS)
     curve = drawing.draw_curve(frame, stretches)
     return (curve,) if end_seconds is None else (curve, drawing.draw_mark(frame, end_seconds))
 
 
 def _render_figure(title: str, frame: Frame, top: str, shapes: tuple[str, ...]) -> str:
-    """Return one drawing with its title, its highest value and its times."""
+    """Return a figure with its title, its highest value and its times."""
     begin = format_instant(frame.begin)
     end = format_instant(frame.end)
     return (

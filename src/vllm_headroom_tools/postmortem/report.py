@@ -1,4 +1,4 @@
-"""The post-mortem of a trace: the end of the run, the causes that fit, and the report on them."""
+"""The post-mortem of a trace: the end of the run, the matching causes, and the report."""
 
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -55,21 +55,21 @@ NO_END: Final = Diagnosis(
 )
 
 SAME_EVENT_SECONDS: Final = 0.5
-"""A sample this close to an incident's time is the sample of that event, because an incident's time
-is exact to the millisecond.
+"""A sample this close to an incident's time is the sample of that event; an incident's time has
+millisecond precision.
 """
 
 MOST_LISTED_HOLDERS: Final = 16
-"""Our choice: the number of processes that are listed as holders of memory, for each kind."""
+"""Our choice: the largest number of processes listed as holders of each kind of memory."""
 
 MOST_SNAPSHOT_LINES: Final = 10
-"""Our choice: the number of lines of code that are listed of a snapshot."""
+"""Our choice: the number of lines of code that are listed for a snapshot."""
 
 TEXT_LOG_LINES: Final = 10
-"""Our choice: the number of the sidecar's last log lines in the text; the page shows more."""
+"""Our choice: the number of recent sidecar log lines in the text report; the page shows more."""
 
 Line = tuple[str, str]
-"""A name, and the text for it."""
+"""A name and its text."""
 
 
 class Postmortem(Struct, frozen=True, kw_only=True):
@@ -77,29 +77,29 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 
     file: str
     findings: tuple[Diagnosis, ...]
-    """The causes that fit, the surest first."""
+    """The matching causes, most certain first."""
     ending: Ending | None
-    """The evidence of the findings; None without an end."""
+    """The evidence for the findings; None if no end was found."""
     incident: Incident
-    """The facts of the incident; `NO_INCIDENT` for another trace."""
+    """The facts of the incident; `NO_INCIDENT` for a trace that is not an incident."""
     pod: EnginePod | None
-    """If the engine ran; None if the file does not name its pod, or outside Kubernetes."""
+    """The pod in which the engine ran; None if the file does not name it, or outside Kubernetes."""
     timeline: tuple[tuple[float, str], ...]
     """The changes before the end: seconds since the epoch, and a sentence."""
     curves: Curves
     log: EngineLog | None = None
-    """The engine's log; None if none is given."""
+    """The engine's log; None if it was not given."""
     log_start: EngineStart | None = None
-    """The start in the log that ended at that time; None if no start did."""
+    """The start in the log that ended at that time; None if there is no such start."""
 
     @property
     def answer(self) -> Diagnosis:
-        """The surest finding."""
+        """The most certain finding."""
         return self.findings[0]
 
     @property
     def situation(self) -> Situation | None:
-        """Return the situation to which the surest finding belongs; None if no run ended."""
+        """Return the situation to which the most certain finding belongs; None if no run ended."""
         return SITUATIONS.get(self.answer.cause, Situation.DOWN)
 
 
@@ -110,10 +110,10 @@ def read_postmortem(
     *,
     reported_bytes: int | None = None,
 ) -> Postmortem:
-    """Return the post-mortem of a trace, together with the engine's log if one is given.
+    """Return the post-mortem of a trace, taking the engine's log into account if it is given.
 
-    `pod` counts if the file does not name the engine's pod. Raises BadInput if the trace cannot be
-    read. Raises BadInput also if the trace has no samples, unless it is an incident.
+    `pod` is used if the file does not name the engine's pod. Raises BadInput if the trace cannot be
+    read, or if it has no samples and is not an incident.
     """
     incident = read_facts(file)
     follower = EndFollower(incident, reported_bytes=reported_bytes)
@@ -124,17 +124,17 @@ def read_postmortem(
         curves.step(snapshot)
     if incident is None and not follower.replay.samples:
         raise BadInput(f"{file}: has no samples")
-    # The samples decide on the cause; a log can confirm or contradict the cause.
+    # The samples determine the cause; a log can confirm or contradict it.
     ending = follower.ending
     start = None
     if log is not None:
         start = find_start(log, None if ending is None else ending.seconds)
         if ending is not None and start is not None:
-            # The log that is given replaces the log lines in the incident.
+            # A log given by the operator replaces the log lines in the incident.
             ending = replace(ending, log=build_log_ending(start, ending.seconds))
-    # The daemon saves an incident only for an end or a stall.
+    # The daemon saves an incident only when an engine ends or stalls.
     has_ended = incident is not None or follower.is_page_lost
-    # A plain trace has samples but no facts, so the sections of facts stay empty.
+    # A plain trace contains samples but no incident facts, so the sections for these stay empty.
     facts = incident or NO_INCIDENT
     return Postmortem(
         file=str(file),
@@ -152,8 +152,8 @@ def read_postmortem(
 def read_facts(file: Path) -> Incident | None:
     """Return the facts of an incident; None for a trace that is not an incident.
 
-    If the file has several events, the facts describe the decisive event. Raises BadInput if the
-    file cannot be read, or if its header lacks the time or the kind of event.
+    If the file contains several events, the facts are those of the decisive event. Raises BadInput
+    if the file cannot be read, or if its header lacks the event's time or kind.
     """
     try:
         with file.open("rb") as stream:
@@ -166,28 +166,28 @@ def read_facts(file: Path) -> Incident | None:
     if incident is None:
         needed = f"a time `t`, and `what`: {' or '.join(IncidentKind)}"
         raise BadInput(f"{file}: line 1: the header of an incident has {needed}")
-    # The first line has the facts of one event; a later one may be decisive.
+    # The first line contains the facts of one event, but a later event may be the decisive one.
     decisive = find_decisive((incident, *incident.events))
     return incident if decisive is incident else replace(incident, **asdict(decisive))
 
 
 class EndFollower:
-    """Finds the end of a run, sample by sample.
+    """Finds the end of a run by processing one sample after another.
 
-    `incident` has the time of the event to look for. Without an incident, the last exit counts, or
-    a stall that continues to the end. `reported_bytes` is the operator's figure of the memory that
-    the engine uses on each GPU.
+    `incident` gives the time of the event to look for. Without an incident, it is the last exit, or
+    a stall that lasts until the end of the trace. `reported_bytes` is the operator's figure for the
+    engine's memory on each GPU.
     """
 
     def __init__(
         self, incident: Incident | None = None, *, reported_bytes: int | None = None
     ) -> None:
         self.ending: Ending | None = None
-        """The end with its evidence; None until a sample shows one."""
+        """The end and its evidence; None until a sample shows an end."""
         self.replay = LeakReplay(reported_bytes=reported_bytes)
-        """The leak detector and the engine's runs."""
+        """The leak detector, and the engine's runs."""
         self.is_page_lost = False
-        """Whether a page that answered earlier does not answer in the newest sample."""
+        """Whether the page responded earlier but not in the newest sample."""
         self._incident = incident
         self._has_answered = False
         self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
@@ -195,8 +195,8 @@ class EndFollower:
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Add a sample; return the sample with the engine's state."""
         previous = self.replay.engine
-        # The order is that of the daemon: the engine's run is followed first, and then the leak
-        # detector judges the sample.
+        # As in the daemon, the engine's run is updated first, and then the leak detector judges the
+        # sample.
         snapshot = self.replay.step(snapshot)
         status = snapshot.engine_status
         event = None if status is None else status.event
@@ -209,25 +209,25 @@ class EndFollower:
             self.ending = event
         self._note_leaks(snapshot)
         self._has_answered = self._has_answered or snapshot.page is not None
-        # If a page stops answering, that is an end too, even if no sample shows an exit.
+        # A page that stops responding is also an end, even if no sample shows an exit.
         self.is_page_lost = self._has_answered and snapshot.page is None
         return snapshot
 
     def _build_due(
         self, incident: Incident, snapshot: Snapshot, previous: EngineMemory
     ) -> Ending | None:
-        """Return the incident's event if this sample is the one at its time; None otherwise.
+        """Return the incident's event if this sample was taken at its time; None otherwise.
 
-        If no sample is at that time, the first sample after that time counts.
+        If there is no sample at that time, the first later sample is used.
         """
         late_seconds = snapshot.time_seconds - incident.t
         is_due = abs(late_seconds) <= SAME_EVENT_SECONDS
-        # The record may lack the sample of the event itself.
+        # The record may not contain the sample of the event itself.
         is_overdue = self.ending is None and late_seconds > 0
         if not is_due and not is_overdue:
             return None
         status = snapshot.engine_status
-        # The run that exited is older than this sample, which may already show the next run.
+        # The run that exited is taken from before this sample, which may already show the next run.
         run = previous.runs.newest or previous.runs.present
         reason = incident.reason
         age_seconds = None
@@ -248,9 +248,9 @@ class EndFollower:
         )
 
     def _note_leaks(self, snapshot: Snapshot) -> None:
-        """Store the detector's newest verdict on each GPU of the run, for the event at its end."""
+        """Store the detector's newest verdict on each GPU of the run, for use when the run ends."""
         status = snapshot.engine_status
-        # Verdicts on an earlier run do not apply to the next.
+        # Verdicts on an earlier run do not apply to the next run.
         if status is not None and (status.exit_reason or not self.replay.engine.record.gpus):
             self._leaks = {}
         if not snapshot.is_in_service:
@@ -260,9 +260,9 @@ class EndFollower:
                 self._leaks[uuid] = (course.state, course.newest)
 
     def _add_leak(self, gpu: GpuAtEnd) -> GpuAtEnd:
-        """Return the GPU with the detector's verdict on it during the run.
+        """Return the GPU with the detector's verdict from this run added.
 
-        The value is unknown without a verdict.
+        Without a verdict, the leak state is unknown.
         """
         state, moment = self._leaks.get(gpu.uuid, (LeakState.UNKNOWN, None))
         bytes_per_request = None if moment is None else moment.bytes_per_request
@@ -270,10 +270,10 @@ class EndFollower:
 
 
 def judge_end(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit an end, the surest first; always at least one.
+    """Return the causes that match an end, most certain first; there is always at least one.
 
-    If there is no end, the cause is "unknown" if the engine is known to have exited (`has_ended`),
-    otherwise "nothing".
+    Without an end, the cause is "unknown" if the engine is known to have exited (`has_ended`), and
+    "nothing" otherwise.
     """
     if end is not None:
         return judge_ending(end)
@@ -281,9 +281,9 @@ def judge_end(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis
 
 
 def build_report(postmortem: Postmortem) -> Report:
-    """Return the report on one end.
+    """Return the report on a post-mortem.
 
-    The report's exit status is always 0, because a post-mortem neither passes nor fails.
+    Its exit status is always 0, because a post-mortem neither passes nor fails.
     """
     headline = _describe(postmortem.answer)
     if postmortem.ending is not None:
@@ -320,7 +320,7 @@ def _conclude(diagnosis: Diagnosis) -> Conclusion:
 
 
 def _render_text(postmortem: Postmortem, headline: str) -> Iterator[str]:
-    """Yield the lines of the text: the surest finding with its evidence, the others, sections."""
+    """Yield the report's lines: the most certain finding, its evidence, the rest, the sections."""
     evidence = chain(*(wrap_headed("seen", sentence) for sentence in postmortem.answer.evidence))
     other_findings = chain(
         *(wrap_headed("or", _describe(diagnosis)) for diagnosis in postmortem.findings[1:])
@@ -333,10 +333,10 @@ def _render_text(postmortem: Postmortem, headline: str) -> Iterator[str]:
 
 
 def _render_section(title: str, lines: list[Line]) -> list[str]:
-    """Return a section as text: its title and its lines; empty if it has no lines."""
+    """Return a section as text, with its title; empty if it has no lines."""
     if not lines:
         return []
-    # The texts of a section begin in one column.
+    # The texts of a section are aligned in one column.
     columns = max(len(name) for name, _ in lines)
     section = [title]
     for name, text in lines:
@@ -345,7 +345,7 @@ def _render_section(title: str, lines: list[Line]) -> list[str]:
 
 
 def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
-    """Yield the title and the lines of each section; a section may have no lines.
+    """Yield each section's title and lines; a section may have no lines.
 
     The sections contain at most `most_log_lines` lines of the log.
     """
@@ -367,7 +367,7 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
 
 
 def _list_log(postmortem: Postmortem) -> Iterator[Line]:
-    """Yield the last minute of the engine's log, or why it has none; nothing without a log."""
+    """Yield the last minute of the engine's log, or why there is none; nothing without a log."""
     if postmortem.log is None:
         return
     if postmortem.log_start is None:
@@ -381,7 +381,7 @@ def _list_log(postmortem: Postmortem) -> Iterator[Line]:
 
 
 def _list_snapshots(incident: Incident) -> Iterator[Line]:
-    """Yield the file of each snapshot, and the lines of code that held most memory in it."""
+    """Yield each snapshot's file, and the lines of code that held the most memory in it."""
     for snapshot in incident.snapshots[-MOST_LISTED_HOLDERS:]:
         file = f"{snapshot.file} of pid {snapshot.pid}, for memory_viz"
         if snapshot.size is not None:
@@ -398,7 +398,7 @@ def _find_steps(postmortem: Postmortem, cause: EndCause) -> tuple[tuple[str, str
 
 
 def _list_steps(postmortem: Postmortem) -> list[Line]:
-    """Return the steps against the surest cause, in order, with the links."""
+    """Return the steps for the most certain cause in order, with their links."""
     steps = []
     name = "first"
     for step, link in _find_steps(postmortem, postmortem.answer.cause):
@@ -408,7 +408,7 @@ def _list_steps(postmortem: Postmortem) -> list[Line]:
 
 
 def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
-    """Yield the name and the text of each figure that is known of an end; none without an end."""
+    """Yield the name and the text of each known figure of an end; nothing without an end."""
     if end is None:
         return
     yield end.kind.value, format_instant(end.seconds)
@@ -426,7 +426,7 @@ def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
         yield gpu.display_name, ", ".join(_list_gpu_figures(gpu))
     for holder in incident.before.holders[-MOST_LISTED_HOLDERS:]:
         yield "held by", f"{holder.uuid} pid {holder.pid} {format_amount(holder.used)}"
-    # An engine of many ranks would fill the page.
+    # An engine with many ranks would fill the page.
     yield from islice(_list_torch_memory(incident), MOST_LISTED_HOLDERS)
     for growth in incident.before.mappings[-MOST_LISTED_HOLDERS:]:
         yield "host growth", _describe_growth(growth)
@@ -438,7 +438,7 @@ def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
 
 
 def _list_engine_figures(engine: EngineReading) -> Iterator[str]:
-    """Yield a text for each known figure of an engine's last page."""
+    """Describe each known figure on an engine's last page."""
     kv_used_percent = None
     if engine.kv_used_ratio is not None:
         kv_used_percent = 100 * engine.kv_used_ratio
@@ -457,7 +457,7 @@ def _list_engine_figures(engine: EngineReading) -> Iterator[str]:
 
 
 def _list_gpu_figures(gpu: GpuAtEnd) -> Iterator[str]:
-    """Yield a text for each known figure of a GPU, and the detector's state."""
+    """Describe each known figure of a GPU, and the detector's state."""
     figures = (
         (gpu.total_bytes, "in all"),
         (gpu.last_room_bytes, "left at worst"),
@@ -473,7 +473,7 @@ def _list_gpu_figures(gpu: GpuAtEnd) -> Iterator[str]:
 
 
 def _list_torch_memory(incident: Incident) -> Iterator[Line]:
-    """Yield the memory that torch held on each GPU, for each process with the probe."""
+    """Yield the memory that torch held on each GPU, for each process that has the probe."""
     for process in incident.before.probe:
         for device in process.devices:
             sizes = ", ".join(_list_torch_sizes(device))
@@ -488,7 +488,7 @@ def _list_torch_sizes(device: TorchMemory) -> Iterator[str]:
 
 
 def _describe_growth(growth: MappingGrowth) -> str:
-    """Return which kinds of mappings of a process's host memory grew, and for how long if known."""
+    """Describe which kinds of a process's mappings grew, and for how long if that is known."""
     kinds = ", ".join(f"{format_size(n_bytes)} in {kind}" for kind, n_bytes in growth.kinds.items())
     duration = ""
     if growth.since is not None and growth.t is not None:
@@ -497,7 +497,7 @@ def _describe_growth(growth: MappingGrowth) -> str:
 
 
 def _build_data(postmortem: Postmortem) -> dict[str, Any]:
-    """Return the document of `--json`."""
+    """Return the document that `--json` prints."""
     end = postmortem.ending
     incident = postmortem.incident
     event: dict[str, Any] = {"t": None, "what": None, "reason": None}
@@ -511,7 +511,8 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
         "situation": postmortem.situation,
         "also": other_findings,
         "timeline": [{"t": seconds, "text": change} for seconds, change in postmortem.timeline],
-        # If several figures have one name, `numbers` has only the last of them; `known` has all.
+        # If several figures have the same name, `numbers` contains only the last; `known` contains
+        # all.
         "numbers": dict(list_numbers(end, incident)),
         "todo": [
             {"text": step, "link": link}
@@ -523,7 +524,7 @@ def _build_data(postmortem: Postmortem) -> dict[str, Any]:
 
 
 def _build_finding(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return one finding for the JSON."""
+    """Return one finding for the JSON document."""
     return {
         "cause": diagnosis.cause,
         "sure": diagnosis.sureness,

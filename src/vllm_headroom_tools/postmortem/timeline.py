@@ -1,4 +1,4 @@
-"""The changes that led to the end of a run, with their times."""
+"""The changes that preceded the end of a run, with their times."""
 
 from collections import deque
 from typing import Final
@@ -10,10 +10,10 @@ from vllm_headroom.vocabulary import EngineState, LeakState
 from vllm_headroom_tools.history import LeakReplay
 
 MOST_MOMENTS: Final = 40
-"""Our choice: the number of entries in a timeline; the newest are kept."""
+"""Our choice: the largest number of entries in a timeline; the newest ones are kept."""
 
 NEIGHBOUR_CHANGE_BYTES: Final = GIB
-"""Our choice: a smaller change of the memory that others hold makes no entry."""
+"""Our choice: a smaller change in the memory held by other processes is not listed."""
 
 STATE_SENTENCES: Final = {
     EngineState.UNKNOWN: "the state of the engine is not known",
@@ -25,11 +25,11 @@ STATE_SENTENCES: Final = {
 }
 
 LEAK_VERBS: Final = {LeakState.GROWING: "may leak", LeakState.LEAKING: "leaks"}
-"""The states of the leak detector that become entries, and the verbs in these entries."""
+"""The leak detector's states that become entries, and the verbs used in these entries."""
 
 
 class Timeline:
-    """Collects the changes of the engine's state, of leak states, and of memory held by others."""
+    """Collects changes in the engine's state, leak states, and memory held by other processes."""
 
     def __init__(self) -> None:
         self._moments: deque[tuple[float, str]] = deque(maxlen=MOST_MOMENTS)
@@ -46,14 +46,14 @@ class Timeline:
             if course.state in LEAK_VERBS and self._leak_states.get(uuid) is not course.state:
                 device = name_device(index, uuid)
                 self._add(now, f"by this record {device} {LEAK_VERBS[course.state]}")
-            # The end of a leak makes no entry; a leak that begins again makes another one.
+            # The end of a leak is not listed; a leak that starts again gets another entry.
             self._leak_states[uuid] = course.state
         for gpu in snapshot.owned_gpus:
             if gpu.other_bytes is not None:
                 self._add_neighbour(now, gpu.reading, gpu.other_bytes)
 
     def list_entries(self, incident: Incident) -> tuple[tuple[float, str], ...]:
-        """Return the entries and the XIDs of the incident, by time."""
+        """Return the entries and the incident's XIDs, sorted by time."""
         xids = [
             (error.t, f"the driver reported XID {error.xid} on {error.uuid}")
             for error in incident.xids[-MOST_SHOWN:]
@@ -64,7 +64,7 @@ class Timeline:
         self._moments.append((seconds, sentence))
 
     def _add_state(self, now: float, status: EngineStatus) -> None:
-        """Add an exit, and the state if it is the first or has changed."""
+        """Add an exit, and the state if it is the first one or has changed."""
         if status.exit_reason is not None:
             self._add(now, "the engine exited")
         if self._state is None:
@@ -74,7 +74,7 @@ class Timeline:
         self._state = status.state
 
     def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
-        """Add a large change of the memory that others hold, compared with its last entry."""
+        """Add a large change in the memory held by other processes since the last such entry."""
         previous_bytes = self._other_bytes.setdefault(gpu.uuid, other_bytes)
         if abs(other_bytes - previous_bytes) < NEIGHBOUR_CHANGE_BYTES:
             return
