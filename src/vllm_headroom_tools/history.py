@@ -347,8 +347,8 @@ class LeakReplay:
         """The seconds to add to the trace's time, so that it never goes backwards."""
 
         self._shared_uuids: frozenset[str] = frozenset()
-        """The GPUs of the newest sample on which the engine's memory cannot be told apart from that
-        of other processes.
+        """The GPUs of the newest sample on which the engine's memory cannot be distinguished from
+        that of other processes.
         """
 
         self._gpu_indices: dict[str, int] = {}

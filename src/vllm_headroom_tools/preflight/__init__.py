@@ -1,1 +1,1 @@
-"""The command `preflight`: would vLLM start on these GPUs now?"""
+"""The command `preflight`, which checks whether vLLM would start on these GPUs now."""

@@ -1,4 +1,4 @@
-"""The checks of one GPU, of host memory and of /dev/shm before vLLM starts."""
+"""The checks of a GPU, of the host memory and of /dev/shm before vLLM starts."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,26 +22,26 @@ from vllm_headroom_tools.sizing.estimate import (
 from vllm_headroom_tools.vllm_options import LAST_RELEASE
 
 MIN_OWN_BYTES: Final = 3 * GIB // 10
-"""The least memory that vLLM takes before it checks the free memory.
+"""The minimum amount of memory that vLLM allocates before it checks the free memory.
 
-When vLLM reads the free memory, its own CUDA context is already on the GPU, and from 0.11 on also
-NCCL's buffers. vLLM logs "Free memory on device (F/T GiB) on startup". On GPUs that are otherwise
-empty, F is 0.33 (B200) to 0.53 GiB (H100) below T, and 0.49 to 1.55 GiB below T with tensor
-parallelism.
+When vLLM reads the free memory, its own CUDA context is already on the GPU, as are NCCL's buffers
+since 0.11. vLLM logs "Free memory on device (F/T GiB) on startup". On otherwise empty GPUs, F is
+lower than T by 0.33 (B200) to 0.53 GiB (H100), or by 0.49 to 1.55 GiB with tensor parallelism.
 """
 
 MAX_OWN_BYTES: Final = 6 * GIB // 10
-"""The most memory that vLLM takes before its check, by the same log lines."""
+"""The maximum amount of memory that vLLM allocates before its check, from the same log lines."""
 
 MAX_OWN_PARALLEL_BYTES: Final = 165 * GIB // 100
-"""The most memory that vLLM takes before its check with tensor parallelism: 1.55 GiB on two and
-four H100 (vLLM 0.19)."""
+"""The maximum amount of memory that vLLM allocates before its check with tensor parallelism: 1.55
+GiB on two and four H100 (vLLM 0.19).
+"""
 
 
 class MemoryRequest(Struct, frozen=True, kw_only=True):
     """The memory that vLLM requests: a share of each GPU, bytes on each GPU, or the larger of both.
 
-    All are None if the request is not set.
+    All fields are None if no request is set.
     """
 
     utilization_ratio: float | None
@@ -50,12 +50,12 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def max_own_bytes(self) -> int:
-        """Return the most memory that vLLM takes for itself before it checks the free memory."""
+        """Return the maximum memory that vLLM allocates before it checks the free memory."""
         return MAX_OWN_PARALLEL_BYTES if self.tensor_parallel_size > 1 else MAX_OWN_BYTES
 
 
 def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
-    """Return the bytes that have to be free at vLLM's check; 0 for an empty request.
+    """Return the bytes that must be free when vLLM checks; 0 for an empty request.
 
     vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory).
     """
@@ -66,22 +66,22 @@ def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
 
 
 def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> float | None:
-    """Return the highest gpu_memory_utilization that would surely work now, rounded down to 0.01.
+    """Return the highest gpu_memory_utilization certain to work now, rounded down to 0.01.
 
-    Returns None if not even 0.01 would.
+    Returns None if not even 0.01 would work.
     """
     if memory.usable_bytes <= 0:
         return None
     free_bytes = memory.free_bytes
     if memory.machine_available_bytes is not None:
         free_bytes = min(free_bytes, memory.machine_available_bytes - LEFT_TO_THE_MACHINE_BYTES)
-    # The share is rounded down, because vLLM refuses a share that is larger than the free memory.
+    # The share is rounded down, because vLLM refuses to start if it exceeds the free memory.
     hundredths = (free_bytes - request.max_own_bytes) * 100 // memory.usable_bytes
     return hundredths / 100 if hundredths > 0 else None
 
 
 class Kind(StrEnum):
-    """The subject of a finding. The set is closed, for scripts and for --ignore."""
+    """The subject of a finding. The names are stable, because scripts and --ignore use them."""
 
     DRIVER = "driver"
     GPUS = "gpus"
@@ -97,9 +97,9 @@ class Kind(StrEnum):
 
 
 class Obstacle(Struct, frozen=True):
-    """Something that keeps vLLM from starting, or something that is unknown.
+    """Something that prevents vLLM from starting, or something that is unknown.
 
-    If its verdict is GOOD, the finding is only a remark.
+    A finding whose verdict is GOOD is only a remark.
     """
 
     kind: Kind
@@ -107,24 +107,24 @@ class Obstacle(Struct, frozen=True):
     text: str
 
     fix: str | None = None
-    """The steps to take; None if the text itself ends with them."""
+    """The steps to take; None if the text already contains them."""
 
     gpu: int | None = None
-    """NVML's index of the GPU; None if the finding is not about one GPU."""
+    """The GPU's index in NVML; None if the finding does not concern a single GPU."""
 
     may_pass: bool = False
-    """Whether the obstacle may go away without any action."""
+    """Whether the obstacle may go away by itself."""
 
     @property
     def sentence(self) -> str:
-        """Return the text, preceded by the name of its GPU if it has one."""
+        """Return the text, prefixed with the name of the GPU if there is one."""
         return self.text if self.gpu is None else f"GPU {self.gpu}: {self.text}"
 
 
 CERTAIN_REASONS: Final = frozenset(
     {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST}
 )
-"""With these failures, CUDA and so vLLM fails as well; with other failures vLLM may still start."""
+"""The failures with which CUDA and therefore vLLM also fail; with others, vLLM may still start."""
 
 RECOMMENDED_SHM_BYTES: Final = GIB
 """The size of /dev/shm that NVIDIA recommends for containers (NCCL user guide, troubleshooting:
@@ -137,9 +137,9 @@ LARGER_SHM: Final = (
 
 
 def report_failure(failure: Failure, gpu: int | None = None) -> Obstacle:
-    """Return the finding on a failure of NVML, or of one GPU.
+    """Return the finding for a failure of NVML or of one GPU.
 
-    The finding is "cannot tell" if vLLM may still start with the failure.
+    The verdict is "cannot tell" if vLLM may start despite the failure.
     """
     is_certain = failure.reason in CERTAIN_REASONS
     return Obstacle(
@@ -154,13 +154,13 @@ def report_failure(failure: Failure, gpu: int | None = None) -> Obstacle:
 def check_memory(
     device: GpuReading, request: MemoryRequest, holders: str, swap_bytes: int | None
 ) -> Iterator[Obstacle]:
-    """Compare a GPU's free memory with what vLLM requests and what it takes besides.
+    """Compare a GPU's free memory with vLLM's request and its additional allocations.
 
-    Yields nothing if the free memory suffices. `holders` is the end of a sentence that names who
-    holds the used memory. `swap_bytes` is None if it is unknown.
+    Yields nothing if the free memory is sufficient. `holders` is the end of a sentence that names
+    the processes holding the used memory. `swap_bytes` is None if it is unknown.
     """
     memory = device.memory
-    # A failure is a better explanation than missing figures.
+    # A failure explains more than missing figures.
     if device.failure is not None:
         yield report_failure(device.failure, device.index)
     elif memory is None:
@@ -172,7 +172,7 @@ def check_memory(
         )
     else:
         yield from _check_free_memory(device, memory, request, holders)
-    # If a GPU uses the machine's memory, the GPU cannot use swap, zram included.
+    # A GPU that uses the machine's memory cannot use swap, including zram.
     if memory is not None and memory.is_unified and swap_bytes:
         swap = f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room"
         yield Obstacle(
@@ -186,14 +186,14 @@ def check_memory(
 def _check_free_memory(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Iterator[Obstacle]:
-    """Check a GPU with known memory: a shortage, a close fit, or a shared machine's limits."""
-    # The memory that is left beside vLLM's request, before vLLM's own processes take their part.
+    """Check a GPU with known memory for a shortage, a close fit, or limits of shared memory."""
+    # The free memory that exceeds vLLM's request, before vLLM's own processes take their part.
     spare_bytes = memory.free_bytes - compute_requested_bytes(request, memory)
     if spare_bytes < MIN_OWN_BYTES:
         yield _report_shortage(device, memory, request, holders)
         return
-    # vLLM takes an amount within a range before its check; if the spare memory is within that
-    # range, the start may succeed.
+    # The amount that vLLM allocates before its check varies within a range; if the spare memory is
+    # within that range, the start may succeed.
     if spare_bytes < request.max_own_bytes:
         yield _report_memory(
             device,
@@ -211,14 +211,14 @@ def _check_free_memory(
 def _check_free_blocks(
     device: GpuReading, memory: GpuMemory, requested_bytes: int
 ) -> Iterator[Obstacle]:
-    """Check the blocks of 2 MiB that are free on a machine that shares its memory with the GPU.
+    """Check the free 2 MiB blocks on a machine that shares its memory with the GPU.
 
-    The driver maps memory in such blocks, so it cannot use free memory in smaller pieces.
+    The driver maps memory in such blocks, so it cannot use smaller pieces of free memory.
     """
     blocks_bytes = memory.machine_free_blocks_bytes
     if blocks_bytes is None or blocks_bytes >= requested_bytes:
         return
-    # A machine with few free blocks fails at once; a machine with many may run out of blocks later.
+    # With few free blocks, vLLM fails at once; with many, it may still run out of them later.
     is_scarce = blocks_bytes < SCARCE_BLOCKS_BYTES
     yield Obstacle(
         Kind.HOST,
@@ -236,9 +236,9 @@ def _check_free_blocks(
 def _check_machine(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, available_bytes: int
 ) -> Iterator[Obstacle]:
-    """Check whether vLLM leaves enough memory to a machine that shares its memory with the GPU."""
+    """Check whether vLLM leaves enough memory for a machine that shares its memory with the GPU."""
     requested_bytes = compute_requested_bytes(request, memory)
-    # The check assumes the most that vLLM takes, because a machine that swaps hangs.
+    # The check assumes vLLM's maximum allocation, because a machine that starts to swap hangs.
     left_bytes = available_bytes - requested_bytes - request.max_own_bytes
     if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
         return
@@ -260,14 +260,14 @@ def _check_machine(
 def _report_shortage(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Obstacle:
-    """Return the finding on too little free memory; it may pass unless the GPU is too small."""
+    """Return the finding on a shortage of memory, which may go away unless the GPU is too small."""
     requested_bytes = compute_requested_bytes(request, memory)
     needed_bytes = requested_bytes + MIN_OWN_BYTES
     needs = (
         f"vLLM requests {format_gib(requested_bytes)} besides the {format_gib(MIN_OWN_BYTES)} or"
         " more that it takes before its check"
     )
-    # If the card is too small, neither waiting nor stopping other processes helps.
+    # If the GPU is too small, neither waiting nor stopping other processes will help.
     if needed_bytes > memory.usable_bytes:
         return _report_memory(
             device,
@@ -299,9 +299,9 @@ def _report_memory(
 
 
 def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obstacle]:
-    """Check for faults that need a reset or a new GPU (NVIDIA's GPU memory error management guide).
+    """Check for faults that require a reset or a new GPU (NVIDIA GPU Memory Error Management).
 
-    `faults` is None if the GPU did not answer: that is one finding, "cannot tell".
+    `faults` is None if the GPU did not respond, which yields a single finding, "cannot tell".
     """
     if faults is None:
         yield Obstacle(
@@ -318,7 +318,7 @@ def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[O
         " node), or reboot the node"
     )
     if faults.ecc is not None:
-        # ECC takes a part of the memory on some cards, so a reset would change what fits.
+        # On some GPUs, ECC takes up part of the memory, so a reset would change what fits.
         is_on, is_on_after_reset = faults.ecc
         if is_on != is_on_after_reset:
             now, later = ("on", "off") if is_on else ("off", "on")
@@ -340,11 +340,11 @@ def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[O
 
 
 HOT_CELSIUS: Final = 87.0
-"""A GPU slows itself down from this temperature on; HeadroomGpuHot has the same limit."""
+"""The temperature from which a GPU throttles itself; HeadroomGpuHot uses the same threshold."""
 
 
 def check_heat(device: GpuReading) -> Iterator[Obstacle]:
-    """Remark that a GPU is hot before it works: vLLM would start on the GPU, but be slow."""
+    """Remark that a GPU is hot while idle: vLLM would start on it, but would be slow."""
     if device.temperature_celsius is not None and device.temperature_celsius >= HOT_CELSIUS:
         yield Obstacle(
             Kind.HEAT,
@@ -357,14 +357,15 @@ def check_heat(device: GpuReading) -> Iterator[Obstacle]:
 
 
 CUDA_DRIVERS: Final = {12: (525, 60), 13: (580, 65)}
-"""The oldest driver for each major version of CUDA (NVIDIA's CUDA release notes, minimum required
-driver version for minor version compatibility)."""
+"""The minimum driver version for each major version of CUDA (NVIDIA's CUDA release notes, minimum
+required driver version for minor version compatibility).
+"""
 
 
 def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator[Obstacle]:
-    """Check that the driver is new enough for the CUDA of the vLLM in this environment.
+    """Check that the driver is new enough for the CUDA version of vLLM in this environment.
 
-    If the driver's version or CUDA's is unknown (None), there is nothing to report.
+    Yields nothing if either version is unknown (None).
     """
     required = CUDA_DRIVERS.get(cuda_major or 0)
     parts = re.match(r"(\d+)\.(\d+)", driver_version or "")
@@ -375,7 +376,7 @@ def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator
     needed = ".".join(str(number) for number in required)
     yield Obstacle(
         Kind.DRIVER,
-        # NVIDIA's compatibility package runs a newer CUDA on an older driver of a data-centre card.
+        # On data-centre GPUs, NVIDIA's compatibility package runs a newer CUDA on an older driver.
         Conclusion.CANNOT_TELL,
         f"the driver is {driver_version}, and the CUDA {cuda_major} of the vLLM here needs"
         f" {needed}: it starts only with NVIDIA's compatibility package (cuda-compat)",
@@ -386,11 +387,11 @@ def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator
 def check_unknown_options(
     unknown_options: Iterable[str], vllm_version: str | None
 ) -> Iterator[Obstacle]:
-    """Report the options that no release of vLLM in our table has.
+    """Report the options that do not exist in any vLLM release in our table.
 
-    `unknown_options` has a line on each. `vllm_version` is the version of the vLLM in this
-    environment. If the table has the options of that release, the release would refuse to start;
-    otherwise a newer release may have the options.
+    `unknown_options` contains a line about each option. `vllm_version` is the version of vLLM in
+    this environment. If the table covers that release, vLLM would refuse to start; otherwise a
+    newer release may have the options.
     """
     release = re.match(r"(\d+)\.(\d+)", vllm_version or "")
     is_refused = release is not None and (int(release[1]), int(release[2])) <= LAST_RELEASE
@@ -407,9 +408,9 @@ def check_unknown_options(
 
 
 def check_nvlink(devices: Sequence[GpuReading], faults: Iterable[GpuFaults]) -> Iterator[Obstacle]:
-    """Remark that NVLink does not connect the GPUs among which a model is split.
+    """Remark that the GPUs across which a model is split are not connected by NVLink.
 
-    vLLM still starts, but each step waits for PCI Express. Yields nothing if the driver does not
+    vLLM still starts, but every step waits for PCI Express. Yields nothing if the driver does not
     report NVLink.
     """
     chosen_indices = {device.index for device in devices}
@@ -436,7 +437,7 @@ def check_nvlink(devices: Sequence[GpuReading], faults: Iterable[GpuFaults]) -> 
 
 
 MOST_PAIRS: Final = 4
-"""Our choice: the number of pairs of GPUs that are named."""
+"""Our choice: the largest number of GPU pairs that are named."""
 
 
 def _report_fault(faults: GpuFaults, text: str, fix: str) -> Obstacle:
@@ -446,9 +447,9 @@ def _report_fault(faults: GpuFaults, text: str, fix: str) -> Obstacle:
 
 
 def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterator[Obstacle]:
-    """Compare the free host memory of the container, or machine, with vLLM's needs.
+    """Compare the free host memory of the container or machine with what vLLM needs.
 
-    Yields nothing if it suffices or is unknown.
+    Yields nothing if it is sufficient or unknown.
     """
     if host is None or host.limit_bytes is None or host.room_bytes is None:
         return
@@ -469,9 +470,9 @@ def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterat
 
 
 def check_offload_files(sizes_bytes: Mapping[str, int]) -> Iterator[Obstacle]:
-    """Report the files that an offloaded KV cache has left in /dev/shm.
+    """Report the files that KV cache offloading has left in /dev/shm.
 
-    `sizes_bytes` has the sizes of these files by path. Yields nothing if it is empty.
+    `sizes_bytes` maps the paths of these files to their sizes. Yields nothing if it is empty.
     """
     if sizes_bytes:
         files = ", ".join(f"{name} ({format_gib(size)})" for name, size in sizes_bytes.items())
@@ -487,7 +488,7 @@ def check_offload_files(sizes_bytes: Mapping[str, int]) -> Iterator[Obstacle]:
 def check_shared_memory(shm: Shm | None) -> Iterator[Obstacle]:
     """Check the size of /dev/shm, through which vLLM's workers communicate.
 
-    `shm` is None if there is no /dev/shm. Yields nothing if it is large enough.
+    `shm` is None if /dev/shm does not exist. Yields nothing if /dev/shm is large enough.
     """
     if shm is None:
         yield Obstacle(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
@@ -497,7 +498,7 @@ def check_shared_memory(shm: Shm | None) -> Iterator[Obstacle]:
     )
     if shm.free_bytes < SHM_QUEUE_BYTES:
         fix = LARGER_SHM
-        # If /dev/shm is large but full, somebody left files there.
+        # If /dev/shm is large but full, files have been left in it.
         if shm.total_bytes >= RECOMMENDED_SHM_BYTES:
             fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)"
         yield Obstacle(
@@ -517,28 +518,28 @@ def _format_mib(n_bytes: int) -> str:
 
 
 class GpuChoice(Struct, frozen=True, kw_only=True):
-    """The options that choose vLLM's GPUs; an option is None if it is not set."""
+    """The options that select vLLM's GPUs; an option that is not set is None."""
 
     named: tuple[str, ...] | None = None
-    """NVML's indices or UUIDs."""
+    """Indices in NVML, or UUIDs."""
 
     visible: tuple[str, ...] | None = None
-    """The GPUs in CUDA_VISIBLE_DEVICES, or HIP's; an index is CUDA's, not NVML's."""
+    """The GPUs in CUDA_VISIBLE_DEVICES or its HIP equivalent; indices are CUDA's, not NVML's."""
 
     has_slot_order: bool = False
-    """Whether CUDA's indices are those of NVML, in the order of PCI slots."""
+    """Whether CUDA's indices are in the order of PCI slots and therefore match NVML's."""
 
     count: int | None = None
-    """The number of GPUs that vLLM takes."""
+    """The number of GPUs that vLLM uses."""
 
 
 def choose_gpus(
     devices: tuple[GpuReading, ...], choice: GpuChoice
 ) -> tuple[tuple[GpuReading, ...], tuple[Obstacle, ...]]:
-    """Return the GPUs that vLLM will use, and findings on the choice.
+    """Return the GPUs that vLLM will use, and the findings on this selection.
 
-    The result is the named GPUs. Without names, the result is the first `count` GPUs in
-    CUDA_VISIBLE_DEVICES, because vLLM takes the first. Both results may be empty.
+    These are the named GPUs or, without names, the first `count` GPUs in CUDA_VISIBLE_DEVICES,
+    because vLLM uses the first ones. Both results may be empty.
     """
     # Names given by --gpus take precedence over the variable.
     names = choice.visible if choice.named is None else choice.named
@@ -548,12 +549,12 @@ def choose_gpus(
         named_devices: dict[GpuReading, None] = {}
         for name in names:
             matches = [device for device in devices if _is_named(device, name)]
-            # Two names may mean one GPU, and a prefix of a UUID may mean several.
+            # Two names may refer to the same GPU, and a UUID prefix may refer to several.
             named_devices.update(dict.fromkeys(matches))
             if not matches and name not in missing_names:
                 missing_names.append(name)
         candidates = tuple(named_devices)
-    # vLLM takes the first of the visible GPUs; named GPUs are all meant.
+    # vLLM uses the first visible GPUs; GPUs named by --gpus are all used.
     chosen = candidates if choice.named is not None else candidates[: choice.count]
 
     problems = []
@@ -577,7 +578,7 @@ def choose_gpus(
 def _report_missing(
     devices: Sequence[GpuReading], choice: GpuChoice, missing_names: Sequence[str]
 ) -> Obstacle:
-    """Return the obstacle that named GPUs are not visible."""
+    """Return the finding that named GPUs are not visible."""
     source = "CUDA_VISIBLE_DEVICES" if choice.named is None else "--gpus"
     visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
     return Obstacle(
@@ -595,9 +596,9 @@ def _depends_on_order(
     chosen: Sequence[GpuReading],
     choice: GpuChoice,
 ) -> bool:
-    """Return whether vLLM may take other GPUs than `chosen`, by an order of CUDA's own.
+    """Return whether CUDA's order may make vLLM use GPUs other than `chosen`.
 
-    The order matters only if the GPUs are of different kinds and some are left out.
+    The order matters only if the GPUs are of different models and not all of them are used.
     """
     if choice.has_slot_order or len({device.name for device in devices}) <= 1:
         return False
@@ -608,11 +609,11 @@ def _depends_on_order(
 
 
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
-    """Check that GPUs which work in parallel have the same name and the same memory.
+    """Check that the GPUs that work in parallel have the same name and memory size.
 
-    Yields nothing if they have. GPUs that cannot be read have a finding of another check.
+    Yields nothing if they do. GPUs that cannot be read are covered by another check.
     """
-    # GPUs with equal names but unequal bytes differ in their ECC mode.
+    # GPUs with the same name but different memory sizes differ in their ECC mode.
     kinds = {
         (device.name, device.memory.total_bytes) for device in devices if device.memory is not None
     }
@@ -629,7 +630,7 @@ def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
 
 
 def _is_named(device: GpuReading, name: str) -> bool:
-    """Return whether an index, or the beginning of a UUID, means this GPU."""
+    """Return whether an index or a UUID prefix refers to this GPU."""
     if name.isdecimal():
         return device.index == int(name)
-    return device.uuid.casefold().startswith(name.casefold())  # CUDA takes a prefix too
+    return device.uuid.casefold().startswith(name.casefold())  # CUDA accepts a prefix too

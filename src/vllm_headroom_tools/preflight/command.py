@@ -47,23 +47,23 @@ from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION
 from vllm_headroom_tools.vllm_options import VLLM_RELEASES, list_vllm_options
 
 GPU_SECONDS: Final = 15.0
-"""The limit for all GPUs: without the persistence daemon, waking a GPU takes seconds."""
+"""The time limit for reading all GPUs: without the persistence daemon, waking one takes seconds."""
 
 GPU_CALL_SECONDS: Final = 5.0
-"""The limit for one call of NVML."""
+"""The time limit for one NVML call."""
 
 PAGE_SECONDS: Final = 15.0
 LOOK_INTERVAL_SECONDS: Final = 1.0
-"""Our choice: with --wait, the pause between two looks."""
+"""Our choice: with --wait, the pause between two readings."""
 
 WAIT_REPORT_SECONDS: Final = 10.0
-"""Our choice: the time between two reports of what --wait waits for."""
+"""Our choice: the interval at which --wait reports what it is waiting for."""
 
 PROC: Final = Path("/proc")
-SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
+SHM: Final = Path("/dev/shm")  # noqa: S108 - it is only read, never written
 
 IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
-"""The kinds of findings that --ignore accepts, because vLLM may start despite such a finding."""
+"""The kinds of findings that --ignore accepts, because vLLM may start despite them."""
 
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
@@ -135,16 +135,17 @@ async def wait_until_settled(
     wait_seconds: float,
     say: Callable[[str], None],
 ) -> Clearance:
-    """Look again and again until waiting can no longer improve the clearance, or time is up.
+    """Repeat the reading until waiting cannot improve the clearance, or until the time limit.
 
-    Returns the last clearance, and how long it took. The obstacles are reported every ten seconds.
+    Returns the last clearance, which includes the time waited. Obstacles are reported every ten
+    seconds.
     """
     now = asyncio.get_running_loop().time
     ends_at_seconds = now() + wait_seconds
     clearance = await look()
     looked_at_seconds = now()
     repeat_at_seconds = looked_at_seconds
-    # The loop waits only for obstacles that may disappear without help.
+    # Waiting is only useful if the obstacles may go away by themselves.
     while clearance.may_pass and now() < ends_at_seconds:
         if now() >= repeat_at_seconds:
             reasons = "; ".join(
@@ -158,19 +159,19 @@ async def wait_until_settled(
 
 
 def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
-    """Return the operator's choice of GPUs: --gpus, or else CUDA_VISIBLE_DEVICES or HIP's variable.
+    """Return the operator's choice of GPUs: --gpus, or else CUDA_VISIBLE_DEVICES or HIP's variant.
 
-    Raises BadOptions if that variable has anything but indices or UUIDs.
+    Raises BadOptions if the variable contains anything other than indices or UUIDs.
     """
     count = arguments.tensor_parallel_size
     if isinstance(arguments.gpus, tuple):
         return GpuChoice(named=arguments.gpus, count=count)
-    # ROCm reads CUDA's variable too, which takes precedence.
+    # ROCm also reads CUDA's variable, which takes precedence.
     variable = "HIP_VISIBLE_DEVICES"
     if "CUDA_VISIBLE_DEVICES" in environ:
         variable = "CUDA_VISIBLE_DEVICES"
     visible = environ.get(variable)
-    # CUDA orders GPUs by speed by default, which may differ from NVML's order.
+    # By default, CUDA orders GPUs by speed, which may differ from NVML's order.
     has_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if visible is None or arguments.gpus == "all":
         return GpuChoice(count=count, has_slot_order=has_slot_order)
@@ -185,8 +186,8 @@ def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
 def _read_request(arguments: Namespace) -> MemoryRequest:
     """Return the memory that vLLM requests.
 
-    If no options are given, the request is vLLM's default share for a start. For a wake-up the
-    request is empty at first, because the engine's page has the share.
+    Without options, the request for a start is vLLM's default share. For a wake-up, it is empty at
+    first, because the share is taken from the engine's page.
     """
     utilization_ratio = arguments.gpu_memory_utilization
     has_size = utilization_ratio is not None or arguments.bytes is not None
@@ -200,7 +201,7 @@ def _read_request(arguments: Namespace) -> MemoryRequest:
 
 
 def _find_port(url: str | None) -> int:
-    """Return the port of the engine; 0 without a URL, which means any engine on this machine."""
+    """Return the engine's port; 0 without a URL, which matches any engine on this machine."""
     if url is None:
         return 0
     parts = urlsplit(url)
@@ -208,8 +209,8 @@ def _find_port(url: str | None) -> int:
 
 
 async def _run(arguments: Namespace) -> Report:
-    """Look at the GPUs, with --wait until vLLM would start, and return the report."""
-    # otherwise the readers would log what the report already contains
+    """Read the GPUs, with --wait until vLLM would start, and return the report."""
+    # Otherwise the readers would log what the report already contains.
     logs.configure("logfmt", "error")
     gpu_choice = _read_choice(arguments, os.environ)
     request = _read_request(arguments)
@@ -223,7 +224,7 @@ async def _run(arguments: Namespace) -> Report:
     processes = Processes(engine_port=_find_port(url), proc=PROC, monotonic=time.monotonic)
 
     async def look_and_judge() -> Clearance:
-        """Return the verdict on one look: on a start, or on a wake-up of the engine at `url`."""
+        """Read once and judge a start, or a wake-up of the engine at `url`."""
         conditions = await read_conditions(
             gpus, processes, proc=PROC, shm=SHM, timeout_seconds=GPU_SECONDS
         )

@@ -1,4 +1,4 @@
-"""One look at the GPUs, their processes and /dev/shm, with the daemon's own readers."""
+"""A single reading of the GPUs, their processes and /dev/shm, made with the daemon's readers."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -28,15 +28,15 @@ from vllm_headroom.worker import Worker
 PROCESSES_SECONDS: Final = 2.0
 
 ENDED: Final = "a process that has ended"
-"""The name of a process that NVML still lists although the process is missing or a zombie in the
-machine's /proc. The driver has not yet freed the memory of such a process.
+"""The name shown for a process that NVML still lists although it is missing from the machine's
+/proc or is a zombie. The driver has not yet freed the memory of such a process.
 """
 
 
 class GpuOccupant(Struct, frozen=True, kw_only=True):
     """A process on a GPU.
 
-    `name` and `used_bytes` are None if they cannot be read in this container.
+    `name` and `used_bytes` are None if they cannot be read from this container.
     """
 
     pid: int
@@ -45,23 +45,22 @@ class GpuOccupant(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """The machine at one look: GPUs, processes, host memory and /dev/shm."""
+    """The state of the machine at one reading: GPUs, processes, host memory and /dev/shm."""
 
     readings: GpuReadings | Failure
     faults: tuple[GpuFaults, ...]
     """The faults of the GPUs that answered in time."""
 
     holders: Mapping[str, tuple[GpuOccupant, ...]]
-    """The processes on each GPU, by its UUID; a GPU is absent if NVML does not list its processes.
-    """
+    """The processes on each GPU, by UUID; a GPU is absent if NVML does not list its processes."""
 
     shm: Shm | None
-    """The size of /dev/shm; None if there is no /dev/shm."""
+    """The size of /dev/shm; None if it does not exist."""
 
     offload_sizes_bytes: Mapping[str, int] = {}
     """The sizes of the files in /dev/shm to which a KV cache was offloaded, by path.
 
-    The field is empty while a vLLM is visible, because that vLLM may use the files.
+    Empty while any vLLM process is visible, because it may be using the files.
     """
 
     host: HostMemory | None = None
@@ -71,28 +70,26 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """The machine's swap, including zram; None if it is unknown."""
 
     cuda_major: int | None = None
-    """The major version of the CUDA that is installed with the vLLM in this environment; None if
-    there is none.
-    """
+    """The major version of CUDA installed with vLLM in this environment; None if there is none."""
 
     vllm_version: str | None = None
-    """The version of the vLLM in this environment; None if there is none."""
+    """The version of vLLM in this environment; None if it is not installed."""
 
     engine_pids: frozenset[int] = frozenset()
-    """The processes of the engine at the configured port; empty if they are not visible."""
+    """The pids of the engine on the configured port; empty if they are not visible."""
 
 
 async def read_conditions(
     gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float
 ) -> Conditions:
-    """Read the machine once; a part that cannot be read is a Failure, None or empty in the result.
+    """Read the machine once; a part that cannot be read is a Failure, None or empty.
 
-    Each of the two readings of the GPUs may take `timeout_seconds`.
+    Each of the two readings of the GPUs may take up to `timeout_seconds`.
     """
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
         return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
-    # The faults are read separately, because NVML needs several calls per GPU for them.
+    # The faults are read separately, because they need several NVML calls per GPU.
     faults = await gpus.read_faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
     holders = await _find_holders(readings, listed, proc)
@@ -107,7 +104,7 @@ async def read_conditions(
     )
     if isinstance(listed, Failure):
         return conditions
-    # The files may be used by any vLLM that is visible here.
+    # Any visible vLLM may be using the files.
     has_engine = bool(listed.engine or listed.neighbours)
     machine = listed.host.machine
     return replace(
@@ -119,11 +116,11 @@ async def read_conditions(
 
 
 CUDA_PACKAGES: Final = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
-"""The packages with which torch installs CUDA: the first from CUDA 13 on, the second before."""
+"""The packages with which torch installs CUDA: the first since CUDA 13, the second before that."""
 
 
 def find_cuda_major() -> int | None:
-    """Return the major version of the CUDA beside this program; None if there is none."""
+    """Return the major version of CUDA installed with this program; None if there is none."""
     for package in CUDA_PACKAGES:
         try:
             version = metadata.version(package)
@@ -135,7 +132,7 @@ def find_cuda_major() -> int | None:
 
 
 def find_vllm_version() -> str | None:
-    """Return the version of the vLLM beside this program; None if there is none."""
+    """Return the version of vLLM installed with this program; None if there is none."""
     try:
         return metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -143,7 +140,7 @@ def find_vllm_version() -> str | None:
 
 
 def _read_container(proc: Path) -> HostMemory | None:
-    """Return the memory of the container that this process runs in; None if it is unknown."""
+    """Return the memory of the container in which this process runs; None if it is unknown."""
     try:
         own_host = read_host(proc, read_own_pid(proc))
     except (OSError, ValueError):
@@ -154,7 +151,7 @@ def _read_container(proc: Path) -> HostMemory | None:
 
 
 def _find_offload_files(shm: Path) -> dict[str, int]:
-    """Return the sizes of the files to which vLLM offloads a KV cache in /dev/shm, by path."""
+    """Return the sizes of the files in /dev/shm to which vLLM offloads a KV cache, by path."""
     sizes_bytes = {}
     for file in sorted(shm.glob("vllm_offload_*")):
         with suppress(OSError):
@@ -165,7 +162,7 @@ def _find_offload_files(shm: Path) -> dict[str, int]:
 async def _find_holders(
     readings: GpuReadings, listed: ProcessReadings | Failure, proc: Path
 ) -> dict[str, tuple[GpuOccupant, ...]]:
-    """Return the processes on each GPU, by its UUID.
+    """Return the processes on each GPU, by UUID.
 
     A GPU is absent if NVML does not list its processes. Names and sizes are None if the driver's
     pids or sizes are not valid in this container.
@@ -199,12 +196,12 @@ async def _name_processes(
     pids: set[int] = set()
     for device in readings.devices:
         pids.update(process.pid for process in device.processes or ())
-    # Nothing can be read about the other processes here.
+    # Nothing can be read about processes that are not visible here.
     visible_pids = pids & listed.visible_pids
     worker = Worker[dict[int, str]]("names")
     try:
         names = await worker.call(lambda: _read_names(proc, visible_pids), PROCESSES_SECONDS)
-    except OSError:  # reading the command line of a process that hangs in the driver would hang too
+    except OSError:  # reading the command line of a process stuck in the driver would also hang
         names = {}
     finally:
         worker.stop()
@@ -218,7 +215,7 @@ async def _name_processes(
 
 
 def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
-    """Return the name of each process that is still running."""
+    """Return the names of the processes that are still running, by pid."""
     names = {}
     for pid in pids:
         entry = read_entry(proc, pid)

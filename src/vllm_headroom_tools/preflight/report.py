@@ -1,4 +1,4 @@
-"""Would vLLM start now? All findings, and the verdict."""
+"""The findings and the verdict on whether vLLM would start now."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
@@ -29,15 +29,15 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     """The processes on the GPU; None if NVML does not list them."""
 
     unlisted_bytes: int | None
-    """The memory in use that belongs to none of the listed processes.
+    """The memory in use that does not belong to any listed process.
 
-    That memory belongs to processes that are not visible here, or to an ended process whose memory
-    the driver has not freed.
+    It belongs to processes that are not visible here, or to an ended process whose memory the
+    driver has not freed yet.
     """
 
 
 class Clearance(Struct, frozen=True, kw_only=True):
-    """The result of one look at the machine, and the findings; those with GOOD are remarks."""
+    """The result of one reading of the machine, and the findings; those with GOOD are remarks."""
 
     conditions: Conditions
     findings: tuple[Obstacle, ...]
@@ -46,24 +46,24 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Conclusion:
-        """Return whether vLLM would start; a certain obstacle outweighs unknown facts."""
+        """Return whether vLLM would start; a definite obstacle outweighs unknown facts."""
         return find_worst(finding.verdict for finding in self.findings)
 
     @property
     def hindrances(self) -> tuple[Obstacle, ...]:
-        """Return the findings that are not remarks: obstacles, and unknown facts."""
+        """Return the findings that are not remarks: obstacles and unknown facts."""
         return tuple(finding for finding in self.findings if finding.verdict is not Conclusion.GOOD)
 
     @property
     def may_pass(self) -> bool:
-        """Return whether there are hindrances and waiting may remove all of them."""
+        """Return whether there are hindrances, all of which may go away by waiting."""
         return bool(self.hindrances) and all(finding.may_pass for finding in self.hindrances)
 
     @property
     def highest_utilization_ratio(self) -> float | None:
-        """Return the highest gpu_memory_utilization that would surely work now on all of the GPUs.
+        """Return the highest gpu_memory_utilization certain to work on all of the GPUs now.
 
-        Returns None if a GPU exists on which no value would work, or if there are no GPUs.
+        Returns None if no value would work on one of the GPUs, or if there are no GPUs.
         """
         ratios = []
         for gpu in self.gpus:
@@ -81,7 +81,7 @@ def judge_conditions(
 ) -> Clearance:
     """Judge whether vLLM can start.
 
-    If the GPUs cannot be read, that failure is the only finding. Findings of ignored kinds remain
+    If the GPUs cannot be read, that failure is the only finding. Findings of ignored kinds are kept
     as remarks.
     """
     if isinstance(conditions.readings, Failure):
@@ -96,12 +96,12 @@ def judge_conditions(
         findings += _check_gpu(gpu, conditions, request)
     findings += checks.check_host_memory(conditions.host, request)
     findings += checks.check_offload_files(conditions.offload_sizes_bytes)
-    # A single GPU needs neither equal partners nor shared memory.
+    # Identical GPUs and shared memory are needed only with several GPUs.
     if request.tensor_parallel_size > 1:
         findings += checks.check_identical(devices)
         findings += checks.check_nvlink(devices, conditions.faults)
         findings += checks.check_shared_memory(conditions.shm)
-    # Each MIG instance reports the faults of its whole GPU, which would repeat them.
+    # Each MIG instance reports the faults of its entire GPU, so the same fault may occur twice.
     unique_findings = dict.fromkeys(findings)
     return Clearance(
         conditions=conditions,
@@ -123,24 +123,24 @@ def _check_gpu(
 
 
 def _ignore(finding: Obstacle, ignored_kinds: Collection[Kind]) -> Obstacle:
-    """Return a finding of an ignored kind as a remark, and any other finding unchanged."""
+    """Turn a finding of an ignored kind into a remark; return any other finding unchanged."""
     if finding.kind not in ignored_kinds:
         return finding
     return replace(finding, verdict=Conclusion.GOOD, text=f"{finding.text} (ignored)")
 
 
 MIN_UNLISTED_BYTES: Final = GIB // 20
-"""Our choice: a smaller amount of unlisted memory has no line in the report."""
+"""Our choice: a smaller amount of unlisted memory is not reported."""
 
 
 def describe_holders(gpu: GpuReport) -> str:
-    """Return who holds the memory of a GPU, as the end of a sentence; empty if it is unknown."""
+    """Describe who holds a GPU's memory, as the end of a sentence; empty if this is unknown."""
     parts = [f"{size or 'an unknown share'} by {holder}" for size, holder in list_shares(gpu)]
     return f"; held: {', '.join(parts)}" if parts else ""
 
 
 def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
-    """Yield each holder of a GPU's memory: its size as a text (empty if unknown), and its name."""
+    """Yield each holder's share of a GPU's memory as text (empty if unknown), and its name."""
     for holder in gpu.holders or ():
         name = f"pid {holder.pid}"
         if holder.name is not None:
@@ -156,7 +156,7 @@ def build_gpu_report(
 ) -> GpuReport:
     """Return the figures of a GPU for this request.
 
-    Both figures are None if the GPU's memory is unknown; the highest utilization is also None if no
+    The figures are None if the GPU's memory is unknown; the highest utilization is also None if no
     share fits.
     """
     holders = conditions.holders.get(device.uuid)
@@ -178,9 +178,9 @@ def build_gpu_report(
 def _count_unlisted_bytes(
     memory: GpuMemory | None, holders: tuple[GpuOccupant, ...] | None
 ) -> int | None:
-    """Return the bytes in use that none of the holders has.
+    """Return the bytes in use that are not accounted for by the holders.
 
-    Returns None if the GPU's memory, the list of holders or the memory of any holder is unknown.
+    Returns None if the GPU's memory, its holders or the memory of any holder is unknown.
     """
     if memory is None or memory.reserved_bytes is None or holders is None:
         return None
@@ -198,7 +198,7 @@ VERDICT_WORDS: Final = {
 
 
 def build_report(clearance: Clearance) -> Report:
-    """Return the report; its headline is the first finding that decides the verdict."""
+    """Return the report; its headline is the first finding that determines the verdict."""
     headline = VERDICT_WORDS[clearance.verdict]
     if clearance.waited_seconds >= 1:
         headline = f"{headline} after {clearance.waited_seconds:.0f} s"
@@ -219,7 +219,7 @@ def build_report(clearance: Clearance) -> Report:
 
 
 def _render_text(clearance: Clearance, headline: str) -> Iterator[str]:
-    """Yield the report's lines: each GPU, the verdict, and each finding with its fix."""
+    """Yield the report's lines: the GPUs, the verdict, and each finding with its fix."""
     for gpu in clearance.gpus:
         yield from _format_gpu(gpu)
     yield headline
@@ -229,10 +229,10 @@ def _render_text(clearance: Clearance, headline: str) -> Iterator[str]:
         Conclusion.NOT_GOOD: "",
     }
     if clearance.verdict is Conclusion.CANNOT_TELL:
-        marks[Conclusion.CANNOT_TELL] = ""  # the headline has these words
+        marks[Conclusion.CANNOT_TELL] = ""  # the headline contains these words
     for finding, next_finding in zip_longest(clearance.findings, clearance.findings[1:]):
         yield f"  {marks[finding.verdict]}{finding.sentence}"
-        # If findings have the same fix, it is shown once, after the last of them.
+        # A fix that several findings share is shown once, after the last of them.
         is_repeated = next_finding is not None and next_finding.fix == finding.fix
         if finding.fix is not None and not is_repeated:
             yield f"    {finding.fix}"
@@ -242,7 +242,7 @@ def _render_text(clearance: Clearance, headline: str) -> Iterator[str]:
 
 
 def _format_gpu(gpu: GpuReport) -> Iterator[str]:
-    """Yield the lines on a GPU: its free memory, vLLM's request, and the holders."""
+    """Yield the lines about a GPU: its free memory, vLLM's request and the holders."""
     reading = gpu.reading
     memory = reading.memory
     name = f"GPU {reading.index} ({reading.uuid or 'UUID not known'}) {reading.name}".rstrip()
@@ -257,14 +257,14 @@ def _format_gpu(gpu: GpuReport) -> Iterator[str]:
 
 
 def _build_data(clearance: Clearance) -> dict[str, Any]:
-    """Return the report for the JSON."""
+    """Return the data for the JSON document."""
     readings = clearance.conditions.readings
     shm = clearance.conditions.shm
     host = clearance.conditions.host
     findings = []
     for finding in clearance.findings:
         values = asdict(finding)
-        # The field is left out, because only this command judges whether waiting could help.
+        # The field is omitted, because only this command judges whether waiting could help.
         del values["may_pass"]
         findings.append(values)
     return {
@@ -279,7 +279,7 @@ def _build_data(clearance: Clearance) -> dict[str, Any]:
 
 
 def _build_gpu_data(gpu: GpuReport) -> dict[str, Any]:
-    """Return one GPU for the JSON; null if its memory is not known."""
+    """Return one GPU for the JSON document; fields are null if its memory is not known."""
     memory = gpu.reading.memory
     holders = None
     if gpu.holders is not None:
@@ -310,7 +310,8 @@ def judge_wake(
     """Judge whether a sleeping engine could wake up in the free memory of its GPUs.
 
     `given_request` is the request that the operator set. An awake engine holds its share of the GPU
-    to within a GiB or two, because activations vary, and CUDA graphs are not part of the share.
+    to within one or two GiB, because activations vary and CUDA graphs are not included in the
+    share.
     """
     if isinstance(conditions.readings, Failure):
         return Clearance(
@@ -320,10 +321,10 @@ def judge_wake(
     gpus = []
     for device in conditions.readings.devices:
         gpu = build_gpu_report(device, conditions, request or given_request)
-        # If the engine holds no memory on a GPU, it does not need that GPU to wake up.
+        # To wake up, the engine does not need the GPUs on which it holds no memory.
         pids = {holder.pid for holder in gpu.holders or ()}
         if pids & conditions.engine_pids:
-            # The utilization that would work now applies to a start, not to a wake-up.
+            # The highest working utilization applies to a start, not to a wake-up.
             gpus.append(replace(gpu, highest_utilization_ratio=None))
     return Clearance(
         conditions=conditions,
@@ -340,8 +341,7 @@ def _check_wake(
 ) -> tuple[Obstacle, ...]:
     """Return a finding for each GPU of a sleeping engine.
 
-    If the engine is awake, or if its state or its GPUs are unknown, the function returns one
-    finding on that.
+    If the engine is awake, or if its state or its GPUs are unknown, this is a single finding.
     """
     if isinstance(page, Failure):
         return (_report_unknown_engine(page.message),)
@@ -369,7 +369,7 @@ def _report_unknown_engine(text: str, fix: str | None = None) -> Obstacle:
 
 
 def _report_awake(host: HostMemory | None) -> Obstacle:
-    """Return a remark: there is nothing to wake, and how much host memory a sleep would have."""
+    """Return a remark that there is nothing to wake, and how much host memory a sleep could use."""
     text = "the engine is awake: there is nothing to wake"
     if host is not None and host.limit_bytes is not None and host.room_bytes is not None:
         text += (
@@ -380,20 +380,20 @@ def _report_awake(host: HostMemory | None) -> Obstacle:
 
 
 def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> MemoryRequest | None:
-    """Return the memory that the engine takes, from the options or else from its page.
+    """Return the engine's memory request, from the options or else from its page.
 
-    Returns None if the options set nothing and the page has no single share, or if an option set
-    the KV cache's size in bytes. Without a page, only the options count.
+    Without options, returns None if the page has no single share, or if it shows a KV cache size
+    that was set in bytes. Without a page, only the options count.
     """
     is_given = (
         given_request.utilization_ratio is not None or given_request.bytes_per_gpu is not None
     )
     if isinstance(page, Failure) or is_given:
         return given_request
-    # If the KV cache has a fixed size, vLLM ignores the share that the page reports.
+    # If the KV cache has a fixed size, vLLM ignores the share that its page shows.
     if any(engine.kv_cache_memory_bytes for engine in page.engines):
         return None
-    # The engines differ, and it is unknown which of them sleeps.
+    # If the shares differ, it is unknown which one applies to the sleeping engine.
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     if len(ratios) != 1:
         return None
@@ -404,9 +404,9 @@ def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> M
 def _check_gpu_wake(
     gpu: GpuReport, request: MemoryRequest, engine_pids: frozenset[int]
 ) -> Obstacle:
-    """Compare a GPU's free memory with what the engine needs beyond what it holds asleep.
+    """Compare a GPU's free memory with what the engine needs in addition to what it holds asleep.
 
-    The finding is "cannot tell" if the memory of the GPU or of the engine is unknown.
+    The verdict is "cannot tell" if the memory of the GPU or of the engine is unknown.
     """
     memory = gpu.reading.memory
     index = gpu.reading.index
@@ -416,7 +416,7 @@ def _check_gpu_wake(
     if memory is None or held_bytes is None:
         text = "what the engine holds of it cannot be seen from here"
         return Obstacle(Kind.ENGINE, Conclusion.CANNOT_TELL, text, SEE_PROCESSES, gpu=index)
-    # The memory that the engine holds asleep does not need to be free.
+    # Memory that the sleeping engine still holds does not need to be free.
     wake_bytes = max(0, checks.compute_requested_bytes(request, memory) - held_bytes)
     text = (
         f"the engine sleeps and holds {format_gib(held_bytes)}; to wake takes about"
