@@ -1,1 +1,1 @@
-"""Pure functions from text to readings."""
+"""Pure functions that turn text into readings."""

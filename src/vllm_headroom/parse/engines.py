@@ -1,4 +1,4 @@
-"""Build engine readings from the samples of a page, by a profile."""
+"""Build engine readings from the samples of a page, according to a profile."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -15,36 +15,39 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
 MOST_ENGINES: Final = 256
-"""The most pairs of engine and model on one page: each adds dozens of series to the sidecar's page.
+"""The maximum number of engine and model pairs on one page: each pair adds dozens of series to the
+sidecar's page.
 """
 
 MOST_SHARED_READINGS: Final = 5000
-"""The most readings of shared series, counted once for each engine or model; each costs 10 us."""
+"""The maximum number of readings of shared series, counted once per engine or model. Each takes 10
+us.
+"""
 
 _ONLY_ENGINE: Final = "0"
-"""The name of the engine for series that name none."""
+"""The engine name for series that do not name an engine."""
 
 _NO_EXCEPTIONS: Final = ("", "[]", "None")
-"""The texts of an `exceptions` label that names no part of the engine, see Fact."""
+"""The values of an `exceptions` label that name no part of the engine, see Fact."""
 
 _EngineKey = tuple[str, str]
-"""The names of a model and of an engine."""
+"""The names of a model and an engine."""
 
 _Families = Mapping[str, list[Sample]]
-"""The samples of one engine, by their name without the profile's prefix: a family."""
+"""The samples of one engine, by family: the sample name without the profile's prefix."""
 
 
 def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
     """Build the page's engines from its samples.
 
     The page has no engines if no sample has a prefix of the profile. The result is the failure
-    OUT_OF_BOUNDS if building the page would cost too much.
+    OUT_OF_BOUNDS if building the page would be too expensive.
 
-    A series without a model belongs to every model of its engine. A series without a model and an
-    engine belongs to every engine of the page, and a series with only a model belongs to engine
-    "0". If no series names a model, the model has the profile's name if the profile's pages never
-    name one, and otherwise the name "". In some modes, vLLM exports only its settings before the
-    first request, the budget among them.
+    A series without a model belongs to every model of its engine. A series with neither a model nor
+    an engine belongs to every engine on the page, and a series with only a model belongs to engine
+    "0". If no series names a model, the model name is the profile's name if the profile's pages
+    never name a model, and otherwise "". In some modes, vLLM exports only its settings, including
+    the budget, until the first request.
     """
     samples = tuple(samples)
     prefix = _find_prefix(profile, samples)
@@ -59,14 +62,14 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
         (sample.labels.get(profile.model_label, ""), sample.labels.get(profile.engine_label, ""))
         for sample in profile_samples
     ]
-    # An engine without a name on the page is the only one.
+    # An engine that is not named on the page is the only one.
     engine_names = {engine for _, engine in sample_keys if engine} or {_ONLY_ENGINE}
     keys = {(model, engine or _ONLY_ENGINE) for model, engine in sample_keys if model}
     if not keys:
         nameless_model = "" if profile.model_label else profile.name
         keys = {(nameless_model, engine) for engine in engine_names}
-    # A page with too many engines is refused before the grouping, because the grouping would cost
-    # too much.
+    # A page with too many engines is refused before grouping, because grouping its samples would be
+    # too expensive.
     families = None
     if len(keys) <= MOST_ENGINES:
         families = _group_by_engine(sorted(keys), profile_samples, sample_keys, prefix)
@@ -84,7 +87,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
 
 
 def _counts_in_blocks(profile: Profile, families: Mapping[_EngineKey, _Families]) -> bool:
-    """Return whether the page has only blocks, which groups of layers may share."""
+    """Return whether the page has only block counts, which groups of layers may share."""
     if profile.grouped_models is None:
         return False
     for fact in profile.facts:
@@ -97,7 +100,7 @@ def _counts_in_blocks(profile: Profile, families: Mapping[_EngineKey, _Families]
 
 
 def _find_prefix(profile: Profile, samples: Collection[Sample]) -> str | None:
-    """Return the first of the profile's prefixes that a sample has; None when none has one."""
+    """Return the first of the profile's prefixes that any sample has; None if no sample has one."""
     for prefix in profile.prefixes:
         if any(sample.name.startswith(prefix) for sample in samples):
             return prefix
@@ -105,7 +108,7 @@ def _find_prefix(profile: Profile, samples: Collection[Sample]) -> str | None:
 
 
 def _assemble_page(profile: Profile, engines: tuple[EngineReading, ...]) -> EnginePage:
-    """Return the page; an input is offered if at least one engine has a value for it."""
+    """Return the page; an input counts as offered if at least one engine has a value for it."""
     inputs = tuple(
         (name, any(getattr(engine, field) is not None for engine in engines))
         for name, field in profile.inputs
@@ -118,8 +121,8 @@ def _group_by_engine(
 ) -> dict[_EngineKey, dict[str, list[Sample]]] | None:
     """Return the samples of each engine by family; None if too many readings are shared.
 
-    `sample_keys` has the model and the engine in each sample's labels; "" replaces a missing one.
-    All engines to which a sample without a model belongs share the sample, see `build_page`.
+    `sample_keys` has the model and the engine from each sample's labels, with "" for a missing one.
+    A sample without a model is shared by all engines that it belongs to, see `build_page`.
     """
     # An engine has an entry even if all its samples are shared.
     families: dict[_EngineKey, dict[str, list[Sample]]] = {key: {} for key in keys}
@@ -127,7 +130,7 @@ def _group_by_engine(
     for key in keys:
         keys_by_engine.setdefault(key[1], []).append(key)
     shared_readings = 0
-    # A shared sample is counted once for each engine, because each use of it costs time.
+    # A shared sample counts once per engine, because each use of it takes time.
     for sample, (model, engine) in zip(samples, sample_keys, strict=True):
         if model:
             owners = [(model, engine or _ONLY_ENGINE)]
@@ -147,10 +150,10 @@ def _build_reading(
     """Return the reading of one engine; `engine_count` is the number of engines on the page."""
     values: dict[str, Any] = {}
     for fact in profile.facts:
-        # If several facts give one field, the first one with a value counts.
+        # If several facts provide a field, the first one with a value is used.
         if values.get(fact.field) is None:
             values[fact.field] = _find_value(profile, fact, families, engine_count)
-    # The block size of these models differs by group, so it gives no capacity.
+    # The block size of these models differs by group, so it does not yield a capacity.
     if profile.grouped_models is not None and profile.grouped_models.search(key[0]):
         values.pop("kv_blocks", None)
     _complete_kv_cache(values)
@@ -164,12 +167,12 @@ def _build_reading(
 
 
 def _complete_kv_cache(values: dict[str, Any]) -> None:
-    """Compute the unknown capacity and usage of the KV cache; this changes `values`.
+    """Compute the missing capacity and usage of the KV cache, modifying `values`.
 
     Facts that are not fields of EngineReading are removed (see Fact).
     """
-    # A model with state blocks (Mamba) has two kinds of blocks, so the number of blocks gives no
-    # capacity.
+    # A model with state blocks (Mamba) has two kinds of blocks, so the number of blocks does not
+    # yield a capacity.
     blocks = values.pop("kv_blocks", None)
     if values.pop("kv_state_block_tokens", None) is not None:
         blocks = None
@@ -181,7 +184,7 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
         values["kv_capacity_tokens"] = capacity_tokens
     if used_tokens is None:
         return
-    # Any two of capacity, use and ratio give the third.
+    # Any two of capacity, use and ratio determine the third.
     used_ratio = values.get("kv_used_ratio")
     if used_ratio is None and capacity_tokens:
         values["kv_used_ratio"] = _check_value("kv_used_ratio", used_tokens / capacity_tokens)
@@ -195,8 +198,8 @@ def _find_value(
 ) -> float | str | None:
     """Return the value of a fact for one engine; None if unknown.
 
-    The first of the fact's families with a value counts. If families are joined by "+", all of them
-    must have a value.
+    The first of the fact's families with a value is used. If families are joined by "+", all of
+    them must have a value.
     """
     if fact.combine is Combine.TEXT:
         return _find_text(fact, families)
@@ -207,7 +210,7 @@ def _find_value(
             if value is None:
                 break
             values.append(value)
-        # Every family of the sum has a value.
+        # Every family in the sum has a value.
         else:
             total = _check_value(fact.field, sum(values))
             if total is not None:
@@ -216,7 +219,7 @@ def _find_value(
 
 
 def _find_text(fact: Fact, families: _Families) -> str | None:
-    """Return the text that all series have.
+    """Return the text that all series share.
 
     Returns None if the texts differ or are empty, or if a label names a part of the engine as an
     exception.
@@ -226,8 +229,8 @@ def _find_text(fact: Fact, families: _Families) -> str | None:
         for sample in families.get(name, ()):
             if sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS:
                 return None
-            # Different texts belong to different parts, and none of them applies to the whole
-            # engine.
+            # Different texts belong to different parts, and none of them applies to the engine as a
+            # whole.
             texts.add(sample.labels.get(fact.label or "", ""))
     if len(texts) != 1:
         return None
@@ -237,14 +240,14 @@ def _find_text(fact: Fact, families: _Families) -> str | None:
 def _combine_samples(
     profile: Profile, fact: Fact, samples: Collection[Sample], engine_count: int
 ) -> float | None:
-    """Return one value for the samples of a family, combined as the fact says; None if unknown.
+    """Return one value for a family's samples, combined as the fact specifies; None if unknown.
 
     The samples come from several parts, such as workers or ranks, and each part may be reported
-    several times. The value is unknown if a part's value is unknown, or if one series has two
-    values, for example on a page joined from several servers. The format does not define the
-    meaning of two values, and Prometheus keeps the first.
+    several times. The value is unknown if any part's value is unknown, or if one series has two
+    values, as on a page combined from several servers. The format does not define what two values
+    mean, and Prometheus keeps the first.
     """
-    # Two values of one series: the page is joined from several servers.
+    # Two values of the same series mean that the page is combined from several servers.
     if len(samples) > 1 and _has_contradiction(samples):
         return None
     amounts_by_part: defaultdict[object, list[float]] = defaultdict(list)
@@ -256,7 +259,7 @@ def _combine_samples(
                 amounts.append(amount)
     if not amounts_by_part or not all(amounts_by_part.values()):
         return None
-    # Several API servers may report one part, and all but one of them report 0.
+    # Several API servers may report the same part, and all but one of them report 0.
     part_values = [max(amounts) for amounts in amounts_by_part.values()]
     if fact.combine is Combine.SAME:
         return part_values[0] if len(set(part_values)) == 1 else None
@@ -275,11 +278,11 @@ def _has_contradiction(samples: Collection[Sample]) -> bool:
 
 
 def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
-    """Return a key of the part of the engine, such as a worker or a rank, behind a sample.
+    """Return a key for the part of the engine, such as a worker or rank, behind a sample.
 
-    Samples of one part have the same key, even if different API servers report them.
+    Samples of the same part have the same key, even if different API servers report them.
     """
-    # If the value is in a label, the other labels are settings too. Therefore only the labels that
+    # If the value is in a label, the other labels are settings too, so only the labels that
     # distinguish replicas identify the part.
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
@@ -291,8 +294,8 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
 def _read_amount(fact: Fact, sample: Sample) -> float | None:
     """Return a sample's value, or the number in the fact's label, times the factor.
 
-    Returns None if the result is not a number, or if the field cannot have that value. Returns None
-    also for 0 in a label, which means that the setting has no value.
+    Returns None if the result is not a number, or if the field cannot have that value. Also returns
+    None for 0 in a label, which means that the setting has no value.
     """
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
@@ -306,24 +309,24 @@ def _read_amount(fact: Fact, sample: Sample) -> float | None:
 def _check_value(field: str, value: float) -> float | None:
     """Return the value; None if the field cannot have it.
 
-    A ratio must be from 0 to 1, any other value from 0 to LARGEST.
+    A ratio must be from 0 to 1, and any other value from 0 to LARGEST.
     """
     highest = 1.0 if field.endswith("_ratio") else LARGEST
     return value if isfinite(value) and 0 <= value <= highest else None
 
 
 DEFAULT: Final = PROFILES[0]
-"""The profile of a page on which no engine is found."""
+"""The profile of a page on which no engine was found."""
 
 
 def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Failure:
     """Parse a page of Prometheus text into engine readings.
 
-    The profile is the one with `profile_name`; without a name, it is the first profile with
-    matching series. A page without matching series has no engines; if no profile was named, its
-    profile is then the first one. The reason of a failure is NOT_METRICS for an empty page or a
-    page without metrics, INCOMPLETE for a truncated page, MALFORMED for a needed line that cannot
-    be parsed, and OUT_OF_BOUNDS for a page that is too large.
+    The profile is the one named `profile_name` or, without a name, the first profile with matching
+    series. A page without matching series has no engines; if no profile was named, its profile is
+    then the first one. The failure reason is NOT_METRICS for an empty page or a page without
+    metrics, INCOMPLETE for a truncated page, MALFORMED for a needed line that cannot be parsed, and
+    OUT_OF_BOUNDS for a page that is too large.
     """
     failure = check_page(page)
     if failure is not None:
@@ -331,7 +334,7 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
     profiles = PROFILES if profile_name is None else (find_profile(profile_name),)
     empty_pages: list[EnginePage] = []
     for profile in profiles:
-        # A page may match several profiles; the first profile with engines counts.
+        # A page may match several profiles; the first profile that finds engines is used.
         samples = parse_samples(page, profile.names_pattern)
         if isinstance(samples, Failure):
             return samples
@@ -343,15 +346,15 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
 
 
 def find_profile(name: str) -> Profile:
-    """Return the profile of this name; the first profile if no profile has the name."""
+    """Return the profile with this name; the first profile if there is none."""
     return next((profile for profile in PROFILES if profile.name == name), DEFAULT)
 
 
 def explain_empty_page(page: EnginePage) -> str:
-    """Return why a page may have no engine, which series are expected, and what enables them.
+    """Return why a page may have no engine, which series are expected, and how to enable them.
 
-    The expected series are those of the page's profile; for the first profile, they are those of
-    all profiles.
+    The expected series are those of the page's profile. If it is the first profile, they are those
+    of all profiles.
     """
     profiles = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
     expected = "; ".join(

@@ -17,22 +17,22 @@ _EXPOSITION: Final = re.compile(
     r"[-+]?(?:\.?[0-9][0-9.eE+-]*|Inf|NaN)(?:[ \t]+-?[0-9]+)?[ \t\r]*$)",  # a value and a timestamp
     re.MULTILINE,
 )
-"""A comment or a sample of the text format. A page without such a line is not a metrics page."""
+"""A comment or a sample in the text format. A page without such a line is not a metrics page."""
 
 MOST_SAMPLES: Final = 5000
-"""The most samples that are read from a page: about 150 engines have so many."""
+"""The maximum number of samples read from a page, which is about what 150 engines have."""
 
 LONGEST_LINE: Final = 16 * 2**10
-"""The most characters of a line; the longest line of vLLM has 1,061. A line of this length that has
-only escapes costs 10 ms.
+"""The maximum number of characters in a line. The longest line of vLLM has 1,061. A line of this
+length that consists only of escapes takes 10 ms.
 """
 
 MOST_LABELS: Final = 128
-"""The most labels of a line: vLLM's settings have 37."""
+"""The maximum number of labels in a line. vLLM's settings have 37."""
 
 MOST_CHARACTERS: Final = 512 * 2**10
-"""The most characters of all lines that are read: about 230 engines have so many. The costliest
-possible page took 0.4 s.
+"""The maximum number of characters in all lines that are read, which is about what 230 engines
+have. The most expensive page possible took 0.4 s.
 """
 
 ONE_SERVER: Final = (
@@ -41,20 +41,20 @@ ONE_SERVER: Final = (
 
 _EXCERPT_LENGTH: Final = 60
 """The number of characters that a message quotes from a foreign page: enough to recognise a login
-page, too few to fill a log.
+page, but too few to fill a log.
 """
 
 _MOST_CACHED_SERIES: Final = 512
-"""The number of series that are cached: 28 engines have so many."""
+"""The number of series that are cached, which is what 28 engines have."""
 
 _LONGEST_CACHED_SERIES: Final = 2048
-"""The most characters of a cached series: vLLM's lines have up to 1.1 kB. The cache can therefore
-not exceed 16 MiB.
+"""The maximum number of characters in a cached series. vLLM's lines have up to 1.1 kB. The cache
+therefore cannot exceed 16 MiB.
 """
 
 _SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?')
 _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.ASCII)
-"""The form that nearly all values have; the library's parser reads any other form."""
+"""The form of nearly all values; any other form is read by the library's parser."""
 
 
 def check_page(page: str) -> Failure | None:
@@ -62,8 +62,8 @@ def check_page(page: str) -> Failure | None:
 
     Returns None for any other page.
 
-    A page counts as metrics if at least one line has the text format. A page is truncated if its
-    last line has no line break.
+    A page counts as metrics if at least one line is in the text format. A page is truncated if its
+    last line does not end in a line break.
     """
     if not page.strip():
         return refuse_page(
@@ -92,7 +92,7 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     Returns a failure if a matching line cannot be parsed (MALFORMED), or if the lines exceed a
     limit (OUT_OF_BOUNDS). Only matching lines are passed to prometheus-client's parser, which is
     slow but reads every label correctly. For one engine's page (51 kB), selecting the lines takes
-    0.04 ms and parsing them 0.1 ms; parsing the whole page would take 5.5 ms.
+    0.04 ms and parsing them 0.1 ms, whereas parsing the whole page would take 5.5 ms.
     """
     lines = _select_lines(page, names_pattern)
     if isinstance(lines, Failure):
@@ -101,7 +101,7 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     for line in lines:
         try:
             samples += _parse_line(line)
-        # OverflowError: no float can hold the line's timestamp.
+        # OverflowError is raised if the line's timestamp does not fit into a float.
         except (ValueError, IndexError, OverflowError):
             # The parser's error names neither the line nor the column, so the message quotes the
             # line.
@@ -114,17 +114,17 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
 
 
 def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
-    """Return the lines to parse; a failure if the lines exceed a limit.
+    """Return the lines to parse; a failure if they exceed a limit.
 
-    The limits bound the cost of a page before the page is parsed.
+    The limits bound the cost of a page before it is parsed.
     """
-    # The limits are checked line by line, so that a page that is too large costs no more than a
-    # page at the limit.
+    # The limits are checked line by line, so that an oversized page costs no more than a page at
+    # the limit.
     lines: list[str] = []
     characters = 0
     line_pattern = rf"((?:{names_pattern})[{{ \t].*)"
     first_line = re.match(line_pattern, page)
-    # A pattern that starts with a line feed skips from line to line; that is 3.5 times as fast as
+    # A pattern that starts with a line feed skips from line to line, which is 3.5 times as fast as
     # `^`.
     later_lines = re.finditer(rf"\n{line_pattern}", page)
     for match in chain([first_line] if first_line else [], later_lines):
@@ -150,14 +150,14 @@ def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
 
 
 def refuse_page(problem: str, reason: Reason = Reason.OUT_OF_BOUNDS) -> Failure:
-    """Return the failure of a page with this problem."""
+    """Return the failure of a page that has this problem."""
     return Failure(source=Source.ENGINE, reason=reason, message=f"The engine's page {problem}")
 
 
 def _parse_line(line: str) -> tuple[Sample, ...]:
-    """Return the samples of a line, in general one; raise an error of the parser.
+    """Return the samples of a line, usually a single one; the parser's errors are raised.
 
-    The labels of a series that was parsed before come from a cache.
+    The labels of a series that has been parsed before are cached.
     """
     series, _, value = line.rpartition(" ")
     # Only the values change from page to page, and parsing the labels again would take most of the
@@ -180,13 +180,13 @@ def _parse_series(series: str) -> tuple[Sample, ...]:
 
 
 def _parse_whole(line: str) -> tuple[Sample, ...]:
-    """Return the samples of a line by the library's parser."""
+    """Return the samples of a line, as parsed by the library."""
     return tuple(
         sample for family in text_string_to_metric_families(line) for sample in family.samples
     )
 
 
 def _cut_excerpt(text: str) -> str:
-    """Return the start of a text on one line, for a message."""
+    """Return the beginning of a text as a single line, for use in a message."""
     start = " ".join(text[: 4 * _EXCERPT_LENGTH].split())
     return start if len(start) <= _EXCERPT_LENGTH else start[:_EXCERPT_LENGTH] + "…"

@@ -1,7 +1,7 @@
-"""Strict reading of fields in foreign JSON objects.
+"""Strict reading of fields in JSON objects from other programs.
 
 Each function returns None if the field is absent or null, and raises WrongFieldError if the value
-is of another kind.
+is of the wrong kind.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ from typing import Any, Final, NoReturn, TypeVar
 T = TypeVar("T")
 
 LARGEST: Final = 2**53
-"""The largest integer a float represents exactly; no memory size or counter comes near it."""
+"""The largest integer a float represents exactly; no memory size or counter comes close to it."""
 
 LONGEST_SHOWN: Final = 60
-"""The number of characters of a wrong value that a message shows."""
+"""The number of characters of a wrong value that are shown in a message."""
 
 
 class WrongFieldError(Exception):
-    """A field has a value of another kind; the message has its path and the accepted kind."""
+    """A field's value is of the wrong kind; the message has its path and the accepted kind."""
 
     def __init__(self, field: str, value: object, accepts: str) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ def read_each(
 ) -> tuple[T, ...] | None:
     """Return each entry of the list in a field, read with `read(entry, index)`.
 
-    Returns None if the field is absent or null. An error of `read` is raised with the path that
-    begins with the list.
+    Returns None if the field is absent or null. An error from `read` is raised with a path that
+    starts at the list.
     """
     entries = record.get(field)
     if entries is None:
@@ -57,7 +57,7 @@ def read_within(
 ) -> T | None:
     """Return the object in a field, read with `read`; None if the field is absent or null.
 
-    An error of `read` is raised again, with this field at the beginning of its path.
+    An error from `read` is raised again with this field at the beginning of its path.
     """
     entry = record.get(field)
     return None if entry is None else _read_object(field, entry, "an object or null", read)
@@ -66,7 +66,7 @@ def read_within(
 def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *index: int) -> T:
     """Return what `read` returns for an object; raise WrongFieldError if it is not an object.
 
-    An error of `read` is raised again, with `name` before its field.
+    An error from `read` is raised again with `name` in front of its field.
     """
     if type(entry) is not dict:
         raise WrongFieldError(name, entry, accepts)
@@ -77,7 +77,7 @@ def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T],
 
 
 def refuse_number(name: str) -> NoReturn:
-    """Refuse NaN and infinity, which Python accepts and JSON does not; raises ValueError."""
+    """Reject NaN and infinity, which Python accepts but JSON does not; raises ValueError."""
     raise ValueError(f"{name} is no number")
 
 
@@ -99,7 +99,7 @@ def read_size(entry: Mapping[str, Any], field: str) -> int | None:
 
 
 def read_text(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return a text without control characters; None if absent; else raise WrongFieldError."""
+    """Return text without control characters; None if absent; else raise WrongFieldError."""
     value = entry.get(field)
     if value is None:
         return None

@@ -16,14 +16,14 @@ from vllm_headroom.parse import fields
 from vllm_headroom.vocabulary import Work
 
 MOST_SIZES: Final = 64
-"""The most sizes of a kind of work: three times as many as the probe writes."""
+"""The maximum number of sizes per kind of work: three times as many as the probe writes."""
 
 SIZE_FIGURES: Final = 3
-"""The number of figures of a size: the size, its bytes and its steps."""
+"""The number of figures per size: the size, its bytes and its steps."""
 
 
 def read_peaks(entry: dict[str, Any]) -> PeakReadings:
-    """Return the peaks of a process; kinds of work that are unknown here are left out.
+    """Return the peaks of a process, omitting kinds of work that are unknown here.
 
     Raises WrongFieldError.
     """
@@ -43,7 +43,7 @@ def read_peaks(entry: dict[str, Any]) -> PeakReadings:
 
 
 def read_step_at_error(entry: dict[str, Any]) -> StepAtError | None:
-    """Return the step in which an error was raised; None if the step's kind is unknown here."""
+    """Return the step in which an error was raised; None if this kind of step is unknown here."""
     name = fields.read_text(entry, "work")
     work = next((work for work in Work if work == name), None)
     return None if work is None else StepAtError(work=work, step=_read_step(entry))
@@ -96,9 +96,9 @@ def _read_peak(entry: dict[str, Any]) -> WorkPeak:
 
 
 def _read_step(entry: dict[str, Any]) -> StepFacts:
-    """Return the facts of a step; 0 if the probe leaves one out.
+    """Return the facts about a step; a figure that the probe omits is 0.
 
-    Raise WrongFieldError.
+    Raises WrongFieldError.
     """
     at_seconds = fields.read_number(entry, "t")
     if at_seconds is None:

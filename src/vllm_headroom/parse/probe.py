@@ -1,4 +1,4 @@
-"""Parse the probe's file of one process."""
+"""Parse the file that the probe writes for one process."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from vllm_headroom.parse.peaks import read_peaks, read_step_at_error
 from vllm_headroom.vocabulary import Role
 
 FORMAT_FIELD: Final = "headroom_probe"
-"""The field that identifies a file of the probe; its value is the version of the format."""
+"""The field that identifies a probe file; its value is the version of the format."""
 
 FORMAT_VERSION: Final = 1
 
@@ -30,20 +30,20 @@ LONGEST_LABEL: Final = 200
 """The number of characters of a text that are kept."""
 
 MOST_LINES: Final = 10
-"""The number of lines of code of a snapshot that are kept; the probe names no more."""
+"""The number of lines of code that are kept from a snapshot; the probe reports no more."""
 
 MOST_DEVICES: Final = 64
-"""The most devices of a process: more than any node has."""
+"""The maximum number of devices per process, which is more than any node has."""
 
 DEFAULT_INTERVAL_SECONDS: Final = 5.0
-"""The assumed write interval of a file that does not name its interval."""
+"""The write interval assumed for a file that does not state its interval."""
 
 
 def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
     """Return the process in a file, and its boot ID or None.
 
-    Return a description of the mistake if the file cannot be used. The engine's container can write
-    the file, so one wrong field makes it unusable. Unknown fields are ignored.
+    Returns a description of the mistake if the file cannot be used. The engine's container can
+    write the file, so a single wrong field makes the file unusable. Unknown fields are ignored.
     """
     try:
         document = json.loads(content, parse_constant=fields.refuse_number)
@@ -59,11 +59,11 @@ def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
 
 
 def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
-    """Return the process of a document; raises WrongFieldError."""
+    """Return the process that a document describes; raises WrongFieldError."""
     devices = fields.read_each(document, "devices", _read_device) or ()
     if len(devices) > MOST_DEVICES:
         raise fields.WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
-    # Fields are read in this order, and the first wrong one is reported.
+    # Fields are read in this order, and the first wrong field is reported.
     pid = int(_read_needed(document, "pid"))
     written_at_seconds = _read_needed(document, "t")
     role = _read_role(document)
@@ -107,13 +107,13 @@ def _read_needed(entry: Mapping[str, Any], field: str) -> float:
 
 
 def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return the start of a text; None if it is missing."""
+    """Return the beginning of a text; None if it is missing."""
     value = fields.read_text(entry, field)
     return None if value is None else value[:LONGEST_LABEL]
 
 
 def _read_device(entry: dict[str, Any], _index: int) -> AllocatorReading:
-    """Return one device of the allocator; raise WrongFieldError if the device has no UUID."""
+    """Return the allocator's figures for one device; raise WrongFieldError if it has no UUID."""
     uuid = _read_label(entry, "uuid")
     if uuid is None:
         raise fields.WrongFieldError("uuid", None, "the UUID of a device")
@@ -140,7 +140,7 @@ def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
     live_blocks = fields.read_size(entry, "kv_blocks_live")
     live_tokens = fields.read_size(entry, "kv_tokens_live")
     block_tokens = fields.read_size(entry, "block_size")
-    # vLLM keeps one block of the pool for itself.
+    # vLLM reserves one block of the pool for itself.
     usable_blocks = (total_blocks or 0) - 1
     stranded_ratio = None
     if usable_blocks > 0 and free_blocks is not None and live_blocks is not None:
@@ -157,7 +157,7 @@ def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
 
 
 def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
-    """Return sizes under their fields' names with the unit: `total` becomes `total_bytes`."""
+    """Return sizes under the names of their fields with the unit: `total` becomes `total_bytes`."""
     return {f"{name}_bytes": fields.read_size(entry, name) for name in names}
 
 
@@ -169,7 +169,7 @@ def _read_host(entry: dict[str, Any]) -> HostReading:
 
 
 def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
-    """Return the memory of the container; None if its use is missing."""
+    """Return the container's memory; None if the used memory is missing."""
     used_bytes = fields.read_size(entry, "used")
     cache_bytes = fields.read_size(entry, "file")
     limit_bytes = fields.read_size(entry, "limit")
@@ -186,7 +186,7 @@ def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
 
 
 def _read_shm(entry: dict[str, Any]) -> Shm | None:
-    """Return the size of /dev/shm; None if one of its two figures is missing.
+    """Return the size of /dev/shm; None if either of its two figures is missing.
 
     Raises WrongFieldError for a figure that is not a size.
     """
@@ -217,7 +217,7 @@ def _read_history(entry: dict[str, Any]) -> AllocatorHistory:
 
 
 def _read_snapshot(entry: dict[str, Any]) -> AllocatorSnapshot:
-    """Return the probe's report on a snapshot that it wrote; raise WrongFieldError."""
+    """Return the probe's report on a snapshot that it has written; raise WrongFieldError."""
     return AllocatorSnapshot(
         at_seconds=_read_needed(entry, "t"),
         file=_read_label(entry, "file") or "",
@@ -230,7 +230,7 @@ def _read_snapshot(entry: dict[str, Any]) -> AllocatorSnapshot:
 
 
 def _read_line(entry: dict[str, Any], _index: int) -> LineHolding:
-    """Return what one line of code holds; raise WrongFieldError for a wrong field."""
+    """Return what a single line of code holds; raise WrongFieldError for a wrong field."""
     return LineHolding(
         file=_read_label(entry, "file"),
         line=fields.read_size(entry, "line"),

@@ -1,4 +1,4 @@
-"""The format of a profile, which maps the series of an engine's page to fields."""
+"""The format of a profile, which maps the series on an engine's page to fields."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,57 +11,57 @@ from vllm_headroom.model import INPUTS
 
 
 class Combine(Enum):
-    """The rule that makes one value from the values of an engine's parts, such as replicas."""
+    """How the values of an engine's parts, such as replicas, are combined into one."""
 
     SUM = auto()
-    """Add them: amounts."""
+    """Adds up the values; used for amounts."""
     MEAN = auto()
-    """Take the mean: ratios."""
+    """Takes the mean; used for ratios."""
     SAME = auto()
-    """Take the common value: settings. The value is unknown if the values differ."""
+    """Takes the common value; used for settings. The value is unknown if the values differ."""
     SHARE = auto()
-    """Divide the sum by the number of engines on the page: each engine reports the total."""
+    """Divides the sum by the number of engines on the page; used where each engine reports the
+    total.
+    """
     TEXT = auto()
-    """Takes the text of a label if all parts have the same text; used for settings.
-
-    The value is unknown if the texts differ, or if the label `exceptions` names parts with another
-    text.
+    """Takes the text of a label if all parts have the same text; used for settings. The value is
+    unknown if the texts differ, or if the label `exceptions` names parts with a different text.
     """
 
 
 class Fact(Struct, frozen=True):
     """The source of one field of EngineReading.
 
-    If a field has several facts, the first one with a value counts. Values must be at least 0, and
-    values of a `_ratio` field at most 1. Four names are not fields of EngineReading, but help to
-    compute an unknown field. `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`. With
-    `kv_state_block_tokens`, the product is not the capacity, because groups of layers then share
-    the blocks. `kv_used_tokens` divided by the capacity is `kv_used_ratio`, and divided by that
-    ratio is the capacity.
+    If a field has several facts, the first one with a value is used. Values must be at least 0, and
+    values of a `_ratio` field at most 1. Four names are not fields of EngineReading, but are used
+    to compute missing fields. `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`. If
+    `kv_state_block_tokens` is present, the product is not the capacity, because groups of layers
+    then share the blocks. `kv_used_tokens` divided by the capacity is `kv_used_ratio`, and divided
+    by that ratio, it is the capacity.
     """
 
     field: str
     families: tuple[str, ...]
     """Sample names without the profile's prefix.
 
-    The first name with a value counts, so an old and a new name are never added up. Names joined by
-    "+" are summed; the sum is unknown unless all are present.
+    The first name with a value is used, so an old and a new name are never added up. Names joined
+    by "+" are summed; the sum is unknown unless all are present.
     """
     combine: Combine = Combine.SUM
     label: str | None = None
-    """The label that has the value, in which 0 means that there is no value; None if the sample
+    """The label that contains the value, where 0 means that there is no value; None if the sample
     itself has the value.
     """
     where: tuple[str, tuple[str, ...]] | None = None
-    """A label, and the values of it that select series. The value "" selects series without the
-    label, such as a total that stands beside its parts.
+    """A label, and those of its values for which series are selected. The value "" selects series
+    without the label, such as a total that is exported along with its parts.
     """
     prefixed: bool = True
     """Whether `families` are names without the prefix; False if they are full names."""
     factor: float = 1.0
     """The factor that converts the value to the field's unit."""
     exceptions: str = ""
-    """For TEXT, the label that names parts of the engine with another text."""
+    """For TEXT, the label that names parts of the engine with a different text."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,35 +74,38 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     name: str
     prefixes: tuple[str, ...]
-    """The possible prefixes of the engine's series; the first prefix that is on the page counts."""
+    """The possible prefixes of the engine's series; the first one found on the page is used."""
     facts: tuple[Fact, ...]
     model_label: str = "model_name"
-    """The value is empty if no series of the engine names a model."""
+    """The label that names the model; empty if no series of the engine names one."""
     engine_label: str = "engine"
     repeat_labels: tuple[str, ...] = ()
     """The labels that name the reporter of a value, such as the API server. If series differ only
-    in these labels, the highest value counts.
+    in these labels, the highest value is used.
     """
     replica_labels: tuple[str, ...] = ()
-    """The labels that distinguish replicas, if a value is in a label; all other labels are
+    """The labels that distinguish replicas if a value is in a label; all other labels are
     settings.
     """
     product: str
     """The engine's common name."""
     path: str = "/metrics"
-    """The path of its page."""
+    """The path of the engine's page."""
     switch: str
-    """The engine's option that enables the page."""
+    """The engine option that enables the page."""
     reasons: Mapping[str, str] = {}
-    """Reasons why the page lacks inputs; each has the names of the inputs, separated by spaces."""
+    """Reasons why the page lacks inputs, each with the names of these inputs, separated by
+    spaces.
+    """
 
     grouped_models: re.Pattern[str] | None = None
-    """Finds names of models whose layers form groups, because their blocks do not measure tokens.
+    """Matches names of models whose layers form groups, because their blocks are not a measure of
+    tokens.
     """
 
     @cached_property
     def absent(self) -> tuple[tuple[str, str], ...]:
-        """Return the inputs that such a page never has, each with the reason."""
+        """Return the inputs that a page of this profile never has, each with the reason."""
         absent_inputs = []
         for engine_input in INPUTS.values():
             for reason, names in self.reasons.items():
@@ -112,7 +115,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def plain_families(self) -> frozenset[str]:
-        """Return the full names of the samples that have no prefix."""
+        """Return the full names of samples without a prefix."""
         plain_facts = [fact for fact in self.facts if not fact.prefixed]
         return frozenset(name for fact in plain_facts for name in fact.names)
 
@@ -129,9 +132,9 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
-        """Return the names of the inputs, each with its field of EngineReading."""
-        # Memory in bytes is an input only if the profile has it, because the budget and the probe
-        # can replace it.
+        """Return the names of the inputs, each with its field in EngineReading."""
+        # Memory in bytes is an input only if the profile has it, because the budget or the probe
+        # can be used instead.
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
         return tuple(
             (engine_input.name, field)

@@ -1,4 +1,4 @@
-"""The arguments and the configuration that an engine logs, read without secrets."""
+"""The arguments and configuration that an engine logs, read without secrets."""
 
 import re
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ MOST_ARGUMENTS: Final = 400
 """vLLM 0.33 has 250 options."""
 
 LONGEST_NAME: Final = 200
-"""The longest text that is kept: the name or the path of a model."""
+"""The maximum length of a text that is kept: a model's name or path."""
 
 SECRET_NAME: Final = re.compile(
     r"(?:^|_)(?:key|keys|token|secret|secrets|password|passwd|auth|authorization|credential"
     r"|credentials|header|headers|cookie|cert|ca_certs)(?:_|$)"
 )
-"""Names of arguments whose value is never kept. The plural "tokens" is allowed, because it is a
-count.
+"""Names of arguments whose value is never kept. The plural "tokens" is allowed, because it denotes
+a count.
 """
 
 TEXT_NAMES: Final = frozenset(
@@ -45,15 +45,17 @@ TEXT_NAMES: Final = frozenset(
         "optimization_level",
     }
 )
-"""The arguments whose text is kept. Other texts may be prompts, templates or paths with secrets."""
+"""The arguments whose text is kept. Other texts may be prompts, templates, or paths that contain
+secrets.
+"""
 
 MODEL_NAMES: Final = frozenset(
     {"model", "model_tag", "model_path", "tokenizer", "served_model_name"}
 )
-"""The arguments whose text is a name or a path of a model."""
+"""The arguments whose text is the name or path of a model."""
 
 PLAIN_TEXT: Final = re.compile(r"[\w./:+-]{1,200}")
-"""Matches a model's name, but not the characters that URLs with passwords and JSON have."""
+"""Matches a model's name, but not the characters found in JSON and in URLs with passwords."""
 
 PLAIN_WORD: Final = re.compile(r"[\w.+-]{1,40}")
 """The text of any other argument, such as torch.bfloat16."""
@@ -62,7 +64,7 @@ LIKE_A_SECRET: Final = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:sk|pk|rk|api|key|token|secret|nvapi|glpat|xox[a-z]|pypi)[-_]|hf_|npm_"
     r"|gh[a-z]_|github_pat_|dckr_pat_|AKIA|ASIA|AIza|ya29|eyJ)[\w-]{8,}|://[^/]*@"
 )
-"""Matches the beginnings of the usual providers' tokens, and a password in a URL."""
+"""Matches the beginnings of common providers' tokens, and a password in a URL."""
 
 NUMBER: Final = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:e-?\d{1,3})?")
 
@@ -71,14 +73,14 @@ def read_arguments(text: str) -> dict[str, Scalar]:
     """Return the arguments in `{'name': value, …}`, in `name=value, …` or in a call.
 
     Only numbers, truth values, None and the texts of known arguments are kept. A list is kept only
-    if it holds a single text and its argument is known; other nested values are left out.
+    if it contains a single text and its argument is known; other nested values are omitted.
     """
     arguments: dict[str, Scalar] = {}
     for item in split_items(text):
         name, separator, value = _split_item(item)
         if not separator or not re.fullmatch(r"[A-Za-z_]\w{0,80}", name):
             continue
-        # An argument whose name hints at a secret is dropped, with its value.
+        # An argument whose name suggests a secret is dropped along with its value.
         if SECRET_NAME.search(name) or len(arguments) >= MOST_ARGUMENTS:
             continue
         _keep(arguments, name, value)
@@ -86,9 +88,9 @@ def read_arguments(text: str) -> dict[str, Scalar]:
 
 
 def split_items(text: str) -> Iterator[str]:
-    """Yield the items between the commas of the outermost level."""
+    """Yield the items separated by commas at the outermost level."""
     text = text.strip()
-    # For a call or a mapping, the text before the bracket is not part of the items.
+    # In a call or a mapping, the text before the bracket is not part of the items.
     opening = re.match(r"(?:[A-Za-z_]\w*)?[({]", text)
     begin = opening.end() if opening is not None else 0
     depth = 0
@@ -131,7 +133,7 @@ def _split_item(item: str) -> tuple[str, str, str]:
 
 
 def _keep(arguments: dict[str, Scalar], name: str, value: str) -> None:
-    """Add a value if it may be kept."""
+    """Add a value if it is allowed to be kept."""
     if value in {"True", "False"}:
         arguments[name] = value == "True"
         return
@@ -142,7 +144,7 @@ def _keep(arguments: dict[str, Scalar], name: str, value: str) -> None:
         arguments[name] = float(value) if "." in value or "e" in value else int(value)
         return
     if value.startswith("[") and value.endswith("]"):
-        # vLLM may log an option with one value as a list of one.
+        # vLLM may log an option with a single value as a list of one.
         value = value[1:-1].strip()
     if name not in TEXT_NAMES:
         return

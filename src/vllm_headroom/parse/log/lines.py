@@ -1,4 +1,4 @@
-"""Unwrap the lines of a log: remove what a container runtime or journald put around the message."""
+"""Unwrap log lines: remove what a container runtime or journald has put around the message."""
 
 import json
 import re
@@ -9,29 +9,29 @@ from typing import Any, Final
 from msgspec import Struct
 
 LONGEST_LINE_BYTES: Final = 64 * 1024
-"""The most bytes that are read of a line: vLLM's configuration takes 5 to 10 kB."""
+"""The maximum number of bytes read from a line. vLLM's configuration takes 5 to 10 kB."""
 
 MOST_LAYERS: Final = 5
-"""The number of wrappings that are removed from a line. Docker's JSON inside a CRI line inside
-journald has three wrappings.
+"""The maximum number of wrappers that are removed from a line. Docker's JSON inside a CRI line
+inside journald has three.
 """
 
 MOST_TIME_DIGITS: Final = 18
-"""The most digits of journald's time in microseconds; today's has 16."""
+"""The maximum number of digits of journald's time in microseconds; the current time has 16."""
 
 MOST_STREAMS: Final = 4
 """The number of streams for which an incomplete line is kept; a container has two streams."""
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """One line that a process logged, without the prefixes that others added."""
+    """One line logged by a process, without any prefixes that others added."""
 
     text: str
     seconds: float | None
-    """When the runtime received the line; None if it wrote no time."""
+    """When the runtime received the line; None if the runtime wrote no time."""
 
     clock: str | None
-    """The engine's own "MM-DD HH:MM:SS"; None if missing."""
+    """The engine's own time in the form "MM-DD HH:MM:SS"; None if missing."""
 
     code_line: str | None
     """The file and line of the engine's code that wrote the line; None if missing."""
@@ -39,24 +39,24 @@ class Message(Struct, frozen=True, kw_only=True):
     process: str
     pid: int | None
     has_prefix: bool
-    """Whether the engine's logger wrote the line."""
+    """Whether the line was written by the engine's logger."""
 
     engine: str = "vllm"
-    """The engine whose logger wrote the line, by the line's prefix; vLLM if there is none."""
+    """The engine whose logger wrote the line, according to its prefix; vLLM if it has none."""
 
     is_below_error: bool = False
-    """Whether the engine logged it as a warning or less."""
+    """Whether the engine logged the line at level WARNING or below."""
 
 
 class LineSplitter:
-    """Cuts a stream into lines without their ends, and keeps only the beginning of a long line."""
+    """Splits a stream into lines without line ends, and keeps only the beginning of long lines."""
 
     def __init__(self) -> None:
         self.remainder = b""
-        """The beginning of a line whose end has not come yet."""
+        """The beginning of a line whose end has not arrived yet."""
 
     def split(self, chunk: bytes) -> list[bytes]:
-        """Return the lines that end in the next chunk of the stream."""
+        """Return the lines that end within the next chunk of the stream."""
         lines = chunk.split(b"\n")
         lines[0] = self.remainder + lines[0][: LONGEST_LINE_BYTES - len(self.remainder)]
         self.remainder = lines.pop()[:LONGEST_LINE_BYTES]
@@ -64,9 +64,9 @@ class LineSplitter:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream, the last one even if it has no line end.
+    """Yield the lines of a stream, including a last line without a line end.
 
-    The function takes at most the memory of a chunk and a line.
+    Memory use is limited to one chunk and one line.
     """
     splitter = LineSplitter()
     for chunk in chunks:
@@ -75,16 +75,16 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield splitter.remainder
 
 
-# Prefixes that runtimes add to a line.
+# These are prefixes that runtimes add to a line.
 
 TIME: Final = r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d))"
-"""A time with its zone, in the formats of docker, kubelet, and journald's short-iso."""
+"""A time with its time zone, in the formats of Docker, the kubelet, and journald's short-iso."""
 
 CRI: Final = re.compile(rf"{TIME} (stdout|stderr) ([FP])(?::\S*)?(?: |$)")
-"""A line of /var/log/containers; P marks a line that continues in the next line of its stream."""
+"""A line of /var/log/containers; P marks a line that continues in the stream's next line."""
 
 TIMESTAMP: Final = re.compile(rf"{TIME} ")
-"""kubectl logs --timestamps, docker logs --timestamps."""
+"""Output of kubectl logs --timestamps and docker logs --timestamps."""
 
 KUBECTL_PREFIX: Final = re.compile(r"\[pod/[^\]\s]{1,300}\] ")
 COMPOSE_PREFIX: Final = re.compile(r"[\w.-]{1,100} +\| ?")
@@ -96,7 +96,7 @@ JOURNAL: Final = re.compile(
 ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 MESSAGE_FIELDS: Final = ("log", "MESSAGE", "message", "msg", "event")
-"""The fields of a JSON line that can hold the message: docker's, journald's and loggers'."""
+"""The fields that can hold the message in a JSON line from Docker, journald or a logger."""
 
 EXCEPTION_FIELDS: Final = ("exc_info", "exception", "stack_trace")
 TIME_FIELDS: Final = ("time", "timestamp", "@timestamp", "asctime", "ts")
@@ -107,25 +107,25 @@ PROCESS_NAME: Final = re.compile(
     r"[A-Za-z]{0,20}(?:Server|Core|Worker|Process|Wrapper|Actor|Engine|Coordinator|Scheduler|Client)"
     r"[A-Za-z]{0,10}(?:[_-](?:[A-Z]{2,4})?\d{1,5}){0,8}"
 )
-"""The name of an engine's process; any other text in its place may be anything."""
+"""The name of an engine's process; any other text in this position may be anything."""
 
 LEVELS_BELOW_ERROR: Final = frozenset({"DEBUG", "INFO", "WARNING", "WARN"})
-"""The levels of what an engine logs and survives."""
+"""The levels of messages that an engine survives."""
 
-# Prefixes that engines add to a message.
+# These are prefixes that engines add to a message.
 
 LABEL: Final = r"\(([A-Za-z][\w.:-]{0,60})(?: rank=\d+)?(?: pid=(\d+))(?:, ip=[\w.:]+)?\) ?"
-"""The name of a process and its PID; Ray adds an address."""
+"""The name of a process and its pid; Ray adds an address."""
 
 LEVEL: Final = (
     r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?"
     r" \[?([\w./<>-]{1,200}:\d{1,7})\] ?"
 )
-"""vLLM's prefix: since 0.8 "[file:line]", before "file:line]"."""
+"""vLLM's prefix: "[file:line]" since 0.8, and "file:line]" before that."""
 
 VLLM: Final = re.compile(rf"(?:{LABEL})*(?:{LEVEL})?")
 LEVEL_LATER: Final = re.compile(rf"[^'\"{{}}]{{1,300}}?(?:{LABEL})?{LEVEL}")
-"""A prefix after other text without quotes, such as a progress bar or an operator's own prefix.
+"""A prefix that follows other unquoted text, such as a progress bar or an operator's own prefix.
 Prompts are always quoted, so a prompt cannot forge a prefix.
 """
 
@@ -139,30 +139,30 @@ TENSORRT: Final = re.compile(
 
 
 class LineReader:
-    """Unwraps lines one by one, and joins lines that a runtime had split."""
+    """Unwraps lines one by one, and joins lines that a runtime has split."""
 
     def __init__(self) -> None:
         self._incomplete: dict[str, str] = {}
 
     def read(self, line: bytes) -> Iterator[Message]:
-        """Yield the messages of a line: none, one, or several if the line wraps several."""
+        """Yield the messages in a line: none, one, or several if the line wraps several."""
         text = line[:LONGEST_LINE_BYTES].decode("utf-8", "replace")
         yield from self._unwrap(text, None, None, MOST_LAYERS)
 
     def _unwrap(
         self, text: str, seconds: float | None, process: str | None, layers: int
     ) -> Iterator[Message]:
-        """Remove one wrapping of a text, then the next; yield the messages at the end."""
+        """Remove the wrappers of a text one after another, and yield the messages inside."""
         if "\n" in text or "\r" in text:
             # A progress bar ends each update with a carriage return.
             for part in re.split(r"[\r\n]+", text):
                 if part:
                     yield from self._unwrap(part, seconds, process, layers)
             return
-        # Colour codes of a terminal may be in the middle of words.
+        # A terminal's colour codes may be in the middle of words.
         if "\x1b" in text:
             text = ANSI.sub("", text)
-        # The number of wrappings is bounded, because a text could be wrapped many times.
+        # The number of wrappers is bounded, because a text could be wrapped many times.
         if layers and text:
             unwrapped = self._remove_wrapping(text, seconds, process)
             if unwrapped is not None:
@@ -174,12 +174,12 @@ class LineReader:
     def _remove_wrapping(
         self, text: str, seconds: float | None, process: str | None
     ) -> list[tuple[str, float | None, str | None]] | None:
-        """Return the texts inside a wrapping with their time; None if there is no wrapping.
+        """Return the texts inside a wrapper with their times; None if there is no wrapper.
 
-        The list is empty for an incomplete line, which is kept until its end comes.
+        The list is empty for an incomplete line, which is kept until its end arrives.
         """
-        # The first character rules out most formats, which saves time because a day of logs has
-        # millions of lines.
+        # The first character rules out most formats, which saves time: a day of logs has millions
+        # of lines.
         beginning = text[0]
         if beginning == "{":
             return self._read_json(text, seconds, process)
@@ -187,7 +187,8 @@ class LineReader:
             match = CRI.match(text)
             if match is not None:
                 moment, stream, tag = match.groups()
-                # The runtime splits long lines: a part has the tag P, the last part has F.
+                # The runtime splits long lines: the last part has the tag F, all earlier parts have
+                # P.
                 inner = self._join(stream, text[match.end() :], is_complete=tag == "F")
                 return [] if inner is None else [(inner, read_time(moment), process)]
             match = JOURNAL.match(text)
@@ -206,7 +207,7 @@ class LineReader:
     def _read_json(
         self, text: str, seconds: float | None, process: str | None
     ) -> list[tuple[str, float | None, str | None]] | None:
-        """Return the texts of a JSON line; None if it is not JSON."""
+        """Return the texts in a JSON line; None if it is not JSON."""
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
@@ -219,13 +220,13 @@ class LineReader:
         moment = _find_text(document, TIME_FIELDS)
         if moment is not None:
             seconds = read_time(moment) or seconds
-        # journalctl --output=json: its time is better than the one in the message.
+        # For journalctl --output=json, this time is more reliable than the one in the message.
         if "__REALTIME_TIMESTAMP" in document:
             seconds = _read_microseconds(document["__REALTIME_TIMESTAMP"]) or seconds
         name = _find_text(document, PROCESS_FIELDS)
         if name is not None and PROCESS_NAME.fullmatch(name):
             process = name
-        # Docker's JSON: a line that Docker split has no line end.
+        # In Docker's JSON, a line that Docker has split does not end in a line break.
         if "stream" in document and "log" in document:
             joined = self._join(
                 str(document["stream"]), message, is_complete=message.endswith("\n")
@@ -234,7 +235,7 @@ class LineReader:
         texts = [message]
         exception = _find_text(document, EXCEPTION_FIELDS)
         level = _find_text(document, LEVEL_FIELDS) or ""
-        # An exception of a warning was caught.
+        # An exception logged as a warning was caught.
         if exception is not None and level.upper() not in LEVELS_BELOW_ERROR:
             texts.append(exception)
         return [(inner, seconds, process) for inner in texts]
@@ -250,7 +251,7 @@ class LineReader:
 
 
 def read_prefix(text: str, seconds: float | None, process: str | None) -> Message:
-    """Return the message after the engine's own prefix."""
+    """Return the message that follows the engine's own prefix."""
     clock = None
     code_line = None
     name = process or ""
@@ -259,7 +260,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
     is_below_error = False
     engine = "vllm"
     match = VLLM.match(text)
-    # The prefix may come later: after a progress bar, or an operator's own prefix.
+    # The prefix may follow a progress bar, or an operator's own prefix.
     if match is not None and match.lastindex is None and ".py:" in text:
         match = LEVEL_LATER.match(text)
     if match is not None and match.lastindex is not None:
@@ -301,10 +302,10 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
 
 
 def read_time(text: str | None) -> float | None:
-    """Return the seconds since the epoch of a time with its zone; None for any other text."""
+    """Return a time with its time zone as seconds since the epoch; None for any other text."""
     if text is None:
         return None
-    # Python reads six digits of a second, docker writes nine.
+    # Python reads six decimal digits of a second, but Docker writes nine.
     text = re.sub(r"([.,]\d{6})\d+", r"\1", text.replace(",", "."))
     try:
         moment = datetime.fromisoformat(text)
@@ -314,7 +315,7 @@ def read_time(text: str | None) -> float | None:
 
 
 def _find_text(document: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return the first of the fields that holds a text; None if no field does."""
+    """Return the first of the fields that contains text; None if no field does."""
     for name in names:
         value = document.get(name)
         if isinstance(value, str):
@@ -323,7 +324,7 @@ def _find_text(document: dict[str, Any], names: Iterable[str]) -> str | None:
 
 
 def _read_microseconds(text: object) -> float | None:
-    """Return the seconds of journald's time; None for any other value."""
+    """Return journald's time in seconds; None for any other value."""
     if (
         isinstance(text, str)
         and text.isascii()

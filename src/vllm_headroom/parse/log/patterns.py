@@ -1,6 +1,6 @@
-"""The lines of engines' logs that carry facts: a table of figures and a table of failures.
+"""The log lines of engines that carry facts: a table of figures and a table of failures.
 
-The wording and the versions are those of the releases of vLLM (vllm/worker/worker.py,
+The wording and the versions are taken from the releases of vLLM (vllm/worker/worker.py,
 vllm/v1/worker, vllm/v1/core/kv_cache_utils.py, vllm/v1/executor), SGLang and TensorRT-LLM.
 """
 
@@ -16,7 +16,7 @@ COUNT: Final = 1
 PERCENT: Final = 0.01
 
 NUMBER: Final = r"(-?\d[\d,]{0,18}(?:\.\d{1,12})?)"
-"""A figure; thousands may be separated by commas."""
+"""A figure, whose thousands may be separated by commas."""
 
 
 class LinePattern(Struct, frozen=True, kw_only=True):
@@ -24,21 +24,21 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     name: str
     pattern: re.Pattern[str]
-    """Matched at the beginning of the message, so that text inside another line cannot match."""
+    """Matched at the beginning of the message, so that text within another line cannot match."""
 
     since: str
-    """The first version of the engine that writes this line."""
+    """The first engine version that writes this line."""
 
     until: str | None = None
-    """The last version that writes this line; None if the newest version does."""
+    """The last engine version that writes this line; None if the newest version still does."""
 
     figures: tuple[tuple[str, float], ...] = ()
-    """For each group of the pattern, the field that it fills and the factor to bytes; the factor is
-    1 if the figure is not a size. If two groups fill one field, their values are added.
+    """For each group of the pattern, the field that it fills and the factor to bytes. The factor is
+    1 if the figure is not a size. If two groups fill the same field, their values are added.
     """
 
     text: str | None = None
-    """The field of the last group, if that group is a text."""
+    """The field filled by the last group, if that group is text."""
 
     kind: LogEventKind = LogEventKind.FIGURES
     phase: StartPhase | None = None
@@ -46,11 +46,12 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     remark: LogRemarkKind | None = None
     is_least: bool = False
-    """Whether the smallest figure of several such lines of a process counts, instead of the newest.
+    """Whether the smallest figure is kept if a process writes several such lines, instead of the
+    newest.
     """
 
     is_part: bool = False
-    """Whether the figures of several such lines of a process add up."""
+    """Whether the figures of several such lines from the same process are added up."""
 
 
 def _line(
@@ -70,7 +71,7 @@ _KV_CACHE_ADVICE: Final = (
     r"(?: Replace gpu_memory_utilization config with `--kv-cache-memory=<N>` \(\S{1,20} GiB\) to"
     r" fit into requested memory, or `--kv-cache-memory=<N>`)?"
 )
-"""The lines that follow the sizes of a successful start."""
+"""The rest of the line that follows the sizes of a successful start."""
 
 VLLM_LINES: Final = (
     # Loading.
@@ -384,7 +385,7 @@ VLLM_LINES: Final = (
         "0.6",
         kind=LogEventKind.STOP,
     ),
-    # Warnings that matter for memory.
+    # Warnings that are relevant to memory.
     _line(
         "preempted",
         r"Sequence group \S{1,80} is preempted by PreemptionMode\.RECOMPUTE",
@@ -530,7 +531,7 @@ SGLANG_LINES: Final = (
         remark=LogRemarkKind.PREEMPTION,
     ),
 )
-"""SGLang's lines; SGLang writes GB for GiB."""
+"""SGLang's lines; SGLang writes GB where it means GiB."""
 
 TENSORRT_LINES: Final = (
     _line(
@@ -601,7 +602,7 @@ LINES: Final = (*VLLM_LINES, *SGLANG_LINES, *TENSORRT_LINES)
 
 
 class FailurePattern(Struct, frozen=True, kw_only=True):
-    """A line or an exception's message that names a failure."""
+    """A line, or an exception's message, that reports a failure."""
 
     kind: LogFailureKind
     pattern: re.Pattern[str]
@@ -610,7 +611,7 @@ class FailurePattern(Struct, frozen=True, kw_only=True):
     since: str
     figures: tuple[tuple[str, float], ...] = ()
     exceptions: tuple[str, ...] = ()
-    """The exceptions that may carry the message; () if the message may stand alone too."""
+    """The exceptions that may carry the message; () if it may also appear without an exception."""
 
 
 def _failure(
@@ -620,7 +621,7 @@ def _failure(
     *figures: tuple[str, float],
     exceptions: tuple[str, ...] = (),
 ) -> FailurePattern:
-    """Return a pattern of a failure; `<N>` is a number, `since` the first release with it."""
+    """Return a failure pattern; `<N>` is a number, `since` the first release with the message."""
     text = pattern.replace("<N>", NUMBER)
     return FailurePattern(
         kind=kind,
@@ -634,7 +635,7 @@ def _failure(
 _KIND: Final = LogFailureKind
 
 INVALID_OPTION: Final = "Value error, "
-"""The words that pydantic puts before the message of a configuration that vLLM refuses."""
+"""The words that pydantic prepends to the message about a configuration that vLLM refuses."""
 
 FAILURES: Final = (
     _failure(_KIND.GPU_OUT_OF_MEMORY, r"(?:CUDA|HIP|XPU|NPU) out of memory\b(?! occurred)"),
@@ -829,7 +830,7 @@ FAILURES: Final = (
         r" allocate <N> [KMG]iB"
         r"|Cannot allocate memory|Not enough host memory )",
     ),
-    # The CPU backend, whose memory is the host's.
+    # This is the CPU backend, whose memory is host memory.
     _failure(
         _KIND.HOST_OUT_OF_MEMORY,
         r"(?:Available memory on node \d+ \([\d.]+/[\d.]+ GiB\) on (?:startup|kv cache"
@@ -898,24 +899,24 @@ FAILURES: Final = (
         r" failed|MQLLMEngine terminated|Executor failed|cancelled$)",
     ),
 )
-"""Failures in the order in which they are tried."""
+"""Failure patterns, in the order in which they are tried."""
 
 
 Pattern = TypeVar("Pattern", LinePattern, FailurePattern)
 
 HEAD_CHARACTERS: Final = 2
-"""The number of a line's first characters that choose the few patterns to compare the line with."""
+"""The number of a line's first characters that select the few patterns to compare it with."""
 
 
 def list_heads(pattern: str) -> set[str]:
-    """Return the first two characters of each line that a pattern can match.
+    """Return the first two characters of every line that a pattern can match.
 
-    The set has "" if a line may begin with any characters. Raises ValueError for a pattern whose
-    parentheses do not match.
+    The set contains "" if a line may begin with any characters. Raises ValueError for a pattern
+    whose parentheses do not match.
     """
     if pattern.startswith("(?:"):
         end = _find_group_end(pattern)
-        # The heads of all alternatives, each followed by the text after the group.
+        # Collect the heads of all alternatives, each followed by the text after the group.
         heads = set()
         for alternative in _split_alternatives(pattern[3:end]):
             heads |= list_heads(alternative + pattern[end + 1 :].removeprefix("?"))
@@ -924,7 +925,7 @@ def list_heads(pattern: str) -> set[str]:
         return heads
     head = ""
     position = 0
-    # The loop runs until the head is as long as the table's keys.
+    # The loop runs until the head is as long as the keys of the table.
     while len(head) < HEAD_CHARACTERS:
         character = pattern[position : position + 1]
         following = pattern[position + 1 : position + 2]
@@ -941,9 +942,9 @@ def list_heads(pattern: str) -> set[str]:
 
 
 def _find_group_end(pattern: str) -> int:
-    """Return the position of the bracket that ends the group at the beginning.
+    """Return the position of the bracket that closes the group at the beginning.
 
-    Raises ValueError if the group does not end, which is a mistake in the table.
+    Raises ValueError if the group is not closed, which is a mistake in the table.
     """
     depth = 0
     for position, character in enumerate(pattern):
@@ -986,7 +987,7 @@ LINES_BY_HEAD: Final = _index(LINES)
 FAILURES_BY_HEAD: Final = _index(FAILURES)
 
 ANY_HEAD: Final = ""
-"""The key of the patterns that can begin with anything."""
+"""The key for patterns that can begin with anything."""
 
 FAILURE_HINT: Final = re.compile(
     r"NCCL|SIGKILL|signal 9|OOM|Killed|killed|Failed core|exit code -9|code 137|Code: +137"

@@ -1,4 +1,4 @@
-"""Records of an engine's starts, read from its log line by line."""
+"""Records of an engine's starts, read line by line from its log."""
 
 import re
 from collections import deque
@@ -33,26 +33,28 @@ from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind, StartPhase
 
 MOST_STARTS: Final = 64
-"""The number of newest starts that are kept: a crash loop repeats itself."""
+"""The number of newest starts that are kept. More are not needed, because a crash loop repeats
+itself.
+"""
 
 MOST_PROCESSES: Final = 256
-"""The number of processes that are kept of a start; the largest engines have 128 GPUs."""
+"""The maximum number of processes kept per start; the largest engines have 128 GPUs."""
 
 MOST_FAILURES: Final = 32
-"""The number of earliest failures that are kept of a start: later failures are consequences."""
+"""The number of earliest failures kept per start; later failures are consequences of them."""
 
 MOST_EVENTS: Final = 64
-"""The number of newest events that are kept of a start: a minute has 6 lines of load."""
+"""The number of newest events kept per start; an engine logs its load 6 times per minute."""
 
 MOST_FRAMES: Final = 3
-"""The number of innermost frames that are kept of a traceback."""
+"""The number of innermost frames kept per traceback."""
 
 LARGEST_FIGURE: Final = 2.0**60
-"""A figure above this, an exbibyte, cannot be an engine's."""
+"""A figure above this (one exbibyte) cannot come from an engine."""
 
 SURVIVING_LOADS: Final = 2
 """An engine has survived a failure if this many load reports after the failure show generation. The
-first report after a crash still covers seconds before the crash.
+first report after a crash still covers some seconds before the crash.
 """
 
 PHASES: Final = list(StartPhase)
@@ -73,7 +75,7 @@ EXCEPTION: Final = re.compile(
     r"(?:: ?(.*))?$"
 )
 TRACEBACK_AFTER: Final = "exception: Traceback (most recent call last):"
-"""The beginning of SGLang's tracebacks, which follows a sentence in the same line."""
+"""The beginning of a traceback from SGLang, which follows a sentence on the same line."""
 
 REQUEST: Final = re.compile(
     r"(?:Received request|Generated response|Added request|Aborted request|Request \S+ "
@@ -104,7 +106,7 @@ REFUSAL_GPU: Final = re.compile(r"\bGPU (\d{1,3})\b")
 
 
 class LogReader:
-    """Reads a log line by line; feeding a line returns its events. `start` is the record so far."""
+    """Reads a log line by line, returning each line's events. `start` is the record so far."""
 
     def __init__(self) -> None:
         self._lines = LineReader()
@@ -112,15 +114,15 @@ class LogReader:
         self.line_count = 0
         self.start_count = 0
         self.finished: deque[EngineStart] = deque(maxlen=MOST_STARTS)
-        """The records of earlier starts, the newest last."""
+        """The records of earlier starts, with the newest last."""
 
     @property
     def start(self) -> EngineStart | None:
-        """Return the record of the newest start; None before the first line of an engine."""
+        """Return the record of the newest start; None before the first line from an engine."""
         return None if self._builder is None else self._builder.build(is_followed=False)
 
     def feed(self, line: bytes) -> tuple[LogEvent, ...]:
-        """Read one line and return the events in it."""
+        """Read one line and return its events."""
         self.line_count += 1
         events: list[LogEvent] = []
         for message in self._lines.read(line):
@@ -128,7 +130,7 @@ class LogReader:
         return tuple(events)
 
     def _read_message(self, message: Message) -> list[LogEvent]:
-        """Return the events of a message; empty before a start and for lines about requests."""
+        """Return a message's events; empty before the first start, and for lines about requests."""
         text = message.text
         if not text or REQUEST.match(text):
             return []
@@ -143,10 +145,10 @@ class LogReader:
         return self._builder.read(message, self.line_count)
 
     def _read_begin(self, message: Message) -> list[LogEvent] | None:
-        """Return the events of a line that begins a start or describes it; None for other lines."""
+        """Return the events of a line that begins or describes a start; None for other lines."""
         text = message.text
         beginning = text.lstrip()[:1]
-        # The banner is drawn with block elements: its lines begin with one.
+        # The banner is drawn with block elements, so each of its lines begins with one.
         if beginning in "▀▁▂▃▄▅▆▇█▉▊▋▌▍▎▏▐░▒▓▔▕▖▗▘▙▚▛▜▝▞▟" and beginning:
             match = BANNER_VERSION.match(text)
             if match is not None:
@@ -177,7 +179,7 @@ class LogReader:
                 return [builder.note(LogEventKind.START, message, self.line_count)]
         if text.startswith("TensorRT-LLM version:"):
             match = TENSORRT_VERSION.match(text)
-            # Each rank writes this line.
+            # Every rank writes this line.
             is_first = self._builder is None or self._builder.has_progressed()
             if match is not None and is_first:
                 begun = self._begin("tensorrt_llm", message)
@@ -186,9 +188,9 @@ class LogReader:
         return None
 
     def _begin_server(self, engine: str, version: str, message: Message) -> list[LogEvent]:
-        """Begin a start with the server's first line.
+        """Begin a start with the first line of the server.
 
-        Each of several API servers writes such a line.
+        If there are several API servers, each writes such a line.
         """
         builder = self._builder
         is_another = re.match(r"ApiServer_\d", message.process) is not None
@@ -199,9 +201,9 @@ class LogReader:
         return [builder.note(LogEventKind.START, message, self.line_count)]
 
     def _begin_engine(self, version: str, config: str, message: Message) -> list[LogEvent]:
-        """Add the configuration of an engine; begin a start if no server has begun it."""
+        """Add an engine's configuration; begin a start if no server has done so."""
         builder = self._builder
-        # A second configuration of the same process is another start without a banner.
+        # A second configuration from the same process indicates another start without a banner.
         is_same_process = builder is not None and (message.process, message.pid) in builder.engines
         kind = LogEventKind.ARGUMENTS
         if builder is None or is_same_process or builder.has_ended():
@@ -234,7 +236,7 @@ def read_log(chunks: Iterable[bytes]) -> EngineLog:
 
 
 class _StartBuilder:
-    """Collects the facts in the lines of one start."""
+    """Collects the facts from the lines of one start."""
 
     def __init__(self, engine: str, line_number: int, time: LogTime) -> None:
         self.engine = engine
@@ -255,14 +257,14 @@ class _StartBuilder:
         self._remarks: dict[LogRemarkKind, LogRemark] = {}
         self._frames: dict[str, list[LogFrame]] = {}
         self._traceback_key = ""
-        """The process whose traceback began last."""
+        """The process that most recently began a traceback."""
         self._phase = StartPhase.BEGINNING
         self._loads_since_failure = 0
         self._is_stopped = False
         self._events: deque[LogEvent] = deque(maxlen=MOST_EVENTS)
 
     def has_progressed(self) -> bool:
-        """Return whether the start is beyond its first lines."""
+        """Return whether the start has got beyond its first lines."""
         return bool(self.engines or self._figures or self._failures)
 
     def has_ended(self) -> bool:
@@ -270,16 +272,16 @@ class _StartBuilder:
         return bool(self._failures or self._is_stopped or self._phase is StartPhase.SERVING)
 
     def set_model(self, model: str) -> None:
-        """Set the model from the banner, unless the model's text may hide a secret."""
+        """Set the model from the banner, unless its text may contain a secret."""
         if PLAIN_TEXT.fullmatch(model) and not LIKE_A_SECRET.search(model):
             self._model = model
 
     def add_arguments(self, arguments: dict[str, Scalar]) -> None:
-        """Add the options of the command line."""
+        """Add the command-line options."""
         self._arguments |= arguments
 
     def add_config(self, config: dict[str, Scalar]) -> None:
-        """Add the configuration of an engine; of several engines the first counts."""
+        """Add an engine's configuration; of several engines, the first takes precedence."""
         for name, value in config.items():
             self._config.setdefault(name, value)
 
@@ -316,9 +318,10 @@ class _StartBuilder:
         """Read a line that does not begin a start."""
         self._touch(message, line_number)
         text = message.text.lstrip()
-        # Tracebacks of several processes are mixed in one log: frames are kept by process.
+        # Tracebacks of several processes are interleaved in one log, so frames are kept per
+        # process.
         key = self._find_process(message)
-        # SGLang writes the process before the first line of a traceback only.
+        # SGLang writes the process only in front of a traceback's first line.
         if not key and "" not in self._frames and not message.has_prefix:
             key = self._traceback_key
         if text.startswith('File "'):
@@ -336,13 +339,14 @@ class _StartBuilder:
             match = pattern.pattern.match(text)
             if match is not None:
                 return self._add_figures(pattern, match, message, key, line_number)
-        # A traceback's own lines are indented; an exception is not, but in pydantic's report.
+        # A traceback's own lines are indented. An exception is not, except in pydantic's report.
         exception = EXCEPTION.match(text)
         if exception is not None:
             return self._add_exception(exception, message, key, line_number)
-        # A failure without an exception, such as the driver's or the kernel's.
+        # Failures without an exception come from the driver or the kernel, for example.
         failure_pattern, match = _find_failure(text, None)
-        # The messages of refused options are many; a request's may be refused too, but later.
+        # Options are refused with many different messages. Requests may also be refused, but only
+        # later.
         if match is None and is_option_refused and self._phase is StartPhase.BEGINNING:
             failure_pattern, match = _find_failure(INVALID_OPTION, None)
         if failure_pattern is None or match is None:
@@ -350,7 +354,7 @@ class _StartBuilder:
         return self._add_failure(failure_pattern, match, message, key, line_number, exception=None)
 
     def _find_process(self, message: Message) -> str:
-        """Return the key of the process that wrote a line; its name may become known later."""
+        """Return the key of the process that wrote a line; its name may only become known later."""
         key = message.process if message.pid is None else str(message.pid)
         if key not in self._names and len(self._names) >= MOST_PROCESSES:
             return ""
@@ -359,7 +363,7 @@ class _StartBuilder:
         return key
 
     def _add_frame(self, key: str, text: str) -> None:
-        """Add a line of a traceback to its process's frames, if it is of the engine's code."""
+        """Add a traceback's line to the frames of its process, if it is in the engine's code."""
         match = FRAME.match(text)
         file = None if match is None else ENGINE_FILE.search(match[1])
         frames = self._frames.get(key)
@@ -376,16 +380,16 @@ class _StartBuilder:
         key: str,
         line_number: int,
     ) -> list[LogEvent]:
-        """Keep the figures, phase and remark of a line that fits a pattern; return its event."""
+        """Keep the figures, phase and remark of a line that matches a pattern; return its event."""
         figures = _read_figures(pattern.figures, match)
         kind = pattern.kind
         if kind is LogEventKind.LOAD:
             self._count_load(figures)
         elif kind is LogEventKind.SERVING:
-            # An engine that comes to serve has survived whatever was logged before.
+            # An engine that starts to serve has survived whatever was logged before.
             self._failures.clear()
         elif kind is LogEventKind.STOP:
-            # A stop after a failure is a consequence of the failure.
+            # A shutdown after a failure is a consequence of the failure.
             if self._failures:
                 return []
             self._is_stopped = True
@@ -405,7 +409,7 @@ class _StartBuilder:
     ) -> None:
         """Keep a line's figures for its process.
 
-        The newest figure counts, or the smallest if `pattern` says so.
+        The newest figure is kept, or the smallest if `pattern` requires it.
         """
         process_figures = self._figures.setdefault(key, {})
         lines = self._figure_lines.setdefault(key, {})
@@ -422,7 +426,7 @@ class _StartBuilder:
             lines[field] = line_number
 
     def _count_load(self, figures: dict[str, float]) -> None:
-        """Forget failures that the engine has survived, because it generates tokens after them."""
+        """Discard failures that the engine has survived, as it has generated tokens since."""
         if not self._failures or not figures.get("generation_tokens_per_second"):
             return
         self._loads_since_failure += 1
@@ -447,11 +451,11 @@ class _StartBuilder:
         name = exception[2]
         text = exception[3] or ""
         pattern, match = _find_failure(text, name)
-        # An exception without a traceback may be a quotation, so only known messages count.
+        # An exception without a traceback may be a quotation, so only known messages are accepted.
         if pattern is None and key not in self._frames:
             return []
-        # These exceptions end a process on request. Below the level ERROR, vLLM has caught the
-        # exception: it logs a missing module in this way.
+        # These exceptions end a process on request. If the level is below ERROR, vLLM has caught
+        # the exception, as when it logs a missing module.
         is_end_on_request = name in {"SystemExit", "KeyboardInterrupt", "CancelledError"}
         if is_end_on_request or message.is_below_error:
             self._frames.pop(key, None)
@@ -477,7 +481,7 @@ class _StartBuilder:
             figures = _read_figures(pattern.figures, match)
             if kind is LogFailureKind.GPU_OUT_OF_MEMORY:
                 refusal = read_refusal(match.string[match.start() :])
-        # These exceptions name the consequence in the server, not the cause in the engine core.
+        # These exceptions indicate the consequence in the server, not the cause in the engine core.
         if exception in {"EngineDeadError", "AsyncEngineDeadError", "BrokenPipeError"}:
             kind = LogFailureKind.ENGINE_DIED
         failure = LogFailure(
@@ -492,7 +496,7 @@ class _StartBuilder:
             refusal=refusal,
             figures=figures,
         )
-        # Often each process that sees a failure logs it.
+        # A failure is often logged by every process that observes it.
         is_repeated = any(
             earlier.kind is kind and earlier.refusal == refusal and earlier.figures == figures
             for earlier in self._failures
@@ -505,10 +509,11 @@ class _StartBuilder:
         ]
 
     def build(self, *, is_followed: bool) -> EngineStart:
-        """Return the record."""
+        """Return the record of the start."""
         model = self._model
         for arguments in (self._arguments, self._config):
-            # The first of these names that is set counts, because each engine uses another name.
+            # The first of these names that is set is used, because each engine uses a different
+            # name.
             for name in ("model", "model_tag", "model_path"):
                 if model is None and isinstance(arguments.get(name), str):
                     model = str(arguments[name])
@@ -532,7 +537,7 @@ class _StartBuilder:
         )
 
     def _build_process(self, key: str) -> ProcessFigures:
-        """Return the figures of one process, each with the number of its log line."""
+        """Return the figures of one process, each with the line number in the log."""
         figures: dict[str, Any] = {}
         for field, value in self._figures[key].items():
             if field in ProcessFigures.__struct_fields__:
@@ -548,7 +553,7 @@ class _StartBuilder:
 
 
 def _read_figures(fields: tuple[tuple[str, float], ...], match: re.Match[str]) -> dict[str, float]:
-    """Return the figures of a line; a figure that is missing or absurd is left out."""
+    """Return the figures in a line, omitting those that are missing or absurd."""
     figures: dict[str, float] = {}
     for (field, unit), text in zip(fields, match.groups(), strict=False):
         if text is None:
@@ -560,19 +565,19 @@ def _read_figures(fields: tuple[tuple[str, float], ...], match: re.Match[str]) -
 
 
 def read_refusal(text: str) -> Refusal:
-    """Return the figures of torch's message on a refused allocation."""
+    """Return the figures in torch's message about a refused allocation."""
     sizes: dict[str, int] = {}
     for field, pattern in REFUSAL_SIZES:
         size_bytes = _read_size(pattern.search(text))
         if size_bytes is not None:
             sizes[field] = size_bytes
-    # torch reports reserved and used memory; the difference is its cache.
+    # torch reports reserved and allocated memory; the difference is its cache.
     reserved_bytes = _read_size(RESERVED.search(text))
     if reserved_bytes is not None and "allocated_bytes" in sizes:
         sizes["cached_bytes"] = max(0, reserved_bytes - sizes["allocated_bytes"])
     other_bytes = [_read_size(match) or 0 for match in OTHER_PROCESS.finditer(text)]
-    # In a container, the driver's PIDs are not torch's PIDs, so the process itself is then one of
-    # the "others".
+    # In a container, the driver's pids differ from torch's, so the process itself is listed as one
+    # of the "others".
     if other_bytes and "process_bytes" not in sizes:
         largest_bytes = max(other_bytes)
         if largest_bytes >= sizes.get("allocated_bytes", 0):
@@ -585,7 +590,7 @@ def read_refusal(text: str) -> Refusal:
 
 
 def _read_size(match: re.Match[str] | None) -> int | None:
-    """Return the bytes of a size in torch's format; None if there is none."""
+    """Return a size in torch's format as bytes; None if there is none."""
     if match is None:
         return None
     number, unit = [group for group in match.groups() if group is not None]
@@ -599,9 +604,9 @@ def _read_size(match: re.Match[str] | None) -> int | None:
 def _find_failure(
     text: str, exception: str | None
 ) -> tuple[FailurePattern, re.Match[str]] | tuple[None, None]:
-    """Return the pattern that a message fits, with its match; (None, None) if it fits none."""
+    """Return the pattern that a message matches, with the match; (None, None) if there is none."""
     patterns = FAILURES_BY_HEAD.get(text[:HEAD_CHARACTERS], ())
-    # The hint is a cheap check: most lines lack it and are not compared with every pattern.
+    # The hint is a cheap check: most lines lack it and need not be compared with every pattern.
     if exception is not None or FAILURE_HINT.search(text):
         patterns += FAILURES_BY_HEAD[ANY_HEAD]
     for pattern in patterns:
@@ -614,7 +619,7 @@ def _find_failure(
 
 
 def _is_failure(text: str) -> bool:
-    """Return whether a line without an engine's prefix names a failure."""
+    """Return whether a line without an engine's prefix reports a failure."""
     exception = EXCEPTION.match(text)
     if exception is not None:
         text = exception[3] or ""
@@ -626,6 +631,6 @@ def _read_time(message: Message) -> LogTime:
 
 
 def _clean(version: str) -> str | None:
-    """Return the part of a text that is a version."""
+    """Return the part of a text that is a version number."""
     match = re.match(r"\d{1,4}\.\d{1,4}[\w.+-]{0,40}", version)
     return None if match is None else match[0]

@@ -23,8 +23,8 @@ PROFILES: Final[tuple[Profile, ...]] = (
     APHRODITE,
     DYNAMO,
 )
-"""Every supported engine; a new one is added here.
+"""Every supported engine; add new ones here.
 
-The first profile with matching series reads the page. Dynamo is last, because the engine inside it
-may export its series on the same page.
+The page is read with the first profile that has matching series. Dynamo is last, because the engine
+inside it may export its own series on the same page.
 """

@@ -1,11 +1,11 @@
-"""llama.cpp's server, with --metrics."""
+"""The llama.cpp server, run with --metrics."""
 
 from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 
 _ALL_PROMPTS: Final = "prompt_tokens_total+prompt_tokens_cached_total"
-"""Computed plus cached tokens; before 2026 the page has only the first."""
+"""Computed plus cached tokens; before 2026, the page has only the computed ones."""
 
 LLAMA_CPP: Final = Profile(
     name="llama_cpp",
@@ -26,7 +26,7 @@ LLAMA_CPP: Final = Profile(
     facts=(
         Fact("running", ("requests_processing",)),
         Fact("waiting", ("requests_deferred",)),
-        # llama.cpp has this series until ggml-org/llama.cpp#13660.
+        # llama.cpp exported this series until ggml-org/llama.cpp#13660.
         Fact("kv_used_ratio", ("kv_cache_usage_ratio",), combine=Combine.MEAN),
         Fact("kv_used_tokens", ("kv_cache_tokens",)),
         Fact("prompt_tokens_total", (_ALL_PROMPTS, "prompt_tokens_total")),

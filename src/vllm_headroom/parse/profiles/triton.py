@@ -1,4 +1,4 @@
-"""Triton with TensorRT-LLM's backend."""
+"""Triton with the TensorRT-LLM backend."""
 
 from typing import Final
 

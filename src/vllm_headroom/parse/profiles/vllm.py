@@ -1,4 +1,4 @@
-"""vLLM 0.4 and newer, V0 and V1, with Aphrodite."""
+"""vLLM 0.4 and newer, V0 and V1, and Aphrodite."""
 
 from typing import Final
 
@@ -12,7 +12,7 @@ _INFO: Final = ("cache_config_info",)
 
 
 def _counter(field: str, *names: str) -> Fact:
-    """Accept each name also without `_total`, because Ray exports counters so."""
+    """Also accept each name without `_total`, because Ray exports counters that way."""
     families: list[str] = []
     for name in names:
         families += [f"{name}_total", name]
@@ -24,7 +24,7 @@ VLLM: Final = Profile(
     product="vLLM",
     switch="without --disable-log-stats",
     prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
-    # The page has one series per API server; one of them is true and the others are 0.
+    # The page has one series per API server; one of them has the true value, and the others are 0.
     repeat_labels=("pid",),
     replica_labels=("ReplicaId",),
     grouped_models=GROUPED_MODELS,
@@ -38,9 +38,9 @@ VLLM: Final = Profile(
         _counter("preemptions_total", "num_preemptions"),
         _counter("prompt_tokens_total", "prompt_tokens"),
         _counter("generation_tokens_total", "generation_tokens"),
-        # Steps that produced a token or finished a request.
+        # Counts steps that produced a token or finished a request.
         Fact("steps_total", ("iteration_tokens_total_count",)),
-        # The first name since 0.9.2, the second up to 0.11.2.
+        # The first name is used since 0.9.2, the second up to 0.11.2.
         Fact(
             "kv_used_ratio", ("kv_cache_usage_perc", "gpu_cache_usage_perc"), combine=Combine.MEAN
         ),
@@ -57,7 +57,7 @@ VLLM: Final = Profile(
         Fact("kv_state_block_tokens", _INFO, label="mamba_block_size", combine=Combine.SAME),
         _counter("prefix_queries_total", "prefix_cache_queries", "gpu_prefix_cache_queries"),
         _counter("prefix_hits_total", "prefix_cache_hits", "gpu_prefix_cache_hits"),
-        # V0 up to 0.9.0; -1 when prefix caching is off
+        # V0 up to 0.9.0; the value is -1 if prefix caching is off.
         Fact("prefix_hit_lifetime_ratio", ("gpu_prefix_cache_hit_rate",), combine=Combine.MEAN),
         # 0.11.1 and newer
         Fact("awake", ("engine_sleep_state",), where=("sleep_state", ("awake",))),
@@ -84,4 +84,4 @@ VLLM: Final = Profile(
 )
 
 APHRODITE: Final = replace(VLLM, name="aphrodite", product="Aphrodite", prefixes=("aphrodite:",))
-"""Aphrodite has vLLM's page with another prefix."""
+"""Aphrodite's page is the same as vLLM's, but with another prefix."""
