@@ -13,7 +13,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """A container's memory counters."""
 
     identity: str
-    """Distinguishes a container from a later container of the same name."""
+    """Distinguishes a container from a later container with the same name."""
 
     used_bytes: int
     cache_bytes: int
@@ -22,58 +22,58 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """
 
     limit_bytes: int | None
-    """The limit; None if there is none."""
+    """The memory limit; None if there is none."""
 
     oom_kills: int | None
-    """The number of processes in the container that the kernel has killed for lack of memory; None
-    if unknown.
+    """The number of processes in the container that the kernel has killed because memory ran out;
+    None if unknown.
     """
 
     swap_bytes: int | None = None
-    """Memory in swap, which is not part of `used_bytes`; None if unknown."""
+    """Swapped-out memory, which is not part of `used_bytes`; None if unknown."""
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds in which at least one task waited for memory; None if
+    """The share of the last ten seconds during which at least one task waited for memory; None if
     unknown.
     """
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
-    """The machine's memory from /proc."""
+    """The machine's memory according to /proc."""
 
     total_bytes: int
     available_bytes: int
     """Free memory plus memory that the kernel can reclaim."""
 
     swap_bytes: int = 0
-    """The size of all swap, including zram and zswap."""
+    """The total size of the swap, including zram and zswap."""
 
     swap_free_bytes: int = 0
     oom_kills: int | None = None
-    """The number of processes that the kernel has killed for lack of memory since boot; None if
+    """The number of processes that the kernel has killed since boot because memory ran out; None if
     unknown.
     """
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds in which at least one task waited for memory; None if
+    """The share of the last ten seconds during which at least one task waited for memory; None if
     unknown.
     """
 
 
 class Shm(Struct, frozen=True, kw_only=True):
-    """The size and free space of a /dev/shm."""
+    """The size and the free space of a /dev/shm."""
 
     total_bytes: int
     free_bytes: int
 
     @property
     def used_bytes(self) -> int:
-        """Return the space in use."""
+        """Return the used space."""
         return self.total_bytes - self.free_bytes
 
 
 class HostReading(Struct, frozen=True, kw_only=True):
-    """One reading of the engine's container, the machine and /dev/shm; None where not visible."""
+    """One reading of the engine's container, the machine and /dev/shm; None if not visible."""
 
     cgroup: Cgroup | None = None
     machine: MachineMemory | None = None
@@ -87,39 +87,40 @@ class HostMemory(Struct, frozen=True, kw_only=True):
     """The source of the figures."""
 
     used_bytes: int | None = None
-    """The memory that counts against the limit and that the kernel cannot reclaim."""
+    """The memory that counts against the limit and cannot be reclaimed by the kernel."""
 
     limit_bytes: int | None = None
     swap_bytes: int | None = None
-    """Memory in swap, which does not count against the limit."""
+    """Swapped-out memory, which does not count against the limit."""
 
     shm_used_bytes: int | None = None
     shm_limit_bytes: int | None = None
     oom_kills: int | None = None
-    """The number of processes that the kernel has killed for lack of memory since the container was
-    first seen.
+    """The number of processes that the kernel has killed because memory ran out, since the
+    container was first seen.
     """
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds in which at least one task waited for memory (PSI, some).
+    """The share of the last ten seconds during which at least one task waited for memory (PSI,
+    some).
     """
 
     @property
     def room_bytes(self) -> int | None:
-        """Return the memory that is left before the kernel kills a process; None if unknown."""
+        """Return the memory left until the kernel kills a process; None if unknown."""
         if self.used_bytes is None or self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes)
 
 
 class Input(Struct, frozen=True):
-    """A fact that an engine's page may offer."""
+    """A fact that an engine's page may provide."""
 
     name: str
     """The value of the label `input` of `headroom_input_available`."""
 
     metric: str | None = None
-    """The metric that exports the fact unchanged; None if no metric does."""
+    """The metric that exports the fact unchanged; None if there is no such metric."""
 
 
 def _input(name: str, metric: str | None = None) -> Input:
@@ -171,7 +172,7 @@ class EngineReading(Struct, frozen=True, kw_only=True):
 
     # The fields below are not inputs. They come from the probe, the command line or another series.
     max_num_seqs: float | None = None
-    """How many requests may run at once."""
+    """The maximum number of requests that run at once."""
 
     kv_stranded_ratio: float | None = None
     """The share of the KV cache that is in use although no request holds it."""
@@ -190,85 +191,85 @@ INPUTS: Final[Mapping[str, Input]] = {
     for field, hint in get_type_hints(EngineReading, include_extras=True).items()
     if get_origin(hint) is Annotated
 }
-"""The input of each field of EngineReading."""
+"""The input for each field of EngineReading."""
 
 
 class EnginePage(Struct, frozen=True, kw_only=True):
     """One parsed page."""
 
     profile: str
-    """The profile with which the page was read."""
+    """The profile that was used to read the page."""
 
     engines: tuple[EngineReading, ...]
     inputs: tuple[tuple[str, bool], ...]
-    """The name of every input of the profile, and whether the page offers it."""
+    """The name of each input of the profile, and whether the page offers it."""
     has_capacity_of_blocks: bool = False
-    """Whether the capacities of KV caches were computed from blocks, because the page has none in
-    tokens.
+    """Whether the capacities of the KV caches were computed from blocks, because the page does not
+    have them in tokens.
     """
 
 
 ProcessName = tuple[int, float]
-"""A process by its pid and its start time in seconds since the epoch. The pid alone is not enough,
-because pids are reused.
+"""A process, identified by its pid and its start time in seconds since the epoch. The pid alone is
+not sufficient, because pids are reused.
 """
 
 SAME_START_SECONDS: Final = 2.0
-"""Two start times that differ by at most this may belong to one process. Two programs compute them
-from the kernel's boot time, which changes when the clock is set.
+"""Two start times that differ by no more than this may belong to the same process. The two programs
+compute them from the kernel's boot time, which changes when the clock is set.
 """
 
 
 class EngineProcess(Struct, frozen=True, kw_only=True):
-    """A process of the engine, read from /proc; a field is None if unknown."""
+    """A process of the engine, as read from /proc; a field is None if unknown."""
 
     pid: int
     role: Role
     rss_bytes: int
-    """The resident memory of the process: anonymous, file and shared."""
+    """The process's resident memory: anonymous, file and shared."""
 
     started_at_seconds: float
     """When the process started, in seconds since the epoch."""
 
     since_boot_seconds: float | None = None
-    """When the process started, in seconds since the boot."""
+    """When the process started, in seconds since boot."""
 
     cpu_seconds: float | None = None
-    """The CPU time of all threads of the process."""
+    """The CPU time used by all threads of the process."""
 
     anonymous_bytes: int | None = None
-    """The private memory of the process."""
+    """The process's private memory."""
 
     file_bytes: int | None = None
-    """The mapped files of the process, which the kernel can reclaim."""
+    """The process's mapped files, which the kernel can reclaim."""
 
     state: str | None = None
     """The kernel's letter for the state of the main thread, such as R, S or D."""
 
     cpu_pressure_ratio: float | None = None
-    """The share of the last minute in which some task on the machine waited for a CPU. The value is
-    None for all processes except the engine's root server.
+    """The share of the last minute during which some task on the machine waited for a CPU; None for
+    all processes except the engine's root server.
     """
 
     wait_seconds: float | None = None
-    """For how long the newest slow request to the engine has waited. The value is None if there is
-    no slow request, and for all processes except the engine's root server.
+    """How long the newest slow request to the engine has been waiting; None if there is no slow
+    request, and for all processes except the engine's root server.
     """
 
     waiting_requests: int | None = None
-    """The number of connections on which a request has been waiting for longer than usual. The
-    value is None if the connections are not visible, and for all processes except the first server.
+    """The number of connections on which a request has been waiting for longer than usual; None if
+    the connections are not visible, and for all processes except the first server.
     """
 
     swap_bytes: int | None = None
-    """The private memory of the process that is in swap, which is not part of `rss_bytes`."""
+    """The process's swapped-out private memory, which is not part of `rss_bytes`."""
 
     shared_bytes: int | None = None
-    """The memory of the process that is in tmpfs, in a memfd, or pinned by CUDA."""
+    """The process's memory that is in tmpfs or in a memfd, or pinned by CUDA."""
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """The options that the command line of vLLM's server sets, under vLLM's names for them.
+    """The options set on the command line of vLLM's server, under the names that vLLM uses.
 
     An option is None if it is not set. Sizes without `bytes` in their name are in GiB.
     """
@@ -296,45 +297,45 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     """The path of a file that may set further options."""
 
     option_names: tuple[str, ...] = ()
-    """The names of all options that are set, in their order."""
+    """The names of all options that are set, in the order of the command line."""
 
     command: str = ""
-    """The command line, with stars in place of secrets."""
+    """The command line, with secrets replaced by stars."""
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """A part of the memory that vLLM was configured to fill."""
+    """A part of memory that vLLM was configured to fill."""
 
     part: HostPart
     role: Role | None
     """The role of the processes that hold the pool in host memory; None for a pool on a GPU."""
 
     size_bytes: int
-    """The size of the pool. Growth up to this size is no leak."""
+    """The size of the pool. Growth up to this size is not a leak."""
 
 
 class ProcessReadings(Struct, frozen=True, kw_only=True):
-    """The facts that /proc shows about the engine and all other processes."""
+    """What /proc shows about the engine and all other processes."""
 
     engine: tuple[EngineProcess, ...]
-    """The engine's processes, its first server first."""
+    """The engine's processes, starting with its first server."""
 
     visible_pids: frozenset[int]
     sees_host_pids: bool
-    """Whether this is the machine's first PID namespace, in which NVML and /proc always mean the
-    same process by a pid.
+    """Whether this is the machine's initial PID namespace, in which a pid always refers to the same
+    process in NVML and /proc.
     """
 
     ambiguous_engines: int = 0
-    """If it is unknown which visible engine is the watched one, the number of visible engines;
-    `engine` is empty then. Otherwise 0.
+    """The number of visible engines if it is unknown which of them is watched, in which case
+    `engine` is empty; otherwise 0.
     """
 
     neighbours: frozenset[ProcessName] = frozenset()
     """The root processes of all other engines."""
 
     ports: frozenset[int] = frozenset()
-    """The port on the engine's command line. If no engine is chosen, the ports of all visible
+    """The port on the engine's command line or, if no engine is chosen, the ports of all visible
     engines.
     """
 
@@ -342,18 +343,18 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """The pids of processes that an exited run of the engine left behind."""
 
     strays: frozenset[int] = frozenset()
-    """The pids of cores and workers that an engine left behind before it was observed, and of all
-    their descendants.
+    """The pids of cores and workers that an engine left behind before it was observed, including
+    all their descendants.
     """
 
     exiting: frozenset[int] = frozenset()
-    """The pids of the engine's processes that are exiting. They have no resident memory any more,
-    but the driver is still releasing their GPU memory. For a large core this takes seconds.
+    """The pids of the engine's processes that are exiting. They no longer have any resident memory,
+    but the driver is still releasing their GPU memory, which takes seconds for a large core.
     """
 
     zombies: frozenset[int] = frozenset()
-    """The pids of processes that have exited but are not reaped yet. The driver may still hold
-    their memory.
+    """The pids of processes that have exited but have not been reaped yet. The driver may still
+    hold their memory.
     """
 
     options: EngineOptions | None = None
@@ -368,12 +369,12 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
 
 
 class ServerReply(Struct, frozen=True, kw_only=True):
-    """The answers of the engine's server at `/health`, `/v1/models` and `/load`."""
+    """The server's answers at `/health`, `/v1/models` and `/load`."""
 
     answer: ServerAnswer
     requests: float | None = None
-    """The number of requests in the server, by `/load`. vLLM counts them only if it is configured
-    to.
+    """The number of requests in the server, according to `/load`. vLLM counts them only if it is
+    configured to do so.
     """
 
 
@@ -386,18 +387,18 @@ class HangSign(Enum):
 
 
 class EngineName(Struct, frozen=True, kw_only=True):
-    """The names of an engine that a daemon watches among others."""
+    """The names of an engine that a daemon watches along with others."""
 
     namespace: str | None = None
-    """The namespace of an engine in Kubernetes. It is set together with `pod`."""
+    """The engine's Kubernetes namespace. It is set together with `pod`."""
     pod: str | None = None
     container: str | None = None
-    """The name of the container; None if it is unknown."""
+    """The container's name; None if unknown."""
     unit: str | None = None
-    """The systemd unit of an engine outside Kubernetes."""
+    """The systemd unit of an engine that runs outside Kubernetes."""
     engine_url: str = ""
-    """The URL of the engine's page, without secrets. The URL is the name of an engine outside
-    Kubernetes that no unit starts.
+    """The URL of the engine's page, without secrets. It serves as the name of an engine that runs
+    outside Kubernetes and is not started by a unit.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Families of models whose KV cache is special, by their names."""
+"""Families of models with a special KV cache, recognized by their names."""
 
 import re
 from typing import Final
@@ -10,8 +10,8 @@ GROUPED_MODELS: Final = re.compile(
     r"|kimi-(?:linear|k3)|deepseek-v4|step-3\.\d|phi-?4-mini-flash|ministral-8b|phi-?3-small",
     re.IGNORECASE,
 )
-"""Families of models with several kinds of layers: some keep a window, some a state, and some every
-token. vLLM gives each kind its own group, and the groups share the blocks. So the number of blocks
-times the tokens of a block is 2 to 7 times the capacity (vLLM 0.19, v1/core/kv_cache_utils.py,
-`_report_kv_cache_config`). Since 0.24 vLLM's page has the capacity itself.
+"""Families of models with several kinds of layers (sliding-window, state-space and full-attention).
+vLLM assigns each kind to its own group, and the groups share the blocks. The number of blocks times
+the tokens per block is therefore 2 to 7 times the capacity (vLLM 0.19, v1/core/kv_cache_utils.py,
+`_report_kv_cache_config`). Since 0.24, vLLM's page shows the capacity itself.
 """

@@ -1,4 +1,4 @@
-"""The GPUs' data: readings of the driver and the probe, and attribution."""
+"""The GPUs' data: readings from the driver and the probe, and attribution."""
 
 import re
 from enum import Enum, StrEnum
@@ -12,13 +12,13 @@ from vllm_headroom.vocabulary import Attribution, MemoryPart, Reason, Role, Sour
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """A failed reading; `message` is one sentence that says what the operator can do."""
+    """A failed reading; `message` is one sentence that states what the operator can do."""
 
     source: Source
     reason: Reason
     message: str
     http_status: int | None = None
-    """The HTTP status of the answer, if this status was the failure."""
+    """The HTTP status of the answer, if this status caused the failure."""
 
 
 class ReadingTime(Struct, frozen=True, kw_only=True):
@@ -30,12 +30,12 @@ class ReadingTime(Struct, frozen=True, kw_only=True):
 
 
 class AllocatorReading(Struct, frozen=True, kw_only=True):
-    """One process's figures of torch's caching allocator on one device; None if unknown."""
+    """One process's figures for torch's caching allocator on one device; None if unknown."""
 
     uuid: str
     total_bytes: int | None = None
-    """The device's memory as the process sees it. If a layer in between limits the memory, this is
-    less than the device has.
+    """The device's memory as the process sees it. This is less than the device has if a layer in
+    between limits it.
     """
 
     allocated_bytes: int | None = None
@@ -44,34 +44,34 @@ class AllocatorReading(Struct, frozen=True, kw_only=True):
     """Unused memory that cannot be freed, because another part of its segment is in use."""
 
     retries: int | None = None
-    """The number of allocations that were retried since the process started."""
+    """The number of allocations that have been retried since the process started."""
 
     ooms: int | None = None
-    """The number of OutOfMemoryErrors that were raised since the process started."""
+    """The number of OutOfMemoryErrors that have been raised since the process started."""
 
 
 class WorkerMeasurements(Struct, frozen=True, kw_only=True):
     """vLLM's own measurements in a worker; a figure is None if unknown."""
 
     weights_bytes: int | None = None
-    """The size of the weights, measured when they were loaded."""
+    """The size of the weights, as measured when they were loaded."""
 
     kv_cache_bytes: int | None = None
     """The size of the KV cache's tensors."""
 
     cuda_graphs_bytes: int | None = None
-    """The memory of CUDA graphs, measured when they were captured."""
+    """The memory used by CUDA graphs, as measured when they were captured."""
 
     activation_peak_bytes: int | None = None
-    """The peak of activations, measured by vLLM's profiling run at the start."""
+    """The peak of activations, as measured by vLLM's profile run on startup."""
 
     requested_bytes: int | None = None
-    """The memory that the engine may use: the budget."""
+    """The memory that the engine may use, which is its budget."""
 
     asleep: bool | None = None
     pool: "WorkerMeasurements | None" = None
     """The weights and the KV cache in vLLM's own memory pool, which replaces torch's allocator in
-    an engine that can sleep. The value is None if there is no such pool.
+    an engine that can sleep; None if there is no such pool.
     """
 
 
@@ -99,72 +99,72 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     seen: int | None = None
-    """The number of errors that the process has raised. The name is the one in the probe's file."""
+    """The number of errors raised by the process. The name is taken from the probe's file."""
 
     step: StepAtError | None = None
-    """The step that raised the error. The value is None without HEADROOM_PROBE_PEAKS, and outside
-    of a step.
+    """The step that raised the error; None without HEADROOM_PROBE_PEAKS, and for an error outside a
+    step.
     """
 
 
 class LineHolding(Struct, frozen=True, kw_only=True):
-    """The memory that one line of code holds in torch's allocator."""
+    """The memory held by one line of code in torch's allocator."""
 
     file: str | None
-    """The end of the file's path; None for memory allocated before torch kept its history."""
+    """The end of the file's path; None for memory allocated before torch started its history."""
     line: int | None
     size_bytes: int
     n_blocks: int | None = None
     since_seconds: float | None = None
-    """When the line's oldest block was allocated, in seconds since the epoch. The value is None if
-    the history no longer shows this.
+    """When the line's oldest block was allocated, in seconds since the epoch; None if the history
+    no longer shows this.
     """
 
 
 class AllocatorSnapshot(Struct, frozen=True, kw_only=True):
-    """A snapshot of torch's allocator that a process wrote, or could not write."""
+    """A snapshot of torch's allocator that a process wrote or failed to write."""
 
     at_seconds: float
     """When the snapshot was taken, in seconds since the epoch."""
     file: str
-    """The path of the file in vLLM's container."""
+    """The path of the snapshot file in vLLM's container."""
     size_bytes: int | None = None
     pause_seconds: float | None = None
-    """How long the process paused to write the snapshot."""
+    """How long the process paused while it wrote the snapshot."""
     request_id: str | None = None
     problem: str | None = None
     """Why the file was not written; None if it was written."""
     largest: tuple[LineHolding, ...] = ()
-    """The lines of code that held most memory, the largest first."""
+    """The lines of code that held the most memory, the largest first."""
 
 
 class AllocatorHistory(Struct, frozen=True, kw_only=True):
-    """The memory history that torch keeps in a process, and the snapshots of it."""
+    """The memory history that torch keeps in a process, and the snapshots taken of it."""
 
     from_seconds: float
-    """When torch began to keep the history, in seconds since the epoch."""
+    """When torch started to keep the history, in seconds since the epoch."""
     oom: AllocatorSnapshot | None = None
     """The snapshot of the process's first OutOfMemoryError."""
     requested: AllocatorSnapshot | None = None
-    """The newest snapshot that a command requested."""
+    """The newest snapshot requested by a command."""
 
 
 class ProbedProcess(Struct, frozen=True, kw_only=True):
-    """The newest file of one process; times are in seconds since the epoch."""
+    """The newest file for one process; times are in seconds since the epoch."""
 
     pid: int
     """The pid of the process in its own PID namespace."""
 
     started_at_seconds: float
     since_boot_seconds: float | None = None
-    """When the process started, in seconds since the boot."""
+    """When the process started, in seconds since boot."""
 
     written_at_seconds: float
     interval_seconds: float
-    """The time between two writings of the file."""
+    """The interval at which the file is written."""
     role: Role
     stopped: str | None = None
-    """Why the probe of the process stopped for good; None while the probe runs."""
+    """Why the process's probe stopped for good; None while the probe is running."""
 
     data_parallel_rank: int | None = None
     vllm_version: str | None = None
@@ -179,37 +179,37 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     peaks: PeakReadings | None = None
     """The peaks of the process's steps; None without HEADROOM_PROBE_PEAKS."""
     history: AllocatorHistory | None = None
-    """The memory history; None if torch keeps none, as without HEADROOM_PROBE_SNAPSHOT."""
+    """The memory history; None if torch keeps none, for example without HEADROOM_PROBE_SNAPSHOT."""
 
 
 class ProbeReadings(Struct, frozen=True, kw_only=True):
     """The newest files of all processes with a probe."""
 
     present: tuple[ProbedProcess, ...] = ()
-    """The processes of this run whose probe writes."""
+    """The processes of this run whose probe is writing."""
 
     silent: tuple[ProbedProcess, ...] = ()
-    """The processes of this run that run but whose probe no longer writes."""
+    """The processes of this run that are still running but whose probe no longer writes."""
 
     others: tuple[ProbedProcess, ...] = ()
-    """All other processes, as their last files describe them. Most of them have exited."""
+    """All other processes, as described by their last files. Most of them have exited."""
 
     @property
     def processes(self) -> tuple[ProbedProcess, ...]:
-        """Return all processes with a file, including exited ones."""
+        """Return all processes that have a file, including exited ones."""
         return self.present + self.silent + self.others
 
     @property
     def has_silent_core(self) -> bool:
         """Return whether the probe in a live core is silent while another process's probe writes.
 
-        If no probe writes, the folder may be the cause.
+        If no probe is writing, the folder may be the cause.
         """
         return bool(self.present) and any(process.scheduler for process in self.silent)
 
 
 class Inside(Struct, frozen=True, kw_only=True):
-    """What the engine reports about one GPU: torch's allocator, and the ledger of its memory."""
+    """What the engine reports about one GPU: torch's allocator and a breakdown of its memory."""
 
     granted_bytes: int | None = None
     """The device's memory as the engine's processes see it."""
@@ -217,13 +217,13 @@ class Inside(Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     parts: tuple[tuple[MemoryPart, int], ...] = ()
-    """The sizes of the known parts. Unknown parts are left out."""
+    """The sizes of the known parts; unknown parts are omitted."""
 
 
 _PART: Final = re.compile(
     r"(MIG-.{1,8}).*|(?:GPU-[0-9a-f]+|PCI-[0-9a-f:.]+)-([0-9]+)", re.IGNORECASE
 )
-"""Matches the UUID of a part of a GPU: a MIG instance, or a partition of an AMD card and its
+"""Matches the UUID of a part of a GPU: a MIG instance, or a partition of an AMD card with its
 number.
 """
 
@@ -236,32 +236,33 @@ class Vendor(Enum):
 
 
 class GpuMemory(Struct, frozen=True, kw_only=True):
-    """The memory of a device: NVML's memory info v2, or v1, or AMD's."""
+    """The memory of a device, from NVML's memory info v2 or v1, or from AMD's driver."""
 
     total_bytes: int
     used_bytes: int
-    """The memory that processes use. In v1 and from AMD it also contains the reserved memory."""
+    """The memory that processes use. In v1 and from AMD, it also includes the reserved memory."""
 
     free_bytes: int
     reserved_bytes: int | None
-    """The memory that driver and firmware reserve; None in v1 and from AMD."""
+    """The memory reserved by the driver and firmware; None in v1 and from AMD."""
 
     machine_available_bytes: int | None = None
     """For a GPU that uses the machine's memory, the machine's available memory, which the GPU
-    shares with everything else. The value is None for any other GPU.
+    shares with everything else; None for any other GPU.
     """
 
     machine_free_blocks_bytes: int | None = None
-    """How much of the machine's memory is free in blocks of at least 2 MiB. The value is None if
-    unknown, and for a GPU with its own memory.
+    """How much of the machine's memory is free in blocks of at least 2 MiB; None if unknown, and
+    for a GPU with its own memory.
     """
 
     @property
     def usable_bytes(self) -> int:
-        """Return the GPU's total memory as CUDA reports it. vLLM takes its share of this amount.
+        """Return the GPU's total memory as CUDA reports it, of which vLLM takes its share.
 
-        It is NVML's total minus the driver's reserve. For example, one GPU had 95.59 GiB in NVML
-        and 94.97 GiB in CUDA (ollama/ollama#18201). If the reserve is unknown, it is NVML's total.
+        This is NVML's total minus the driver's reserve. For example, one GPU had 95.59 GiB
+        according to NVML and 94.97 GiB according to CUDA (ollama/ollama#18201). If the reserve is
+        unknown, this is NVML's total.
         """
         return self.total_bytes - (self.reserved_bytes or 0)
 
@@ -284,10 +285,10 @@ class GpuProcess(Struct, frozen=True, kw_only=True):
 
 
 def find_part(uuid: str) -> str:
-    """Return a short name of a part of a GPU by its UUID; "" for a whole GPU.
+    """Return a short name for a part of a GPU, given its UUID; "" for a whole GPU.
 
-    The short name is the beginning of a MIG instance's UUID, or "partition" and the number of an
-    AMD partition. It distinguishes the parts of one GPU, because they have the same index.
+    The short name is the beginning of a MIG instance's UUID, or "partition" followed by the number
+    of an AMD partition. It distinguishes the parts of a GPU, which share the same index.
     """
     part = _PART.fullmatch(uuid)
     if part is None:
@@ -296,7 +297,7 @@ def find_part(uuid: str) -> str:
 
 
 def name_device(index: int | str, uuid: str) -> str:
-    """Return the name of a whole GPU or a part of one, for a sentence: "GPU 0 MIG-12345678"."""
+    """Return the name of a whole GPU or part of one for a sentence: "GPU 0 MIG-12345678"."""
     return f"GPU {index} {find_part(uuid)}".rstrip()
 
 
@@ -304,40 +305,39 @@ class Fate(StrEnum):
     """What became of a process that holds GPU memory and whose engine has exited."""
 
     ORPHANED = "orphaned"
-    """The process still runs although its engine has exited."""
+    """The process is still running although its engine has exited."""
     ZOMBIE = "zombie"
-    """The process has exited but is not reaped yet."""
+    """The process has exited but has not been reaped yet."""
     VANISHED = "vanished"
     """The process has exited, and only the driver still lists it."""
 
 
 class Leftover(Struct, frozen=True, kw_only=True):
-    """GPU memory of a dead process, or of a process that outlived its engine."""
+    """GPU memory held by a dead process, or by a process that outlived its engine."""
 
     pid: int
     fate: Fate
     used_bytes: int | None
-    """The bytes that the process holds; None if the driver does not report them, or not reliably.
-    """
+    """The bytes that the process holds; None if the driver does not report them reliably."""
 
 
 class Device(Struct, frozen=True, kw_only=True):
-    """A whole GPU or a part of one, by index and UUID."""
+    """A whole GPU or part of one, identified by index and UUID."""
 
     index: int
     uuid: str
 
     @property
     def display_name(self) -> str:
-        """Return the name of the device for a sentence."""
+        """Return the name of the device for use in a sentence."""
         return name_device(self.index, self.uuid)
 
 
 class GpuReading(Device, frozen=True, kw_only=True):
-    """The reading of a whole GPU or a part of one: a MIG instance, or a partition of an AMD card.
+    """The reading of a whole GPU or part of one: a MIG instance, or a partition of an AMD card.
 
-    A value that the device does not report is None. `index` is NVML's index, which the parts of a
-    GPU share. AMD's cards are numbered after NVIDIA's GPUs.
+    A value that the device does not report is None. `index` is NVML's index, which all parts of a
+    GPU share. AMD cards are numbered after NVIDIA GPUs.
     """
 
     name: str
@@ -347,16 +347,16 @@ class GpuReading(Device, frozen=True, kw_only=True):
     temperature_celsius: float | None = None
     power_watts: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
-    """The processes on the device. The value is None if the list could not be read; empty if no
-    process is on the device.
+    """The processes on the device; None if the list could not be read, and empty if there are
+    none.
     """
 
     xid_errors: tuple[tuple[int, int], ...] = ()
     """The XID codes with their counts since the daemon started."""
 
     failure: Failure | None = None
-    """Why the device cannot be read. In this case only its names and `xid_errors` are known. The
-    value is None if it was read.
+    """Why the device cannot be read, in which case only its names and `xid_errors` are known; None
+    if it was read.
     """
 
     vendor: Vendor = Vendor.NVIDIA
@@ -377,47 +377,45 @@ class GpuReadings(Struct, frozen=True, kw_only=True):
     """All visible devices."""
 
     driver_version: str | None
-    """The version of NVIDIA's driver; None without NVIDIA's GPUs, or if it is not reported."""
+    """The version of NVIDIA's driver; None without NVIDIA GPUs, or if it is not reported."""
 
     devices: tuple[GpuReading, ...]
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
-    """A device with its owner."""
+    """A device and its attribution to the engine."""
 
     reading: GpuReading
     attribution: Attribution | None
     """Why the device counts as the engine's; None if it does not."""
 
     engine_bytes: int | None = None
-    """The memory that the engine's processes hold; None if the engine's processes cannot be
-    identified.
-    """
+    """The memory that the engine's processes hold; None if they cannot be identified."""
 
     other_bytes: int | None = None
-    """The memory that other processes hold; None if these cannot be identified."""
+    """The memory that other processes hold; None if they cannot be identified."""
 
     held_bytes: int | None = None
-    """The engine's memory. It is `engine_bytes`. If that can never be known on a device, it is all
-    used memory that is not known to belong to others. The value is None while it is unknown, and on
-    a device that is not the engine's.
+    """The engine's memory. This is `engine_bytes` or, if that can never be known on a device, all
+    used memory that is not known to belong to other processes; None while it is unknown, and on a
+    device that is not the engine's.
     """
 
     process_count: int | None = None
-    """How many compute processes the driver lists; None if the list could not be read."""
+    """The number of compute processes that the driver lists; None if the list could not be read."""
 
     leftovers: tuple[Leftover, ...] = ()
-    """The memory of processes that outlived their engine or are dead."""
+    """The memory of processes that are dead or have outlived their engine."""
 
     inside: Inside | None = None
-    """What the engine's processes report by the probe; None if there is no report."""
+    """What the engine's processes report through the probe; None if there is no report."""
 
     @property
     def room_bytes(self) -> int | None:
         """Return the memory that is left for the engine; None if unknown.
 
-        It is the free memory. If a layer between the engine and the driver limits the engine, it is
-        at most what the limit still allows.
+        This is the free memory. If a layer between the engine and the driver limits the engine, it
+        is capped at what the limit still allows.
         """
         if self.reading.memory is None:
             return None

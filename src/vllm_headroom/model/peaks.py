@@ -1,4 +1,4 @@
-"""The peaks of an engine's steps by the kind of work, as its probe measures them."""
+"""The peaks of an engine's steps by kind of work, as measured by its probe."""
 
 from msgspec import Struct
 
@@ -6,32 +6,32 @@ from vllm_headroom.vocabulary import Work
 
 
 class StepFacts(Struct, frozen=True, kw_only=True):
-    """What a step of the engine computed."""
+    """What one step of the engine computed."""
 
     at_seconds: float
     """When the step began, in seconds since the epoch."""
 
     requests: int = 0
     tokens: int = 0
-    """All tokens of the step, of prompts and of running requests."""
+    """All tokens in the step, both of prompts and of running requests."""
 
     prompt_tokens: int = 0
     logprobs_requests: int = 0
-    """The requests with prompt logprobs."""
+    """The number of requests with prompt logprobs."""
 
     logprobs_tokens: int = 0
-    """The prompt tokens of the largest of these requests."""
+    """The number of prompt tokens in the largest of these requests."""
 
     images: int = 0
     pixels: int = 0
     adapters: int = 0
-    """The number of adapters that the step loaded."""
+    """The number of adapters loaded by the step."""
 
     drafts: int = 0
-    """The number of drafted tokens that the step verified."""
+    """The number of drafted tokens verified by the step."""
 
     def describe(self, work: Work) -> str:
-        """Return in words what a step of this kind of work computed."""
+        """Describe in words what a step of this kind of work computed."""
         requests = _count(self.requests, "request")
         if work is Work.PROMPT_LOGPROBS:
             tokens = f"{self.logprobs_tokens:,} prompt tokens"
@@ -54,27 +54,27 @@ class StepFacts(Struct, frozen=True, kw_only=True):
 
 
 def _count(number: int, thing: str) -> str:
-    """Return a number of things in words: "one request", "3 requests"."""
+    """Return a count of things in words, such as "one request" or "3 requests"."""
     return f"one {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 class WorkPeak(Struct, frozen=True, kw_only=True):
-    """The highest memory of a step above the level at rest, and that step."""
+    """The most memory that a step took above the level at rest, and that step."""
 
     transient_bytes: int
     size: int
-    """The size on which the memory depends: tokens, rows or pixels, by the kind of work."""
+    """The size that the memory depends on: tokens, rows or pixels, by kind of work."""
 
     step: StepFacts
 
 
 class SizePeak(Struct, frozen=True, kw_only=True):
-    """The highest peak of the steps of nearly one size."""
+    """The highest peak among steps of nearly the same size."""
 
     size: int
     transient_bytes: int
     steps: int
-    """The number of steps of nearly that size."""
+    """The number of steps of nearly this size."""
 
 
 class WorkPeaks(Struct, frozen=True, kw_only=True):
@@ -84,11 +84,11 @@ class WorkPeaks(Struct, frozen=True, kw_only=True):
     sizes: tuple[SizePeak, ...] = ()
     highest: WorkPeak | None = None
     recent: WorkPeak | None = None
-    """The highest peak of the last minute; None if no step ran in it."""
+    """The highest peak in the last minute; None if no step ran during it."""
 
 
 class PeakReadings(Struct, frozen=True, kw_only=True):
-    """What one process reports of its peaks; a field is None if unknown."""
+    """What one process reports about its peaks; a field is None if unknown."""
 
     works: tuple[WorkPeaks, ...] = ()
     resting_allocated_bytes: int | None = None
@@ -99,13 +99,13 @@ class PeakReadings(Struct, frozen=True, kw_only=True):
     """Unused memory that cannot be freed, because another part of its segment is in use."""
 
     batch_tokens: int | None = None
-    """The highest number of tokens of one step: max_num_batched_tokens."""
+    """The maximum number of tokens per step: max_num_batched_tokens."""
 
     model_tokens: int | None = None
-    """The highest number of tokens of one request: max_model_len."""
+    """The maximum number of tokens per request: max_model_len."""
 
     max_requests: int | None = None
-    """The highest number of requests that run at once: max_num_seqs."""
+    """The maximum number of requests running at once: max_num_seqs."""
 
     stopped: str | None = None
     """The error that ended the measurement; None while the measurement continues."""

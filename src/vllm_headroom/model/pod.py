@@ -1,12 +1,12 @@
-"""The engine's pod, by the names that kubectl accepts."""
+"""The engine's pod, identified by the names that kubectl accepts."""
 
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
 ObjectName = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)]
-"""A name of Kubernetes (RFC 1123). Nothing else is accepted, because texts put the name into
-commands that people paste.
+"""A Kubernetes name (RFC 1123). Nothing else is accepted, because the name becomes part of commands
+that people paste.
 """
 
 USUAL_CONTAINER: Final = "vllm"

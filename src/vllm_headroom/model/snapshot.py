@@ -25,79 +25,78 @@ MUTE_PROBE: Final = Failure(
     message="no running process of vLLM writes a probe's file: those that did have exited, or their"
     " probe has stopped",
 )
-"""The failure of a probe folder that has no file of a running process."""
+"""The failure of a probe folder that has no file from a running process."""
 
 
 TokenBytes = Callable[[str, int | None], int | None]
 """Takes the KV cache's dtype and the number of the engine's GPUs (None if unknown). Returns the
-bytes that a token takes on all these GPUs together; None if unknown.
+bytes that one token takes on all these GPUs together; None if unknown.
 
 If layers of several kinds share the blocks of the cache, the function returns NO_TOKEN_BYTES for
-any dtype. Neither bytes nor blocks are then a measure of tokens.
+any dtype, because neither bytes nor blocks are then a measure of tokens.
 """
 
 NO_TOKEN_BYTES: Final = 0
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything that one tick read.
+    """Everything that was read in one tick.
 
-    It is the only input of a derivation besides the derivation's state.
+    It is the only input of a derivation apart from the derivation's state.
     """
 
     time_seconds: float
-    """When the snapshot was read, in seconds since the epoch. This is for display."""
+    """When the snapshot was read, in seconds since the epoch; used for display."""
 
     monotonic_seconds: float
-    """When the snapshot was read, on the monotonic clock. This is for arithmetic."""
+    """When the snapshot was read, on the monotonic clock; used for arithmetic."""
 
     engines: EnginePage | Failure
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
     probe: ProbeReadings | Failure | None = None
-    """The probe's files; None if no folder of the probe is configured."""
+    """The probe's files; None if no probe folder is configured."""
 
     log: LogReading | Failure | None = None
-    """What the engine's log says; None if the log is not configured."""
+    """What the engine's log reports; None if no log is configured."""
 
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     """When the daemon sent the first request that the engine has not answered, on the monotonic
-    clock. The value is None while the engine answers, or while no request is needed.
+    clock; None while the engine answers, or while no request is needed.
     """
 
     server: ServerReply | None = None
     """The answers of the engine's other pages; None while they are not requested."""
 
     engine_status: EngineStatus | None = None
-    """The status of the engine. The value is None if it is unknown, as after an error; no evidence
-    is collected then.
+    """The status of the engine; None if it is unknown, as after an error, in which case no evidence
+    is collected.
     """
 
     neighbours: frozenset[ProcessName] = frozenset()
     """The root processes of other engines."""
 
     ambiguous_engines: int = 0
-    """If it is unknown which visible engine is the watched one, the number of visible engines;
-    otherwise 0.
-    """
+    """The number of visible engines if it is unknown which of them is watched; otherwise 0."""
 
     left_behind: frozenset[int] = frozenset()
     """The pids of processes whose engine has exited."""
 
     host: HostMemory | None = None
-    """The host memory; None if it is unknown."""
+    """The host memory; None if unknown."""
 
     has_silent_core: bool = False
     """Whether the probe in a live core is silent while another process's probe writes, as in
-    ProbeReadings. This is a separate field, because a trace has no probe readings.
+    ProbeReadings. This is a separate field, because traces have no probe readings.
     """
 
     pools: tuple[Pool, ...] = ()
     """The parts of memory that vLLM was configured to fill."""
 
     token_bytes: TokenBytes | None = None
-    """Computes the bytes per token of the model that the engine's processes load; None if unknown.
+    """Computes the bytes per token of the model loaded by the engine's processes; None if
+    unknown.
     """
 
     @property
@@ -107,7 +106,9 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def is_in_service(self) -> bool:
-        """Return whether the engine is known to be in a run that has worked and still runs."""
+        """Return whether the engine is known to be in a run that has done work and is still
+        running.
+        """
         return self.engine_status is not None and bool(self.engine_status.is_in_service)
 
     @property
@@ -127,7 +128,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Return the failure of each source that could not be read, or has a silent probe."""
+        """Return the failure of each source that could not be read or whose probe is silent."""
         probe = self.probe
         if isinstance(probe, ProbeReadings) and not probe.present:
             probe = MUTE_PROBE
@@ -136,10 +137,10 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
 
 class Metric(Struct, frozen=True, kw_only=True):
-    """One exported family."""
+    """One exported metric family."""
 
     name: str
-    """The full name of the family. A counter's name ends in `_total`."""
+    """The full name of the family. The name of a counter ends in `_total`."""
 
     kind: MetricType
     labels: tuple[str, ...]
@@ -149,11 +150,13 @@ class Metric(Struct, frozen=True, kw_only=True):
 
 
 class Sample(NamedTuple):
-    """One value of a metric. It is a tuple, because a tick makes and unpacks hundreds."""
+    """One value of a metric. It is a tuple, because each tick creates and unpacks hundreds of
+    them.
+    """
 
     metric: Metric
     labels: tuple[str, ...]
-    """The values of `metric.labels`, in their order."""
+    """The values of `metric.labels`, in the same order."""
 
     value: float
 
@@ -165,7 +168,7 @@ class Published(Struct, frozen=True, kw_only=True):
     """All samples of the newest tick."""
 
     monotonic_seconds: float
-    """When that tick read its sources, on the monotonic clock."""
+    """When the sources were read for that tick, on the monotonic clock."""
 
 
 class Values:
@@ -176,12 +179,12 @@ class Values:
         self.add(samples)
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Add later samples of the same tick."""
+        """Add samples that the same tick produced later."""
         for metric, labels, value in samples:
             self._families[metric.name][labels] = value
 
     def find_all(self, metric: Metric) -> dict[tuple[str, ...], float]:
-        """Return a metric's values by their labels; empty if it has none."""
+        """Return a metric's values, keyed by their labels; empty if it has none."""
         return self._families.get(metric.name, {})
 
     def value(self, metric: Metric, *labels: str) -> float | None:
@@ -189,7 +192,7 @@ class Values:
         return self.find_all(metric).get(labels)
 
     def state(self, metric: Metric, *labels: str) -> str | None:
-        """Return the current state of a metric that has a series for each state.
+        """Return the current state of a metric that has one series per state.
 
         The last label is the state, and `labels` are the labels before it. The current state's
         series is 1, and the others are 0. Returns None if no series differs from 0.
@@ -209,7 +212,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     level: Level
     sentence: str
     alert: str | None = None
-    """The alert that fires, which has a runbook of the same name; None if no alert fires."""
+    """The alert that fires, whose runbook has the same name; None if no alert fires."""
 
     situation: Situation = Situation.HEALTHY
 
@@ -223,6 +226,6 @@ NO_VERDICT: Final = Verdict(
 
 
 def find_worst_level(verdicts: Iterable[Verdict]) -> Level:
-    """Return the worst level of the verdicts; UNKNOWN without verdicts."""
+    """Return the worst level of the verdicts; UNKNOWN if there are none."""
     levels = [verdict.level for verdict in verdicts]
     return max(levels, key=tuple(Level).index, default=Level.UNKNOWN)

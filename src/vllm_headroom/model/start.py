@@ -1,4 +1,4 @@
-"""What an engine's log says: a record for each start, and the events of the log."""
+"""What an engine's log contains: a record of each start, and the events in the log."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -11,35 +11,35 @@ Scalar = str | int | float | bool | None
 """The value of an argument."""
 
 CONSEQUENCES: Final = (LogFailureKind.EXCEPTION, LogFailureKind.ENGINE_DIED)
-"""Failures that are consequences of others, the more informative kind first. A failure of any other
-kind states a cause.
+"""Failures that are consequences of others, with the more informative kind first. A failure of any
+other kind indicates a cause.
 """
 
 
 class LogTime(Struct, frozen=True, kw_only=True):
-    """When a line was written."""
+    """When a log line was written."""
 
     seconds: float | None = None
-    """Seconds since the epoch, by the container's runtime or journald; None if neither wrote a
-    time.
+    """Seconds since the epoch, according to the container's runtime or journald; None if neither
+    wrote a time.
     """
 
     clock: str | None = None
-    """The engine's own "MM-DD HH:MM:SS", in the time zone of its machine; None if it is missing."""
+    """The engine's own "MM-DD HH:MM:SS", in its machine's time zone; None if missing."""
 
 
 class LogFrame(Struct, frozen=True):
-    """A frame of a traceback inside the engine's code."""
+    """A traceback frame inside the engine's code."""
 
     file: str
-    """The path, beginning with the package: vllm/v1/worker/gpu_worker.py."""
+    """The path, starting with the package: vllm/v1/worker/gpu_worker.py."""
 
     line: int
     function: str
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """An allocation that torch refused, in bytes.
+    """An allocation that torch refused, with sizes in bytes.
 
     A field is None if the message lacks the figure.
     """
@@ -50,23 +50,23 @@ class Refusal(Struct, frozen=True, kw_only=True):
     free_bytes: int | None = None
 
     process_bytes: int | None = None
-    """What the process held on the GPU, including memory outside torch."""
+    """The memory that the process held on the GPU, including memory outside torch."""
 
     other_bytes: int | None = None
-    """What other processes held, by the message."""
+    """The memory that other processes held, according to the message."""
 
     allocated_bytes: int | None = None
-    """What torch had given to tensors."""
+    """The memory that torch had given to tensors."""
 
     graph_bytes: int | None = None
     """The part of `allocated_bytes` in private pools, which CUDA graphs use."""
 
     cached_bytes: int | None = None
-    """What torch had reserved but not given to a tensor."""
+    """The memory that torch had reserved but not given to a tensor."""
 
 
 class LogFailure(Struct, frozen=True, kw_only=True):
-    """Something that failed, and the line that reports it."""
+    """A failure, and the line that reports it."""
 
     kind: LogFailureKind
     line_number: int
@@ -74,38 +74,38 @@ class LogFailure(Struct, frozen=True, kw_only=True):
     process: str
     phase: StartPhase
     code_line: str | None = None
-    """The file and line of the engine's code that logged the failure; None if the line has none."""
+    """The file and line of the engine's code that logged the failure; None if not stated."""
 
     exception: str | None = None
-    """The name of the exception without its module."""
+    """The name of the exception, without its module."""
 
     frames: tuple[LogFrame, ...] = ()
-    """The last frames in the engine's code, the innermost last."""
+    """The last frames inside the engine's code, with the innermost last."""
 
     refusal: Refusal | None = None
     figures: Mapping[str, float] = {}
-    """The figures of the message. Each name ends in its unit."""
+    """The figures in the message. Each name ends in its unit."""
 
 
 class LogRemark(Struct, frozen=True, kw_only=True):
-    """A warning that matters for memory."""
+    """A warning that is relevant to memory."""
 
     kind: LogRemarkKind
     line_number: int
-    """The line of its first appearance."""
+    """The line where the warning first appeared."""
 
     count: int
 
 
 class LogEvent(Struct, frozen=True, kw_only=True):
-    """An event that a line reports."""
+    """An event reported by a line."""
 
     kind: LogEventKind
     line_number: int
     time: LogTime
     process: str
     figures: Mapping[str, float] = {}
-    """The figures of the line. Each name ends in its unit."""
+    """The figures in the line. Each name ends in its unit."""
 
     failure: LogFailure | None = None
     remark: LogRemarkKind | None = None
@@ -114,11 +114,11 @@ class LogEvent(Struct, frozen=True, kw_only=True):
 class ProcessFigures(Struct, frozen=True, kw_only=True):
     """What one process of the engine logs about its GPU; a figure is None if it is not logged.
 
-    Sizes are in bytes, and as exact as the log: vLLM rounds to 0.01 GiB.
+    Sizes are in bytes, and as precise as the log: vLLM rounds to 0.01 GiB.
     """
 
     name: str
-    """The engine's name for the process, such as EngineCore or Worker_TP0; "" if it has no name."""
+    """The engine's name for the process, such as EngineCore or Worker_TP0; "" if there is none."""
 
     pid: int | None = None
     lines: Mapping[str, int] = {}
@@ -133,13 +133,13 @@ class ProcessFigures(Struct, frozen=True, kw_only=True):
     requested_bytes: int | None = None
     weights_bytes: int | None = None
     profiled_weights_bytes: int | None = None
-    """The weights as the profile run counts them. With a draft model or an encoder, they may differ
+    """The weights as counted by the profile run. With a draft model or an encoder, they may differ
     from the weights that vLLM logs.
     """
 
     loading_peak_bytes: int | None = None
     torch_peak_bytes: int | None = None
-    """Torch's peak in the profile run, including the weights (vLLM 0.6)."""
+    """torch's peak in the profile run, including the weights (vLLM 0.6)."""
 
     activation_bytes: int | None = None
     non_torch_bytes: int | None = None
@@ -156,24 +156,24 @@ class ProcessFigures(Struct, frozen=True, kw_only=True):
     block_tokens: int | None = None
     cpu_blocks: int | None = None
     concurrency_ratio: float | None = None
-    """How many requests of `concurrency_tokens` fit at the same time."""
+    """How many requests of `concurrency_tokens` tokens fit at the same time."""
 
     concurrency_tokens: int | None = None
     context_tokens: int | None = None
     batched_tokens: int | None = None
     max_num_seqs: int | None = None
     kv_cache_within_budget_bytes: int | None = None
-    """The value of --kv-cache-memory that vLLM recommends for its budget."""
+    """The value of --kv-cache-memory that vLLM recommends for staying within its budget."""
 
     kv_cache_whole_gpu_bytes: int | None = None
-    """The value of --kv-cache-memory that vLLM recommends for the whole GPU."""
+    """The value of --kv-cache-memory that vLLM recommends for using the whole GPU."""
 
 
 class EngineStart(Struct, frozen=True, kw_only=True):
     """One start of an engine, from its first line to the next start or the end of the log."""
 
     engine: str
-    """vllm, sglang or tensorrt_llm."""
+    """The engine: vllm, sglang or tensorrt_llm."""
 
     version: str | None
     model: str | None
@@ -182,7 +182,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     begin: LogTime
     end: LogTime
     arguments: Mapping[str, Scalar]
-    """The options on the command line, without secrets and without texts that may contain one."""
+    """The command-line options, without secrets and without texts that may contain secrets."""
 
     config: Mapping[str, Scalar]
     """The resulting configuration of the engine, with the same omissions."""
@@ -191,42 +191,42 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     failures: tuple[LogFailure, ...]
     remarks: tuple[LogRemark, ...]
     phase: StartPhase
-    """How far the engine has come."""
+    """The phase that the engine has reached."""
 
     is_followed: bool
-    """Whether the log has a later start."""
+    """Whether the log contains a later start."""
 
     is_stopped: bool
-    """Whether the engine logged that it shut down on request."""
+    """Whether the engine logged that it was shutting down on request."""
 
     recent_events: tuple[LogEvent, ...]
-    """The newest events, the newest last."""
+    """The newest events, with the newest last."""
 
     @property
     def has_served(self) -> bool:
-        """Return whether the engine has been ready for requests."""
+        """Return whether the engine has ever been ready for requests."""
         return self.phase is StartPhase.SERVING
 
     @property
     def root_failure(self) -> LogFailure | None:
-        """Return the failure that ended the start: the earliest that is no consequence of another.
+        """Return the failure that ended the start: the earliest that is not a consequence.
 
-        Returns None if the log has no failure.
+        Returns None if the log contains no failure.
         """
         if not self.failures:
             return None
         return min(self.failures, key=_rank_failure)
 
     def find_largest(self, field: str) -> int | float | None:
-        """Return the largest figure of a name among the processes; None if no process has it."""
+        """Return the largest figure of this name among the processes; None if none has it."""
         return max(self._list_figures(field), default=None)
 
     def find_smallest(self, field: str) -> int | float | None:
-        """Return the smallest figure of a name among the processes; None if no process has it."""
+        """Return the smallest figure of this name among the processes; None if none has it."""
         return min(self._list_figures(field), default=None)
 
     def find_option(self, *names: str) -> Scalar:
-        """Return an option by any of its names: the value that was given, or the engine's choice.
+        """Return an option by any of its names: the given value, or the engine's choice.
 
         Returns None if neither is known.
         """
@@ -238,7 +238,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return None
 
     def find_line(self, field: str) -> int | None:
-        """Return the line of the earliest figure of this name; None if no process has it."""
+        """Return the line of the earliest figure with this name; None if no process has it."""
         return min((p.lines[field] for p in self.processes if field in p.lines), default=None)
 
     def _list_figures(self, field: str) -> Iterable[int | float]:
@@ -247,13 +247,13 @@ class EngineStart(Struct, frozen=True, kw_only=True):
 
 
 class EngineLog(Struct, frozen=True, kw_only=True):
-    """What a whole log says."""
+    """The content of a whole log."""
 
     starts: tuple[EngineStart, ...]
     """The newest starts, in the order of the log."""
 
     start_count: int
-    """How many starts the log has; `starts` has only the newest."""
+    """The number of starts in the log, of which `starts` has only the newest."""
 
     line_count: int
 
@@ -262,41 +262,41 @@ class LogEnding(Struct, frozen=True, kw_only=True):
     """What the engine's log reports about the end of a run."""
 
     failure: LogFailure | None = None
-    """The failure that the log reports; None if it reports none."""
+    """The failure that the log reports; None if there is none."""
 
     is_stopped: bool = False
-    """Whether the log says that the engine shut down on request."""
+    """Whether the log reports that the engine shut down on request."""
 
     seconds: float | None = None
-    """When the log reports the end, in seconds since the epoch; None if that is unknown."""
+    """When the log reports the end, in seconds since the epoch; None if unknown."""
 
 
 class LogReading(Struct, frozen=True, kw_only=True):
-    """What has been read of the engine's log so far."""
+    """What has been read from the engine's log so far."""
 
     start: EngineStart | None
-    """The newest start; None before the first line of an engine."""
+    """The newest start; None before the first line from an engine."""
 
     endings: tuple[LogEnding, ...] = ()
-    """How the newest starts ended, as far as the log reports it, the newest last."""
+    """How the newest starts ended, as far as the log reports it, with the newest last."""
 
     newest_seconds: float | None = None
-    """When the newest line came, in seconds since the epoch; None before the first new line."""
+    """When the newest line arrived, in seconds since the epoch; None before the first new line."""
 
 
 LOGGED_END_SECONDS: Final = 120.0
-"""The log reports an exit at most this long before or after the exit is observed. The server of a
-failed core may run for another minute.
+"""An exit in the log matches an observed exit if the two are at most this far apart. The server of
+a failed core may keep running for another minute.
 """
 
 SETTLED_SECONDS: Final = 10.0
-"""This long after an exit, a log without an error counts as complete. containerd and journald write
-within a second, and the API server is polled every ten seconds.
+"""A log without an error counts as complete once this much time has passed since an exit.
+containerd and journald write within a second, and the API server is polled every ten seconds.
 """
 
 QUIET_SECONDS: Final = 60.0
-"""If the newest line of a log is older than this at an exit, the log may be incomplete or not the
-engine's. vLLM logs its load every 10 s while it works.
+"""If the newest line of a log is older than this at an exit, the log may be incomplete, or may not
+be the engine's. vLLM logs its load every 10 s while it is working.
 """
 
 
@@ -305,9 +305,9 @@ def find_log_ending(
 ) -> LogEnding | None:
     """Return what the log reports about an exit observed at `end_seconds`; None if nothing.
 
-    If a log continues until the exit and has no failure, it shows that there was no failure.
+    A log that continues until the exit without reporting a failure shows that there was none.
     """
-    # The newest exit in the log is the most likely to be this exit.
+    # The newest exit in the log is the one most likely to match this exit.
     for ending in reversed(reading.endings):
         if ending.seconds is None:
             continue
@@ -316,13 +316,13 @@ def find_log_ending(
     newest_seconds = reading.newest_seconds
     if newest_seconds is None or now_seconds < end_seconds + SETTLED_SECONDS:
         return None
-    # Lines shortly before the exit show that the log was followed until then.
+    # Lines from shortly before the exit show that the log was being followed until then.
     is_whole = newest_seconds >= end_seconds - QUIET_SECONDS
     return LogEnding(seconds=newest_seconds) if is_whole else None
 
 
 def _rank_failure(failure: LogFailure) -> tuple[int, int]:
-    """Return the order of failures as causes: consequences last, then by line."""
+    """Return a sort key that puts causes before consequences, and earlier lines first."""
     kind = failure.kind
     consequence = 1 + CONSEQUENCES.index(kind) if kind in CONSEQUENCES else 0
     return consequence, failure.line_number

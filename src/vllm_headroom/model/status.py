@@ -1,4 +1,4 @@
-"""The status of the engine, and the end of its run."""
+"""The status of the engine, and how its run ended."""
 
 from math import floor
 from typing import Final
@@ -23,31 +23,31 @@ ROUNDING_TOLERANCE: Final = 1e-9
 """The tolerance for products that are not exact in binary, such as 0.92 * 100."""
 
 TIGHT_SHARE: Final = 0.02
-"""The memory left on a GPU is tight if it is below this share of the GPU."""
+"""A GPU's memory is tight if less than this share of it is left."""
 
 BURST_MARGIN: Final = 1.5
-"""The memory left is also tight if it is below this many times the largest peak, as in
+"""Memory is also tight if less than this many times the largest peak is left, as in
 HeadroomGpuMemoryTight.
 """
 
 
 class BudgetExcess(Struct, frozen=True, kw_only=True):
-    """By how much more than its budget the engine holds on one GPU."""
+    """How much more than its budget the engine holds on one GPU."""
 
     budget_bytes: int
     excess_bytes: int
-    """What the engine holds at rest beyond the budget."""
+    """The amount by which the engine exceeds its budget at rest."""
     first_excess_bytes: int
-    """The same excess in the engine's first minutes at work."""
+    """The same excess during the engine's first minutes of work."""
     total_bytes: int
     """The size of the GPU."""
     seconds: float
-    """For how long the engine has exceeded the budget."""
+    """How long the engine has exceeded the budget."""
     is_from_start: bool
-    """Whether the engine has exceeded the budget ever since it was first observed at work."""
+    """Whether the engine has exceeded the budget ever since it was first observed working."""
     needed_bytes: int
-    """The largest of three peaks above the level at rest: the observed peak, the peak of the
-    profile run, and the usual peak.
+    """The largest of three peaks above the level at rest: the observed peak, the profile run's
+    peak, and the usual peak.
     """
 
     @property
@@ -57,34 +57,33 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
 
     @property
     def tight_bytes(self) -> float:
-        """Return the room below which memory is tight beside such an engine."""
+        """Return the amount of free memory below which memory is tight for such an engine."""
         return max(TIGHT_SHARE * self.total_bytes, BURST_MARGIN * self.needed_bytes)
 
     def lower_utilization(self, utilization_ratio: float) -> float:
-        """Return the gpu_memory_utilization that makes up for the excess, rounded down."""
+        """Return the gpu_memory_utilization that compensates for the excess, rounded down."""
         hundredths = 100 * (utilization_ratio - self.excess_bytes / self.total_bytes)
         return floor(hundredths + ROUNDING_TOLERANCE) / 100
 
 
 class StraightGrowth(Struct, frozen=True, kw_only=True):
-    """Growth of the engine in a straight line up to the end, at level load."""
+    """Straight-line growth of the engine up to the end, at level load."""
 
     grown_bytes: int
     seconds: float
 
     @property
     def bytes_per_second(self) -> float:
-        """Return the rate of the growth."""
+        """Return the growth rate."""
         return self.grown_bytes / self.seconds
 
 
 class GpuAtEnd(Device, frozen=True, kw_only=True):
     """One of the engine's GPUs before the end of a run; a field is None if unknown.
 
-    `room` is free memory. The fields `first_…` are from the time when the engine began to serve. If
-    that was not seen, they are from the time when the record began. The fields `last_…` are the
-    highest use, or the least room, of the last minute and a half. They include peaks between
-    samples.
+    `room` is free memory. The fields `first_…` are from the time when the engine started to serve
+    or, if that was not observed, when the record began. The fields `last_…` are the highest use, or
+    the least room, in the last minute and a half, including peaks between samples.
     """
 
     total_bytes: int | None = None
@@ -98,7 +97,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     first_other_bytes: int | None = None
     last_other_bytes: int | None = None
     has_new_process: bool = False
-    """Whether there were more processes at the end than at first."""
+    """Whether there were more processes at the end than at the start."""
     is_peak_unattributed: bool = False
     """Whether the least room was measured between two samples, so that it is unknown who held the
     memory.
@@ -111,11 +110,11 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     leak_bytes_per_request: float | None = None
     straight_growth: StraightGrowth | None = None
     excess: BudgetExcess | None = None
-    """The excess of the engine over its budget; None if there is none or it is unknown."""
+    """The engine's excess over its budget; None if there is none, or if it is unknown."""
 
     @property
     def growth_bytes(self) -> int | None:
-        """Return how far the engine's memory has grown since it began to serve; None if unknown."""
+        """Return the growth of the engine's memory since it started to serve; None if unknown."""
         return _subtract(self.first_held_bytes, self.last_engine_bytes)
 
     @property
@@ -129,10 +128,10 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         return _subtract(self.first_other_bytes, self.last_other_bytes)
 
     def share_of_lost_room(self, growth_bytes: int | None) -> float:
-        """Return the share of the lost room that a growth explains; room is lost since `first_…`.
+        """Return the share of the room lost since `first_…` that a growth explains.
 
         The result is 0 if the growth or the loss is unknown, or if nothing was lost. It is above 1
-        if the growth is larger than the loss.
+        if the growth exceeds the loss.
         """
         lost_bytes = _subtract(self.last_room_bytes, self.first_room_bytes)
         if growth_bytes is None or not lost_bytes:
@@ -140,22 +139,22 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         return max(0.0, growth_bytes / lost_bytes)
 
     def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
-        """Return the GPU with the use raised to a peak that was measured between samples.
+        """Return the GPU with its use raised to a peak that was measured between samples.
 
-        The holder of the peak is unknown. If the use is not higher than at the newest sample, or if
-        a peak with less room is known already, the GPU is returned unchanged.
+        It is unknown which process caused the peak. The GPU is returned unchanged if the use is not
+        higher than at the newest sample, or if a peak with less room is already known.
         """
         if self.usable_bytes is None or self.newest_used_bytes is None:
             return self
         if used_bytes <= self.newest_used_bytes:
             return self
-        # The samples have peaks too, so only a higher peak counts.
+        # The samples include peaks too, so only a higher peak is used.
         room_bytes = self.usable_bytes - used_bytes
         if self.last_room_bytes is not None and room_bytes >= self.last_room_bytes:
             return self
         engine_bytes = self.last_engine_bytes
         if self.newest_held_bytes is not None:
-            # The engine may have held all of the rise.
+            # The engine may have held the entire rise.
             peak_bytes = self.newest_held_bytes + used_bytes - self.newest_used_bytes
             engine_bytes = max(peak_bytes, engine_bytes or peak_bytes)
         return replace(
@@ -167,14 +166,14 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
 
 def _subtract(start_bytes: int | None, end_bytes: int | None) -> int | None:
-    """Return the growth from a start to an end; None if one of the two is unknown."""
+    """Return the growth from start to end; None if either is unknown."""
     if start_bytes is None or end_bytes is None:
         return None
     return end_bytes - start_bytes
 
 
 class Lost(Struct, frozen=True, order=True):
-    """A process without which the engine cannot serve, and which exited before the others."""
+    """A process that the engine needs in order to serve, and that exited before the others."""
 
     role: Role
     pid: int | None = None
@@ -193,11 +192,11 @@ class Ending(Struct, frozen=True, kw_only=True):
     record began.
     """
     observed_seconds: float = 0.0
-    """For how long the run was observed."""
+    """How long the run was observed."""
     unobserved_seconds: float | None = None
     """The time between the last sample of the run and the sample that showed its end."""
     has_served: bool = False
-    """Whether the run ever served."""
+    """Whether the run has ever served."""
     hung_seconds: float | None = None
     """The time without progress; None if the engine did not hang."""
     is_page_answering: bool = False
@@ -207,37 +206,38 @@ class Ending(Struct, frozen=True, kw_only=True):
     refused_seconds: float | None = None
     """How long the server refused connections after its core had exited."""
     engines: tuple[EngineReading, ...] = ()
-    """The engines of the last page."""
+    """The engines on the last page."""
     idle_seconds: float | None = None
-    """The idle time at the last page; None if the engine had work, or if that is unknown."""
+    """How long the engine had been idle at the last page; None if it had work, or if unknown."""
     usual_running: float | None = None
     """The median of the running requests in the minutes before the end."""
     gpus: tuple[GpuAtEnd, ...] = ()
     orphan_bytes: int = 0
-    """The GPU memory of the processes that are left over."""
+    """The GPU memory held by leftover processes."""
     xids: tuple[int, ...] = ()
-    """The driver's XID errors of the last 15 minutes. Only the flight record has them."""
+    """The driver's XID errors in the last 15 minutes. Only the flight record has them."""
     ooms: tuple[str, ...] = ()
-    """torch's OutOfMemoryErrors of the last 15 minutes. Only the flight record has them."""
+    """torch's OutOfMemoryErrors in the last 15 minutes. Only the flight record has them."""
     failed_step: str | None = None
-    """The step in which torch raised such an error right before the end, in words; None if unknown.
+    """The step in which torch raised such an error right before the end, in words; None if
+    unknown.
     """
     highest_peak: str | None = None
-    """The highest peak of a step in the last minute in service, in words; None if unknown."""
+    """The highest peak of any step in the last minute in service, in words; None if unknown."""
     is_probed: bool = False
-    """Whether a probe ran in the engine and would have recorded such an error. Only the flight
-    record has this.
+    """Whether a probe was running in the engine and would have recorded such an error. Only the
+    flight record has this.
     """
     log: LogEnding | None = None
-    """What the engine's log reports about the end; None if the log is not read, or reports nothing
-    yet.
+    """What the engine's log reports about the end; None if the log is not read, or does not report
+    anything yet.
     """
     unreadable: tuple[str, ...] = ()
     """The verdicts on GPUs that could not be read. Only the flight record has them."""
 
     @property
     def is_over(self) -> bool:
-        """Return whether this run no longer serves, because it or a necessary process has ended."""
+        """Return whether the run no longer serves, because it or a necessary process has ended."""
         return self.kind is IncidentKind.ENDED or bool(self.lost_processes)
 
     @property
@@ -264,7 +264,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(Struct, frozen=True):
-    """A possible cause of an end, as a sentence, with its evidence."""
+    """A possible cause of an exit or stall, stated as a sentence, with its evidence."""
 
     cause: EndCause
     sureness: Sureness
@@ -277,22 +277,22 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
     state: EngineState
     is_in_service: bool | None = True
-    """Whether this run has done work and still runs. Outside of service no evidence of a leak is
-    collected. The value is None if the page does not show whether the engine works.
+    """Whether this run has done work and is still running; None if the page does not show whether
+    the engine works. Evidence of leaks is collected only in service.
     """
     was_seen: bool = True
-    """Whether a run was ever observed."""
+    """Whether a run has ever been observed."""
     began_seconds: float | None = None
     """When the run began, in seconds since the epoch."""
     restarts: int = 0
     exits: tuple[tuple[ExitReason, int], ...] = ()
-    """For each reason, how many runs have exited for it."""
+    """For each reason, how many runs have exited for that reason."""
     exit_requests: float | None = None
-    """The running and waiting requests on the last page before the last exit. The value is None if
-    that is unknown, or if no run has exited.
+    """The running and waiting requests on the last page before the last exit; None if unknown, or
+    if no run has exited.
     """
     event: Ending | None = None
-    """The exit or the stall that happened since the last tick; None if nothing happened."""
+    """The exit or stall that has occurred since the last tick; None if there was none."""
     log: LogEnding | None = None
     """What the engine's log reports about the last exit; None while the engine serves, or if
     unknown.
@@ -305,18 +305,18 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     """The share of the KV cache that is in use although no request holds it, by model and engine.
     """
     wake_bytes: tuple[tuple[str, int], ...] = ()
-    """The bytes that a sleeping engine needs to wake, by the UUID of the GPU."""
+    """The bytes that a sleeping engine needs to wake up, by GPU UUID."""
     first_room_bytes: tuple[tuple[str, int], ...] = ()
-    """The free memory when this run became ready, by the UUID of the GPU."""
+    """The free memory when this run became ready, by GPU UUID."""
     first_host_room_bytes: int | None = None
-    """The free memory of the host when this run became ready."""
+    """The host's free memory when this run became ready."""
     excesses: tuple[tuple[str, BudgetExcess], ...] = ()
-    """By how much the engine is over its budget, by the UUID of each GPU on which it is over its
+    """How far the engine is over its budget, by the UUID of each GPU on which it is over its
     budget.
     """
     hang_signs: tuple[HangSign, ...] = ()
     are_gauges_doubted: bool = False
-    """Whether the page shows work without progress, but no other evidence shows any work."""
+    """Whether the page shows work without progress although no other evidence shows any work."""
 
     @property
     def exit_reason(self) -> ExitReason | None:
