@@ -1,4 +1,4 @@
-"""The entry of the process."""
+"""The entry point of the process."""
 
 import sys
 
@@ -11,7 +11,7 @@ from vllm_headroom_tools.early import (
 
 
 def main() -> None:
-    """Run the command named on the command line; without one, run the daemon."""
+    """Run the command named on the command line, or the daemon if none is named."""
     name = DEFAULT_COMMAND
     arguments = sys.argv[1:]
     if arguments and _is_command_name(arguments[0]):
@@ -19,8 +19,8 @@ def main() -> None:
         arguments = arguments[1:]
     open_closed_streams()
     require_open_files()
-    # This comes before the imports, because they take time too. If a signal ends a daemon, that is
-    # no failure.
+    # This must come before the imports, because these take time too. A daemon that is ended by a
+    # signal has not failed.
     exit_on_signals(0 if name in {"run", "demo"} else None)
     from vllm_headroom_tools.cli import start  # noqa: PLC0415 - see above
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _is_command_name(word: str) -> bool:
-    """Return whether a first word is neither an option nor the engine's URL."""
+    """Return whether the first word is neither an option nor the engine's URL."""
     return not word.startswith("-") and "://" not in word
 
 

@@ -6,16 +6,16 @@ from vllm_headroom.model import Metric
 from vllm_headroom.vocabulary import MetricType
 
 GPU_LABELS: Final = ("gpu", "uuid")
-"""The labels of a series of one GPU."""
+"""The labels of a series for one GPU."""
 
 ENGINE_LABELS: Final = ("model_name", "engine")
-"""The labels of a series of one engine, which is one data-parallel rank."""
+"""The labels of a series for one engine, which is one data-parallel rank."""
 
 LIVE_SHARE: Final = ("running", "kv_used_ratio")
-"""The facts that are needed for the share of the KV cache per request."""
+"""The facts that are needed to compute the share of the KV cache per request."""
 
 LIVE_TOKENS: Final = (*LIVE_SHARE, "kv_capacity_tokens")
-"""The facts that are needed for a size in tokens or bytes per request."""
+"""The facts that are needed to compute a size per request in tokens or bytes."""
 
 
 _declared: Final[list[Metric]] = []
@@ -24,7 +24,7 @@ _declared: Final[list[Metric]] = []
 def _declare_gauge(
     name: str, labels: tuple[str, ...], text: str, *, needs: tuple[str, ...] = ()
 ) -> Metric:
-    """Declare the next metric of the page, `headroom_<name>`."""
+    """Declare the next metric on the page, `headroom_<name>`."""
     metric = Metric(
         name=f"headroom_{name}", kind=MetricType.GAUGE, labels=labels, help=text, needs=needs
     )
@@ -33,7 +33,7 @@ def _declare_gauge(
 
 
 def _declare_counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
-    """Declare the next metric of the page, `headroom_<name>_total`."""
+    """Declare the next metric on the page, `headroom_<name>_total`."""
     metric = Metric(
         name=f"headroom_{name}_total", kind=MetricType.COUNTER, labels=labels, help=text
     )
@@ -41,7 +41,7 @@ def _declare_counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
     return metric
 
 
-# The metrics follow in the order of the page. Each declaration also lists the metric in METRICS.
+# The metrics follow in the order of the page. Each declaration also adds the metric to METRICS.
 
 BUILD_INFO: Final = _declare_gauge(
     "build_info",
@@ -542,7 +542,7 @@ EVICTION_REQUESTS: Final = _declare_counter(
 )
 
 METRICS: Final[tuple[Metric, ...]] = tuple(_declared)
-"""All metrics, in the order above and on the page."""
+"""All metrics, in the order in which they are declared above and exported on the page."""
 
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
-"""All metrics by their full names."""
+"""All metrics, by full name."""

@@ -1,4 +1,4 @@
-"""The only place that reads the time."""
+"""The only module that reads the time."""
 
 import asyncio
 import time
@@ -6,20 +6,20 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The clock by which the daemon samples."""
+    """The clock that determines when the daemon samples."""
 
     def time(self) -> float:
         """Return seconds since the epoch."""
 
     def monotonic(self) -> float:
-        """Return seconds that never go back."""
+        """Return seconds that never go backwards."""
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
         """Wait until that time, and never shorter; if it has passed, only yield to other tasks."""
 
 
 class SystemClock:
-    """The machine's clock; it may run `speed` times as fast."""
+    """The machine's clock, which may be set to run `speed` times as fast."""
 
     speed = 1.0
 
@@ -28,12 +28,13 @@ class SystemClock:
         return time.time()
 
     def monotonic(self) -> float:
-        """Return seconds that never go back."""
+        """Return seconds that never go backwards."""
         return time.monotonic()
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
         """Wait until that time, and never shorter; if it has passed, only yield to other tasks."""
-        # uvloop's timers count whole milliseconds and may fire early. A step would then run twice.
+        # uvloop's timers count whole milliseconds and may fire early, in which case a step would
+        # run twice.
         while True:
             remaining_seconds = monotonic_seconds - self.monotonic()
             await asyncio.sleep(max(0.0, remaining_seconds / self.speed))

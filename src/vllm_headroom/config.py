@@ -1,4 +1,4 @@
-"""Everything an operator can set: each setting with its type, its default and its help."""
+"""Everything an operator can set: each setting with its type, its default and its help text."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,16 +22,16 @@ from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import parse_size
 
 PREFIX: Final = "HEADROOM_"
-"""The beginning of the names of all environment variables of the sidecar."""
+"""The prefix of all environment variables of the sidecar."""
 
 AUTO: Final = "auto"
-"""With this value of a setting, the daemon finds the engine's profile, or its GPUs, itself."""
+"""If a setting has this value, the daemon itself finds the engine's profile, or its GPUs."""
 
 PROFILE_NAMES: Final = (AUTO, *(profile.name for profile in PROFILES))
 
 
 def from_text(parse: Callable[[str], object]) -> BeforeValidator:
-    """Return a validator that parses a text, and leaves any other value, such as a default."""
+    """Return a validator that parses text, and does not change other values, such as defaults."""
 
     def validate(value: object) -> object:
         if isinstance(value, str):
@@ -77,10 +77,10 @@ WholeNumber = Annotated[int, from_text(inputs.parse_whole_number)]
 
 
 class Display(NamedTuple):
-    """How --help, and the line that refuses a value, show a setting."""
+    """How --help, and the message that refuses a value, show a setting."""
 
     metavar: str
-    """What --help shows in place of the value."""
+    """The placeholder that --help shows for the value."""
 
     accepts: str
     """The accepted values, as the end of a sentence that begins with "accepts"."""
@@ -97,9 +97,9 @@ def setting(
     shown_default: str = "",
     **limits: Any,  # noqa: ANN401 - as pydantic's Field
 ) -> Any:  # noqa: ANN401 - as pydantic's Field
-    """Declare a setting with its help and its accepted values.
+    """Declare a setting with its help text and its accepted values.
 
-    `shown_default` replaces the default in --help. `limits` are those of pydantic's Field.
+    `shown_default` replaces the default in --help. `limits` are passed to pydantic's Field.
     """
     if not shown_default:
         shown_default = "none" if default is None else str(default)
@@ -116,7 +116,7 @@ def duration(
     high: float,
     shown_default: str = "",
 ) -> Any:  # noqa: ANN401 - as pydantic's Field
-    """Declare a duration of `low` to `high` seconds."""
+    """Declare a duration between `low` and `high` seconds."""
     return setting(
         default,
         description,
@@ -135,7 +135,7 @@ def size_setting(
     example: str = "",
     shown_default: str = "",
 ) -> Any:  # noqa: ANN401 - as pydantic's Field
-    """Declare a size; without a default, `example` is an accepted size for the help."""
+    """Declare a size; if it has no default, the help shows `example` as an accepted size."""
     return setting(
         None if default is None else parse_size(default),
         description,
@@ -146,17 +146,17 @@ def size_setting(
 
 
 def file_path(description: str) -> Any:  # noqa: ANN401 - as pydantic's Field
-    """Declare the path of a file, which has no default."""
+    """Declare a file path, which has no default."""
     return setting(None, description, metavar="FILE", accepts="the path of a file")
 
 
 def directory_path(description: str) -> Any:  # noqa: ANN401 - as pydantic's Field
-    """Declare the path of a directory, which has no default."""
+    """Declare a directory path, which has no default."""
     return setting(None, description, metavar="DIRECTORY", accepts="the path of a directory")
 
 
 LINK: Final = r"^https?://[A-Za-z0-9._~:{}\[\]-]+(/[A-Za-z0-9._~:/@%+,={}\[\]-]*)?$"
-"""A URL without user or password, because the page would show these."""
+"""A URL without a user or password, because the page would show them."""
 
 
 RUNBOOKS_URL: Final = (
@@ -179,7 +179,7 @@ class Settings(BaseSettings):
     )
 
     no_options: ClassVar[frozenset[str]] = frozenset()
-    """Settings that the command line does not take."""
+    """Settings that are not accepted on the command line."""
 
     engine_url: Url = setting(
         "http://127.0.0.1:8000/metrics",
@@ -314,7 +314,7 @@ class Settings(BaseSettings):
         gt=0,
         le=10**9,
     )
-    # pydantic itself uses the name `model_config`.
+    # pydantic uses the name `model_config` itself.
     model_config_: FilePath | None = setting(
         None,
         "The configuration of the model that the engine serves, for the bytes per token; without"
@@ -423,8 +423,8 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Make pydantic use only the values that are passed to the constructor.
 
-        `read_settings` reads the sources itself, because it validates each source separately, even
-        values that another source overrides.
+        `read_settings` reads the sources itself, because it validates each source separately,
+        including values that another source overrides.
         """
         return (sources["init_settings"],)
 
@@ -437,24 +437,24 @@ ONE_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
     "trace_file": "a trace has one engine",
     "engine_log": "a log has one engine",
 }
-"""The settings that cannot be used with several engines, and the reason for each."""
+"""The settings that cannot be used with several engines, with the reason for each."""
 
 FOUND_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
     "evict": "the pod of a URL is not known",
 }
-"""The settings that cannot be used with engines that are named by their URLs, and the reasons."""
+"""The settings that cannot be used if the engines are given by URL, with the reason for each."""
 
 SECRET_SETTINGS: Final = ("engine_bearer_token_file", "engine_headers")
-"""Settings that cannot be used if the daemon finds the engines itself. Anyone who starts a process
-that looks like an engine would receive the secret.
+"""Settings that cannot be used if the daemon finds the engines itself, because anyone who starts a
+process that looks like an engine would receive the secret.
 """
 
 
 def list_conflicts(settings: Settings) -> tuple[str, ...]:
-    """Return a line for each setting that cannot be used with several engines."""
+    """Return one line for each setting that cannot be used with several engines."""
     if settings.engines is None:
         return ()
-    # A setting counts as set if it differs from its default.
+    # A setting counts as set if its value differs from its default.
     defaults = type(settings).model_construct()
     lines = []
     reasons = dict(ONE_ENGINE_SETTINGS)
@@ -474,19 +474,19 @@ def list_conflicts(settings: Settings) -> tuple[str, ...]:
 
 
 def find_display(field: FieldInfo) -> Display:
-    """Return how a field is shown in --help and refusals, as it was declared by `setting`."""
+    """Return how a field is shown in --help and refusals, as declared by `setting`."""
     extra = cast("dict[str, Display]", field.json_schema_extra)
     return extra["display"]
 
 
 def name_key(field_name: str) -> str:
-    """Return the name of a setting in the file.
+    """Return the name of a setting in the configuration file.
 
-    The field `model_config_` is `model_config` there.
+    For the field `model_config_`, this is `model_config`.
     """
     return field_name.removesuffix("_")
 
 
 def name_variable(field_name: str) -> str:
-    """Return the name of a setting in the environment."""
+    """Return the name of a setting's environment variable."""
     return PREFIX + name_key(field_name).upper()

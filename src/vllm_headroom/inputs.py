@@ -1,4 +1,4 @@
-"""Parse what an operator writes as a setting or an option, and describe what is refused."""
+"""Parse what an operator passes as a setting or an option, and describe what is refused."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     import httpx
 
 HOST_PORT_AND_PATH: Final = re.compile(r"[\w.-]+:\d+(?:/[\w./-]*)?", re.ASCII)
-"""A text that would be a URL if http:// stood before it."""
+"""Text that would be a URL if it started with http://."""
 
 CLOSED_SET: Final = re.compile(r"[\w-]+(?:, [\w-]+)* or [\w-]+")
-"""Matches the text on accepted values if these are a few names, such as "off, dry-run or on"."""
+"""Matches a description of accepted values that is a list of names, such as "off, dry-run or
+on".
+"""
 
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
-"""The index or the UUID of a GPU."""
+"""The index or UUID of a GPU."""
 
 HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""The name of a header (RFC 9110, 5.1)."""
+"""The name of an HTTP header (RFC 9110, 5.1)."""
 
 RESERVED_HEADERS: Final = frozenset(
     {
@@ -41,10 +43,10 @@ RESERVED_HEADERS: Final = frozenset(
 """Headers that the sidecar sets itself, or that would change how its requests are framed."""
 
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
-"""The value of a header (RFC 9110, 5.5), without bytes beyond ASCII, whose meaning is undefined."""
+"""The value of a header (RFC 9110, 5.5), limited to ASCII, because other bytes are undefined."""
 
 HOST: Final = re.compile(r"[\w.-]*|[\dA-Fa-f]*:[\dA-Fa-f]*:[\dA-Fa-f:.]*(?:%[\w.-]+)?", re.ASCII)
-"""A name, an IPv4 address, or an IPv6 address with its zone."""
+"""A host name, an IPv4 address, or an IPv6 address with its zone."""
 
 HOST_AND_PORT: Final = re.compile(r"(?:[^:]*|\[.*\]):\d+", re.ASCII)
 WHOLE_NUMBER: Final = re.compile(r"\d{1,16}", re.ASCII)
@@ -52,17 +54,17 @@ HIGHEST_PORT: Final = 65535
 HIGHEST_PERCENTAGE: Final = 100
 
 MAX_SHOWN_CHARACTERS: Final = 80
-"""Our choice: this many characters of a refused value are shown."""
+"""Our choice: the number of characters of a refused value that are shown."""
 
 
 def parse_http_url(text: str) -> httpx.URL:
     """Parse an http or https URL; raise ValueError for anything else.
 
-    Raises RefusedError, which has the advice, if only http:// is missing.
+    Raises RefusedError with a suggestion if only http:// is missing.
     """
     import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it
 
-    # `localhost:8000/metrics` parses as a URL of the scheme "localhost".
+    # `localhost:8000/metrics` would parse as a URL with the scheme "localhost".
     if HOST_PORT_AND_PATH.fullmatch(text):
         raise RefusedError(f"did you mean http://{text}?")
     try:
@@ -84,7 +86,7 @@ def parse_metrics_url(text: str) -> str:
 
 
 def parse_path(text: str) -> Path:
-    """Parse a path that a file can have; raise ValueError."""
+    """Parse a valid file path; raise ValueError."""
     if not text or "\0" in text:
         raise ValueError
     if text.startswith("~"):
@@ -93,7 +95,7 @@ def parse_path(text: str) -> Path:
 
 
 JOURNAL_UNIT: Final = re.compile(r"journal:[A-Za-z0-9:_.@\\][A-Za-z0-9:_.@\\-]{0,254}")
-"""A unit of systemd whose lines in the journal are read."""
+"""A systemd unit whose lines in the journal are read."""
 
 
 def parse_log_place(text: str) -> str:
@@ -109,14 +111,14 @@ def parse_log_place(text: str) -> str:
 
 
 def parse_listen_host(text: str) -> str:
-    """Parse the address or the name to listen on; raise ValueError."""
+    """Parse the address or name to listen on; raise ValueError."""
     if HOST_AND_PORT.fullmatch(text):
         raise RefusedError("set the port with listen_port")
     return require_match(HOST, text)
 
 
 def parse_number(text: str) -> float:
-    """Parse a number; raise ValueError, even for 1_0, which Python accepts as 10."""
+    """Parse a number; raise ValueError, also for 1_0, which Python accepts as 10."""
     if "_" in text:
         raise ValueError
     return float(text)
@@ -133,7 +135,7 @@ def parse_seconds(text: str) -> float:
 def parse_ratio(text: str) -> float:
     """Parse a ratio such as 0.92 or 92%; raise ValueError.
 
-    Raises RefusedError, which is a ValueError with advice, for a number that can only be meant as a
+    Raises RefusedError, a ValueError with a suggestion, for a number that can only be meant as a
     percentage.
     """
     try:
@@ -146,20 +148,20 @@ def parse_ratio(text: str) -> float:
 
 
 def parse_whole_number(text: str) -> int:
-    """Parse a whole number that is written in digits; raise ValueError."""
+    """Parse a whole number written in digits; raise ValueError."""
     return int(require_match(WHOLE_NUMBER, text))
 
 
 def parse_gpus(value: object) -> object:
-    """Return `auto`, `all`, or a tuple of indices and UUIDs, from a list or a text with commas.
+    """Return `auto`, `all`, or a tuple of indices and UUIDs, from a list or comma-separated text.
 
-    Raises ValueError for anything else, such as an empty list or a wrong UUID.
+    Raises ValueError for anything else, such as an empty list or an invalid UUID.
     """
     if isinstance(value, str):
         if value.lower() in {"auto", "all"}:
             return value.lower()
         value = value.split(",")
-    # In YAML, a list with this single name means the same as the name.
+    # In YAML, a list with only this name is equivalent to the name itself.
     if value == ["auto"]:
         return "auto"
     if value == ["all"]:
@@ -172,7 +174,7 @@ def parse_gpus(value: object) -> object:
 
 
 def parse_engine_urls(text: str) -> object:
-    """Return `node`, or a tuple of URLs of engines' pages; raise ValueError."""
+    """Return `node`, or a tuple of the URLs of engines' pages; raise ValueError."""
     if text.lower() == "node":
         return "node"
     urls = tuple(parse_metrics_url(url.strip()) for url in text.split(","))
@@ -182,7 +184,7 @@ def parse_engine_urls(text: str) -> object:
 
 
 def redact_urls(engines: object) -> object:
-    """Return several engines' URLs as they may be shown, separated by commas; else the value."""
+    """Return engines' URLs as they may be shown, separated by commas; else the unchanged value."""
     if isinstance(engines, tuple):
         return ",".join(redact_url(url) for url in engines)
     return engines
@@ -196,23 +198,23 @@ def show_urls(value: object) -> str:
 
 
 def parse_header_name(text: str) -> str:
-    """Parse the name of a header that an operator may add; raise ValueError."""
+    """Parse the name of a header that an operator is allowed to add; raise ValueError."""
     if text.lower() in RESERVED_HEADERS:
         raise RefusedError(f"{text} is not yours to set")
     return require_match(HEADER_NAME, text)
 
 
 def require_match(pattern: re.Pattern[str], text: str) -> str:
-    """Return the text; raise ValueError if the pattern does not match all of it."""
+    """Return the text; raise ValueError if the pattern does not match the whole text."""
     if pattern.fullmatch(text) is None:
         raise ValueError
     return text
 
 
 def redact_url(url: str) -> str:
-    """Return a URL with stars in place of user and password, and in place of its query.
+    """Return a URL with its user, password and query replaced by stars.
 
-    Any text is accepted, even one that is not a valid URL. The stars replace everything before the
+    Any text is accepted, even if it is not a valid URL. The stars replace everything before the
     last @, so that a password that was not percent-encoded is hidden as well. If an @ follows a
     question mark, the question mark may be part of the password, so the stars replace everything
     after the scheme.
@@ -225,7 +227,7 @@ def redact_url(url: str) -> str:
 
 
 def show_value(value: object) -> str:
-    """Return a refused value, shortened, for the line that refuses it."""
+    """Return a refused value, shortened, for the message that refuses it."""
     text = repr(value) if isinstance(value, str) else reprlib.repr(value)
     if len(text) <= MAX_SHOWN_CHARACTERS:
         return text
@@ -240,7 +242,7 @@ def show_url(value: object) -> str:
 
 
 def split_closed_set(accepts: str) -> list[str]:
-    """Return the accepted names of a text such as "a, b or c"; empty for any other text."""
+    """Return the accepted names in a text such as "a, b or c"; empty for any other text."""
     if not CLOSED_SET.fullmatch(accepts):
         return []
     return re.split(", | or ", accepts)
@@ -255,9 +257,9 @@ def describe_refused(
 ) -> str:
     """Return the line that refuses a value.
 
-    If `error` is a RefusedError, the line has its reason. Otherwise it has the accepted name that
-    is spelled most like the value, if there is one. `show` returns the value in the form in which
-    it may be shown.
+    If `error` is a RefusedError, the line includes its reason. Otherwise, the line suggests the
+    accepted name with the most similar spelling, if there is one. `show` returns the value in a
+    form that may be shown.
     """
     similar_names = difflib.get_close_matches(str(value), split_closed_set(accepts), n=1)
     reason = ""
@@ -269,9 +271,9 @@ def describe_refused(
 
 
 def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -> str:
-    """Return the line that refuses a name that is none of `names`, with similar ones if any.
+    """Return the line that refuses a name not in `names`, with similar names, if any.
 
-    The line does not show the value, because the value may be a secret under a wrong name.
+    The line does not show the value, which may be a secret under a misspelled name.
     """
     similar_names = _find_similar(name, names)
     if not similar_names:
@@ -280,12 +282,12 @@ def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -
 
 
 def _find_similar(name: str, names: Iterable[str]) -> list[str]:
-    """Return the shortest of `names` that have every word of `name`.
+    """Return the shortest of `names` that contain every word of `name`.
 
-    If no name has every word, return the name that is spelled most like `name`. The result is empty
-    if none is similar.
+    If no name contains every word, the name with the most similar spelling is returned. The result
+    is empty if none is similar.
     """
-    # The names are sorted, so that the suggestion is always the same if several names are equally
+    # The names are sorted, so that the suggestion is deterministic if several names are equally
     # similar.
     names_by_form = {_normalise(known_name): known_name for known_name in sorted(names)}
     form = _normalise("".join(name.split(maxsplit=1)[:1]))  # A name may be empty.

@@ -1,4 +1,4 @@
-"""The log: an event and its fields, through the standard library's logging."""
+"""The log: events with fields, written through the standard library's logging."""
 
 import logging
 from collections.abc import MutableMapping
@@ -6,13 +6,13 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 ENGINE_NAME: Final = ContextVar[str]("engine_name", default="")
-"""The engine that the lines of this task are about; empty if the daemon watches only one."""
+"""The engine that this task's log lines are about; empty if the daemon watches only one."""
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
     """Takes the fields of an event as keyword arguments.
 
-    `log.info("source answers", source="engine")` logs an event with one field.
+    For example, `log.info("source answers", source="engine")` logs an event with one field.
     """
 
     def __init__(self, name: str) -> None:
@@ -21,7 +21,7 @@ class Log(logging.LoggerAdapter[logging.Logger]):
     def process(
         self, msg: str, kwargs: MutableMapping[str, Any]
     ) -> tuple[str, MutableMapping[str, Any]]:
-        """Move the fields of an event to the attribute `fields` of its record."""
+        """Move the fields of an event to the attribute `fields` of its log record."""
         error = kwargs.pop("exc_info", None)
         engine_name = ENGINE_NAME.get()
         if engine_name:

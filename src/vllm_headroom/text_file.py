@@ -1,4 +1,4 @@
-"""Read a file that people write, or a pipe in its place, within bounds."""
+"""Read a file written by people, or a pipe in its place, within limits."""
 
 import errno
 import os
@@ -10,17 +10,17 @@ from typing import Final
 WAIT_SECONDS: Final = 5.0
 """The writer of a pipe, such as a shell's `<(command)`, may take this long.
 
-A pipe without a writer would block forever.
+Reading a pipe that has no writer would block forever.
 """
 
 CHUNK_BYTES: Final = 2**20
-"""At most this much is read at once."""
+"""The maximum number of bytes read at once."""
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a file or pipe, at most its first `most_bytes`.
+    """Return the content of a file or pipe, up to its first `most_bytes` bytes.
 
-    Raises OSError, even for a pipe that does not end within WAIT_SECONDS.
+    Raises OSError, also for a pipe that does not end within WAIT_SECONDS.
     """
     # Opening the file must neither wait for a pipe nor acquire a controlling terminal.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)

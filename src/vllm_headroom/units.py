@@ -1,8 +1,7 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
-A size is a number with a unit of bytes. A number without a unit is a number of bytes. It is
-accepted only from 1 MiB on. A smaller number is hardly meant as bytes of memory: `80` may mean
-80 GiB.
+A size is a number with a unit of bytes. A number without a unit is in bytes, and is accepted only
+from 1 MiB on, because a smaller number is unlikely to be meant in bytes: `80` may mean 80 GiB.
 """
 
 import re
@@ -21,9 +20,9 @@ LARGEST_EXACT_BYTES: Final = 2**53
 
 
 def _list_size_units() -> dict[str, int]:
-    """Return the bytes of each unit of a size, in lower case.
+    """Return the number of bytes in each unit of size, in lower case.
 
-    kB is 1000 bytes, and KiB and Ki are 1024. A bare K is ambiguous and refused.
+    kB is 1000 bytes, while KiB and Ki are 1024. A bare K is ambiguous and is refused.
     """
     units = {"": 1, "b": 1}
     for power, prefix in enumerate("kmgtp", start=1):
@@ -44,13 +43,13 @@ UNITS_SECONDS: Final = {
     "d": DAY_SECONDS,
     "w": 7 * DAY_SECONDS,
 }
-"""The seconds of each unit of a duration."""
+"""The number of seconds in each unit of duration."""
 
 PREFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
-"""The binary prefixes of sizes as they are shown."""
+"""The binary prefixes with which sizes are shown."""
 
 SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
-"""A number and its unit, which may be missing."""
+"""A number and its unit, which may be omitted."""
 
 AMBIGUOUS_UNIT: Final = re.compile(r"[kmgtpKMGTP]|[KMGTP]b", re.ASCII)
 """A bare prefix may be binary or decimal, and Gb may mean bits."""
@@ -65,29 +64,29 @@ VLLM_NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])", re.ASCII)
 
 
 class RefusedError(ValueError):
-    """A value refused for a reason that the operator can correct."""
+    """A value that is refused for a reason that the operator can correct."""
 
 
 def parse_size(text: str) -> int:
     """Parse a size such as `8MiB`, or a number of bytes from 1 MiB on, into bytes.
 
-    Raises RefusedError, a ValueError with the reason, for a smaller number without a unit and for a
-    unit with two meanings. Raises a plain ValueError for anything else that is no size.
+    Raises RefusedError, a ValueError with the reason, for a smaller number without a unit, and for
+    an ambiguous unit. Raises a plain ValueError for anything else that is not a size.
     """
     size = SIZE.fullmatch(text)
     if size is None:
         raise ValueError
     number = size[1]
     unit = size[2].lower()
-    # "8G" may mean 10 to the power of 9, or 2 to the power of 30.
+    # "8G" may mean 8 times 10 to the power of 9, or 8 times 2 to the power of 30.
     if AMBIGUOUS_UNIT.fullmatch(size[2]):
         prefix = size[2][0].upper()
         raise RefusedError(f"{size[2]} has two meanings: {number}{prefix}iB or {number}{prefix}B?")
     if unit not in UNITS_BYTES:
         raise ValueError
-    # Decimal is used, because 0.1 GiB as a float would not be exact.
+    # Decimal is used, because 0.1 GiB would not be exact as a float.
     n_bytes = int(Decimal(number) * UNITS_BYTES[unit])
-    # If somebody writes "80", it means GiB and not 80 bytes.
+    # Somebody who writes "80" means GiB, not 80 bytes.
     if not unit and 0 < n_bytes < MIB:
         raise RefusedError(f"without a unit it is bytes: {text}GiB?")
     if not 1 <= n_bytes <= LARGEST_EXACT_BYTES:
@@ -98,8 +97,8 @@ def parse_size(text: str) -> int:
 def parse_vllm_number(text: str) -> int:
     """Parse a whole number as vLLM does: 32k is 32,000 and 32K is 32,768.
 
-    The result is the same as that of human_readable_int in vLLM's options. Raises ValueError, or
-    InvalidOperation, for a text that vLLM does not accept.
+    The result is the same as that of human_readable_int in vLLM's options. Raises ValueError or
+    InvalidOperation for text that vLLM does not accept.
     """
     number = VLLM_NUMBER.fullmatch(text)
     if number is None:
@@ -113,7 +112,7 @@ def parse_vllm_number(text: str) -> int:
 def parse_duration(text: str) -> float:
     """Parse a duration such as `90`, `120s`, `15m`, `1.5h` or `1h30m` into seconds.
 
-    Raise ValueError for anything else.
+    Raises ValueError for anything else.
     """
     text = text.strip()
     if not DURATION.fullmatch(text):
@@ -134,7 +133,7 @@ def parse_share(text: str) -> float:
 
 
 def format_size(n_bytes: float) -> str:
-    """Format bytes with a binary prefix and three digits."""
+    """Format a number of bytes with a binary prefix and three digits."""
     value = abs(n_bytes)
     power = 0
     while value >= 999.5 and power < len(PREFIXES) - 1:  # noqa: PLR2004 - what three digits round to a thousand
@@ -145,14 +144,14 @@ def format_size(n_bytes: float) -> str:
 
 
 def format_gib(n_bytes: float) -> str:
-    """Format bytes in GiB, as vLLM logs them."""
+    """Format a number of bytes in GiB, as vLLM does in its log."""
     return f"{n_bytes / GIB:,.2f} GiB"
 
 
 def format_duration(seconds: float) -> str:
     """Format a duration in its two largest units, such as "2 d 3 h", rounded to seconds."""
-    # The seconds are rounded before they are divided, because "59.7 s" would otherwise become
-    # "60 s".
+    # The seconds are rounded before they are divided, because otherwise "59.7 s" would become "60
+    # s".
     days, seconds_of_day = divmod(round(abs(seconds)), round(DAY_SECONDS))
     hours, seconds_of_hour = divmod(seconds_of_day, round(HOUR_SECONDS))
     minutes, seconds_of_minute = divmod(seconds_of_hour, 60)
@@ -170,14 +169,15 @@ def format_duration(seconds: float) -> str:
 
 
 def format_instant(seconds: float) -> str:
-    """Format seconds since the epoch as a date in UTC."""
+    """Format seconds since the epoch as a date and time in UTC."""
     return to_datetime(seconds).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def to_datetime(seconds: float) -> datetime:
-    """Return the date of seconds since the epoch, in UTC.
+    """Return seconds since the epoch as a date and time in UTC.
 
-    If no date can express the time, such as from a wrong clock, it becomes the nearest date.
+    A time that no date can express, for example from a wrong clock, becomes the nearest possible
+    date.
     """
     try:
         return datetime.fromtimestamp(seconds, UTC)

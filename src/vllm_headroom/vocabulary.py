@@ -107,7 +107,7 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.UNEXPECTED,
     ),
 }
-"""The reasons of each source, with which `headroom_source_failures_total` starts at 0."""
+"""The reasons for each source, for which `headroom_source_failures_total` starts at 0."""
 
 
 class Attribution(StrEnum):
@@ -129,23 +129,23 @@ class Role(StrEnum):
 
 
 NECESSARY_ROLES: Final = (Role.ENGINE_CORE, Role.WORKER)
-"""If a server lacks one of these processes, it serves nobody, although its page may answer for half
-a minute or forever.
+"""Without one of these processes, a server serves nobody, although its page may keep answering for
+half a minute or forever.
 """
 
 
 class EngineKind(StrEnum):
-    """What a daemon does with an engine of its machine; the values of the label `kind`."""
+    """What a daemon does with an engine on its machine; the values of the label `kind`."""
 
     WATCHED = "watched"
     OWN_SIDECAR = "own_sidecar"
-    """The engine has its own sidecar, which watches it."""
+    """The engine is watched by its own sidecar."""
     UNREADABLE = "unreadable"
     """The engine's page cannot be found or reached."""
 
 
 class HostBasis(StrEnum):
-    """The basis of the engine's host-memory figures, most reliable first."""
+    """The basis of the engine's host-memory figures, with the most reliable first."""
 
     CGROUP = "cgroup"
     MACHINE = "machine"
@@ -154,7 +154,7 @@ class HostBasis(StrEnum):
 
 
 class EngineState(StrEnum):
-    """The state of the whole server; the values of the label `state`."""
+    """The state of the server as a whole; the values of the label `state`."""
 
     UNKNOWN = "unknown"
     DOWN = "down"
@@ -165,7 +165,7 @@ class EngineState(StrEnum):
 
 
 class ExitReason(StrEnum):
-    """The cause of an engine's exit as far as known; the values of the label `reason`."""
+    """The cause of an engine's exit, as far as known; the values of the label `reason`."""
 
     REPLACED = "replaced"
     GONE = "gone"
@@ -176,7 +176,7 @@ class ExitReason(StrEnum):
 
 
 class EvictionResult(StrEnum):
-    """The result of an eviction that the sidecar requested; the values of the label `result`."""
+    """The result of an eviction requested by the sidecar; the values of the label `result`."""
 
     DRY_RUN = "dry_run"
     ACCEPTED = "accepted"
@@ -185,20 +185,19 @@ class EvictionResult(StrEnum):
 
 
 class ServerAnswer(StrEnum):
-    """What the engine's server answers besides its metrics page."""
+    """How the engine's server answers requests other than for its metrics page."""
 
     HEALTHY = "healthy"
-    """`/health` answers 200. If there is no `/health`, `/v1/models` or `/load` answers 200."""
+    """`/health` answers 200 or, if there is no `/health`, `/v1/models` or `/load` does."""
 
     UNHEALTHY = "unhealthy"
-    """`/health` reports an error of the server. vLLM's `/health` does so once its engine has died.
-    """
+    """`/health` reports an error in the server, as vLLM's does once its engine has died."""
 
     SILENT = "silent"
     """Nothing answers."""
 
     UNCLEAR = "unclear"
-    """An answer that proves neither, such as a login page."""
+    """The answer proves neither, as with a login page."""
 
 
 class IncidentKind(StrEnum):
@@ -209,7 +208,7 @@ class IncidentKind(StrEnum):
 
 
 class EndCause(StrEnum):
-    """The cause of an exit or a stall; a closed set, for scripts."""
+    """The cause of an exit or a stall; a closed set, for use in scripts."""
 
     LEAK = "out_of_memory_leak"
     BURST = "out_of_memory_burst"
@@ -228,8 +227,7 @@ class EndCause(StrEnum):
 class Sureness(StrEnum):
     """How certain a cause is.
 
-    The most certain is "nothing else fits", then "it fits best". The least certain is "it cannot be
-    excluded".
+    From most to least certain: "nothing else fits", "it fits best" and "it cannot be excluded".
     """
 
     SURE = "sure"
@@ -238,7 +236,7 @@ class Sureness(StrEnum):
 
 
 class HostPart(StrEnum):
-    """What vLLM may be configured to keep in host memory; the values of the label `part` there."""
+    """What vLLM may be configured to keep in host memory; values of the label `part`."""
 
     KV_OFFLOAD = "kv_offload"
     WEIGHTS_OFFLOAD = "weights_offload"
@@ -246,7 +244,7 @@ class HostPart(StrEnum):
 
 
 class MemoryPart(StrEnum):
-    """The uses of the engine's GPU memory; the values of the label `part`."""
+    """What the engine uses GPU memory for; the values of the label `part`."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -258,7 +256,7 @@ class MemoryPart(StrEnum):
 
 
 class Work(StrEnum):
-    """The kinds of work of the engine's steps; the values of the label `work`."""
+    """The kinds of work that the engine's steps do; the values of the label `work`."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -270,7 +268,7 @@ class Work(StrEnum):
 
 
 class StartPart(StrEnum):
-    """The parts of a GPU that the engine's log reports at its start; values of the label `part`."""
+    """The uses of a GPU that the engine's log reports on startup; values of the label `part`."""
 
     WEIGHTS = "weights"
     ACTIVATIONS = "activations"
@@ -300,11 +298,11 @@ class LeakState(StrEnum):
 
 
 GROWING_STATES: Final = (LeakState.LEAKING, LeakState.GROWING)
-"""The states in which memory grows: for certain, or as an early warning."""
+"""The states in which memory grows, either for certain or as an early warning."""
 
 
 class Level(StrEnum):
-    """The severity of a verdict, worst last."""
+    """The severity of a verdict, with the worst last."""
 
     GOOD = "good"
     UNKNOWN = "unknown"
@@ -313,12 +311,12 @@ class Level(StrEnum):
 
 
 class Situation(StrEnum):
-    """The situation of the engine and its GPUs, worst first; `action` is the first thing to do."""
+    """The situation of the engine and its GPUs, worst first; `action` is what to do first."""
 
     action: str
 
     def __new__(cls, name: str, action: str = "") -> Self:
-        """Return the situation of this name."""
+        """Return the situation with this name."""
         situation = str.__new__(cls, name)
         situation._value_ = name
         situation.action = action
@@ -368,7 +366,7 @@ LEVEL_NAMES: Final = {
     Level.WARNING: "WARNING",
     Level.ALARM: "ALARM",
 }
-"""The level as shown on the page and in the terminal."""
+"""The levels as shown on the page and in the terminal."""
 
 
 class MetricType(StrEnum):
@@ -385,13 +383,13 @@ _DIRECTION_CODES: Final = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 CONTROLS: Final = {
     code: f"\\x{code:02x}" for code in (*_CONTROL_CODES, *_LINE_BREAK_CODES, *_DIRECTION_CODES)
 }
-"""Characters that could control a terminal, break a line or reorder its text, and their
+"""Characters that could control a terminal, break a line or reorder its text, with their
 replacements.
 """
 
 
 class StartPhase(StrEnum):
-    """How far a start of an engine has come, in order."""
+    """How far an engine's start has progressed, in order."""
 
     BEGINNING = "beginning"
     LOADING = "loading"
@@ -402,7 +400,7 @@ class StartPhase(StrEnum):
 
 
 class LogEventKind(StrEnum):
-    """What a line of the engine's log is about."""
+    """What a line in the engine's log is about."""
 
     START = "start"
     ARGUMENTS = "arguments"
@@ -415,7 +413,7 @@ class LogEventKind(StrEnum):
 
 
 class LogRemarkKind(StrEnum):
-    """Warnings of an engine that matter for its memory."""
+    """Warnings from an engine that are relevant to its memory."""
 
     PREEMPTION = "preemption"
     SWAP = "swap"
@@ -427,7 +425,7 @@ class LogRemarkKind(StrEnum):
 
 
 class LogFailureKind(StrEnum):
-    """The kinds of failures that an engine's log shows."""
+    """The kinds of failures that an engine's log reports."""
 
     GPU_OUT_OF_MEMORY = "gpu_out_of_memory"
     NO_KV_CACHE_MEMORY = "no_kv_cache_memory"

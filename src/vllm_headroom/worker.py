@@ -12,32 +12,32 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], T], "asyncio.Future[T]"]
-"""A call, and the future that takes its outcome."""
+"""A call, and the future that receives its outcome."""
 
 
 class _Running(Generic[T]):
-    """The present call of a worker's thread.
+    """The current call on a worker's thread.
 
-    This object does not refer to the worker.
+    This object does not hold a reference to the worker.
     """
 
     def __init__(self) -> None:
         self.future: asyncio.Future[T] | None = None
-        """The future of the call that runs now; None between calls."""
+        """The future of the call that is running now; None between calls."""
 
 
 class Worker(Generic[T]):
     """Runs blocking calls, one after another, on its own daemon thread.
 
-    asyncio's executor is not used, because it keeps the process from exiting until a call returns.
-    A call into a hung driver never returns. With a call that hangs for 6 s, the loop's exit took
-    6.1 s with asyncio.to_thread, and 0.6 s with a daemon thread (measured).
+    asyncio's executor is not used, because it keeps the process from exiting until its calls have
+    returned, and a call into a hung driver never returns. With a call that hung for 6 s, exiting
+    the loop took 6.1 s with asyncio.to_thread, and 0.6 s with a daemon thread (measured).
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: SimpleQueue[_Job[T] | None] = SimpleQueue()
-        """The calls that wait; None ends the thread."""
+        """The calls that are waiting; None ends the thread."""
         self._running: _Running[T] = _Running()
         self._thread: threading.Thread | None = None
         # When a worker is garbage-collected, its thread ends.
@@ -46,13 +46,13 @@ class Worker(Generic[T]):
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Call `function` on the thread and return the future of its result.
 
-        Cancelling the future drops the call if it has not started. A call that has started
-        continues, and its result is dropped. Until this call returns, the method raises
+        Cancelling the future drops the call if it has not started. A call that has already started
+        continues, but its result is dropped. Until that call returns, this method raises
         TimeoutError, so that calls do not pile up. Raises OSError (EAGAIN) if no thread can be
-        started. The next call tries again.
+        started; the next call tries again.
         """
-        # The value is read once, because the thread may change it meanwhile. If the future of a
-        # running call is done, it was cancelled, and the call hangs.
+        # The value is read only once, because the thread may change it in the meantime. If the
+        # future of a running call is done, the call was cancelled and is hanging.
         running = self._running.future
         if running is not None and running.done():
             raise TimeoutError
@@ -65,8 +65,8 @@ class Worker(Generic[T]):
     async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
         """Return what `function` returns on the thread, or raise what it or `begin` raises.
 
-        Raises TimeoutError after `timeout_seconds`, which includes the wait for earlier calls.
-        After that, and if cancelled, the call is dropped as in `begin`.
+        Raises TimeoutError after `timeout_seconds`, which includes the time spent waiting for
+        earlier calls. After a timeout or a cancellation, the call is dropped as in `begin`.
         """
         future = self.begin(function)
         async with asyncio.timeout(timeout_seconds):
@@ -77,7 +77,7 @@ class Worker(Generic[T]):
     ) -> tuple[T | None, str | None]:
         """Run a file operation on the thread; return its result and its problem, one of them None.
 
-        The operation fails by a timeout, an OSError or a ValueError. Any other error is raised.
+        A timeout, an OSError and a ValueError are returned as problems. Any other error is raised.
         """
         try:
             return await self.call(function, timeout_seconds), None
@@ -89,30 +89,30 @@ class Worker(Generic[T]):
     def stop(self) -> None:
         """End the thread after the calls made so far, without waiting for it.
 
-        No call may follow.
+        No more calls may be made.
         """
         self._jobs.put(None)
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a call is running; its caller may have given up."""
+        """Return whether a call is running; its caller may have given up on it."""
         return self._running.future is not None
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the thread runs; after `stop`, whether a call is still running."""
+        """Return whether the thread is running; after `stop`, whether a call is still running."""
         return self._thread is not None and self._thread.is_alive()
 
 
 def _run_jobs(jobs: "SimpleQueue[_Job[T] | None]", running: "_Running[T]") -> None:
-    """Make the calls one after another until None comes; this is the thread."""
+    """Make the calls one after another until None arrives; this runs as the thread."""
     while True:
         job = jobs.get()
         if job is None:
             return
         function, future = job
         _run_job(function, future, running)
-        # Without this, the last call's result, such as a page of 16 MiB, would stay in memory until
+        # Otherwise, the last call's result, such as a page of 16 MiB, would stay in memory until
         # the next call.
         del job, function, future
 
@@ -120,20 +120,20 @@ def _run_jobs(jobs: "SimpleQueue[_Job[T] | None]", running: "_Running[T]") -> No
 def _run_job(
     function: Callable[[], T], future: "asyncio.Future[T]", running: "_Running[T]"
 ) -> None:
-    """Make one call and hand its outcome to the loop; drop the call if it was cancelled."""
+    """Make one call and pass its outcome to the loop; drop the call if it has been cancelled."""
     if future.cancelled():
         return
     running.future = future
     outcome = capture_outcome(function)
-    # This comes before the loop settles the future, because `begin` takes a running call with a
-    # settled future for a cancelled one.
+    # This must happen before the loop settles the future, because `begin` considers a running call
+    # with a settled future to be cancelled.
     running.future = None
     with contextlib.suppress(RuntimeError):  # The future's loop has closed.
         future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 
 
 def _settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:
-    """Give the future its result or its error, unless it was cancelled; runs on the loop."""
+    """Set the future's result or error, unless it has been cancelled; runs on the loop."""
     if future.cancelled():
         return
     if isinstance(outcome, Exception):
@@ -143,7 +143,7 @@ def _settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread; raises OSError if a limit on threads or memory forbids it."""
+    """Start a daemon thread; raises OSError if a limit on threads or memory prevents it."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()

@@ -1,4 +1,4 @@
-"""Read YAML that people write: report repeated keys, and keep values as text if requested."""
+"""Read YAML written by people: report repeated keys, and optionally keep values as text."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ NULL_TAG: Final = "tag:yaml.org,2002:null"
 
 
 class AliasRefuser(yaml.parser.Parser, yaml.composer.Composer):
-    """Refuses aliases, because a few nested ones expand 400 bytes to gigabytes."""
+    """Refuses aliases, because a few nested ones can expand 400 bytes to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Return the base class's next node, None at the end; raise ComposerError for an alias."""
@@ -37,15 +37,15 @@ class AliasRefuser(yaml.parser.Parser, yaml.composer.Composer):
 
 
 class PlainLoader(AliasRefuser, yaml.SafeLoader):
-    """Gives values the types that YAML gives them."""
+    """Gives values the types that YAML assigns to them."""
 
 
 class TextLoader(AliasRefuser, yaml.BaseLoader):
-    """Keeps every value but null as its text: `yes` does not become true, nor 1:30 become 90."""
+    """Keeps all values except null as text: `yes` does not become true, nor 1:30 become 90."""
 
 
 # This is the pattern for null. PyYAML lists its patterns by the first character of a value, and `~`
-# is always null.
+# always means null.
 NULL_PATTERN: Final = next(
     pattern for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers["~"] if tag == NULL_TAG
 )
@@ -54,18 +54,18 @@ TextLoader.add_constructor(NULL_TAG, lambda *_: None)
 
 
 class YamlDocument(NamedTuple):
-    """The content of YAML."""
+    """The result of parsing YAML."""
 
     document: object
-    """The content of the document; None for an empty text."""
+    """The content of the document; None for empty text."""
     repeated_keys: tuple[str, ...]
-    """The keys that a mapping in the document has more than once."""
+    """The keys that occur more than once in a mapping of the document."""
 
 
 class NotYamlError(ValueError):
-    """A text is not YAML, or has an alias.
+    """A text is not YAML, or contains an alias.
 
-    `place` names the line; "" if it is unknown.
+    `place` names the line; "" if unknown.
     """
 
     def __init__(self, place: str, problem: str) -> None:
@@ -75,9 +75,9 @@ class NotYamlError(ValueError):
 
 
 def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
-    """Read a YAML file, see `parse_yaml`.
+    """Read a YAML file as described in `parse_yaml`.
 
-    Raises OSError if it cannot be read or is too large, and NotYamlError.
+    Raises OSError if the file cannot be read or is too large, and NotYamlError if it is not valid.
     """
     content = read_file(path, MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -88,13 +88,13 @@ def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
 
 
 def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
-    """Parse YAML in UTF-8; with `as_text` every value but null stays a text.
+    """Parse YAML in UTF-8; with `as_text`, every value except null remains text.
 
-    Raises NotYamlError for anything else, for an alias, and for too deep a nesting.
+    Raises NotYamlError for anything else, for an alias, and for nesting that is too deep.
     """
     loader_class = TextLoader if as_text else PlainLoader
     try:
-        # The nodes are needed, because they still have repeated keys, and the document does not.
+        # The nodes are needed, because they still contain repeated keys, unlike the document.
         loader = loader_class(content.decode())
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)
@@ -110,7 +110,7 @@ def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
 
 
 def _find_repeated_keys(node: yaml.Node | None) -> Iterator[str]:
-    """Yield each key that its mapping has more than once, once for each occurrence."""
+    """Yield each key that occurs more than once in its mapping, once for each occurrence."""
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
         counts = Counter(keys)

@@ -106,9 +106,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def is_in_service(self) -> bool:
-        """Return whether the engine is known to be in a run that has done work and is still
-        running.
-        """
+        """Return whether the engine is known to be in a run that has worked and still runs."""
         return self.engine_status is not None and bool(self.engine_status.is_in_service)
 
     @property
@@ -150,9 +148,7 @@ class Metric(Struct, frozen=True, kw_only=True):
 
 
 class Sample(NamedTuple):
-    """One value of a metric. It is a tuple, because each tick creates and unpacks hundreds of
-    them.
-    """
+    """One value of a metric. It is a tuple, because each tick creates hundreds of them."""
 
     metric: Metric
     labels: tuple[str, ...]
