@@ -516,9 +516,7 @@ class NodeWatch:
         self._report_others()
 
     async def _drop_if_gone(self, engine: WatchedEngine, *, is_present: bool) -> None:
-        """Stop watching an engine whose pod or unit is gone, once its last samples have been
-        scraped.
-        """
+        """Stop watching an engine whose pod or unit is gone, after a final scrape."""
         now_seconds = self._clock.monotonic()
         # A systemd unit has no processes while it restarts, so it gets more time.
         is_in_pod = engine.name.pod is not None

@@ -200,9 +200,7 @@ class Transitions:
             )
 
     def _report_processes(self, snapshot: Snapshot) -> None:
-        """Log when the engine cannot be identified, and when an exited engine left processes
-        behind.
-        """
+        """Log if the engine cannot be identified, or an exited one left processes behind."""
         if self._note_change("engines", snapshot.ambiguous_engines) and snapshot.ambiguous_engines:
             log.warning(
                 "engine's processes not chosen",

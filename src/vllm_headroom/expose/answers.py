@@ -20,11 +20,11 @@ class Request(Struct, frozen=True, kw_only=True):
     query: str = ""
     """The text after the question mark; "" if there is none."""
     headers: Mapping[str, str]
-    """Names are in lower case; the values of a repeated header are joined by commas."""
+    """The headers by lower-case name; the values of a repeated header are joined by commas."""
 
 
 class Response(Struct, frozen=True, kw_only=True):
-    """A whole HTTP answer."""
+    """A complete HTTP response."""
 
     status: int
     body: bytes
@@ -36,7 +36,7 @@ Handler = Callable[[Request], Response]
 
 
 def respond_text(status: int, line: str, *headers: Header) -> Response:
-    """Return an answer of one line of text, with `headers` in addition to the usual ones."""
+    """Return a response with one line of text, with `headers` in addition to the usual ones."""
     return Response(
         status=status, body=f"{line}\n".encode(), headers=(NO_SNIFF, NO_STORE, *headers)
     )
@@ -51,11 +51,11 @@ def build_application(
     has_sample: Callable[[], bool],
     find_gate_reason: Callable[[], str | None] = lambda: None,
 ) -> Handler:
-    """Return the handler of all requests, which answers by method and path.
+    """Return the handler for all requests, which dispatches by method and path.
 
-    `find_problem` returns why the daemon is unhealthy; None if it is healthy. `find_gate_reason`
-    returns why the gate is closed; None if it is open. `has_sample` returns whether the first tick
-    is over.
+    `find_problem` returns why the daemon is unhealthy, or None if it is healthy. `find_gate_reason`
+    returns why the gate is closed, or None if it is open. `has_sample` returns whether the first
+    tick is over.
     """
 
     def find_start_reason() -> str | None:
@@ -72,7 +72,7 @@ def build_application(
     }
 
     def answer(request: Request) -> Response:
-        """Return the answer to a request: 405 to a wrong method, 404 to an unknown path."""
+        """Return the response to a request: 405 for a wrong method, 404 for an unknown path."""
         if request.method not in {"GET", "HEAD"}:
             return respond_text(405, "only GET and HEAD", ("Allow", "GET, HEAD"))
         if request.path not in handlers:
@@ -84,10 +84,7 @@ def build_application(
 
 
 def _build_check(find_problem: Callable[[], str | None], text: str) -> Handler:
-    """Return a handler that answers 503 with the problem.
-
-    If there is none, it answers 200 with the text.
-    """
+    """Return a handler that responds with 503 and the problem, or with 200 and the text."""
 
     def check(_request: Request) -> Response:
         problem = find_problem()

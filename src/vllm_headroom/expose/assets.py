@@ -13,7 +13,7 @@ _LEVEL_RULES: Final = "".join(
     f".{level} b,.{level} h1,b.{level}{{color:var(--{level})}}"
     for level in Level
 )
-"""The rules that give elements of a level the colour of the level."""
+"""The rules that give the elements of each level the level's colour."""
 
 _HEAD_RULES: Final = pack_style("""
 body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:0 auto;padding:1rem;color:var(--ink);
@@ -95,7 +95,7 @@ th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--
 }
 """)
 PAGE_STYLE: Final = f"{STYLE}{THEME_RULES}{_HEAD_RULES}{_LEVEL_RULES}{_BODY_RULES}"
-"""The whole style of the page. Of two rules of the same specificity, the later one counts."""
+"""The page's entire style. Of two rules with the same specificity, the later one applies."""
 
 SCRIPT: Final = """\
 (() => {
@@ -247,14 +247,14 @@ SCRIPT: Final = """\
   setInterval(update, 1000 * document.body.dataset.seconds);
 })();
 """
-"""Shows times in the reader's zone and values under the pointer or by arrow keys, copies commands,
-switches the theme, and reloads the page regularly to replace changed elements. The scroll position,
-the focus, a selection, opened lines and a value under the pointer do not change.
+"""Shows times in the reader's time zone, shows values under the pointer or with the arrow keys,
+copies commands, switches the theme, and regularly reloads the page to replace changed elements. The
+scroll position, focus, selection, opened lines and the value under the pointer are preserved.
 """
 
 
 def _hash(text: str) -> str:
-    """Return a text's hash as a Content-Security-Policy contains it."""
+    """Return a text's hash in the notation of a Content-Security-Policy."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -263,8 +263,8 @@ POLICY: Final = (
     f"script-src 'sha256-{_hash(SCRIPT)}'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""The page's Content-Security-Policy. It permits only this style and this script, and forbids
-showing the page in a frame.
+"""The page's Content-Security-Policy. It allows only this style and this script, and prevents the
+page from being shown in a frame.
 """
 
 _ICONS: Final = {
@@ -273,8 +273,7 @@ _ICONS: Final = {
     Level.WARNING: ("#8a5a00", "<path d='M8 3v6M8 11v2' stroke='#fff' stroke-width='2'/>"),
     Level.ALARM: ("#b42318", "<path d='M4 4l8 8M12 4l-8 8' stroke='#fff' stroke-width='2'/>"),
 }
-"""The colour and the shape of each level's icon. The shape is for people who do not see the colour.
-"""
+"""The colour and shape of each level's icon. The shape is for people who cannot see the colour."""
 
 
 def build_icon(level: Level) -> str:

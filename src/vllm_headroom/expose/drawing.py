@@ -14,13 +14,13 @@ from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 from vllm_headroom.vocabulary import CONTROLS
 
 Point = tuple[float, float | None]
-"""Seconds and a value; the value is None if it is unknown."""
+"""A time in seconds and a value; the value is None if unknown."""
 
 Curve = tuple[Sequence[float], Sequence[float | None]]
 """Ordered times, and the value at each."""
 
 LinePoints = list[tuple[float, float]]
-"""Points that a line joins."""
+"""The points that a line connects."""
 
 
 def pack_style(text: str) -> str:
@@ -37,7 +37,7 @@ THEME_RULES: Final = pack_style(
     f":root[data-theme=light]{{color-scheme:light;{_LIGHT}}}"
     f":root[data-theme=dark]{{color-scheme:dark;{_DARK}}}"
 )
-"""The colours of a theme that a reader has chosen, whatever theme the system has."""
+"""The colours of a theme chosen by the reader, regardless of the system's theme."""
 
 STYLE: Final = pack_style(f"""
 :root{{{_LIGHT}}}
@@ -56,11 +56,11 @@ svg .edge{fill:var(--alarm);fill-opacity:.15}
 svg path,svg line{vector-effect:non-scaling-stroke}
 svg text{fill:var(--dim);font:13px system-ui,sans-serif}
 """)
-"""Colours in light and dark mode. Each text has a contrast of at least 4.5."""
+"""The colours in light and dark mode. Every text has a contrast ratio of at least 4.5."""
 
 
 def escape_text(text: str) -> str:
-    """Return text escaped for HTML and SVG; control characters show as codes."""
+    """Return text escaped for HTML and SVG; control characters are shown as codes."""
     return escape(text if text.isprintable() else text.translate(CONTROLS))
 
 
@@ -71,42 +71,44 @@ _INNER_SPACE: Final = re.compile(
 
 
 def render_text(text: str) -> str:
-    """Return text escaped for HTML, in which no line break cuts a size, a share or a duration."""
+    """Return text escaped for HTML, without line breaks in sizes, shares and durations."""
     return _INNER_SPACE.sub("\N{NO-BREAK SPACE}", escape_text(text))
 
 
 MARGIN: Final = 1.15
-"""Our choice: a picture extends to this multiple of the highest value, or of the time to the
-forecast's end.
+"""A picture extends to this multiple of the highest value, or of the time to the end of the
+forecast (our choice).
 """
 
 SCALE_QUANTILE: Final = 0.9
-"""The quantile of the values that sets the scale. The highest value is not used, because the card
-is empty for minutes while an engine starts.
+"""The quantile of the values that determines the scale. The highest value is not used, because the
+card is empty for minutes while an engine starts.
 """
 
 
 GRID_PARTS: Final = 4
-"""Our choice: grid lines divide the height of a figure into this many parts."""
+"""The number of parts into which grid lines divide a figure's height (our choice)."""
 
 ROUND_DIGITS: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.5, 8.0, 10.0)
-"""The first digits of round numbers, whose quarters, halves and multiples are easy to read."""
+"""The leading digits of round numbers whose quarters, halves and multiples are easy to read."""
 
 TICK_SECONDS: Final = (
     *(60.0 * minutes for minutes in (1, 2, 5, 10, 15, 30)),
     *(HOUR_SECONDS * hours for hours in (1, 2, 3, 4, 6, 12)),
     *(DAY_SECONDS * days for days in (1, 2, 5, 10, 30)),
 )
-"""Distances of ticks that are familiar from a clock or a calendar."""
+"""Tick intervals that are familiar from a clock or a calendar."""
 
 MOST_TICKS: Final = 6
-"""Our choice: with more ticks, their texts would touch on a phone of 390 pixels."""
+"""The maximum number of ticks (our choice). With more, their labels would touch on a phone 390
+pixels wide.
+"""
 
 
 def find_top(values: Iterable[float | None], *, limit: float | None = None) -> float:
-    """Return the top value of a picture of free memory, at most `limit`; 1 without values.
+    """Return the top value of a picture of free memory, at most `limit`; 1 if there are no values.
 
-    If a card is empty for a short time, its values may lie above the top.
+    While a card is briefly empty, its values may lie above the top.
     """
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
@@ -129,12 +131,12 @@ class Frame(Struct, frozen=True, kw_only=True):
 
     def x(self, seconds: float) -> float:
         """Return the distance of a time from the left."""
-        # A span without length is divided by 1, so that its only time lies at the left edge.
+        # For a span of zero length, the divisor is 1, so that its only time lies at the left edge.
         span_seconds = self.end - self.begin or 1.0
         return self.width * (seconds - self.begin) / span_seconds
 
     def y(self, value: float) -> float:
-        """Return the distance of a value from the upper edge; values above the top lie on it."""
+        """Return the distance of a value from the upper edge; higher values lie on the edge."""
         return self.height * max(0.0, 1 - value / (self.top or 1.0))
 
 
@@ -150,7 +152,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
 
 
 def build_curve(points: Iterable[Point]) -> Curve:
-    """Return the curve through these points, sorted by time: in a trace the clock may go back."""
+    """Return the curve through these points, sorted by time because a trace's clock may go back."""
     ordered = sorted(points, key=itemgetter(0))
     times = [seconds for seconds, _ in ordered]
     values = [value for _, value in ordered]
@@ -160,11 +162,11 @@ def build_curve(points: Iterable[Point]) -> Curve:
 def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LinePoints]:
     """Return the curve from the time `begin` on, thinned to two points for each of `columns`.
 
-    These are the lowest and the highest point of the column, in the order of their times. If a
-    column has no known value, the stretch ends there. The result is empty if no value is known.
+    The two are the lowest and the highest points of the column, in chronological order. A stretch
+    ends at a column without known values. The result is empty if no value is known.
     """
     times, values = curve
-    # `times` and `values` have a point for each minute of a day, so thinning keeps the page small.
+    # There is a point for each minute of a day, so thinning keeps the page small.
     start = bisect_left(times, begin)
     column_size = max(1, ceil((len(values) - start) / columns))
     has_gaps = None in values
@@ -172,7 +174,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LineP
     for column_start in range(start, len(values), column_size):
         column: Sequence[Any] = values[column_start : column_start + column_size]
         known_values = column
-        if has_gaps:  # For a day without gaps, copying the columns would only cost time.
+        if has_gaps:  # For a day without gaps, copying the columns would only waste time.
             known_values = [value for value in column if value is not None]
         if known_values:
             # Both extremes of a column are kept, because an average would hide short peaks.
@@ -187,7 +189,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LineP
 
 
 def draw_line(frame: Frame, stretches: Iterable[LinePoints], *, kind: str) -> str:
-    """Return a line through each stretch, of class `kind` in STYLE; empty without a stretch.
+    """Return a line through each stretch, of class `kind` in STYLE; empty if there is none.
 
     A stretch of one point is drawn as a dot.
     """
@@ -206,7 +208,7 @@ def draw_curve(frame: Frame, stretches: Iterable[LinePoints]) -> str:
 
 
 def _close_path(frame: Frame, path: str) -> str:
-    """Return the path of the area below a path: down to zero at its end, and back to its start."""
+    """Return the path around the area below a path, which continues down to zero and back."""
     first_x = path[1 : path.index(" ")]
     return f"{path}V{frame.height:.0f}H{first_x}Z"
 
@@ -219,10 +221,7 @@ def draw_zero(frame: Frame) -> str:
 
 
 def draw_mark(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
-    """Return a vertical line at a time, of class `kind` in STYLE.
-
-    Returns an empty text if the time is outside the frame.
-    """
+    """Return a vertical line at a time, of class `kind` in STYLE; empty if outside the frame."""
     if not frame.begin <= seconds <= frame.end:
         return ""
     x = f"{frame.x(seconds):.1f}"
@@ -230,7 +229,7 @@ def draw_mark(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
 
 
 def draw_grid(frame: Frame, times: Iterable[float]) -> str:
-    """Return a horizontal line at each quarter of the top, and a vertical line at each time."""
+    """Return a horizontal line at each quarter of the height, and a vertical line at each time."""
     right = f"{frame.width:.0f}"
     lines = []
     for quarter in range(GRID_PARTS):
@@ -241,7 +240,7 @@ def draw_grid(frame: Frame, times: Iterable[float]) -> str:
 
 
 def round_top(top: float, unit: float) -> float:
-    """Return the lowest value, at least `top`, whose quarters are round multiples of a unit.
+    """Return the lowest value of at least `top` whose quarters are round multiples of a unit.
 
     `unit` is the size of one unit, such as a GiB.
     """
@@ -252,7 +251,7 @@ def round_top(top: float, unit: float) -> float:
 
 
 def list_ticks(begin: float, end: float) -> list[float]:
-    """Return the round times between two times, at most MOST_TICKS; empty beyond some months."""
+    """Return the round times in a period, at most MOST_TICKS; empty for very long periods."""
     for step_seconds in TICK_SECONDS:
         first = ceil(begin / step_seconds)
         last = floor(end / step_seconds)
@@ -262,7 +261,7 @@ def list_ticks(begin: float, end: float) -> list[float]:
 
 
 def draw_forecast(frame: Frame, forecast: Forecast) -> str:
-    """Return the forecast's line to zero; shade the area between it and the earliest line to zero.
+    """Return the forecast's line to zero, and the shaded area between it and the earliest line.
 
     Both lines are cut off at the end of the frame.
     """
@@ -273,7 +272,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
         return line
     earliest_end = _find_end(frame, forecast, forecast.earliest_seconds)
     earliest_value = earliest_end[1]
-    # If the earliest line is cut off too, the area ends at the frame's edge.
+    # If the earliest line is cut off too, the area ends at the edge of the frame.
     edge_seconds = earliest_end[0] if earliest_value == 0 else likely_end[0]
     corners = [
         begin,
@@ -286,7 +285,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
 
 
 def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
-    """Return where a line ends that goes from the forecast's start to zero within `seconds`.
+    """Return the end of a line from the forecast's start that reaches zero within `seconds`.
 
     The line ends at zero, or where it leaves the frame.
     """
@@ -297,21 +296,21 @@ def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, 
 
 
 def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
-    """Return the points of a stretch as an SVG path, rounded to tenths, which no pixel shows."""
+    """Return the points of a stretch as an SVG path, rounded to tenths, which are below a pixel."""
     x = frame.x
     y = frame.y
     points = [f"{x(seconds):.1f} {y(value):.1f}" for seconds, value in stretch]
     path = f"M{'L'.join(points)}"
     if len(stretch) > 1:
         return path
-    return f"{path}h.1"  # Browsers do not draw a line without length.
+    return f"{path}h.1"  # Browsers do not draw a line of zero length.
 
 
 def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
     """Return the SVG picture of the shapes in a frame.
 
-    `title` is for screen readers. With `stretch` the picture fills a box of any proportions, which
-    distorts texts in the picture.
+    `title` is for screen readers. With `stretch`, the picture fills a box of any proportions, which
+    distorts any text in it.
     """
     ratio = ' preserveAspectRatio="none"' if stretch else ""
     return (

@@ -1,4 +1,4 @@
-"""Draw the free memory of GPUs and host, and the load, over the last day or week."""
+"""Draw the free memory of the GPUs and the host, and the load, over the last day or week."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -24,22 +24,24 @@ from vllm_headroom.units import (
 from vllm_headroom.vocabulary import Level, Situation
 
 MOST_COLUMNS: Final = 480
-"""All curves together have this many columns. A column has two points of 10 characters each, so all
-columns take 10 kB, and the page stays below 90 kB.
+"""The number of columns of all curves together. A column has two points of 10 characters each, so
+all columns take 10 kB, and the page stays below 90 kB.
 """
 
 EDGE_PERCENT: Final = 4
-"""Our choice: a tick this close to an edge has no text. If the text were moved into the plot, it
-would stand under another time.
+"""A tick this close to an edge has no label (our choice), because a label moved into the plot would
+be below another time.
 """
 
 LEAST_COLUMNS: Final = 32
-"""Our choice: one curve has at least this many columns. With fewer columns, the course of a day
-would not be visible.
+"""The minimum number of columns per curve (our choice). With fewer, the course of a day would not
+be visible.
 """
 
 MOST_DRAWN_GPUS: Final = 16
-"""Our choice: this many GPUs have a figure. Further GPUs have only verdicts and rows in tables."""
+"""The maximum number of GPUs with a figure (our choice). Other GPUs have only verdicts and table
+rows.
+"""
 
 LEGEND: Final = (
     ("line", "free", "free memory"),
@@ -56,16 +58,16 @@ meaning.
 
 MOST_CLOCK_SECONDS: Final = 4 * DAY_SECONDS
 """If a figure covers more than this, its ticks are whole days (see TICK_SECONDS), because the time
-of day has no meaning there.
+of day would be meaningless.
 """
 
 PAST_FACTOR: Final = 3
-"""Our choice: next to a forecast, the picture shows at most this many times the forecast's length
-of the past. So the forecast takes at least a quarter of the width.
+"""The maximum ratio of the past shown next to a forecast to the forecast's length (our choice), so
+that the forecast takes up at least a quarter of the width.
 """
 
 FUTURE_FACTOR: Final = 2
-"""Our choice: the picture shows a forecast of at most this many times the length of the past."""
+"""The maximum ratio of a forecast's shown length to that of the past (our choice)."""
 
 
 RANGES: Final = {
@@ -74,7 +76,7 @@ RANGES: Final = {
     "24h": DAY_SECONDS,
     "7d": 7 * DAY_SECONDS,
 }
-"""The parts of the past that a reader can choose to see, by name. The history covers a week."""
+"""The time ranges that a reader can select, by name. The history covers a week."""
 
 
 class _Room(Struct, frozen=True, kw_only=True):
@@ -85,11 +87,11 @@ class _Room(Struct, frozen=True, kw_only=True):
     name: str
     """The model of a GPU; empty for the host."""
     rank: int
-    """The place of its verdict among all verdicts; 0 is the worst."""
+    """The position of its verdict among all verdicts; 0 is the worst."""
     free_curve: Curve
     """The curve of free memory, which is never empty."""
     peak_curve: Curve
-    """The free memory at the peaks of use; empty if unknown, as for the host."""
+    """The free memory at usage peaks; empty if unknown, as for the host."""
     free_bytes: int | None
     """The free memory now; None if unknown."""
     total_bytes: int
@@ -112,10 +114,10 @@ def draw_figures(
 ) -> Iterator[str]:
     """Yield at most three pieces of HTML: the worst figure, the load, and all other figures.
 
-    Each GPU of the engine, and the host, has a figure if it has a curve. The figure with the worst
-    verdict is large and has the legend. The load has the same time axis. It is left out if it has
-    fewer than two points. If there is no curve, nothing is yielded. `past_seconds` is how much of
-    the past is shown. If it is None, as much is shown as fits the curve and its forecast.
+    The host and each of the engine's GPUs have a figure if they have a curve. The figure with the
+    worst verdict is large and has the legend. The load uses the same time axis, and is left out if
+    it has fewer than two points. Nothing is yielded if there are no curves. `past_seconds` is how
+    much of the past is shown; None means as much as suits the curve and its forecast.
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
@@ -134,7 +136,7 @@ def draw_figures(
 
 
 def _render_legend(figure: str) -> str:
-    """Return the meaning of each kind of shape that a figure has."""
+    """Return the meaning of each kind of shape in a figure."""
     entries = "".join(
         f"<span><i class={sample}></i>{meaning}</span>"
         for kind, sample, meaning in LEGEND
@@ -152,7 +154,7 @@ def _count_columns(view: View, snapshot: Snapshot) -> int:
 
 
 def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> Iterator[_Room]:
-    """Yield the free memory of each GPU of the engine, and of the host, if it has a curve."""
+    """Yield the free memory of each of the engine's GPUs and of the host, if it has a curve."""
     ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
     for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:
         free_curve = view.history.read_curve(f"free {gpu.reading.uuid}", past_seconds)
@@ -162,7 +164,7 @@ def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> I
             yield _build_gpu_room(view, gpu.reading, rank, free_curve, peak_curve)
     host_curve = view.history.read_curve("host", past_seconds)
     if host_curve[0]:
-        # If the host's verdict is the worst, its figure comes first. Otherwise it comes last.
+        # The host's figure comes first if its verdict is the worst, and last otherwise.
         rank = 0 if ranks.get("host memory") == 0 else len(ranks)
         yield _build_host_room(view, snapshot.host, rank, host_curve)
 
@@ -170,7 +172,7 @@ def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> I
 def _build_gpu_room(
     view: View, gpu: GpuReading, rank: int, free_curve: Curve, peak_curve: Curve
 ) -> _Room:
-    """Return the free memory of a GPU, with a forecast if memory grows."""
+    """Return the free memory of a GPU, with a forecast if memory use is growing."""
     free_bytes = None
     total_bytes = 0
     if gpu.memory is not None:
@@ -191,7 +193,7 @@ def _build_gpu_room(
 
 
 def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve: Curve) -> _Room:
-    """Return the free memory of the host, with a forecast if memory grows without a bound."""
+    """Return the free memory of the host, with a forecast if memory use grows without bound."""
     free_bytes = None
     total_bytes = 0
     if host is not None:
@@ -202,8 +204,8 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
     }
     left_seconds = None
     earliest_seconds = None
-    # If a configured pool explains the growth, it ends at the pool's size, so a line to zero would
-    # be wrong.
+    # Growth explained by a configured pool ends at the pool's size, so a line to zero would be
+    # wrong.
     if situations != {Situation.FILLING}:
         left_seconds = view.values.value(catalog.HOST_TIME_TO_OOM)
         earliest_seconds = view.values.value(catalog.HOST_TIME_TO_OOM_LOWER)
@@ -223,7 +225,7 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
 def _draw_room(
     view: View, room: _Room, now: float, past_seconds: float | None, columns: int
 ) -> _Figure:
-    """Return the figure of free memory and its peaks, with the forecast if it is known."""
+    """Return the figure of free memory and its peaks, with the forecast if known."""
     begin = room.free_curve[0][0] if past_seconds is None else now - past_seconds
     end = now
     forecast = None
@@ -237,25 +239,25 @@ def _draw_room(
         if past_seconds is None:
             past_seconds = _choose_past(now - begin, forecast.seconds)
         begin = now - past_seconds
-        # A longer forecast leaves the picture at the right.
+        # A longer forecast extends beyond the right edge of the picture.
         end = now + min(MARGIN * max(forecast.seconds, 1.0), FUTURE_FACTOR * past_seconds)
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
     peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
     if past and room.free_bytes is not None:
-        # The curve has one point a minute. This point joins the curve to the present value.
+        # The curve has one point per minute. This point connects the curve to the current value.
         past[-1].append((now, room.free_bytes))
     usual_top = svg.find_top(
         (value for stretch in past for _, value in stretch),
         limit=None if room.free_bytes is None else room.total_bytes,
     )
-    # The present free memory is never cut off, even for an engine that has just fallen asleep.
+    # The current free memory is never cut off, even if the engine has just fallen asleep.
     top = max(usual_top, room.free_bytes or 0, 1)
-    # In MiB, the scale of a small memory is readable too.
+    # In MiB, the scale is readable even for small amounts of memory.
     unit = GIB if top >= GIB else MIB
     frame = Frame(begin=begin, end=end, top=svg.round_top(top, unit))
     ticks = svg.list_ticks(begin, end)
     shapes = [
-        # The shapes are in this order, because later shapes cover earlier ones.
+        # The order matters, because later shapes cover earlier ones.
         svg.draw_grid(frame, ticks),
         svg.draw_curve(frame, past),
         svg.draw_line(frame, peaks, kind="peak"),
@@ -272,7 +274,7 @@ def _draw_room(
         total = format_size(room.total_bytes)
         caption = f"{format_size(room.free_bytes)} of {total} free"
     highest = max((value for stretch in past for _, value in stretch), default=0)
-    # Without this text, the reader would look for memory that the picture does not show.
+    # Without this text, readers would look for memory that the picture does not show.
     if highest > frame.top:
         caption += f"; up to {format_size(highest)} earlier, above the picture"
     if len(past) > 1:
@@ -289,13 +291,13 @@ def _draw_room(
 
 
 def _choose_past(known_seconds: float, left_seconds: float) -> float:
-    """Return how much of the past to show beside a forecast of `left_seconds`.
+    """Return how much of the past to show next to a forecast of `left_seconds`.
 
     `known_seconds` is how much of the past is known. Past and future have the same scale, so a long
-    past is cut if the forecast is short.
+    past is truncated if the forecast is short.
     """
     forecast_seconds = MARGIN * max(left_seconds, 1.0)
-    # At least an hour is shown, because the curve has one point a minute.
+    # At least an hour is shown, because the curve has only one point per minute.
     most_past_seconds = max(HOUR_SECONDS, PAST_FACTOR * forecast_seconds)
     return min(max(known_seconds, HOUR_SECONDS), most_past_seconds)
 
@@ -312,10 +314,10 @@ def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
 def _render_plot(
     frame: Frame, picture: str, title: str, ticks: list[float], *, is_in_bytes: bool
 ) -> str:
-    """Return a picture with the texts of its axes; `ticks` are times.
+    """Return a picture with the labels of its axes; `ticks` are times.
 
-    The page's script reads the values of the curve from the picture's path. The `data-` attributes
-    have the scale.
+    The page's script reads the curve's values from the picture's path, and the scale from the
+    `data-` attributes.
     """
     if is_in_bytes:
         unit = "B"
@@ -336,22 +338,22 @@ def _render_plot(
 
 
 def _format_level(top_bytes: float, quarter: int) -> str:
-    """Return the memory at a quarter of the height of a figure, in the unit of its top."""
+    """Return the memory at a number of quarters of a figure's height, in the unit of its top."""
     unit_bytes = GIB if top_bytes >= GIB else MIB
     unit_name = "GiB" if top_bytes >= GIB else "MiB"
     return f"{top_bytes * quarter / svg.GRID_PARTS / unit_bytes:.3g} {unit_name}"
 
 
 def _render_tick(frame: Frame, seconds: float) -> str:
-    """Return the text of a time below its line; empty if it would reach beyond the plot."""
-    # The position is in percent of the width, because the texts lie outside of the stretched
+    """Return the label below a time's line; empty if it would extend beyond the plot."""
+    # The position is a percentage of the width, because the labels are outside of the stretched
     # picture.
     percent = 100 * frame.x(seconds) / frame.width
     if not EDGE_PERCENT <= percent <= 100 - EDGE_PERCENT:
         return ""
     text = _format_tick(seconds)
-    # In the reader's zone, no tick at a midnight of UTC is at midnight. The script then shows the
-    # day nevertheless.
+    # Midnight UTC may not be midnight in the reader's time zone, so the attribute makes the script
+    # show the day anyway.
     is_of_days = frame.end - frame.begin > MOST_CLOCK_SECONDS
     day = " data-day" if is_of_days else ""
     return (
@@ -361,13 +363,13 @@ def _render_tick(frame: Frame, seconds: float) -> str:
 
 
 def _format_tick(seconds: float) -> str:
-    """Return the hour of a time, or the day at midnight."""
+    """Return the time of day, or the date at midnight."""
     is_midnight = seconds % DAY_SECONDS == 0
     return to_datetime(seconds).strftime("%d %b" if is_midnight else "%H:%M")
 
 
 def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
-    """Return when memory is full, the earliest time first; empty without a forecast."""
+    """Return when memory will be full, earliest time first; empty if there is no forecast."""
     if forecast is None:
         return ""
     likely_seconds = now + forecast.seconds
@@ -383,7 +385,7 @@ def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
 
 
 def sum_running(view: View) -> float | None:
-    """Return the running requests of all engines now; None if they are unknown."""
+    """Return the current number of running requests in all engines; None if unknown."""
     running = view.values.find_all(catalog.ENGINE_RUNNING).values()
     return sum(running) if running else None
 
@@ -395,7 +397,7 @@ def _draw_load(
     running_now: float | None,
     above: Frame | None,
 ) -> str:
-    """Return the figure of running requests, on the time axis of `above` if that is given."""
+    """Return the figure of running requests, on the time axis of `above` if given."""
     begin = running_curve[0][0]
     end = now
     if above is not None:
@@ -403,10 +405,10 @@ def _draw_load(
         end = above.end
     stretches = svg.thin_curve(running_curve, columns, begin=begin)
     if stretches and running_now is not None:
-        # As in the figures of memory, the curve continues to the present value of the page.
+        # As in the memory figures, the curve extends to the current value on the page.
         stretches[-1].append((now, running_now))
     most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
-    # The top is never 0, not even for an idle engine, because the frame needs a height.
+    # The top is never 0, even for an idle engine, because the frame needs a height.
     top = svg.round_top(MARGIN * most_running or 1.0, 1.0)
     frame = Frame(begin=begin, end=end, top=top, height=40.0)
     span = f"from {format_instant(begin)} to {format_instant(now)}"

@@ -1,4 +1,4 @@
-"""Serve the metrics page, encoded once per sample and format, with the sample's current age."""
+"""Serve the metrics page, which is encoded once per sample and format, with the sample's age."""
 
 import gzip
 import re
@@ -23,11 +23,11 @@ from vllm_headroom.vocabulary import MetricType
 
 
 class HeadroomCollector(Collector):
-    """Turns the published samples into families, without I/O; never raises.
+    """Turns the published samples into metric families, without I/O; never raises.
 
     `published` returns the samples of the newest tick, or None before the first tick. `list_others`
-    returns samples from elsewhere. `build` has the labels of the build: version, revision and
-    Python version.
+    returns additional samples. `build` contains the build's labels: version, revision and Python
+    version.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class HeadroomCollector(Collector):
         self._build = Sample(catalog.BUILD_INFO, build, 1.0)
 
     def collect(self) -> Iterator[Family]:
-        """Yield the families that have a sample, in the catalogue's order."""
+        """Yield the families that have samples, in the catalogue's order."""
         for metric, samples in self.group_samples():
             yield _build_family(metric, samples)
 
     def group_samples(self) -> Iterator[tuple[Metric, list[Sample]]]:
-        """Yield each metric that has samples, with its samples, in the catalogue's order.
+        """Yield each metric that has samples, along with them, in the catalogue's order.
 
-        Before the first tick, the build is the only metric.
+        Before the first tick, the build info is the only metric.
         """
         samples = [self._build]
         published = self.published()
@@ -59,7 +59,7 @@ class HeadroomCollector(Collector):
             samples += self._list_others()
             samples += published.samples
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
-        # The page has the catalogue's order, whatever the order of the samples.
+        # The page follows the catalogue's order, regardless of the order of the samples.
         for sample in samples:
             groups[sample.metric.name].append(sample)
         for metric in catalog.METRICS:
@@ -72,11 +72,11 @@ class HeadroomCollector(Collector):
 
 
 def _build_family(metric: Metric, samples: list[Sample]) -> Family:
-    """Return the samples of one metric as a family of Prometheus's client library."""
+    """Return the samples of one metric as a metric family of the Prometheus client library."""
     kind = CounterMetricFamily if metric.kind is MetricType.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=metric.labels)
-    # The labels may differ by sample: with several engines, some series of a family have more
-    # labels.
+    # Labels may differ between samples: with several engines, some series in a family have more
+    # labels than others.
     for sample in samples:
         labels = dict(zip(sample.metric.labels, sample.labels, strict=True))
         family.add_sample(metric.name, labels, sample.value)
@@ -86,19 +86,19 @@ def _build_family(metric: Metric, samples: list[Sample]) -> Family:
 Encode = Callable[[Collector], bytes]
 
 _AGE_LINE: Final = re.compile(rf"\n{catalog.SAMPLE_AGE.name} .*".encode())
-"""The line of the sample's age, which changes at each scrape."""
+"""The line with the sample's age, which changes on every scrape."""
 
 _ZERO_WEIGHT: Final = re.compile(r"q\s*=\s*0(\.0*)?")
 _END_LINE: Final = b"# EOF\n"
-"""The last line of a page in OpenMetrics."""
+"""The last line of an OpenMetrics page."""
 
 _FASTEST_LEVEL: Final = 1
-"""gzip's fastest level. It compresses a page of eight GPUs in 60 us, to a sixth of its size."""
+"""gzip's fastest level, which compresses a page with eight GPUs to a sixth of its size in 60 us."""
 
 _MOST_FORMATS: Final = 3
-"""This many formats of the newest page are cached. There are two formats, but a scraper also
-chooses a version and an escaping scheme. With the longest names that an engine can have, a page
-takes 8 MiB.
+"""The number of formats in which the newest page is cached. There are two formats, but a scraper
+also chooses a version and an escaping scheme. With the longest names that an engine can have, a
+page takes 8 MiB.
 """
 
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
@@ -111,13 +111,13 @@ class _EncodedFamily(Struct, frozen=True):
     text: bytes
 
     def has_series_of(self, samples: list[Sample]) -> bool:
-        """Return whether `samples` are of the same series in the same order."""
+        """Return whether `samples` belong to the same series in the same order."""
         labels = [sample.labels for sample in samples]
         return labels == [sample.labels for sample in self.samples]
 
     def replace_values(self, samples: list[Sample]) -> "_EncodedFamily":
-        """Return the family with the values of `samples`, which are of the same series."""
-        # After the comments there is one line per sample, which ends with the value.
+        """Return the family with the values of `samples`, which belong to the same series."""
+        # The comments are followed by one line per sample, which ends with the value.
         lines = self.text.split(b"\n")
         first = len(lines) - 1 - len(samples)
         for index, sample in enumerate(samples, start=first):
@@ -128,23 +128,23 @@ class _EncodedFamily(Struct, frozen=True):
 
 
 class MetricsPage:
-    """Answers /metrics with the collector's samples."""
+    """Serves /metrics with the collector's samples."""
 
     def __init__(self, collector: HeadroomCollector) -> None:
         self._collector = collector
         self._process = ProcessCollector(registry=None)
         self._encoded_samples: Published | None = None
-        """The samples from which `_pages` were encoded."""
+        """The samples that `_pages` were encoded from."""
         self._pages: dict[str, bytes] = {}
-        """The page in each content type that was requested."""
+        """The page in each requested content type."""
         self._families: dict[str, dict[str, _EncodedFamily]] = {}
-        """The families of the last page, by content type and the metric's name."""
+        """The families of the last page, by content type and metric name."""
 
     def __call__(self, request: Request) -> Response:
         """Return the page.
 
-        If the query names families, return only these. The request's headers choose the format and
-        the encoding.
+        If the query names families, only those are returned. The request's headers select the
+        format and the encoding.
         """
         encode, content_type = _choose_encoder(request.headers.get("accept", ""))
         names = parse_qs(request.query).get("name[]")
@@ -154,7 +154,7 @@ class MetricsPage:
             body = self._build_page(encode, content_type)
         headers = _HEADERS
         if _is_gzip_accepted(request.headers.get("accept-encoding", "")):
-            # mtime=0 is set so that the same page gives the same bytes.
+            # mtime=0 ensures that the same page always gives the same bytes.
             body = gzip.compress(body, _FASTEST_LEVEL, mtime=0)
             headers = (*_HEADERS, ("Content-Encoding", "gzip"))
         return Response(status=200, body=body, content_type=content_type, headers=headers)
@@ -166,9 +166,9 @@ class MetricsPage:
         return encode(_Families(named_families))
 
     def _build_page(self, encode: Encode, content_type: str) -> bytes:
-        """Return the page with the sample's age at this moment."""
+        """Return the page with the sample's current age."""
         published = self._collector.published()
-        # Clients name the formats, so without a bound they could fill the memory.
+        # Clients choose the formats, so without a limit they could fill up memory.
         if len(self._pages) > _MOST_FORMATS:
             self._pages = {}
             self._families = {}
@@ -180,24 +180,25 @@ class MetricsPage:
         page = self._pages[content_type]
         if published is None:
             return page
-        # The page was encoded at an earlier scrape, so the sample's age in it is replaced by the
-        # current age.
+        # The page may have been encoded for an earlier scrape, so the sample's age in it is
+        # replaced with the current age.
         age_seconds = self._collector.age_seconds(published)
         age_line = f"\n{catalog.SAMPLE_AGE.name} {age_seconds!r}"
         return _AGE_LINE.sub(age_line.encode(), page, count=1)
 
     def _encode_page(self, encode: Encode, content_type: str) -> bytes:
-        """Return the encoded page; encode only the families whose samples have changed."""
+        """Return the encoded page, encoding only the families whose samples have changed."""
         families = self._families.setdefault(content_type, {})
         parts = []
         for metric, samples in self._collector.group_samples():
             encoded = families.get(metric.name)
             if encoded is None or not encoded.has_series_of(samples):
                 text = encode(_Families([_build_family(metric, samples)]))
-                # Only the last families, those of the process, end the page with this line.
+                # This line may only end the last families on the page, which are those of the
+                # process.
                 families[metric.name] = _EncodedFamily(samples, text.removesuffix(_END_LINE))
-            # Usually only values change. Encoding the family again takes ten times as long as
-            # replacing the values.
+            # Usually, only the values change. Encoding the family again takes ten times as long as
+            # replacing its values.
             elif encoded.samples != samples:
                 families[metric.name] = encoded.replace_values(samples)
             parts.append(families[metric.name].text)
@@ -206,7 +207,7 @@ class MetricsPage:
 
 
 class _Families(Struct):
-    """Some families, in the form that the encoders take."""
+    """A collection of families in the form that the encoders accept."""
 
     families: Iterable[Family]
 
@@ -216,9 +217,9 @@ class _Families(Struct):
 
 @lru_cache(maxsize=_MOST_FORMATS)
 def _choose_encoder(accept: str) -> tuple[Encode, str]:
-    """Return the encoder and the content type that an Accept header requests.
+    """Return the encoder and the content type requested by an Accept header.
 
-    If the header is empty, is not ASCII or is not valid, the defaults are returned.
+    If the header is empty, not ASCII or invalid, the defaults are returned.
     """
     if not accept.isascii():
         return choose_encoder("")
@@ -230,7 +231,7 @@ def _choose_encoder(accept: str) -> tuple[Encode, str]:
 
 
 def _is_gzip_accepted(accept_encoding: str) -> bool:
-    """Return whether the header names gzip with a weight other than 0."""
+    """Return whether the header lists gzip with a weight other than 0."""
     for choice in accept_encoding.lower().split(","):
         encoding, _, _ = choice.partition(";")
         if encoding.strip() in ("gzip", "x-gzip"):
@@ -239,6 +240,6 @@ def _is_gzip_accepted(accept_encoding: str) -> bool:
 
 
 def _is_refused(choice: str) -> bool:
-    """Return whether an entry of a weighted header has the weight 0 (RFC 9110, 12.4.2)."""
+    """Return whether an entry of a weighted header has a weight of 0 (RFC 9110, 12.4.2)."""
     _, *parameters = choice.lower().split(";")
     return any(_ZERO_WEIGHT.fullmatch(parameter.strip()) for parameter in parameters)

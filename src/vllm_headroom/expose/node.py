@@ -1,4 +1,4 @@
-"""Show several engines: a page that lists them, worst first, and a JSON document of all."""
+"""Show several engines: a page that lists them, worst first, and a JSON document about all."""
 
 import json
 from collections import Counter
@@ -28,7 +28,7 @@ from vllm_headroom.model import EngineName, find_worst_level
 from vllm_headroom.vocabulary import LEVEL_NAMES, Level, Situation
 
 QUERY: Final = "engine"
-"""The query parameter that chooses an engine, by its name as in --engine."""
+"""The query parameter that selects an engine by name, as in --engine."""
 
 
 class EngineView(Struct, frozen=True, kw_only=True):
@@ -39,14 +39,14 @@ class EngineView(Struct, frozen=True, kw_only=True):
 
 
 class OtherEngine(Struct, frozen=True, kw_only=True):
-    """An engine that is not watched, and the reason, as a clause."""
+    """An engine that is not watched, and the reason as a clause."""
 
     name: EngineName
     problem: str
 
 
 class NodeView(Struct, frozen=True, kw_only=True):
-    """All engines of a machine, as its page and its document show them."""
+    """All engines on a machine, as shown by its page and its JSON document."""
 
     version: str
     host: str
@@ -61,7 +61,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
     """Why the sampling loop is unhealthy; None while it is healthy."""
 
     def sort_engines(self) -> list[EngineView]:
-        """Return the engines: the worst level first, then the worst situation, then by name."""
+        """Return the engines sorted by level and situation, worst first, then by name."""
         levels = tuple(Level)
         situations = tuple(Situation)
         return sorted(
@@ -74,12 +74,12 @@ class NodeView(Struct, frozen=True, kw_only=True):
         )
 
     def find_engines(self, text: str) -> list[EngineView]:
-        """Return the engines of this name: NAMESPACE/POD, NAMESPACE/POD/CONTAINER, unit or URL."""
+        """Return the engines named NAMESPACE/POD, NAMESPACE/POD/CONTAINER, or by unit or URL."""
         return [engine for engine in self.engines if text in list_engine_names(engine.name)]
 
 
 def list_engine_names(name: EngineName) -> tuple[str, ...]:
-    """Return the names by which an engine can be chosen, the usual one first."""
+    """Return the names by which an engine can be selected, the usual one first."""
     if name.pod is not None and name.container:
         return name.text, f"{name.text}/{name.container}"
     return (name.text,)
@@ -97,7 +97,7 @@ def respond_node_page(view: NodeView, request: Request) -> Response:
 
 
 def respond_node_snapshot(view: NodeView, request: Request) -> Response:
-    """Return the document of all engines or, with a query, the document of one of them."""
+    """Return the document about all engines or, with a query, the document about one of them."""
     wanted = _read_wanted(request)
     if wanted is None:
         body = json.dumps(build_node_document(view)).encode()
@@ -112,9 +112,9 @@ def respond_node_metrics(
     metrics: Handler,
     find_metrics: Callable[[EngineName], Handler],
 ) -> Response:
-    """Return the metrics of all engines.
+    """Return the metrics of all engines or, with a query, the metrics of one of them.
 
-    With a query, return those of one engine, as from its own sidecar. `metrics` answers for all
+    The metrics of one engine are the same as from its own sidecar. `metrics` is the handler for all
     engines; `find_metrics` returns the handler for one engine.
     """
     wanted = _read_wanted(request)
@@ -127,7 +127,7 @@ def respond_node_metrics(
 
 
 def build_node_document(view: NodeView) -> dict[str, Any]:
-    """Return one document on all engines: the watched ones, worst first, and the others."""
+    """Return one document about all engines: the watched ones, worst first, and the others."""
     return {
         "headroom_node": 1,
         "version": view.version,
@@ -148,7 +148,7 @@ def build_node_document(view: NodeView) -> dict[str, Any]:
 
 
 def _describe_name(name: EngineName) -> dict[str, str | None]:
-    """Return an engine's name as the snapshot's JSON has it; a part is null if it is not known."""
+    """Return an engine's name as in the JSON snapshot; unknown parts are null."""
     return {
         "namespace": name.namespace,
         "pod": name.pod,
@@ -172,7 +172,7 @@ def _read_wanted(request: Request) -> str | None:
 
 
 def _find_one(view: NodeView, wanted: str) -> EngineView | Response:
-    """Return the engine with this name, or an error answer if there is not exactly one."""
+    """Return the engine with this name, or an error response if there is not exactly one."""
     engines = view.find_engines(wanted)
     if len(engines) == 1:
         return engines[0]
@@ -184,7 +184,7 @@ def _find_one(view: NodeView, wanted: str) -> EngineView | Response:
 
 
 def render_node(view: NodeView) -> str:
-    """Return the page that lists the engines, which one script keeps up to date."""
+    """Return the page that lists the engines, which its script keeps up to date."""
     engines = view.sort_engines()
     # The first verdict of an engine is its worst.
     level = find_worst_level(
@@ -199,7 +199,7 @@ def render_node(view: NodeView) -> str:
         reason = escape_text(view.stall_reason)
         stall = f"<p class=notice>The daemon does not sample: {reason}; all below is old.</p>"
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
-    # The page is reloaded no more often than a person can read it, and no more often than there are
+    # The page is reloaded no more often than people can read it and no more often than there are
     # new samples.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     engine_count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
@@ -226,11 +226,11 @@ COUNT_NAMES: Final = {
     Level.UNKNOWN: ("not known", "not known"),
     Level.GOOD: ("OK", "OK"),
 }
-"""The words for one and for several engines of a level, the worst level first."""
+"""The words for one and several engines at a level, worst level first."""
 
 
 def _count_levels(engines: list[EngineView]) -> str:
-    """Return how many engines have each level; a level without engines is left out."""
+    """Return how many engines are at each level; levels without engines are left out."""
     counts = Counter(engine.view.shown_verdicts[0].level for engine in engines)
     return ", ".join(
         f"{counts[level]} {names[counts[level] > 1]}"
@@ -240,20 +240,20 @@ def _count_levels(engines: list[EngineView]) -> str:
 
 
 def _render_engine(engine: EngineView) -> str:
-    """Return a line with an engine's worst verdict, its number, and the link to its page.
+    """Return a line with an engine's worst verdict, its key figure, and the link to its page.
 
-    For an alarm, a warning and an engine that cannot be read, the line also has since when, and
-    what to do.
+    For an alarm, a warning or an engine that cannot be read, the line also says since when and what
+    to do.
     """
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
-    # The longest name is used, because it is distinct even if two containers of a pod run an engine
-    # each.
+    # The longest name is used, because it is unique even if two containers in a pod each run an
+    # engine.
     link = f"/?{QUERY}={quote(list_engine_names(engine.name)[-1], safe='')}"
     sentence = render_text(worst.sentence)
     number, caption = find_key_figure(engine.view, worst)
-    # Most sentences already contain the number. For a range they contain both ends, and for exits
-    # their count.
+    # Most sentences already contain the number: for a range, both of its ends, and for exits, their
+    # count.
     is_in_sentence = all(part in worst.sentence for part in number.split(" to "))
     if not is_in_sentence and worst.situation is not Situation.CRASH_LOOP:
         sentence += f" {render_text(number)} {render_text(caption)}."
@@ -267,7 +267,7 @@ def _render_engine(engine: EngineView) -> str:
 
 
 def _render_others(view: NodeView) -> Iterator[str]:
-    """Yield the lists of the engines that are not watched."""
+    """Yield the lists of engines that are not watched."""
     if view.own_sidecar:
         names = escape_text(", ".join(other.name.text for other in view.own_sidecar))
         yield f"<h2>With their own sidecar</h2><p>{names}</p>"

@@ -1,12 +1,9 @@
-"""Write times so that the page's script can show them in the reader's time zone."""
+"""Render times so that the page's script can show them in the reader's time zone."""
 
 from vllm_headroom.units import format_instant, to_datetime
 
 
 def render_time(seconds: float) -> str:
-    """Return a time element of seconds since the epoch.
-
-    Its text is UTC, to the second.
-    """
+    """Return a time element for seconds since the epoch, whose text is UTC to the second."""
     machine_time = to_datetime(seconds).strftime("%Y-%m-%dT%H:%M:%SZ")
     return f'<time datetime="{machine_time}">{format_instant(seconds)}</time>'
