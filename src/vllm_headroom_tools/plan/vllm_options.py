@@ -39,7 +39,7 @@ HIDDEN_STATES: Final = "extract_hidden_states"
 """The method that keeps hidden states in the cache; its configuration names the layers."""
 
 ASSISTANT: Final = "-assistant"
-"""The name suffix of Gemma 4's drafts, which read the model's cache and have none of their own."""
+"""The name suffix of Gemma 4's drafts, which have no cache but read the model's."""
 
 USER_CODE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 """The path of a user-defined class (vLLM 0.33, `_is_custom_proposer_path`)."""

@@ -1,4 +1,4 @@
 """The GPU memory that a model needs.
 
-The package reads no files, except that `public_models` reads its own table.
+The package reads no files, except for the table in `public_models`.
 """

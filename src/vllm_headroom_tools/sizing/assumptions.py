@@ -1,4 +1,4 @@
-"""The assumptions about a start for figures without a formula, and the evidence for each."""
+"""Assumptions about a start, for figures without a formula, with the evidence for each."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -26,40 +26,39 @@ class Range(Struct, frozen=True, kw_only=True):
     high: float
 
     def __add__(self, other: "Range") -> "Range":
-        """Return the bounds of the sum of two amounts."""
+        """Return a range with the bounds of the two amounts added up."""
         return Range(low=self.low + other.low, high=self.high + other.high)
 
     def scale(self, factor: float) -> "Range":
-        """Return the bounds of the amount times a factor, which is not negative."""
+        """Return the range multiplied by a factor, which must not be negative."""
         return Range(low=self.low * factor, high=self.high * factor)
 
 
 NO_BYTES: Final = Range(low=0.0, high=0.0)
 
 KEPT_DEVIATIONS: Final = 2.05
-"""Our choice: the upper bound of a sum may be exceeded in 2 of 100 cases. In so many cases, a sum
-of many parts is more than this number of standard deviations above its mean (the normal
-distribution).
+"""Our choice: the upper bound of a sum may be exceeded in 2 of 100 cases. That is how often a
+normally distributed sum is more than this number of standard deviations above its mean.
 """
 
 UNIFORM_VARIANCE: Final = 1 / 12
-"""The variance of an amount that is spread evenly over a range, as a multiple of the square of the
-range's width.
+"""The variance of an amount that is uniformly distributed over a range, as a multiple of the square
+of the range's width.
 """
 
 
 def add_all(parts: Sequence[Range]) -> Range:
-    """Return the bounds of the sum of parts that may all be at their bounds at once."""
+    """Return the bounds of a sum whose parts may all reach their bounds at the same time."""
     return Range(low=sum(part.low for part in parts), high=sum(part.high for part in parts))
 
 
 def add_independent(parts: Sequence[Range]) -> Range:
-    """Return the bounds of the sum of parts that do not depend on each other.
+    """Return the bounds of a sum of independent parts.
 
-    The lower bound is the sum of the parts' lower bounds. All parts are hardly ever at their upper
-    bounds at once. Therefore the upper bound is one that the sum exceeds in 2 of 100 cases, if each
-    part is spread evenly over its range. If only one part is uncertain, the sum has that part's
-    bound.
+    The lower bound is the sum of the parts' lower bounds. Because the parts hardly ever reach their
+    upper bounds all at once, the upper bound is the value that the sum exceeds in 2 of 100 cases if
+    each part is uniformly distributed over its range. If only one part is uncertain, that part's
+    bound is used.
     """
     bounds = add_all(parts)
     variance = sum((part.high - part.low) ** 2 for part in parts) * UNIFORM_VARIANCE
@@ -68,7 +67,7 @@ def add_independent(parts: Sequence[Range]) -> Range:
 
 
 class Origin(StrEnum):
-    """The way in which a figure is known."""
+    """The origin of a figure."""
 
     CONSTRUCTION = "by construction"
     REAL_CARDS = "measured on real cards"
@@ -78,45 +77,46 @@ class Origin(StrEnum):
 
 
 class Assumption(Struct, frozen=True, kw_only=True):
-    """A range, and the evidence for it."""
+    """A range and the evidence for it."""
 
     range: Range
     origin: Origin
-    # The cards and releases, and the number of starts.
+    # The cards, the releases and the number of starts.
     evidence: str
 
 
 class StartAssumptions(Struct, frozen=True, kw_only=True):
-    """The assumptions about one GPU of a start; figures of a log can replace each field."""
+    """The assumptions about one GPU of a start; figures from a log can replace each field."""
 
-    # The part of the memory in the question that CUDA does not see.
+    # The part of the memory named in the question that CUDA does not see.
     driver_reserved: Assumption
-    # The memory outside the budget that is missing from the free memory before weights are loaded.
+    # The memory outside the budget that is already in use before the weights are loaded.
     missing_at_start: Assumption
     # vLLM's "non-torch forward increase", inside the budget.
     non_torch: Assumption
-    # vLLM's own estimate of CUDA graphs.
+    # vLLM's own estimate of its CUDA graphs.
     graphs: Assumption
-    # Sampling, as a multiple of the logits in 32 bits.
+    # Sampling memory, as a multiple of the size of the 32-bit logits.
     sampling_ratio: Assumption
-    # The sampler's warm-up in the same unit, after the KV cache has its memory.
+    # The sampler's warm-up memory in the same unit, after the KV cache is allocated.
     warmup_ratio: Assumption
-    # A forward pass, as a multiple of the estimate.
+    # The memory of a forward pass, as a multiple of the estimate.
     forward_ratio: Assumption
 
 
 H100_STARTS: Final = "H100 80 GB, vLLM 0.19"
-"""24 starts of 12 models whose whole log is public (llm-d-incubation/llm-d-planner, accuracy,
-April 2026)."""
+"""24 starts of 12 models with complete public logs (llm-d-incubation/llm-d-planner, accuracy, April
+2026).
+"""
 
 H100: Final = "H100"
-"""The card with known starts, by its name in the table of cards."""
+"""The card with known starts, under its name in the table of cards."""
 
 H100_VISIBLE_BYTES: Final = 79.19 * GIB
 """The memory of an H100 80 GB as CUDA sees it (H100_STARTS)."""
 
 H100_LABEL_BYTES: Final = 80 * GIB
-"""A size that people give for this card."""
+"""A size that operators commonly give for this card."""
 
 MEASURED_GPUS: Final = 4
 """The largest number of GPUs in the known starts."""
@@ -127,7 +127,7 @@ def _is_size(memory_bytes: float | None, card_bytes: float) -> bool:
 
 
 def _is_measured_card(question: Question) -> bool:
-    """Return whether the card is the one with known starts, or has its size."""
+    """Return whether the card is the one with known starts, or has the same size."""
     if question.card_name is not None:
         return question.card_name == H100
     sizes = (TOTALS_MIB[H100] * MIB, H100_VISIBLE_BYTES, H100_LABEL_BYTES)
@@ -135,28 +135,28 @@ def _is_measured_card(question: Question) -> bool:
 
 
 def _is_measured_start(question: Question) -> bool:
-    """Return whether starts of this release, on this card and on as many GPUs, are known."""
+    """Return whether there are known starts of this release on this card with as many GPUs."""
     has_release = question.release.version == "0.19"
     is_small_group = _count_group_gpus(question) <= MEASURED_GPUS
     return has_release and _is_measured_card(question) and is_small_group
 
 
 def _count_group_gpus(question: Question) -> int:
-    """Return how many GPUs communicate: an engine's, or those of all engines that share experts."""
+    """Return how many GPUs communicate: one engine's, or all engines' if they share experts."""
     if question.shape.experts_per_token > 1:
         return question.gpus
     return question.tensor_parallel_size * question.pipeline_parallel_size
 
 
 def assume_start(question: Question) -> StartAssumptions:
-    """Return what is assumed about a start with these settings, or what its log reports."""
+    """Return the assumptions about a start with these settings, or the figures from its log."""
     assumptions = _assume_unmeasured(question)
     measured = question.measured
     if measured is None:
         return assumptions
     replacements = {}
-    # A figure of the log replaces an assumption only if the settings on which the figure depends
-    # are the same.
+    # A figure from the log replaces an assumption only if the settings on which it depends are the
+    # same.
     is_same_group = measured.has_same(question, GROUP_SETTINGS)
     if question.gpu_memory_bytes == measured.total_bytes:
         replacements["driver_reserved"] = _assume_logged(0.0, measured)
@@ -171,13 +171,13 @@ def assume_start(question: Question) -> StartAssumptions:
 
 
 def _assume_logged(logged_bytes: float, measured: MeasuredStart) -> Assumption:
-    """Return a figure of a log in place of an assumption."""
+    """Return a figure from a log in the form of an assumption."""
     exact_range = Range(low=logged_bytes, high=logged_bytes)
     return Assumption(range=exact_range, origin=Origin.LOG, evidence=measured.source)
 
 
 def _assume_unmeasured(question: Question) -> StartAssumptions:
-    """Return what is assumed about a start without its log."""
+    """Return the assumptions about a start without a log."""
     return StartAssumptions(
         driver_reserved=_assume_driver_reserved(question),
         missing_at_start=_assume_missing_at_start(question),
@@ -195,15 +195,14 @@ CARDS_RESERVED: Final = {
     "A100-80GB": Range(low=0.55 * GIB, high=0.87 * GIB),
     "RTX PRO 6000": Range(low=0.55 * GIB, high=0.7 * GIB),
 }
-"""The memory of these cards that CUDA does not see. CUDA sees 44.32 to 44.53 of 44.99 GiB, 79.15 to
+"""The memory that CUDA does not see on these cards. CUDA sees 44.32 to 44.53 of 44.99 GiB, 79.15 to
 79.35 of 80.00 GiB, and 94.97 of 95.59 GiB (torch's messages in public issues).
 """
 
 LARGEST_SMALL_CARD_BYTES: Final = 33 * GIB
 SMALL_CARD_RESERVED_HIGH: Final = 0.5 * GIB
-"""The largest part of nvidia-smi's total that CUDA does not see, for cards up to this size: 0.31 to
-0.44 GiB of an RTX 3090, 0.44 GiB of an L4 and of an RTX 5080, 0.48 GiB of an RTX 5090 (torch's
-messages).
+"""The largest part of nvidia-smi's total that CUDA does not see on small cards: 0.31 to 0.44 GiB on
+an RTX 3090, 0.44 GiB on an L4 and an RTX 5080, 0.48 GiB on an RTX 5090 (torch's messages).
 """
 
 FORWARD_RATIO: Final = Assumption(
@@ -211,14 +210,15 @@ FORWARD_RATIO: Final = Assumption(
     origin=Origin.STAND_IN,
     evidence="vLLM 0.32, 20 models (tests/card/shapes)",
 )
-"""The forward pass, as a multiple of the estimate: 1, and the highest ratio that was measured."""
+"""The memory of the forward pass, as a multiple of the estimate: from 1 to the highest ratio
+measured.
+"""
 
 
 def _assume_driver_reserved(question: Question) -> Assumption:
-    """Return what the driver keeps of the memory that the question names.
+    """Return how much of the memory named in the question the driver reserves.
 
-    The memory that the question names may be nvidia-smi's total, the size that CUDA sees, or the
-    size on the label.
+    The question may name nvidia-smi's total, the size that CUDA sees, or the size on the label.
     """
     memory_bytes = question.gpu_memory_bytes
     if question.unified_memory:
@@ -227,7 +227,7 @@ def _assume_driver_reserved(question: Question) -> Assumption:
         )
     if _is_size(memory_bytes, H100_VISIBLE_BYTES):
         return Assumption(range=NO_BYTES, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
-    # The three totals that an operator may know: nvidia-smi's, CUDA's and the label's.
+    # The operator may know any of three totals: nvidia-smi's, CUDA's or the label's.
     if _is_size(memory_bytes, TOTALS_MIB[H100] * MIB):
         # CUDA sees 79.11 GiB with older drivers.
         h100_range = Range(low=0.45 * GIB, high=0.55 * GIB)
@@ -256,10 +256,10 @@ def _assume_driver_reserved(question: Question) -> Assumption:
 
 
 def _assume_missing_at_start(question: Question) -> Assumption:
-    """Return what CUDA's context takes at the start and, with several GPUs, communication."""
+    """Return the memory used at the start by the CUDA context and by communication between GPUs."""
     is_measured = _is_measured_card(question)
     group_gpus = _count_group_gpus(question)
-    # A single GPU has only CUDA's context; a group of GPUs also sets up its communicators (NCCL).
+    # A single GPU has only the CUDA context; a group of GPUs also sets up communicators (NCCL).
     if group_gpus == 1:
         if is_measured:
             h100_range = Range(low=0.45 * GIB, high=0.6 * GIB)
@@ -282,16 +282,16 @@ def _assume_missing_at_start(question: Question) -> Assumption:
 CARDS_OF_PCIE: Final = frozenset(
     {"T4", "A10", "A10G", "A40", "L4", "L40", "L40S", "RTX PRO 6000", "RTX A6000", "RTX 6000 Ada"}
 )
-"""Cards without NVLink between all GPUs; vLLM has no large all-reduce buffers on these cards."""
+"""Cards without NVLink between all GPUs; vLLM does not use large all-reduce buffers on them."""
 
 LARGEST_PCIE_BYTES: Final = 60 * GIB
-"""Our choice: a card with an unknown name and less memory than this has no NVLink, or belongs to a
-generation without these buffers.
+"""Our choice: a card with an unknown name and less memory than this is assumed to have no NVLink,
+or to belong to a generation without these buffers.
 """
 
 
 def _has_small_buffers(question: Question) -> bool:
-    """Return whether all-reduce has no large buffers on this card."""
+    """Return whether all-reduce does not use large buffers on this card."""
     name = question.card_name
     if name is not None and (name in CARDS_OF_PCIE or name.startswith("RTX")):
         return True
@@ -300,19 +300,19 @@ def _has_small_buffers(question: Question) -> bool:
 
 
 def _assume_non_torch(question: Question) -> Assumption:
-    """Return what libraries and communication take during the profile run, inside the budget.
+    """Return what libraries and communication take within the budget during the profile run.
 
-    In a group of GPUs, most of this memory is the buffers of all-reduce. The last stage of a
-    pipeline, or the only one, also loads the sampler's library.
+    In a group of GPUs, most of this memory is all-reduce buffers. The last stage of a pipeline, or
+    the only one, also loads the sampler's library.
     """
-    # Experts on several engines exchange tokens by all-to-all, which has the largest buffers.
+    # Experts on several engines exchange tokens using all-to-all, which has the largest buffers.
     if question.data_parallel_size > 1 and question.shape.experts_per_token > 1:
         return Assumption(
             range=Range(low=0.05 * GIB, high=9.0 * GIB),
             origin=Origin.REPORTS,
             evidence="buffers of all-to-all between engines: 4.5 and 8.8 GiB",
         )
-    # Without tensor parallelism there is no all-reduce, and so no buffer for all-reduce.
+    # Without tensor parallelism, there is no all-reduce and therefore no buffer for it.
     if question.tensor_parallel_size == 1:
         if _is_measured_start(question):
             low = 0.05 if question.pipeline_parallel_size > 1 else 0.22
@@ -330,7 +330,7 @@ def _assume_non_torch(question: Question) -> Assumption:
         h100_range = Range(low=2.0 * GIB, high=2.25 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
     if question.unified_memory:
-        # The page cache of the weights' files counts too, because vLLM compares free memory.
+        # The page cache of the weight files also counts, because vLLM compares free memory.
         return Assumption(
             range=Range(low=0.05 * GIB, high=10.0 * GIB),
             origin=Origin.REPORTS,
@@ -355,19 +355,20 @@ FINE_STEP: Final = 8
 COARSE_STEP: Final = 16
 COARSE_FROM: Final = 256
 LARGEST_GRAPH: Final = 512
-"""The largest batch for which vLLM captures graphs. The batch sizes are 1, 2, 4, then every 8 up to
-256, then every 16 up to twice `max_num_seqs` or 512 (config/vllm.py, `_set_cudagraph_sizes`).
+"""The largest batch for which vLLM captures graphs. The batch sizes are 1, 2 and 4, then multiples
+of 8 up to 256, then multiples of 16 up to twice `max_num_seqs` or 512 (config/vllm.py,
+`_set_cudagraph_sizes`).
 """
 
 LARGEST_BLACKWELL_GRAPH: Final = 1024
 BLACKWELL_CARDS: Final = frozenset({"B200", "GB200", "B300", "GB300"})
-"""Cards on which the largest graph is twice as large since vLLM 0.28 (config/vllm.py, "device
+"""Cards on which the largest graph has been twice as large since vLLM 0.28 (config/vllm.py, "device
 capability family 100").
 """
 
 
 def count_graph_sizes(question: Question) -> int:
-    """Return for how many batch sizes vLLM captures graphs of the model's parts."""
+    """Return the number of batch sizes for which vLLM captures graphs of the model's parts."""
     limit = LARGEST_GRAPH
     if question.release.has_largest_defaults and question.card_name in BLACKWELL_CARDS:
         limit = LARGEST_BLACKWELL_GRAPH
@@ -377,10 +378,10 @@ def count_graph_sizes(question: Question) -> int:
 
 
 def count_whole_graph_sizes(question: Question) -> int:
-    """Return the number of these sizes for which vLLM also captures a graph of the whole model.
+    """Return the number of batch sizes for which vLLM also captures a whole-model graph.
 
-    A step of decoding has at most `max_num_seqs` tokens; with speculation, each sequence has more
-    than one (v1/cudagraph_dispatcher.py, `initialize_cudagraph_keys`).
+    A decoding step has at most `max_num_seqs` tokens; with speculation, each sequence has more than
+    one token (v1/cudagraph_dispatcher.py, `initialize_cudagraph_keys`).
     """
     if question.has_speculation:
         return count_graph_sizes(question)
@@ -395,48 +396,48 @@ def _count_sizes_up_to(largest: int) -> int:
 
 
 FIRST_GRAPH: Final = Range(low=0.06 * GIB, high=0.33 * GIB)
-"""The first graph that is captured: 70 to 328 MiB (H100_STARTS)."""
+"""The first captured graph: 70 to 328 MiB (H100_STARTS)."""
 
 FIRST_PARTS_GRAPH_HIGH: Final = 0.23 * GIB
-"""The largest first graph without FlashAttention 3. With it, a buffer for splits takes 256 MiB of a
-whole graph (v1/attention/backends/flash_attn.py, `max_num_splits`). The parts' first graph takes up
-to 224 MiB (H100_STARTS).
+"""The largest first graph without FlashAttention 3. With FlashAttention 3, a buffer for splits
+takes 256 MiB of a whole-model graph (v1/attention/backends/flash_attn.py, `max_num_splits`). The
+first graph of the parts takes up to 224 MiB (H100_STARTS).
 """
 
 HOPPER_CARDS: Final = frozenset({"H20", "H100", "H800", "H100 NVL", "GH200", "H200", "H200 NVL"})
 """Cards on which vLLM uses FlashAttention 3."""
 
 LAYER_GRAPHS: Final = Range(low=0.06 * MIB, high=0.225 * MIB)
-"""The graph for each further batch size, of the parts or of the whole model, per layer: 0.10 to
-0.22 MiB on one GPU (H100_STARTS); 0.07 MiB on a card of 24 GB (Qwen3 8B, 0.21).
+"""The graph for each additional batch size, of the parts or of the whole model, per layer: 0.10 to
+0.22 MiB on one GPU (H100_STARTS); 0.07 MiB on a 24 GB card (Qwen3 8B, 0.21).
 """
 
 SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)
-"""The graphs of the parts with tensor parallelism, per layer: 0.12 to 0.81 MiB. The graphs of the
-whole model are as large as on one GPU (H100_STARTS).
+"""The graphs of the parts with tensor parallelism, per layer: 0.12 to 0.81 MiB. The whole-model
+graphs are as large as on one GPU (H100_STARTS).
 """
 
 SHARED_PARTS_HIGH: Final = 27 * MIB
 SHARED_WHOLE_HIGH: Final = 14 * MIB
-"""The most that both graphs of a batch size take with tensor parallelism. The parts take 26 MiB for
-32 layers and 20 for 80, the whole model 14 for 80 (H100_STARTS). Together it is 38 MiB for a dense
-model of 70 billion parameters (public reports: 2.2 GiB for 51 sizes).
+"""The most memory that both graphs of a batch size take with tensor parallelism. The parts take 26
+MiB for 32 layers and 20 MiB for 80, and the whole model 14 MiB for 80 (H100_STARTS). Together, they
+take 38 MiB for a dense model with 70 billion parameters (public reports: 2.2 GiB for 51 sizes).
 """
 
 LARGEST_MIXTURE_GPUS: Final = 8
 LARGEST_MIXTURE_PARTS_HIGH: Final = 82 * MIB
-"""The graphs of the parts for mixtures of experts that need LARGEST_MIXTURE_GPUS: 5 GiB for 51
-sizes of both graphs (public reports).
+"""The graphs of the parts for mixtures of experts that need LARGEST_MIXTURE_GPUS: both graphs of 51
+sizes take 5 GiB (public reports).
 """
 
 HYBRID_GRAPHS_HIGH: Final = 84 * MIB
-"""The most that both graphs of a batch size take for a model with states: 4.2 GiB for 51 sizes
-(public reports, since vLLM 0.26).
+"""The most memory that both graphs of a batch size take for a state-space model: 4.2 GiB for 51
+sizes (public reports, since vLLM 0.26).
 """
 
 UNIFIED_GRAPHS_HIGH: Final = 100 * MIB
-"""The most that both graphs of a batch size take on several machines with unified memory: 5.1 GiB
-for 51 sizes (two DGX Spark, vLLM 0.29).
+"""The most memory that both graphs of a batch size take on several machines with unified memory:
+5.1 GiB for 51 sizes (two DGX Spark, vLLM 0.29).
 """
 
 MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
@@ -447,15 +448,15 @@ MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
 def _assume_graphs(question: Question) -> Assumption:
     """Return vLLM's estimate of its CUDA graphs.
 
-    The estimate is the first graph and, for each further batch size, a graph of a part of the model
-    and one of the whole (v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`, 0.19). Since
-    0.29, vLLM measures the graphs of the parts instead, which gives less.
+    The estimate covers the first graph and, for each additional batch size, a graph of the parts
+    and one of the whole model (v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`, 0.19).
+    Since 0.29, vLLM measures the graphs of the parts instead, which yields a smaller figure.
     """
     if question.enforce_eager:
         return Assumption(
             range=NO_BYTES, origin=Origin.CONSTRUCTION, evidence="--enforce-eager has none"
         )
-    # Graphs grow with the number of layers, and a stage captures only its layers.
+    # Graphs grow with the number of layers, and a stage captures only its own layers.
     stage_layers = ceil(question.shape.layers / question.pipeline_parallel_size)
     whole_range = LAYER_GRAPHS.scale(stage_layers)
     parts_range = whole_range
@@ -474,15 +475,14 @@ def _assume_graphs(question: Question) -> Assumption:
         both_most = max(both_most, HYBRID_GRAPHS_HIGH)
         origin = Origin.REPORTS
         evidence += "; hybrid models since 0.26: 0.56 to 4.2"
-    # Memory that the GPU shares with the machine makes the estimate unreliable; only the upper
-    # bound is raised.
+    # Unified memory makes the estimate unreliable, so raise the upper bound only.
     if question.unified_memory and question.gpus > 1:
         both_most = max(both_most, UNIFIED_GRAPHS_HIGH)
         evidence += "; 2 x DGX Spark, vLLM 0.29: 5.1"
     parts_sizes = count_graph_sizes(question) - 1
     whole_sizes = count_whole_graph_sizes(question) - 1
     further = parts_range.scale(parts_sizes) + whole_range.scale(whole_sizes)
-    # Reports have the sum of both graphs of a size, and all of it may belong to the parts.
+    # Reports give the sum of both graphs of a size, all of which may belong to the parts.
     further = Range(low=further.low, high=max(further.high, both_most * parts_sizes))
     first = FIRST_GRAPH
     if question.card_name is not None and question.card_name not in HOPPER_CARDS:
@@ -498,29 +498,29 @@ def _assume_graphs(question: Question) -> Assumption:
 
 
 LOGIT_BYTES: Final = 4
-"""Bytes of a logit: sampling computes in 32 bits."""
+"""The size of a logit in bytes: sampling uses 32-bit values."""
 
 NARROW_PROFILE_HIGH: Final = 1.25
-"""The most that the second runner took before vLLM 0.33, as a multiple of the logits in 32 bits
-(the stand-in card, 0.32).
+"""The most memory that the second runner took before vLLM 0.33, as a multiple of the size of the
+32-bit logits (the stand-in card, 0.32).
 """
 
 
 WIDE_LOGITS: Final = 3.0
 WIDE_LOGITS_HIGH: Final = 3.15
-"""The number of copies of the logits in 32 bits that the first runner has at once, and the highest
-number that was measured.
+"""The number of copies of the 32-bit logits that the first runner keeps at once: by design
+(WIDE_LOGITS), and the highest number measured.
 """
 
 
 def _assume_sampling_ratio(question: Question) -> Assumption:
-    """Return the memory of the sampler's profile, as a multiple of the logits in 32 bits.
+    """Return the memory of the sampler's profile, as a multiple of the size of the 32-bit logits.
 
-    The first model runner has the logits once in the model's dtype and three times in 32 bits:
-    unchanged, as probabilities, and filtered by top-k and top-p. Before 0.33 the second runner has
-    fewer copies; in 0.33 it has at least the unchanged logits.
+    The first model runner keeps one copy of the logits in the model's dtype and three in 32 bits:
+    unchanged, as probabilities, and filtered by top-k and top-p. Before 0.33, the second runner
+    keeps fewer copies; in 0.33, it keeps at least the unchanged logits.
     """
-    # In units of the logits in 32 bits.
+    # In units of the size of the 32-bit logits.
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
     all_low = narrow_ratio + WIDE_LOGITS
     all_high = narrow_ratio + WIDE_LOGITS_HIGH
@@ -551,11 +551,10 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
 
 
 def _assume_warmup_ratio(question: Question) -> Assumption:
-    """Return the memory of the sampler's warm-up, as a multiple of the logits in 32 bits.
+    """Return the memory of the sampler's warm-up, as a multiple of the size of the 32-bit logits.
 
-    The first model runner repeats the steps of its profile. The second model runner runs all steps
-    of the sampler (v1/worker/gpu/warmup.py, `warmup_kernels`), which are part of its profile since
-    0.33.
+    The first model runner repeats the steps of its profile. The second runs all sampler steps
+    (v1/worker/gpu/warmup.py, `warmup_kernels`), which have been part of its profile since 0.33.
     """
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
     low = narrow_ratio + WIDE_LOGITS

@@ -1,4 +1,4 @@
-"""The memory of GPUs by their names."""
+"""GPU memory sizes by card name."""
 
 import re
 from typing import Final
@@ -13,16 +13,16 @@ class Card(Struct, frozen=True, kw_only=True):
     """A kind of GPU."""
 
     name: str
-    # The total that NVML shows; with unified memory, the machine's MemTotal.
+    # The total reported by NVML; with unified memory, the machine's MemTotal.
     memory_bytes: int
     has_unified_memory: bool = False
-    # Whether vLLM's server takes its defaults for a small card (engine/arg_utils.py,
+    # Whether vLLM's server uses its defaults for small cards (engine/arg_utils.py,
     # `get_batch_defaults`: "a100" in the device's name).
     has_small_defaults: bool = False
 
 
 class CardCount(Struct, frozen=True, kw_only=True):
-    """A kind of GPU, and how many there are; the number is None if only the kind is named."""
+    """A kind of GPU and the number of GPUs, which is None if only the kind is named."""
 
     card: Card
     count: int | None
@@ -69,12 +69,12 @@ TOTALS_MIB: Final = {
     "MI355X": 294896,
 }
 """The total in MiB that `nvidia-smi` prints for a card, or `amd-smi` for a device, with the default
-setting of ECC (outputs in public issues and vendors' forums). The total differs by some ten MiB
+ECC setting (output in public issues and vendors' forums). The total differs by about ten MiB
 between drivers.
 """
 
 GB10_MIB: Final = 122_572
-"""MemTotal of a DGX Spark, 119.7 GiB: /proc/meminfo in public issues. NVML shows no total."""
+"""MemTotal of a DGX Spark, 119.7 GiB (/proc/meminfo in public issues). NVML reports no total."""
 
 
 def _list_cards() -> tuple[Card, ...]:
@@ -97,10 +97,10 @@ MAKERS_WORDS: Final = re.compile(
     "nvidia|amd|instinct|geforce|tesla|rtx|gpu|tensor|core|sxm\\d?|pcie|oam|hbm\\de?"
     "|blackwell|server|workstation|max|q|edition|generation"
 )
-"""Words of a card's full name in NVML that distinguish kinds of cards with equal memory."""
+"""Words in a card's full NVML name that are ignored, because they do not affect the memory."""
 
 OTHER_NAMES: Final = {"dgxspark": "GB10", "spark": "GB10"}
-"""Names of machines that contain one kind of card."""
+"""The names of machines that contain a single kind of card."""
 
 COUNTED_NAME: Final = re.compile(r"([0-9]{1,5}) ?[xX\u00d7*] ?(\S.*)", re.DOTALL)
 NAME_WITH_COUNT: Final = re.compile(
@@ -110,24 +110,24 @@ NAME_WITH_COUNT: Final = re.compile(
 
 LABEL_LOW: Final = 0.9
 LABEL_HIGH: Final = 1.1
-"""The factor by which the size in a name may be below the card's size in GiB, or above its size in
-GB.
+"""The factor by which the size in a name may fall below the card's size in GiB, or exceed its size
+in GB.
 """
 
 SYSTEM_SIZED: Final = "GH200"
-"""The size in this name is that of the processor's memory."""
+"""A card whose name may contain the size of the CPU's memory."""
 
 MEMORY_WORD: Final = re.compile(r"\d+g(?:i?b)?", re.ASCII)
 
 
 SAME_CARD_BYTES: Final = 32 * MIB
-"""Our choice: sizes that differ by less belong to the same card, because drivers differ by some ten
-MiB.
+"""Our choice: sizes that differ by less than this belong to the same card, because totals differ by
+about ten MiB between drivers.
 """
 
 
 def find_card_by_size(memory_bytes: int) -> Card | None:
-    """Return the first card of the table with this memory; None if there is none."""
+    """Return the first card in the table with this memory; None if there is none."""
     for card in CARDS:
         if abs(card.memory_bytes - memory_bytes) < SAME_CARD_BYTES:
             return card
@@ -135,9 +135,9 @@ def find_card_by_size(memory_bytes: int) -> Card | None:
 
 
 def parse_gpus_by_name(text: str) -> CardCount:
-    """Return the GPUs of a text such as H100 or 8xH100; raise RefusedError for an unknown name.
+    """Parse GPUs from a text such as H100 or 8xH100; raise RefusedError for an unknown name.
 
-    A card's name may also be written as in NVML, such as "NVIDIA H100 80GB HBM3".
+    A card may also be given by its NVML name, such as "NVIDIA H100 80GB HBM3".
     """
     name = text.strip()
     if not name:
@@ -158,15 +158,15 @@ def parse_gpus_by_name(text: str) -> CardCount:
 
 
 def _find_card(text: str) -> Card:
-    """Return the card of this name; raise RefusedError for an unknown or ambiguous one."""
-    # Names are compared without spaces, dashes and case.
+    """Return the card with this name; raise RefusedError for an unknown or ambiguous name."""
+    # Spaces, dashes and case are ignored when names are compared.
     key = _build_key(text)
     by_key = {_build_key(card.name): card for card in CARDS}
     if key in OTHER_NAMES:
         key = _build_key(OTHER_NAMES[key])
     if key in by_key:
         return by_key[key]
-    # If a kind of card has only one size, its name may contain the size.
+    # If a kind of card comes in only one size, its name may include the size.
     words = [word for word in _split_words(text) if not MEMORY_WORD.fullmatch(word)]
     key_without_size = "".join(words)
     if key_without_size in by_key:
@@ -177,12 +177,12 @@ def _find_card(text: str) -> Card:
 
 
 def _describe_unknown_card(text: str, key: str) -> str:
-    """Return what to write in place of a name that is not a card's.
+    """Return a text that suggests what to write instead of an unknown card name.
 
-    `key` is its form for comparison.
+    `key` is the name's normalized form.
     """
     names = [card.name for card in CARDS]
-    # If a kind has several sizes, such as A100, the size has to be named.
+    # If a kind of card comes in several sizes, such as the A100, the size must be given.
     sizes = [name for name in names if key and _build_key(name).startswith(key)]
     if len(sizes) > 1 and all("GB" in name for name in sizes):
         return f"there are {' and '.join(sizes)}"
@@ -191,7 +191,7 @@ def _describe_unknown_card(text: str, key: str) -> str:
 
 
 def _has_size(card: Card, text: str) -> bool:
-    """Return whether a card may have the size in this name; True for a name without a size."""
+    """Return whether the size in a name is consistent with the card; True if there is none."""
     for word in _split_words(text):
         if MEMORY_WORD.fullmatch(word) and card.name != SYSTEM_SIZED:
             label = int(word.rstrip("gib"))
@@ -202,7 +202,7 @@ def _has_size(card: Card, text: str) -> bool:
 
 
 def _build_key(text: str) -> str:
-    """Return the name without the maker's words and punctuation, in one case."""
+    """Return the normalized name: lowercase, without punctuation and manufacturers' words."""
     words = []
     for word in _split_words(text):
         size = MEMORY_WORD.fullmatch(word)

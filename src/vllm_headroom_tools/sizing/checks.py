@@ -1,4 +1,4 @@
-"""The checks of a start, in vLLM's own order, and their results for an estimate."""
+"""The checks that a start goes through, in vLLM's order, and their results for an estimate."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -29,27 +29,27 @@ class CheckName(StrEnum):
 
 
 class StartCheck(Struct, frozen=True, kw_only=True):
-    """A check of a start, and its result."""
+    """One check of a start, and its result."""
 
     name: CheckName
-    # The value is None if the check passes by the low bounds of the estimates but not by the high
-    # ones, or if a figure is unknown.
+    # None if the check passes with the estimates' lower bounds but not with the upper ones, or if a
+    # figure is unknown.
     passes: bool | None
-    # Why it fails, or may fail.
+    # Why the check fails, or may fail.
     problem: str
-    # vLLM's refusal in its own words; None if vLLM itself does not refuse.
+    # vLLM's error message; None if vLLM itself does not refuse to start.
     refusal: str | None = None
 
 
 CUDA_OUT_OF_MEMORY: Final = "torch.OutOfMemoryError: CUDA out of memory."
-"""The first words of torch's error when an allocation on the card fails."""
+"""The beginning of torch's error message when an allocation on the card fails."""
 
 
 def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
     """Return the checks that this start reaches, in vLLM's order.
 
-    vLLM stops at the first check that fails. The checks of the host's memory and of unified memory
-    are not vLLM's: if they fail, the kernel ends the processes or the machine hangs.
+    vLLM stops at the first check that fails. The checks of host memory and unified memory are not
+    vLLM's own: if they fail, the kernel kills the processes or the machine hangs.
     """
     return [
         *_check_gpus(estimate),
@@ -68,26 +68,26 @@ def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
 
 
 def find_failed_check(estimate: MemoryEstimate) -> StartCheck | None:
-    """Return the first check that surely fails; None if none does."""
+    """Return the first check that is certain to fail; None if there is none."""
     return next((check for check in check_start(estimate) if check.passes is False), None)
 
 
 def can_start(estimate: MemoryEstimate) -> bool | None:
-    """Return whether vLLM starts: whether it passes all checks.
+    """Return whether vLLM starts, that is, whether it passes all checks.
 
-    Returns None if the start passes by the low bounds of the estimates but not by the high ones.
-    Returns None also if something is unknown, such as this type of model, the weights or the
-    largest input of its encoder.
+    Returns None if the start passes with the estimates' lower bounds but not with the upper ones.
+    Also returns None if something is unknown, such as the model type, the weights or the encoder's
+    largest input.
     """
     question = estimate.question
     if question.shape.unknown_type is not None:
         return None
-    # The checks are in vLLM's order, because its log will show the first check that fails.
+    # The checks are in vLLM's order, because its log shows the first check that fails.
     answers = [check.passes for check in check_start(estimate)]
     if False in answers:
         return False
-    # No check fails, but one may fail in reality: the weights or inputs that are not counted here
-    # could take the rest.
+    # No check fails, but one may fail in practice, because weights or inputs that are not included
+    # here could use up the remaining memory.
     if question.has_uncounted_weights or question.has_uncounted_activations:
         return None
     if question.has_unknown_draft or question.max_model_len is None:
@@ -98,7 +98,7 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
 
 
 def is_available(needed: Range, available: Range) -> bool | None:
-    """Return whether the needed memory is available; None if that depends on the bounds."""
+    """Return whether the needed memory is available; None if the answer depends on the bounds."""
     if needed.low > available.high:
         return False
     if needed.high > available.low:
@@ -107,7 +107,7 @@ def is_available(needed: Range, available: Range) -> bool | None:
 
 
 def _write_gib(memory_bytes: float) -> str:
-    """Return a size in the form of vLLM's messages."""
+    """Return a size as formatted in vLLM's messages."""
     return f"{memory_bytes / GIB:.2f}"
 
 
@@ -139,7 +139,7 @@ def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that `max_model_len` is not longer than the model's own limit (config/model.py)."""
     length = estimate.question.max_model_len
     limit = estimate.question.shape.max_model_len
-    # Without a length, vLLM uses the model's own length, which passes.
+    # Without a length, vLLM uses the model's own limit, which passes the check.
     if length is None or limit is None:
         return
     yield StartCheck(
@@ -154,7 +154,7 @@ def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that a batch can have the tokens of a block that is as large as a state.
+    """Check that a batch can hold the tokens of a block that is as large as a state.
 
     Source: config/vllm.py, `validate_block_size` with `mamba_cache_mode` "align", up to 0.26.
     """
@@ -179,7 +179,7 @@ def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_host(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the host has room for vLLM's processes, if the host's memory is given."""
+    """Check that the host has room for vLLM's processes, if its memory is given."""
     host_bytes = estimate.question.host_memory_bytes
     if host_bytes is None:
         return
@@ -193,9 +193,9 @@ def _check_host(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_free_memory(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the share of the card is free at the start (v1/worker/utils.py, `request_memory`).
+    """Check that vLLM's share of the card is free (v1/worker/utils.py, `request_memory`).
 
-    With unified memory the machine's part is checked later, by `_check_card`.
+    With unified memory, `_check_card` checks the machine's part later.
     """
     question = estimate.question
     visible = estimate.visible
@@ -203,7 +203,7 @@ def _check_free_memory(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     missing = estimate.assumptions.missing_at_start.range
     ratio = question.gpu_memory_utilization
-    # Our choice: only the low bound decides. A note warns that the start may take more.
+    # Our choice: the lower bound decides. A note warns that the start may take more.
     passes = visible.high * (1 - ratio) >= missing.low
     requested_bytes = visible.high * ratio
     free_bytes = visible.high - missing.low
@@ -223,7 +223,7 @@ def _check_free_memory(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_weights(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the card holds the weights, whatever the budget is."""
+    """Check that the card can hold the weights, regardless of the budget."""
     visible = estimate.visible
     weights_bytes = estimate.weights_bytes
     if visible is None or weights_bytes is None:
@@ -242,7 +242,7 @@ def _check_weights(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the card holds the memory of the profile run beside the weights."""
+    """Check that the card can hold the profile run's memory in addition to the weights."""
     visible = estimate.visible
     weights_bytes = estimate.weights_bytes
     activations = estimate.activations
@@ -250,7 +250,7 @@ def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     weights = Range(low=weights_bytes, high=weights_bytes)
     assumptions = estimate.assumptions
-    # The memory that is missing at the start is also missing for the profile run.
+    # Memory that is already in use before the start is not available to the profile run either.
     needed = weights + assumptions.missing_at_start.range + activations
     yield StartCheck(
         name=CheckName.PROFILE,
@@ -264,7 +264,7 @@ def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_cache_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the budget leaves memory for the KV cache (v1/core/kv_cache_utils.py)."""
+    """Check that the budget leaves any memory for the KV cache (v1/core/kv_cache_utils.py)."""
     kv_cache = estimate.kv_cache
     overhead = estimate.overhead
     budget_bytes = estimate.budget_bytes
@@ -273,7 +273,7 @@ def _check_cache_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     needed = format_gib((estimate.weights_bytes or 0) + overhead.low)
     yield StartCheck(
         name=CheckName.CACHE_BLOCKS,
-        # Here one byte is enough: `_check_longest_sequence` requires more.
+        # One byte is enough for this check; `_check_longest_sequence` requires more.
         passes=is_available(Range(low=1, high=1), kv_cache),
         problem=(
             f"weights and activations need at least {needed} of each GPU,"
@@ -284,12 +284,13 @@ def _check_cache_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_longest_sequence(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the KV cache holds one sequence of `max_model_len`; of one token if it is unknown.
+    """Check that the KV cache can hold one sequence of length `max_model_len`.
 
-    Source: v1/core/kv_cache_utils.py, `_check_enough_kv_cache_memory`.
+    If the length is unknown, one token is required. Source: v1/core/kv_cache_utils.py,
+    `_check_enough_kv_cache_memory`.
     """
     kv_cache = estimate.kv_cache
-    # vLLM would require the model's whole length; if that is unknown, one token is the least.
+    # vLLM requires room for the model's full length; if that is unknown, one token is the minimum.
     length = estimate.question.max_model_len or 1
     sequence_bytes = estimate.count_sequence_bytes(length)
     needed = format_gib(sequence_bytes)
@@ -317,7 +318,7 @@ def _check_longest_sequence(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that each sequence has a block for its state, if whole graphs are captured.
+    """Check that there is a state block for each sequence, if whole-model graphs are captured.
 
     Source: config/compilation.py, `resolve_cudagraph_mode_and_sizes`, since 0.20.
     """
@@ -327,7 +328,7 @@ def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     has_check = question.release.has_state_check and not question.enforce_eager
     if not has_check or not question.shape.stateful_layers or kv_cache is None or not block_bytes:
         return
-    # A block has the state of one sequence.
+    # A block holds the state of one sequence.
     sequences = question.max_num_seqs
     most_blocks = int(max(0.0, kv_cache.high) // block_bytes)
     least_blocks = int(max(0.0, kv_cache.low) // block_bytes)
@@ -348,17 +349,16 @@ def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the card has room for the logits of all sequences, beside KV cache and graphs.
+    """Check that the card has room for all sequences' logits next to the KV cache and graphs.
 
-    Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. At this time vLLM can also use the
-    memory of the activations, because the KV cache leaves that memory free. The profile run has
-    already set aside the memory of the warm-up with the first model runner, and since 0.33 with the
-    second.
+    Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. At this point, vLLM can also use
+    the activation memory, because the KV cache leaves it free. With the first model runner, and
+    since 0.33 with the second, the profile run has already set aside the memory for the warm-up.
     """
     question = estimate.question
     needed = estimate.sampler_warmup
     room = _find_warmup_room(estimate)
-    # Without any room, the KV cache or the graphs have already failed in another check.
+    # If there is no room at all, the check of the KV cache or of the graphs has already failed.
     if needed is None or room is None or room.high <= 0 or not estimate.layout.block_bytes:
         return
     release = question.release
@@ -386,10 +386,10 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
-    """Return the memory of the card that is free after the KV cache and CUDA graphs have theirs.
+    """Return the card's memory that remains free after the KV cache and CUDA graphs are allocated.
 
-    Returns None if the memory is unknown. Returns None also with unified memory, because the
-    machine's part is then checked instead.
+    Returns None if the memory is unknown. Also returns None with unified memory, because the
+    machine's part is checked instead.
     """
     question = estimate.question
     visible = estimate.visible
@@ -400,12 +400,12 @@ def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
     graphs = estimate.graphs
     if estimate.budget_bytes is not None:
         beside_bytes = visible.high * (1 - question.gpu_memory_utilization)
-        # vLLM has started, so at least its whole share was free.
+        # vLLM has come this far, so at least its whole share was free.
         spare = Range(
             low=max(0.0, beside_bytes - missing.high), high=max(0.0, beside_bytes - missing.low)
         )
         if not question.release.has_graphs_in_budget:
-            # Our choice: only the low bound decides, as for the card.
+            # Our choice: only the lower bound decides, as for the card.
             spare = Range(low=spare.low - graphs.low, high=spare.high - graphs.low)
         return spare + activations
     cache_bytes = question.kv_cache_memory_bytes
@@ -423,9 +423,9 @@ def _clip_at_zero(amount: Range) -> Range:
 def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for all parts together.
 
-    With a budget, the check only covers the parts outside the budget. With unified memory, these
-    parts include the machine's own part. They include the CUDA graphs in releases that do not count
-    graphs in the budget. If the size of the KV cache is set, there is no budget.
+    With a budget, the check only covers the parts outside it. These include the machine's own part
+    if memory is unified, and the CUDA graphs in releases that do not count them towards the budget.
+    If the size of the KV cache is set, there is no budget.
     """
     question = estimate.question
     visible = estimate.visible
@@ -447,7 +447,7 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
             refusal = None
         yield StartCheck(
             name=CheckName.CARD,
-            # Our choice: only the low bound decides. A note warns that the start may take more.
+            # Our choice: the lower bound decides. A note warns that the start may take more.
             passes=beside_budget_bytes >= estimate.outside.low,
             problem=problem,
             refusal=refusal,
@@ -460,7 +460,7 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     own_bytes = estimate.weights_bytes + cache_bytes
     needed = Range(low=own_bytes, high=own_bytes) + overhead + estimate.outside
-    # The memory that the driver keeps is already in the overhead.
+    # The driver's reserve is already included in the overhead.
     card_bytes = question.gpu_memory_bytes or 0
     yield StartCheck(
         name=CheckName.CARD,
@@ -477,6 +477,6 @@ TOO_MUCH_FOR_CARD: Final = "with the higher estimates it is more than the card h
 
 
 def format_range(amount: Range) -> str:
-    """Return a range in GiB: one number if both bounds are equal, otherwise two."""
+    """Format a range in GiB, as one number if both bounds are equal and otherwise as two."""
     low = f"{amount.low / GIB:,.2f}"
     return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"

@@ -1,4 +1,4 @@
-"""The compressed cache of DeepSeek V4: how vLLM divides it into blocks."""
+"""How vLLM divides the compressed cache of DeepSeek V4 into blocks."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -11,16 +11,18 @@ from vllm_headroom_tools.sizing.config_fields import Config, read_integer, requi
 
 COMPRESSED_BLOCK_TOKENS: Final = 256
 WINDOW_BLOCK_TOKENS: Final = 64
-"""Tokens in a block of compressed latents, and of latents in the window (vLLM 0.33,
-models/deepseek_v4/compressor.py and v1/attention/backends/mla/sparse_swa.py)."""
+"""The number of tokens in a block of compressed latents, and in a block of window latents (vLLM
+0.33, models/deepseek_v4/compressor.py and v1/attention/backends/mla/sparse_swa.py).
+"""
 
 FINE_RATIO: Final = 4
 COARSE_RATIO: Final = 128
-"""The number of tokens that become one latent. A layer with the fine ratio also has an index."""
+"""The number of tokens compressed into one latent. A layer with the fine ratio also has an index.
+"""
 
 FINE_STATE_TOKENS: Final = 4
 COARSE_STATE_TOKENS: Final = 8
-"""The tokens in a block of tokens that a compressor has yet to compress
+"""The number of tokens in a block of tokens that a compressor has not yet compressed
 (models/deepseek_v4/compressor.py, `block_size`).
 """
 
@@ -34,51 +36,52 @@ FLOAT16_BYTES: Final = 2
 
 
 class WindowedPart(Struct, frozen=True, kw_only=True):
-    """Groups of layers that keep the last tokens of a sequence."""
+    """Groups of layers that keep only the last tokens of a sequence."""
 
     groups: int
     block_tokens: int
-    # The last tokens that are kept, without the tokens in flight.
+    # The number of tokens that are kept, not counting tokens in flight.
     window_tokens: int
 
 
 class CompressedBlocks(Struct, frozen=True, kw_only=True):
-    """The division of the cache: all groups share blocks of one size."""
+    """The division of the cache, in which all groups share blocks of one size."""
 
     block_bytes: int
     windowed_parts: tuple[WindowedPart, ...]
 
 
 class CompressedCache(Struct, frozen=True, kw_only=True):
-    """What a model's layers keep, by the number of tokens that they compress into one latent."""
+    """What a model's layers keep, by the number of tokens that they compress into a latent."""
 
     layers: int
     fine_layers: int
     coarse_layers: int
-    # Bytes of a latent, and of a vector in the index.
+    # The size of a latent, and of a vector in the index, in bytes.
     latent_bytes: int
     index_bytes: int
-    # Values of a latent, and of a vector in the index.
+    # The number of values in a latent, and in a vector in the index.
     head_size: int
     index_head_size: int
     window_tokens: int
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of a token beyond the window, in all layers together."""
+        """Return the bytes per token beyond the window, summed over all layers."""
         fine = Fraction(self.fine_layers * (self.latent_bytes + self.index_bytes), FINE_RATIO)
         coarse = Fraction(self.coarse_layers * self.latent_bytes, COARSE_RATIO)
         return ceil(fine + coarse)
 
     def build_blocks(self, stages: int) -> CompressedBlocks:
-        """Return how vLLM 0.33 divides the cache of the largest of this many pipeline stages.
+        """Return how vLLM 0.33 divides the cache of the largest pipeline stage.
 
-        The compressed latents form one group, which is whole. The windows and the compressors' two
-        kinds of states form further groups of about as many layers (v1/core/kv_cache_planning.py,
-        `_get_packed_kv_cache_groups`). A block is as large as the largest group needs.
+        The compressed latents form a single group. The windows and the compressors' two kinds of
+        states form additional groups with about as many layers (v1/core/kv_cache_planning.py,
+        `_get_packed_kv_cache_groups`). The block size is determined by the largest group. `stages`
+        is the number of pipeline stages.
         """
-        # If the layers cannot be divided evenly, the first stages have one more; the largest stage
-        # counts.
+        # If the layers cannot be divided evenly, the first stages get one more; the largest stage
+        # is used.
         layers = ceil(self.layers / stages)
         fine_layers = ceil(self.fine_layers / stages)
         coarse_layers = ceil(self.coarse_layers / stages)
@@ -96,7 +99,7 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
         window_bytes = ceil(layers / window_groups) * _pad_page(
             WINDOW_BLOCK_TOKENS * self.latent_bytes
         )
-        # A state has keys and gates; with the fine ratio, it has those of two neighbouring latents.
+        # A state contains keys and gates; with the fine ratio, those of two neighbouring latents.
         fine_token_bytes = 4 * FLOAT32_BYTES
         fine_state_bytes = fine_layers * (
             _pad_page(FINE_STATE_TOKENS * self.head_size * fine_token_bytes)
@@ -128,7 +131,7 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
 
 
 def has_compressed_cache(config: Config) -> bool:
-    """Return whether a configuration is DeepSeek V4's, by its type or its class."""
+    """Return whether a configuration is for DeepSeek V4, judging by its type or class."""
     classes = config.get("architectures")
     is_class = isinstance(classes, list) and str(classes[:1]).startswith("['DeepseekV4For")
     return is_class or config.get("model_type") == "deepseek_v4"
@@ -137,13 +140,13 @@ def has_compressed_cache(config: Config) -> bool:
 def read_compressed_cache(config: Config, layer_count: int) -> CompressedCache | None:
     """Return the compressed cache of DeepSeek V4; None for other models.
 
-    Raises ValueError for a ratio that vLLM does not have, or if a size is missing.
+    Raises ValueError for a ratio that vLLM does not support, or if a size is missing.
     """
     if not has_compressed_cache(config):
         return None
     ratios = config.get("compress_ratios")
     if not isinstance(ratios, list) or len(ratios) < layer_count:
-        # The list may have entries for the draft layers too, after the model's own.
+        # The list may also have entries for the draft layers, after those of the model.
         raise ValueError("compress_ratios has no ratio for each layer")
     layer_ratios = ratios[:layer_count]
     for ratio in layer_ratios:
@@ -152,7 +155,7 @@ def read_compressed_cache(config: Config, layer_count: int) -> CompressedCache |
     head_size = require_integer(config, "head_dim")
     rotary_size = require_integer(config, "qk_rope_head_dim")
     index_head_size = require_integer(config, "index_head_dim")
-    # The values have 8 bits, and scales; the rotary part has 16 bits (vLLM, "fp8_ds_mla").
+    # The values have 8 bits plus scales, and the rotary part has 16 bits (vLLM, "fp8_ds_mla").
     latent_bytes = head_size - rotary_size + rotary_size * FLOAT16_BYTES + LATENT_SCALE_BYTES
     return CompressedCache(
         layers=layer_count,
@@ -171,9 +174,9 @@ def _pad_page(page_bytes: int) -> int:
 
 
 def _choose_group_layers(counts: Sequence[int], least: int) -> int:
-    """Return the size of a group, at least `least`, that leaves the fewest places empty.
+    """Return the group size, at least `least`, that leaves the fewest slots empty.
 
-    If several sizes are equally good, it is the largest (v1/core/kv_cache_planning.py,
+    If several sizes are equally good, the largest is returned (v1/core/kv_cache_planning.py,
     `_approximate_gcd`).
     """
     best_size = max(1, least)

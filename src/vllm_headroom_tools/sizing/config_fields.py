@@ -1,18 +1,16 @@
-"""Sizes from a model's configuration, which may have each size under one of several names."""
+"""Sizes from a model's configuration, where each size may have one of several names."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 Config = Mapping[str, Any]
-"""A config.json, or a part of a config.json."""
+"""A config.json or a part of one."""
 
 SIZE_LIMIT: Final = 10**9
-"""The largest size that is accepted: no model comes near this size, and arithmetic with it stays
-exact.
-"""
+"""The largest accepted size: no model comes close to it, and arithmetic with it remains exact."""
 
 ATTENTION_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
-"""The number of query heads of each attention layer."""
+"""The number of query heads per attention layer."""
 
 KV_HEADS: Final = (
     "num_key_value_heads",
@@ -22,16 +20,16 @@ KV_HEADS: Final = (
     "num_attention_groups",
     "kv_n_heads",
 )
-"""The number of heads with keys and values of each attention layer."""
+"""The number of key-value heads per attention layer."""
 
 HIDDEN_SIZE: Final = ("hidden_size", "n_embd", "d_model")
-"""The number of values of a token between two layers."""
+"""The number of values per token between two layers."""
 
 MLP_WIDTH: Final = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
-"""The number of values of a token inside a layer's MLP."""
+"""The number of values per token inside a layer's MLP."""
 
 EXPERT_COUNT: Final = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-"""The number of experts of a layer; each token passes through a few of them."""
+"""The number of experts per layer; each token passes through a few of them."""
 
 EXPERTS_PER_TOKEN: Final = (
     "num_experts_per_tok",
@@ -41,7 +39,7 @@ EXPERTS_PER_TOKEN: Final = (
     "top_k_experts",
     "moe_k",
 )
-"""The number of a layer's experts through which each token passes."""
+"""The number of experts in a layer through which each token passes."""
 
 MODEL_LENGTH: Final = (
     "max_position_embeddings",
@@ -51,13 +49,15 @@ MODEL_LENGTH: Final = (
     "max_sequence_length",
     "max_target_positions",
 )
-"""The longest sequence, in tokens, for which the model was made."""
+"""The longest sequence, in tokens, for which the model was designed."""
 
 KV_SHARING_LAYERS: Final = ("num_kv_shared_layers",)
-"""The number of last layers that read the KV cache of earlier layers and have none (Gemma 3n)."""
+"""The number of final layers that read earlier layers' KV cache instead of having their own (Gemma
+3n).
+"""
 
 EXPERT_INPUTS: Final = ("moe_latent_size", "routed_expert_hidden_size")
-"""The number of values of a token inside the experts, if that is not the hidden size."""
+"""The number of values per token inside the experts, if it differs from the hidden size."""
 
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 MAMBA_2_HEAD_SIZE: Final = ("mamba_d_head", "mamba_head_dim")
@@ -66,16 +66,17 @@ MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
 
 
 def read_integer(config: Config, *names: str) -> int | None:
-    """Return the first of these fields that is set; for a list, return its largest number.
+    """Return the first of these fields that is set; for a list, its largest number.
 
-    A field that is null, false, 0 or [] is not set, so the next field is tried. Returns None if no
-    field is set, or if a list has only zeros. Raises ValueError for a value that is not a size.
+    A field that is null, false, 0 or [] counts as not set, so the next field is tried. Returns None
+    if no field is set, or if a list contains only zeros. Raises ValueError for a value that is not
+    a size.
     """
     for name in names:
         value = config.get(name)
         if _is_unset(value):
             continue
-        # vLLM uses the largest number of a list, because vLLM sizes its buffers by the widest
+        # Like vLLM, use the largest number in a list, because buffers are sized for the widest
         # layer.
         numbers = value if isinstance(value, list) else [value]
         if not all(_is_size(number) for number in numbers):
@@ -85,20 +86,20 @@ def read_integer(config: Config, *names: str) -> int | None:
 
 
 def _is_unset(value: object) -> bool:
-    """Return whether a field has no value: configurations write that as null, false, 0 or []."""
+    """Return whether a field is not set, which configurations write as null, false, 0 or []."""
     return value is None or value is False or value in (0, [])
 
 
 def _is_size(number: object) -> bool:
     """Return whether a value is an integer from 0 to the largest accepted size."""
-    # In Python, True is an integer, but in a configuration it is a switch.
+    # In Python, True is an integer, but in a configuration, it is a switch.
     if isinstance(number, bool) or not isinstance(number, int):
         return False
     return 0 <= number <= SIZE_LIMIT
 
 
 def require_integer(config: Config, *names: str) -> int:
-    """Return what `read_integer` returns, but raise ValueError if that is None."""
+    """Return the same as `read_integer`, but raise ValueError instead of returning None."""
     value = read_integer(config, *names)
     if value is None:
         raise ValueError(f"{names[0]} is missing")
@@ -106,7 +107,7 @@ def require_integer(config: Config, *names: str) -> int:
 
 
 def read_mapping(config: Config, *names: str) -> Config:
-    """Return the first of these fields that is a mapping; an empty mapping if there is none."""
+    """Return the first of these fields that is a mapping, or an empty mapping if there is none."""
     for name in names:
         value = config.get(name)
         if isinstance(value, dict):

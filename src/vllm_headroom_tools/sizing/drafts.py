@@ -1,4 +1,4 @@
-"""The memory of the drafts of speculative decoding beside a model: separate models, and heads."""
+"""The memory that speculative decoding adds to a model: separate draft models, and heads."""
 
 from math import ceil
 from typing import Final
@@ -9,34 +9,34 @@ from vllm_headroom_tools.sizing.encoder import UNGIVEN_MLP_WIDTH_RATIO
 from vllm_headroom_tools.sizing.footprint import ModelShape, count_layer_bytes
 
 DRAFT_MODEL: Final = "draft_model"
-"""vLLM's name of the method for which an independent model makes the drafts."""
+"""vLLM's name for the method in which an independent model generates the drafts."""
 
 HEAD_LAYERS: Final = {"eagle": 1, "eagle3": 1, "dflash": 8, "dspark": 8, "mtp": 1}
-"""Our choice: the number of layers that is counted for a draft head without a known configuration.
-EAGLE's have one (models/llama_eagle3.py), the published DFlash and DSpark heads five to eight.
-Gemma 4's assistant ("mtp") has four of a quarter of the width.
+"""Our choice: the number of layers assumed for a draft head with an unknown configuration. EAGLE
+heads have one (models/llama_eagle3.py), and the published DFlash and DSpark heads have five to
+eight. Gemma 4's assistant ("mtp") has four layers of a quarter of the width.
 """
 
 CACHELESS_HEADS: Final = frozenset({"mtp"})
 """Gemma 4's assistant reads the model's cache (config/speculative.py, `gemma4_assistant`)."""
 
 TOKEN_MATRICES: Final = {"medusa": 1, "mlp_speculator": 2}
-"""The number of matrices that these heads have for each token. Each is as large as the output
-matrix (models/medusa.py, models/mlp_speculator.py, with an inner width equal to the model's).
+"""The number of matrices per token in these heads. Each matrix is as large as the output matrix
+(models/medusa.py, models/mlp_speculator.py, assuming an inner width equal to the model's).
 """
 
 HEAD_INPUTS: Final = {"eagle": 2, "eagle3": 3, "dflash": 5, "dspark": 5, "mtp": 1}
-"""The number of layer outputs that a head projects to its input, each as wide as the model. By
-construction for EAGLE and EAGLE3; the published DFlash heads have five.
+"""The number of layer outputs, each as wide as the model, that a head projects to its input. The
+numbers for EAGLE and EAGLE3 follow from their design; the published DFlash heads have five.
 """
 
 
 def name_head_method(draft: ModelShape, method: str) -> str:
-    """Return the method of a draft, from the name of its class, if no method is given."""
+    """Return the method of a draft, derived from its class name if no method is given."""
     class_name = (draft.class_name or "").lower()
     if method != DRAFT_MODEL:
         return method
-    # EAGLE3 comes before EAGLE, because its name contains EAGLE.
+    # Check EAGLE3 before EAGLE, because its name contains EAGLE.
     for head_method in sorted(HEAD_INPUTS, reverse=True):
         if head_method in class_name:
             return head_method
@@ -44,12 +44,13 @@ def name_head_method(draft: ModelShape, method: str) -> str:
 
 
 def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape | None:
-    """Return the model's shape with a draft head of this method whose configuration is unknown.
+    """Return the model's shape with an assumed draft head for a method.
 
-    The head counts as the largest of its kind: HEAD_LAYERS dense layers with the model's sizes, a
-    projection from the outputs of several layers to the head's input, and an output matrix.
-    Medusa's heads and the heads of an MLP speculator are matrices for each speculated token.
-    Returns None for other methods, or if the sizes that the head needs are unknown.
+    The head's configuration is unknown, so the largest of its kind is assumed: HEAD_LAYERS dense
+    layers with the model's sizes, a projection from the outputs of several layers to the head's
+    input, and an output matrix. Medusa heads and MLP speculator heads consist of matrices for each
+    speculated token. Returns None for other methods, or if the sizes that the head needs are
+    unknown.
     """
     hidden_size = shape.hidden_size
     if hidden_size is None or shape.vocabulary is None or shape.compression is not None:
@@ -72,18 +73,18 @@ def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape 
 
 
 def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
-    """Return the parameters of a layer without experts, with the model's sizes."""
+    """Return the number of parameters of a layer without experts that has the model's sizes."""
     heads = (shape.attention_heads or 1) + shape.heads.count
     attention_parameters = 2 * hidden_size * heads * shape.heads.key_size
     if shape.latent_width is not None:
-        # An upper bound: projections through latents are smaller.
+        # This is an upper bound: projections through latents are smaller.
         attention_parameters = 4 * hidden_size**2
     mlp_width = shape.mlp_width or UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     return attention_parameters + 3 * hidden_size * mlp_width
 
 
 def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | None:
-    """Return the shape with further parameters; None if its present ones cannot be counted."""
+    """Return the shape with more parameters; None if the current ones cannot be counted."""
     parameters = shape.parameters
     if parameters is None:
         return None
@@ -98,11 +99,11 @@ def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | N
 
 
 def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape:
-    """Return the shape of a draft that is served beside its model.
+    """Return the shape of a draft that is served alongside its model.
 
-    A draft head reads the model's embedding. Only an EAGLE3 head has an output matrix, which may be
+    A draft head uses the model's embedding. Only an EAGLE3 head has an output matrix, which may be
     for a smaller vocabulary. The head projects outputs of the model to its own input
-    (models/llama_eagle3.py, models/qwen3_dflash.py). Any other draft is served whole.
+    (models/llama_eagle3.py, models/qwen3_dflash.py). Any other draft is served in full.
     """
     hidden_size = draft.hidden_size
     if method not in HEAD_INPUTS or hidden_size is None or target.hidden_size is None:
@@ -110,20 +111,20 @@ def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape
     input_parameters = HEAD_INPUTS[method] * target.hidden_size * hidden_size
     vocabulary = 0
     if method == "eagle3":
-        # The queries, keys and values of the head's layer also read the token's embedding.
+        # The head layer's queries, keys and values also read the token's embedding.
         heads = (draft.attention_heads or 1) + 2 * draft.heads.count
         input_parameters += hidden_size * heads * draft.heads.key_size
         vocabulary = draft.draft_vocabulary or draft.vocabulary or 0
     head = _add_unquantised(draft, input_parameters) or draft
-    # The embeddings of a shape with tied ones are one matrix.
+    # Tied embeddings are a single matrix.
     return replace(head, vocabulary=vocabulary, has_tied_embeddings=True, position_values=0)
 
 
 def add_draft_cache(shape: ModelShape, draft: ModelShape) -> ModelShape:
-    """Return the model's shape with a draft's cache, if layers of several kinds form groups.
+    """Return the model's shape including a draft's cache, if several kinds of layers form groups.
 
-    The draft counts as additional layers that keep every token, as many layers as hold the draft's
-    bytes.
+    The draft is counted as additional layers that keep every token, with just enough of them to
+    hold the draft's bytes.
     """
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=1)
     draft_bytes, _ = count_layer_bytes(draft, kv_dtype="auto", tensor_parallel=1)

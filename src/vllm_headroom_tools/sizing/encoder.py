@@ -1,4 +1,4 @@
-"""The encoder of images, video or sound in a model's configuration."""
+"""The image, video or audio encoder in a model's configuration."""
 
 from collections.abc import Callable
 from typing import Final
@@ -18,20 +18,21 @@ ENCODER_MLP_WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermed
 ENCODER_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
 
 CONFORMER_SQUARES: Final = 24
-"""The parameters of a layer of Gemma 4's audio encoder, in squares of its hidden size: 8 for each
-of two MLPs, 5 for attention, 3 for convolutions (transformers, gemma4).
+"""The parameters per layer of Gemma 4's audio encoder, in units of its hidden size squared: 8 for
+each of two MLPs, 5 for attention, 3 for convolutions (transformers, gemma4).
 """
 
 UNGIVEN_MLP_WIDTH_RATIO: Final = 4
-"""The MLP width, in hidden sizes, that is assumed if the configuration has none."""
+"""The MLP width, as a multiple of the hidden size, that is assumed if the configuration has none.
+"""
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
-    """The largest image or video, and how many values the encoder computes for it at once."""
+    """The largest image or video, and how many values the encoder holds for it at once."""
 
     # The number of tokens that the input becomes in the language model's sequence.
     tokens: int
-    # Values that every GPU of a tensor-parallel group has in full.
+    # Values that every GPU of a tensor-parallel group holds in full.
     replicated_values: int
     # Values that tensor parallelism may divide.
     divided_values: int
@@ -47,7 +48,7 @@ class Encoder(Struct, frozen=True, kw_only=True):
 
 
 class LargestItem(Struct, frozen=True, kw_only=True):
-    """The largest image or video that a model accepts, divided as by the model's processor."""
+    """The largest image or video that a model accepts, split up as by the model's processor."""
 
     # The number of tokens that the item becomes in the language model's sequence.
     tokens: int
@@ -58,12 +59,12 @@ class LargestItem(Struct, frozen=True, kw_only=True):
 
 
 def parse_encoder(config: Config) -> Encoder | None:
-    """Return a model's encoders; None for a model that reads only text.
+    """Return a model's encoders; None for a text-only model.
 
     The largest input is that of the first encoder. Raises ValueError for a value that is not a
     size.
     """
-    # In Omni models, the encoders are in the thinker's part.
+    # In Omni models, the encoders are in the thinker part.
     thinker = read_mapping(config, "thinker_config")
     if thinker:
         return parse_encoder(thinker)
@@ -77,14 +78,14 @@ def parse_encoder(config: Config) -> Encoder | None:
 
 
 def _sum_parameters(encoders: list[Config]) -> int | None:
-    """Return the parameters of all encoders; None if those of any encoder are unknown."""
+    """Return the total parameters of all encoders; None if those of any encoder are unknown."""
     counts = [_count_parameters(encoder) for encoder in encoders]
     given_counts = [count for count in counts if count is not None]
     return sum(given_counts) if len(given_counts) == len(counts) else None
 
 
 def _count_parameters(encoder: Config) -> int | None:
-    """Return the parameters of an encoder's layers and mergers; None if a size is not given."""
+    """Return the parameters of an encoder's layers and mergers; None if a size is missing."""
     layers = read_integer(encoder, *ENCODER_LAYERS)
     hidden_size = read_integer(encoder, *ENCODER_HIDDEN_SIZE)
     mlp_width = read_integer(encoder, *ENCODER_MLP_WIDTH)
@@ -121,21 +122,21 @@ def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:
 
 DEEP_STACKS: Final = (8, 16, 24)
 """The layers of Qwen3-VL's encoder whose output is used in addition to the last layer's, if the
-configuration does not list these layers.
+configuration does not list them.
 """
 
 
 def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
-    """Return how many layers' outputs Qwen's encoder gives: the last one and each deep stack's.
+    """Return how many layer outputs Qwen's encoder produces: the last one and each deep stack's.
 
-    `usual_stacks` count if the configuration does not list them.
+    `usual_stacks` is used if the configuration does not list the deep stacks.
     """
     stacks = encoder.get("deepstack_visual_indexes", list(usual_stacks))
     return 1 + (len(stacks) if isinstance(stacks, list) else 0)
 
 
 def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
-    """Return the largest input of an encoder; None if the model's type or a size is unknown."""
+    """Return an encoder's largest input; None if the model type or a size is unknown."""
     read_largest_item = LARGEST_ITEM_READERS.get(str(config.get("model_type")))
     if read_largest_item is None:
         return None
@@ -148,20 +149,19 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
         mlp_width = UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     patches = item.tokens * item.patches_per_token
     # A patch has the same values as a token in a language model: either queries, keys, values and
-    # output, or gate, up and down projection.
+    # output, or the gate, up and down projections.
     layer_width = max(4 * hidden_size, 3 * mlp_width)
     return EncoderInput(
         tokens=item.tokens,
-        # The residual exists twice.
+        # There are two copies of the residual.
         replicated_values=2 * patches * hidden_size,
         divided_values=patches * layer_width,
         copies=item.copies,
     )
 
 
-# The largest image or video of each type of model, as vLLM 0.32 computes it
-# (`get_mm_max_tokens_per_item` and similar functions). The table below names one function for each
-# type.
+# The largest image or video for each model type, as computed by vLLM 0.32
+# (`get_mm_max_tokens_per_item` and similar functions). The table below lists one function per type.
 
 
 def _read_gemma_3_item(config: Config, encoder: Config) -> LargestItem:
@@ -171,10 +171,10 @@ def _read_gemma_3_item(config: Config, encoder: Config) -> LargestItem:
 
 
 GEMMA_4_FRAMES: Final = 32
-"""Frames of the longest video (models/gemma4_mm.py)."""
+"""The number of frames in the longest video (models/gemma4_mm.py)."""
 
 GEMMA_4_FRAME_TOKENS: Final = 70 + 8
-"""The tokens of each frame, and the ones around it (models/gemma4_mm.py)."""
+"""The tokens per frame, plus the ones that surround it (models/gemma4_mm.py)."""
 
 
 def _read_gemma_4_item(_config: Config, encoder: Config) -> LargestItem:
@@ -185,13 +185,13 @@ def _read_gemma_4_item(_config: Config, encoder: Config) -> LargestItem:
 
 
 LLAMA_4_TILES: Final = 16 + 1
-"""The tiles of the largest image, and one more for the whole image (transformers,
+"""The tiles of the largest image, plus one for the whole image (transformers,
 Llama4ImageProcessor).
 """
 
 
 def _read_llama_4_item(_config: Config, encoder: Config) -> LargestItem:
-    """Return the largest image of Llama 4, which has the most tiles that the model accepts."""
+    """Return the largest image for Llama 4, which has the maximum number of tiles."""
     ratio = encoder.get("pixel_shuffle_ratio")
     patches_per_token = 4
     if isinstance(ratio, float) and 0 < ratio <= 1:
@@ -211,11 +211,11 @@ def _read_mistral_3_item(config: Config, encoder: Config) -> LargestItem:
 
 
 QWEN_IMAGE_PIXELS: Final = 2**24
-"""The largest image, according to every published preprocessor_config.json."""
+"""The pixels in the largest image, according to every published preprocessor_config.json."""
 
 QWEN_FRAMES_PIXELS: Final = 3 * 2**22
-"""The largest pair of frames: half of the most that published video_preprocessor_config.json files
-allow.
+"""The pixels in the largest pair of frames: half of the maximum in published
+video_preprocessor_config.json files.
 """
 
 
@@ -226,10 +226,10 @@ def _read_qwen_3_vl_item(config: Config, encoder: Config) -> LargestItem:
 def _read_qwen_item(
     config: Config, encoder: Config, usual_stacks: tuple[int, ...] = ()
 ) -> LargestItem:
-    """Return the larger input: an image, by the processor's limit, or a pair of video frames."""
+    """Return the larger input: an image at the processor's limit, or a pair of video frames."""
     processor = read_mapping(config, "preprocessor")
     merged_side = read_integer(encoder, "spatial_merge_size") or 2
-    # The processor may limit an image's pixels under either name.
+    # The processor's limit on pixels per image may have either name.
     image_pixels = (
         read_integer(read_mapping(processor, "size"), "longest_edge")
         or read_integer(processor, "max_pixels")
@@ -245,8 +245,8 @@ def _read_qwen_item(
 
 
 KIMI_IMAGE_PATCHES: Final = 16_384
-"""The largest image, according to published preprocessor_config.json files (`in_patch_limit`). Four
-frames of a video have no more patches, and become fewer tokens.
+"""The patches in the largest image, according to published preprocessor_config.json files
+(`in_patch_limit`). Four video frames do not have more patches, and become fewer tokens.
 """
 
 
@@ -265,9 +265,9 @@ def _read_minimax_m3_item(_config: Config, _encoder: Config) -> LargestItem:
 
 
 def _count_patches_per_side(encoder: Config, *, usual_pixels: int, usual_patch_pixels: int) -> int:
-    """Return how many patches lie along one side of an image.
+    """Return the number of patches along one side of an image.
 
-    If the configuration has no sizes, the defaults of the encoder's class count.
+    Sizes that the configuration lacks fall back to the defaults of the encoder's class.
     """
     pixels = read_integer(encoder, "image_size") or usual_pixels
     patch_pixels = read_integer(encoder, "patch_size") or usual_patch_pixels
@@ -287,7 +287,7 @@ LARGEST_ITEM_READERS: Final[dict[str, Callable[[Config, Config], LargestItem]]] 
     "qwen3_5": _read_qwen_item,
     "qwen3_5_moe": _read_qwen_item,
 }
-"""The function that returns the largest image or video, by the type of model.
+"""The function that returns the largest image or video, by model type.
 
-The function's arguments are the model's configuration and the encoder's.
+Its arguments are the model's configuration and the encoder's.
 """

@@ -1,4 +1,4 @@
-"""What fits, in numbers: bytes per GPU, tokens and sequences."""
+"""Calculate what fits: bytes per GPU, tokens and sequences."""
 
 from math import ceil
 from typing import Final
@@ -34,51 +34,50 @@ from vllm_headroom_tools.sizing.measured import (
 from vllm_headroom_tools.sizing.question import Question
 
 UNEXPLAINED_BYTES: Final = 0.15 * GIB
-"""The most by which activations exceeded the estimate in a measurement (vLLM 0.19 on an H100:
-0.13 GiB with weights in 8 bits, 0.11 GiB for Gemma 3).
+"""The largest amount by which measured activations exceeded the estimate (vLLM 0.19 on an H100:
+0.13 GiB with 8-bit weights, 0.11 GiB for Gemma 3).
 """
 
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
-"""Our choice: the memory that a machine with unified memory needs besides the GPU's. Half of that
-is for vLLM's processes on the host, which take one or two GiB each; half is for the rest of the
-system.
+"""Our choice: the memory that a machine with unified memory needs in addition to the GPU's. Half of
+it is for vLLM's processes on the host, which take one or two GiB each, and half is for the rest of
+the system.
 
-The processor of such a machine only has the memory that vLLM leaves. When that memory runs out, no
-allocation fails; instead the machine swaps and hangs (vllm-project/vllm#46307,
+On such a machine, the CPU only has the memory that vLLM leaves. When it runs out, allocations do
+not fail; instead, the machine swaps and hangs (vllm-project/vllm#46307,
 NVIDIA/dgx-spark-playbooks#97).
 """
 
 HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
-"""The host memory of a process. An API server and an engine core of vLLM 0.32 hold 0.6 GiB each on
-a CPU (tests/contract); a worker with CUDA holds more.
+"""The host memory of one process. An API server and an engine core of vLLM 0.32 take 0.6 GiB each
+on a CPU (tests/contract); a worker with CUDA takes more.
 """
 
 SHM_QUEUE_BYTES: Final = 256 * MIB
-"""The free space that vLLM needs in /dev/shm. vLLM's largest queue between processes takes 240 MiB,
-and vLLM does not start with less free space
-(vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
+"""The free space that vLLM needs in /dev/shm. vLLM's largest inter-process queue takes 240 MiB, and
+vLLM does not start with less free space (vllm/distributed/device_communicators/shm_broadcast.py:
+MessageQueue, check_shm_free_space).
 """
 
 PENALTY_BYTES: Final = 4 + 1 / 8
-"""The sampler's memory per sequence and token of the vocabulary: a count in 32 bits, and a bit
+"""The sampler's memory per sequence and vocabulary token: a 32-bit count and one bit
 (v1/worker/gpu/sample/penalties.py).
 """
 
 
 def estimate_activations(question: Question, assumptions: StartAssumptions) -> Range | None:
-    """Return the peak memory of vLLM's profiling run, for activations.
+    """Return the peak activation memory of vLLM's profile run.
 
-    Returns None if the hidden size or the vocabulary is unknown. The peak is the largest of these
-    three:
+    Returns None if the hidden size or the vocabulary is unknown. The peak is the largest of these:
 
     - A forward pass: `_estimate_forward` times `forward_ratio`.
-    - Sampling: sequences x vocabulary x 4 bytes of logits, times `sampling_ratio`, beside one or
-      two copies of the batch's hidden states. Tensor parallelism does not divide the memory of
-      sampling. In a pipeline only the last stage samples, beside the hidden states and residuals
-      that this stage received.
-    - The encoder of images: its tokens stay in memory during the other two
-      (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes as much as a token in the
-      language model. Some encoders are divided by tensor parallelism and some are not.
+    - Sampling: sequences x vocabulary x 4 bytes of logits, times `sampling_ratio`, plus one or two
+      copies of the batch's hidden states. Tensor parallelism does not divide the sampling memory.
+      In a pipeline, only the last stage samples, while also holding the hidden states and residuals
+      that it received.
+    - The image encoder, whose tokens stay in memory during the other two
+      (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes as much memory as a token in the
+      language model. Tensor parallelism divides some encoders but not others.
     """
     hidden_size = question.shape.hidden_size
     vocabulary = question.shape.vocabulary
@@ -91,7 +90,7 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     hidden_bytes = _count_batch_bytes(question) * hidden_size
     hidden_copies = 2
     text_low = forward.low
-    # In a pipeline, the stage that samples also has the hidden states and residuals that it
+    # In a pipeline, the stage that samples also holds the hidden states and residuals that it
     # received.
     if question.pipeline_parallel_size > 1:
         hidden_copies += 2
@@ -107,7 +106,7 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
 
 
 def estimate_sampler_warmup(question: Question, assumptions: StartAssumptions) -> Range | None:
-    """Return the memory of the sampler's warm-up, which comes after the CUDA graphs.
+    """Return the memory of the sampler's warm-up, which follows the capture of CUDA graphs.
 
     Returns None if the vocabulary is unknown.
     """
@@ -116,30 +115,30 @@ def estimate_sampler_warmup(question: Question, assumptions: StartAssumptions) -
         return None
     requests = question.max_num_seqs
     if question.has_only_second_runner:
-        # Each request of the warm-up has two tokens of a batch (v1/worker/gpu/warmup.py, 0.29).
+        # Each warm-up request takes two tokens of a batch (v1/worker/gpu/warmup.py, 0.29).
         requests = min(requests, question.max_num_batched_tokens // 2)
     return assumptions.warmup_ratio.range.scale(requests * vocabulary * LOGIT_BYTES)
 
 
 def _count_batch_bytes(question: Question) -> float:
-    """Return the bytes of one value of every token in the largest batch."""
+    """Return the bytes needed for one value per token in the largest batch."""
     sequence_tokens = question.max_model_len or question.max_num_batched_tokens
     all_tokens = question.max_num_seqs * sequence_tokens
     return min(question.max_num_batched_tokens, all_tokens) * question.shape.dtype_bytes
 
 
 def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Range:
-    """Return the memory that the encoder takes for the largest images or videos.
+    """Return the memory that the encoder needs for the largest images or videos.
 
-    Returns 0 if the largest images and videos are unknown. Tensor parallelism divides only the low
-    bound.
+    Returns 0 if the largest images and videos are unknown. Tensor parallelism divides only the
+    lower bound.
     """
     item = question.largest_input
     items = question.encoder_items
     if item is None or items is None:
         return NO_BYTES
     value_bytes = items * question.shape.dtype_bytes
-    # The sum of the part that every GPU computes in full and the part that the GPUs share.
+    # The sum of the part that every GPU computes in full and the part that is divided among them.
     spread_values = item.replicated_values + item.divided_values / question.tensor_parallel_size
     all_values = item.replicated_values + item.divided_values
     high_ratio = assumptions.forward_ratio.range.high
@@ -147,7 +146,7 @@ def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Ran
 
 
 def _count_encoder_output_bytes(question: Question, hidden_size: int) -> float:
-    """Return the bytes of encoded images or videos, kept while the language model is profiled.
+    """Return the bytes of encoded images or videos kept while the language model is profiled.
 
     Returns 0 if the largest images or videos are unknown.
     """
@@ -161,19 +160,19 @@ def _count_encoder_output_bytes(question: Question, hidden_size: int) -> float:
 class ForwardPass(Struct, frozen=True, kw_only=True):
     """The memory of a forward pass on one GPU."""
 
-    # The values of a batch in the widest layer.
+    # The bytes that a batch takes in the widest layer.
     layer_bytes: float
-    # The workspace of experts, which is never freed; 0 without experts.
+    # The experts' workspace, which is never freed; 0 without experts.
     workspace_bytes: float
 
 
 def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
-    """Return the memory that the tokens of a batch take in a forward pass.
+    """Return the memory that a batch takes in a forward pass.
 
     A layer takes tokens x bytes of the dtype x (2 x hidden size, for the residual, + the values of
-    the widest layer). The widest layer has 3 x MLP width, or queries, keys, values and output;
-    tensor parallelism divides either. The MLP of experts does not count here, because the workspace
-    contains it.
+    the widest layer). The widest layer has either 3 x MLP width or queries, keys, values and
+    output; tensor parallelism divides both. The experts' MLP is not counted here, because it is
+    part of the workspace.
     """
     shape = question.shape
     ranks = question.tensor_parallel_size
@@ -186,7 +185,7 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
     if shape.experts_per_token <= 1:
         layer_values = residual_values + max(attention_values, mlp_values)
         return ForwardPass(layer_bytes=batch_bytes * layer_values, workspace_bytes=0)
-    # Each chosen expert has a separate output.
+    # Each chosen expert produces a separate output.
     workspace_values = mlp_values + shape.experts_per_token * hidden_size
     return ForwardPass(
         layer_bytes=batch_bytes * (residual_values + attention_values),
@@ -195,21 +194,21 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
 
 
 def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> tuple[Range, ...]:
-    """Return what the budget has to hold besides weights, KV cache, activations and graphs.
+    """Return what the budget must hold besides weights, KV cache, activations and graphs.
 
     The parts are: the memory that libraries and communication take during the profile run; the
     experts' workspace for the tokens of a batch (vLLM, v1/worker/workspace.py); with the second
-    model runner, the sampler's PENALTY_BYTES for each sequence and token of the vocabulary; the
-    gaps that repacked weights leave; and the amount by which the budget may be smaller, because it
-    is a share of what CUDA sees.
+    model runner, the sampler's PENALTY_BYTES per sequence and vocabulary token; the gaps left by
+    repacked weights; and the amount by which the budget may be smaller because it is a share of
+    what CUDA sees.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
-    # Some kernels give it back after the pass.
+    # Some kernels free the workspace after the pass.
     experts = Range(low=0.0, high=assumptions.forward_ratio.range.high * experts_bytes)
     sampler = NO_BYTES
     if question.may_have_second_runner:
         sampler_bytes = question.max_num_seqs * (question.shape.vocabulary or 0) * PENALTY_BYTES
-        # The first runner does not have this table, and a model that pools does not either.
+        # Neither the first runner nor a pooling model has this table.
         sampler = Range(low=0.0, high=sampler_bytes)
     reserved = assumptions.driver_reserved.range
     uncertain_bytes = question.gpu_memory_utilization * (reserved.high - reserved.low)
@@ -219,21 +218,21 @@ def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> t
 
 
 REPACKED_METHODS: Final = ("awq", "auto_awq", "gptq", "auto_gptq", "compressed-tensors")
-"""The prefixes of the methods whose four-bit weights vLLM repacks for its kernels, matrix by matrix
+"""Prefixes of the methods whose 4-bit weights vLLM repacks for its kernels, one matrix at a time
 (layers/quantization, `process_weights_after_loading`).
 """
 
 UNUSED_LAYERS: Final = 2
-"""The largest number of layers whose old weights leave gaps in torch's memory; 1.6 were measured
-(the stand-in card, 0.32, Qwen2.5 7B in AWQ). The next matrix of the same shape reuses the gap that
-a matrix left.
+"""The largest number of layers whose old weights leave gaps in torch's memory; 1.6 layers were
+measured (the stand-in card, 0.32, Qwen2.5 7B in AWQ). The gap left by a matrix is reused by the
+next matrix of the same shape.
 """
 
 
 def _estimate_gaps(question: Question) -> Range:
-    """Return the unused memory that torch keeps after vLLM has repacked the weights.
+    """Return the unused memory that torch keeps after vLLM repacks the weights.
 
-    The gaps count only in releases that size the KV cache by the consumed memory.
+    These gaps only matter in releases that size the KV cache by consumed memory.
     """
     shape = question.shape
     weights_bytes = question.weights_bytes
@@ -248,15 +247,15 @@ def _estimate_gaps(question: Question) -> Range:
 
 
 def estimate_host(question: Question) -> Range:
-    """Return the host memory that all of vLLM's processes take.
+    """Return the host memory used by all of vLLM's processes.
 
-    Each engine has a core and a server, and with several GPUs a worker for each GPU. Each server
-    and core has a cache of images (vLLM 0.33, config/multimodal.py). The cache fills with use, so
-    it counts only in the high bound.
+    Each engine has a core and a server and, with several GPUs, a worker for each GPU. Each server
+    and core has an image cache (vLLM 0.33, config/multimodal.py). The cache fills up over time, so
+    it is only included in the upper bound.
     """
     engines = question.data_parallel_size
     workers = question.gpus
-    # Each engine has a core and a server; the core itself drives a single GPU.
+    # Each engine has a core and a server; with a single GPU, the core drives it directly.
     servers_and_cores = 2 * engines
     processes = servers_and_cores
     if workers > engines:
@@ -264,7 +263,7 @@ def estimate_host(question: Question) -> Range:
     images_bytes = 0.0
     if question.shape.encoder is not None:
         images_bytes = servers_and_cores * question.mm_processor_cache_bytes
-    # Offloaded weights are counted per GPU, an offloaded cache per engine.
+    # Offloaded weights are counted per GPU, and an offloaded cache per engine.
     offloaded_bytes = question.cpu_offload_bytes * workers + question.kv_offloading_bytes * engines
     own_bytes = processes * HOST_BYTES_PER_PROCESS
     return Range(
@@ -274,7 +273,7 @@ def estimate_host(question: Question) -> Range:
 
 
 def estimate_outside(question: Question, assumptions: StartAssumptions) -> Range:
-    """Return the memory that the engine takes on the card outside its budget.
+    """Return the memory that the engine uses on the card outside its budget.
 
     With unified memory, the result includes what the machine itself needs.
     """
@@ -289,41 +288,41 @@ def estimate_outside(question: Question, assumptions: StartAssumptions) -> Range
 
 
 SEQUENCE_COUNTS: Final = (1, 4, 16, 64, 256, 1024)
-"""Values of `max_num_seqs` for which the longest `max_model_len` is shown."""
+"""The values of `max_num_seqs` for which the longest `max_model_len` is shown."""
 
 SEQUENCE_LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
-"""Values of `max_model_len` in tokens for which the largest `max_num_seqs` is shown."""
+"""The values of `max_model_len`, in tokens, for which the largest `max_num_seqs` is shown."""
 
 LENGTH_LIMIT: Final = 2**24
-"""The longest sequence, in tokens, that is considered: no model accepts more."""
+"""The longest sequence considered, in tokens: no model accepts a longer one."""
 
 
 class MemoryEstimate(Struct, frozen=True, kw_only=True):
-    """The memory that one GPU needs and has, in bytes; a figure is None if it is unknown."""
+    """The memory that one GPU needs and has, in bytes; unknown figures are None."""
 
     question: Question
     assumptions: StartAssumptions
     layout: KvLayout
-    # The bytes of a token in the KV cache of this GPU, and of all GPUs of an engine together.
+    # The bytes per token in this GPU's KV cache, and in those of all of an engine's GPUs together.
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None
-    # The highest possible share of vLLM in the memory that CUDA sees; None also if the KV cache's
-    # size is set instead.
+    # vLLM's share of the memory that CUDA sees, at most; also None if the KV cache's size is set
+    # instead.
     budget_bytes: float | None
     activations: Range | None
     sampler_warmup: Range | None
-    # Libraries, communication, the experts' workspace, the sampler and the driver's part.
+    # The parts for libraries, communication, the experts' workspace, the sampler and the driver.
     other_parts: tuple[Range, ...]
     graphs: Range
-    # The memory that the engine takes on the card outside the budget.
+    # The memory that the engine uses on the card outside the budget.
     outside: Range
-    # The host memory of all of vLLM's processes.
+    # The host memory used by all of vLLM's processes.
     host: Range
 
     @property
     def visible(self) -> Range | None:
-        """Return the memory of the card that CUDA sees; None if the card is unknown."""
+        """Return the part of the card's memory that CUDA sees; None if the card is unknown."""
         card_bytes = self.question.gpu_memory_bytes
         if card_bytes is None:
             return None
@@ -332,12 +331,12 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def other_overhead(self) -> Range:
-        """Return the sum of the other parts; in its high bound, all parts are at their highest."""
+        """Return the sum of the other parts; in the upper bound, all are at their highest."""
         return add_all(self.other_parts)
 
     @property
     def overhead(self) -> Range | None:
-        """Return the memory that the budget has to hold besides weights and KV cache.
+        """Return the memory that the budget must hold besides weights and KV cache.
 
         Returns None if the activations are unknown.
         """
@@ -346,8 +345,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         parts = [self.activations, *self.other_parts]
         if self.question.release.has_graphs_in_budget:
             parts.append(self.graphs)
-        # On machines with unified memory, the page cache counts as taken too. The parts of a start
-        # on one machine were near their highest together (14.6 of 15.6 GiB); on two machines,
+        # With unified memory, the page cache also counts as used. In a start on one machine, all
+        # parts were close to their maximum at the same time (14.6 of 15.6 GiB); on two machines,
         # communication and graphs were.
         if self.question.unified_memory:
             return add_all(parts)
@@ -355,12 +354,11 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cache(self) -> Range | None:
-        """Return the bytes that are left for the KV cache.
+        """Return the bytes left for the KV cache.
 
-        The low bound is with the highest overhead.
-
-        If the size is set, both bounds are that size. Returns None if the budget, the weights or
-        the overhead is unknown. Negative if the budget is too small.
+        The lower bound assumes the highest overhead. If the size is set, both bounds equal that
+        size. The range is negative if the budget is too small. Returns None if the budget, the
+        weights or the overhead is unknown.
         """
         set_bytes = self.question.kv_cache_memory_bytes
         if set_bytes is not None:
@@ -375,9 +373,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> int | None:
-        """Return the least number of blocks of the KV cache, vLLM's `num_gpu_blocks`.
+        """Return the minimum number of KV cache blocks, vLLM's `num_gpu_blocks`.
 
-        Returns None if the cache's size is unknown, or if the model keeps nothing in it.
+        Returns None if the cache's size is unknown, or if the model does not use the cache.
         """
         if self.kv_cache is None or not self.layout.block_bytes:
             return None
@@ -385,11 +383,11 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def capacity_tokens(self) -> int | None:
-        """Return how many tokens the KV cache holds at least, by vLLM's `get_kv_cache_capacity`.
+        """Return the minimum number of tokens that the KV cache holds (`get_kv_cache_capacity`).
 
-        If layers keep a window or a state, the result is the number of sequences of `max_model_len`
-        that fit, times `max_model_len`. Returns None if the blocks are unknown, or if the length is
-        needed and unknown.
+        With sliding-window or state-space layers, the result is the number of sequences of length
+        `max_model_len` that fit, times `max_model_len`. Returns None if the blocks are unknown, or
+        if the length is required and unknown.
         """
         blocks = self.blocks
         if blocks is None:
@@ -400,21 +398,21 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         return None if length is None else blocks * length // self.layout.count_blocks(length)
 
     def count_sequence_bytes(self, tokens: int) -> int:
-        """Return the bytes that a sequence of this many tokens takes in the KV cache."""
+        """Return the bytes that a sequence with this many tokens takes in the KV cache."""
         return self.layout.count_blocks(tokens) * self.layout.block_bytes
 
     def count_sequences(self, tokens: int) -> float | None:
-        """Return how many sequences of this many tokens fit at once, at least; may be a fraction.
+        """Return how many sequences of this length are certain to fit at once; may be fractional.
 
         Returns None if the blocks are unknown.
         """
         return None if self.blocks is None else self.blocks / self.layout.count_blocks(tokens)
 
     def find_longest(self, sequences: int) -> int | None:
-        """Return the longest length that this many sequences can have at once.
+        """Return the maximum length at which this many sequences fit at once.
 
-        The length is at most the limit of the model, or of the question if that limit is higher. It
-        is 0 if not even one block fits. Returns None if the blocks are unknown.
+        The length is capped at the model's limit, or at the question's if that is higher. It is 0
+        if not even one block fits. Returns None if the blocks are unknown.
         """
         if self.blocks is None:
             return None
@@ -427,7 +425,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 def estimate_memory(question: Question) -> MemoryEstimate:
     """Return the estimate for a question.
 
-    The layers of a draft model also keep every token, which makes each block of the cache larger.
+    A draft model's layers also keep every token, which makes each cache block larger.
     """
     assumptions = assume_start(question)
     stages = question.pipeline_parallel_size
@@ -439,7 +437,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
     layout = build_kv_layout(
         cache_shape,
         block_tokens=question.block_size,
-        # Each stage may have a batch in flight, and one more is scheduled.
+        # Each stage may have a batch in flight, and one more batch is scheduled.
         in_flight_tokens=(stages + 1) * question.max_num_batched_tokens,
         kv_dtype=question.kv_cache_dtype,
         tensor_parallel=question.tensor_parallel_size,
@@ -447,11 +445,11 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         sequence_states=question.sequence_states,
     )
     block_bytes = layout.block_bytes + draft_bytes * layout.block_tokens
-    # Each GPU keeps every n-th token, so a block on each GPU covers n times as many tokens (vLLM
-    # 0.33, v1/core/kv_cache_utils.py, `get_kv_cache_capacity`).
+    # Each GPU keeps every n-th token, so each block covers n times as many tokens (vLLM 0.33,
+    # v1/core/kv_cache_utils.py, `get_kv_cache_capacity`).
     context_ranks = question.decode_context_parallel_size
     budget_bytes = None
-    # If the cache's size is set, vLLM does not use its share of the card.
+    # If the cache's size is set, vLLM ignores its share of the card.
     if question.gpu_memory_bytes is not None and question.kv_cache_memory_bytes is None:
         visible_bytes = question.gpu_memory_bytes - assumptions.driver_reserved.range.low
         budget_bytes = visible_bytes * question.gpu_memory_utilization
@@ -480,10 +478,10 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 
 
 def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstimate:
-    """Return the estimate with the figures of a start's log, if that start had the same settings.
+    """Return the estimate with figures from a startup log that apply to these settings.
 
-    Activations grow with the batch, so the log's activations bound those of smaller and larger
-    batches.
+    Activations grow with the batch, so the log's figure bounds the activations of smaller and
+    larger batches.
     """
     question = estimate.question
     weights_bytes = estimate.weights_bytes
@@ -491,7 +489,7 @@ def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstim
         weights_bytes = round(measured.weights_bytes)
     other_parts = estimate.other_parts
     if estimate.assumptions.non_torch.origin is Origin.LOG:
-        # The log's figure is everything except weights, activations and graphs.
+        # The log's figure covers everything except weights, activations and graphs.
         other_parts = (estimate.assumptions.non_torch.range,)
     activations = estimate.activations
     logged_bytes = measured.activation_bytes
@@ -513,7 +511,7 @@ def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstim
 
 
 def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -> int:
-    """Return the bytes of a token in one GPU's KV cache, with the model in this many stages."""
+    """Return the bytes per token in one GPU's KV cache, with the model split into `stages`."""
     return count_bytes_per_token(
         shape,
         kv_dtype=question.kv_cache_dtype,
@@ -523,10 +521,10 @@ def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -
 
 
 def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
-    """Return rows of `max_num_seqs` and the largest `max_model_len` at which so many sequences fit.
+    """Return pairs of `max_num_seqs` and the largest `max_model_len` at which they all fit.
 
-    The length is 0 if this many sequences do not fit at all. The result is empty if the cache is
-    unknown.
+    The length is 0 if that number of sequences does not fit at all. The list is empty if the cache
+    is unknown.
     """
     asked_count = estimate.question.max_num_seqs
     counts = {count for count in SEQUENCE_COUNTS if count <= asked_count}
@@ -539,12 +537,12 @@ def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
 
 
 def list_most_sequences(estimate: MemoryEstimate) -> list[tuple[int, int]]:
-    """Return rows of `max_model_len` and how many sequences of this length fit at once.
+    """Return pairs of `max_model_len` and the number of sequences of that length that fit at once.
 
-    The lengths go up to the longest that one sequence can have; one row is always for the
-    question's `max_model_len`. The result is empty if the cache is unknown.
+    The lengths go up to the longest that a single sequence can have, and always include the
+    question's `max_model_len`. The list is empty if the cache is unknown.
     """
-    # Lengths beyond the longest sequence would only give rows of 0.
+    # Lengths beyond the longest sequence would only yield zeros.
     longest = estimate.find_longest(1) or 0
     lengths = {length for length in SEQUENCE_LENGTHS if length <= longest}
     if estimate.question.max_model_len is not None:

@@ -1,4 +1,4 @@
-"""The memory of a model on a GPU: bytes of KV cache per token, bytes of weights."""
+"""The memory of a model on a GPU: KV cache bytes per token, and bytes of weights."""
 
 from math import ceil
 from typing import Final, Self
@@ -19,97 +19,96 @@ from vllm_headroom_tools.sizing.sparse import SparseIndex
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """The sizes of a model from its configuration; a size is None if the configuration lacks it."""
+    """A model's sizes from its configuration; a size is None if the configuration lacks it."""
 
     layers: int
-    # Layers that keep keys and values of every token.
+    # The number of layers that keep keys and values of every token.
     full_layers: int
-    # Layers that keep keys and values of the last `window_tokens` only.
+    # The number of layers that only keep keys and values of the last `window_tokens`.
     windowed_layers: int = 0
     window_tokens: int | None = None
-    # Whether a window begins at the last multiple of `window_tokens` (a chunk), instead of moving
+    # Whether the window begins at the last multiple of `window_tokens` (a chunk) instead of moving
     # with each token.
     has_chunks: bool = False
-    # The heads of a layer with a window, if they differ from `heads`, which are those of a full
+    # The heads of a windowed layer if they differ from `heads`, which are those of a full-attention
     # layer.
     windowed_heads: KvHeads | None = None
-    # Layers that keep `state_bytes` of each sequence instead of its tokens.
+    # The number of layers that keep `state_bytes` per sequence instead of its tokens.
     stateful_layers: int = 0
     state_bytes: int | None = None
-    # The number of states of a sequence that such a layer keeps in addition to those of other
-    # kinds.
+    # The number of additional states per sequence that such a layer keeps compared to other kinds.
     state_checkpoints: int = 0
-    # The number of states that a layer keeps for the tokens of speculative decoding.
+    # The number of states that a layer keeps for speculative tokens.
     speculative_states: int = 0
     attention_heads: int | None = None
     heads: KvHeads
-    # The values of a token that multi-head latent attention keeps in each layer; None for other
-    # attention.
+    # The number of values per token that multi-head latent attention keeps in each layer; None for
+    # other kinds of attention.
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None
-    # The values of a token beside its hidden state, in all layers together.
+    # The number of values per token in addition to its hidden state, summed over all layers.
     side_values: int = 0
-    # The values of a token in the widest MLP, in all its experts together.
+    # The number of values per token in the widest MLP, summed over its experts.
     mlp_width: int | None = None
     experts_per_token: int = 1
-    # The number of tokens in a draft head's own vocabulary; None if it has the model's.
+    # The size of a draft head's own vocabulary; None if it uses the model's.
     draft_vocabulary: int | None = None
-    # The class that serves the model; None if the configuration does not name the class.
+    # The class that serves the model; None if the configuration does not name one.
     class_name: str | None = None
-    # Whether the model embeds, classifies or rewards, and generates no tokens.
+    # Whether the model embeds, classifies or rewards instead of generating tokens.
     is_pooling: bool = False
-    # Whether the output has no separate matrix, because it is the embedding or there is no output.
+    # Whether there is no separate output matrix, because it is the embedding or is not needed.
     has_tied_embeddings: bool = False
     parameters: LayerParameters | None = None
-    # The encoder of images, video or sound.
+    # The image, video or audio encoder.
     encoder: Encoder | None = None
     max_model_len: int | None = None
     # The original length times YaRN's factor; None with other rotary embeddings.
     yarn_length: int | None = None
-    # The width of an expert, and how many values it takes and gives, for the padding of MXFP4.
+    # The width of an expert and the size of its input and output, for MXFP4 padding.
     expert_width: int = 0
     expert_inputs: int | None = None
     # The compressed cache of DeepSeek V4.
     compression: CompressedCache | None = None
     # The index of sparse attention.
     index: SparseIndex | None = None
-    # The values of the tables of rotary positions, which are whole on every GPU.
+    # The number of values in the rotary position tables, which every GPU holds in full.
     position_values: int = 0
-    # The bytes of a parameter of the output matrix, if it is quantised.
+    # The bytes per parameter of the output matrix, if it is quantised.
     head_bytes: float | None = None
-    # The number of layers that the model has for its own speculative decoding.
+    # The number of layers in the model for its own speculative decoding.
     speculative_layers: int = 1
-    # The bytes of a parameter that is served without quantisation.
+    # The bytes per parameter that is served without quantisation.
     dtype_bytes: float = 2.0
-    # The bytes of a parameter in the checkpoint.
+    # The bytes per parameter in the checkpoint.
     stored_bytes: float = 2.0
-    # The bytes of a value in the KV cache, unless an option of vLLM sets them.
+    # The bytes per value in the KV cache, unless overridden by a vLLM option.
     kv_dtype_bytes: float = 2.0
-    # The bytes of a quantised parameter; None if they are unknown.
+    # The bytes per quantised parameter; None if unknown.
     weight_bytes_per_parameter: float | None = 2.0
-    # The method; None without quantisation.
+    # The quantisation method; None if the model is not quantised.
     quantisation: str | None = None
-    # The type of model, if its KV cache has not been checked against vLLM's; otherwise None.
+    # The model type if its KV cache has not been checked against vLLM's; otherwise None.
     unknown_type: str | None = None
 
     @property
     def has_every_token(self) -> bool:
-        """Return whether all layers with a cache keep every token.
+        """Return whether every layer that has a cache keeps every token.
 
-        Bytes per token describe the KV cache only in this case.
+        Only in this case can the KV cache be described in bytes per token.
         """
         return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
 
     @property
     def has_groups(self) -> bool:
-        """Return whether layers of several kinds share the blocks of the KV cache."""
+        """Return whether several kinds of layers share the KV cache's blocks."""
         kinds = (self.full_layers, self.windowed_layers, self.stateful_layers)
         return sum(layers > 0 for layers in kinds) > 1
 
     @property
     def embeddings(self) -> int | None:
-        """Return the parameters of the embedding and of the output.
+        """Return the number of parameters of the embedding and the output matrix.
 
         Returns None if their sizes are unknown.
         """
@@ -120,7 +119,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def position_bytes(self) -> int:
-        """Return the bytes of the tables of positions, which vLLM counts as weights."""
+        """Return the bytes of the position tables, which vLLM counts as weights."""
         return ceil(self.position_values * self.dtype_bytes)
 
     @property
@@ -134,8 +133,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     def add_speculation(self, tokens: int) -> Self:
         """Return the shape with its own heads for speculative decoding (multi-token prediction).
 
-        The heads are `speculative_layers` more layers that keep every token, each as large as the
-        average layer of the model. A state is also kept for each speculative token (vLLM 0.33,
+        The heads are `speculative_layers` additional layers that keep every token, each as large as
+        the model's average layer. A state is also kept for each speculative token (vLLM 0.33,
         v1/kv_cache_interface.py, `MambaSpec.num_speculative_blocks`).
         """
         parameters = self.parameters
@@ -154,9 +153,9 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         )
 
     def apply_quantisation(self, method: str, bytes_per_parameter: float | None) -> Self:
-        """Return the shape with all its layers quantised by this method.
+        """Return the shape with all of its layers quantised by this method.
 
-        `bytes_per_parameter` is None if these bytes are unknown.
+        `bytes_per_parameter` is None if it is unknown.
         """
         parameters = self.parameters
         if parameters is not None:
@@ -170,10 +169,10 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
 
 class KvDtype(Struct, frozen=True):
-    """The bytes of a value in the KV cache, in one of vLLM's dtypes for it."""
+    """The bytes per value of one of vLLM's KV cache dtypes."""
 
     value_bytes: float
-    # The bytes of the scales that are kept for each head and token.
+    # The bytes of the scales kept per head and token.
     scale_bytes: int = 0
 
 
@@ -202,20 +201,20 @@ KV_DTYPES: Final = {
     "nvfp4_4over6": KvDtype(9 / 16),
     SPARSE_NVFP4_DTYPE: KvDtype(9 / 16),
 }
-"""The dtypes of the KV cache by vLLM's names (0.33, config/cache.py), except PACKED_KV_DTYPES."""
+"""The KV cache dtypes by their names in vLLM (0.33, config/cache.py), except PACKED_KV_DTYPES."""
 
 
 class PackedKvDtype(Struct, frozen=True):
-    """A dtype of the KV cache that packs the keys and values of each head, with their scales."""
+    """A KV cache dtype that packs the keys and values of each head together with their scales."""
 
     key_bits: int
     value_bits: int
 
     def count_head_bytes(self, heads: KvHeads) -> int:
-        """Return the bytes of a token in one head.
+        """Return the bytes per token in one head.
 
-        Keys of fewer than 8 bits have a norm in 16 bits; values have a scale and an offset in 16
-        bits. The sum is rounded to an even number (layers/quantization/turboquant/config.py,
+        Keys with fewer than 8 bits have a 16-bit norm; values have a 16-bit scale and a 16-bit
+        offset. The sum is rounded to an even number (layers/quantization/turboquant/config.py,
         `slot_size_aligned`).
         """
         key_bytes = heads.key_size
@@ -233,26 +232,26 @@ PACKED_KV_DTYPES: Final = {
     "turboquant_k3v4_nc": PackedKvDtype(key_bits=3, value_bits=4),
     "turboquant_3bit_nc": PackedKvDtype(key_bits=3, value_bits=3),
 }
-"""TurboQuant's presets (vLLM 0.24 to 0.33)."""
+"""The TurboQuant presets (vLLM 0.24 to 0.33)."""
 
 BOUNDARY_LAYERS: Final = 2
-"""The number of first and of last layers that keep the model's own dtype with these presets, unless
-other layers keep a state (`get_boundary_skip_layers`).
+"""The number of layers at each end of the model that keep the model's own dtype with these presets,
+unless other layers keep a state (`get_boundary_skip_layers`).
 """
 
 
 SPARSE_FP8_BYTES: Final = 656
-"""Bytes of a token in FP8 with sparse attention on Hopper: 512 values, their scales, and a rotary
-key of 64 values in 16 bits (vLLM 0.33, "fp8_ds_mla"). Blackwell needs less: 576 bytes.
+"""The bytes per token in FP8 with sparse attention on Hopper: 512 values, their scales, and a
+rotary key of 64 16-bit values (vLLM 0.33, "fp8_ds_mla"). Blackwell needs only 576 bytes.
 """
 
 SPARSE_NVFP4_BYTES: Final = 352
-"""Bytes of a token in NVFP4 with sparse attention on Blackwell (vLLM 0.33,
+"""The bytes per token in NVFP4 with sparse attention on Blackwell (vLLM 0.33,
 layers/attention/mla_attention.py, "nvfp4_ds_mla").
 """
 
 SPARSE_BLOCK_TOKENS: Final = 64
-"""Tokens in a block of latent attention with an index (FlashMLA)."""
+"""The number of tokens in a block of latent attention with an index (FlashMLA)."""
 
 
 def count_bytes_per_token(
@@ -262,12 +261,12 @@ def count_bytes_per_token(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
 ) -> int:
-    """Return the bytes of KV cache that a token takes on the GPU that holds most.
+    """Return the KV cache bytes per token on the GPU that holds the most.
 
-    The bytes are layers on the rank x KV heads on the rank x (key size + value size) x bytes of the
+    The result is layers on the rank x KV heads on the rank x (key size + value size) x bytes of the
     dtype (vLLM, v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`). Heads that tensor
-    parallelism cannot divide are repeated on each rank. Latent attention keeps one vector per
-    layer, whole on every rank. Layers with a window count like others; states do not count.
+    parallelism cannot divide are replicated on each rank. Latent attention keeps one vector per
+    layer, in full on every rank. Sliding-window layers count like any others; states do not count.
     """
     if shape.compression is not None:
         return ceil(shape.compression.bytes_per_token / pipeline_parallel)
@@ -279,7 +278,7 @@ def count_bytes_per_token(
     if full_bytes == windowed_bytes:
         layers = shape.full_layers + shape.windowed_layers
         return ceil(layers / pipeline_parallel) * full_bytes + index_bytes
-    # It is not known here how vLLM spreads the two kinds over the stages, so both are rounded up.
+    # How vLLM distributes the two kinds across the stages is unknown here, so both are rounded up.
     full_layers = ceil(shape.full_layers / pipeline_parallel)
     windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
     return full_layers * full_bytes + windowed_layers * windowed_bytes + index_bytes
@@ -288,20 +287,21 @@ def count_bytes_per_token(
 def _count_boundary_bytes(
     shape: ModelShape, kv_dtype: str, tensor_parallel: int, pipeline_parallel: int
 ) -> int:
-    """Return the additional bytes of a token because some layers of a stage are not packed."""
+    """Return the additional bytes per token due to a stage's layers that are not packed."""
     if kv_dtype not in PACKED_KV_DTYPES or shape.stateful_layers:
         return 0
     packed_bytes, _ = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=tensor_parallel)
-    # A single stage has both ends of the model; of several stages, each has at most one end.
+    # A single stage contains both ends of the model; with several stages, each contains at most
+    # one.
     layers = BOUNDARY_LAYERS if pipeline_parallel > 1 else 2 * BOUNDARY_LAYERS
     return min(layers, shape.full_layers) * (own_bytes - packed_bytes)
 
 
 def count_index_bytes(shape: ModelShape, pipeline_parallel: int) -> int:
-    """Return the bytes of a token in the index of sparse attention, in all layers of a stage.
+    """Return the bytes per token in the sparse attention index, summed over a stage's layers.
 
-    Returns 0 for a model without one.
+    Returns 0 for a model without an index.
     """
     if shape.index is None:
         return 0
@@ -309,9 +309,9 @@ def count_index_bytes(shape: ModelShape, pipeline_parallel: int) -> int:
 
 
 def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int) -> tuple[int, int]:
-    """Return the bytes of a token in the KV cache of one layer, on each GPU.
+    """Return the bytes per token in one layer's KV cache on each GPU.
 
-    The first result is for a layer that keeps every token, the second for a layer with a window.
+    The first value is for a layer that keeps every token, the second for a sliding-window layer.
     """
     packed = PACKED_KV_DTYPES.get(kv_dtype)
     if packed is not None:
@@ -322,7 +322,7 @@ def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int)
     if shape.latent_width is not None and kv_dtype == SPARSE_NVFP4_DTYPE:
         return SPARSE_NVFP4_BYTES, SPARSE_NVFP4_BYTES
     if shape.latent_width is not None:
-        # DeepSeek's sparse attention has a special layout of fp8, with scales between the values.
+        # DeepSeek's sparse attention has a special FP8 layout with scales between the values.
         latent_bytes = ceil(shape.latent_width * cache.value_bytes)
         if shape.index is not None and cache.value_bytes == 1:
             latent_bytes = SPARSE_FP8_BYTES
@@ -333,24 +333,24 @@ def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int)
 
 
 def _count_heads_bytes(heads: KvHeads, cache: KvDtype, tensor_parallel: int) -> int:
-    """Return the bytes of a token's keys and values in one layer, for the heads on one rank."""
+    """Return the bytes per token of one layer's keys and values, for the heads on one rank."""
     heads_on_rank = max(1, heads.count // tensor_parallel)
     values_bytes = ceil((heads.key_size + heads.value_size) * cache.value_bytes)
     return heads_on_rank * (values_bytes + cache.scale_bytes)
 
 
 def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
-    """Return the bytes of KV cache that a token takes on all GPUs of an engine together.
+    """Return the KV cache bytes per token, summed over all of an engine's GPUs.
 
-    Returns NO_TOKEN_BYTES if layers form groups. The bytes do not depend on how the engine is
-    spread over its GPUs; `gpus` is None if the number of GPUs is unknown. Returns None if the bytes
-    cannot be known, for one of these reasons:
+    Returns NO_TOKEN_BYTES if layers form groups. The result does not depend on how the engine is
+    spread across its GPUs; `gpus` is None if the number of GPUs is unknown. Returns None if the
+    bytes cannot be determined, for one of these reasons:
 
     - The engine may keep copies: of latent vectors on two or more GPUs, or of KV heads on more GPUs
       than there are heads.
-    - The dtype or the type of model is unknown here, or the dtype's layout depends on the card.
-    - Layers keep a window or a state, so bytes per token do not describe the cache.
-    - There is an index of sparse attention, which is whole on every GPU.
+    - The dtype or the model type is unknown, or the dtype's layout depends on the card.
+    - There are sliding-window or state-space layers, so bytes per token do not describe the cache.
+    - There is a sparse attention index, which every GPU holds in full.
     """
     if shape.has_groups:
         return NO_TOKEN_BYTES
@@ -358,7 +358,7 @@ def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | N
         return None
     if kv_dtype == SPARSE_FP8_DTYPE or kv_dtype not in {"auto", *KV_DTYPES}:
         return None
-    # On more GPUs than heads, each head is stored several times.
+    # If there are more GPUs than heads, each head is stored several times.
     has_copied_heads = shape.latent_width is None and (gpus or 1) > shape.heads.count
     has_copied_latents = shape.latent_width is not None and gpus != 1
     if has_copied_heads or has_copied_latents:
@@ -374,18 +374,19 @@ def count_weights_bytes(
     pipeline_parallel: int = 1,
     data_parallel: int = 1,
 ) -> int | None:
-    """Return the bytes of weights on the GPU that holds most; None if they cannot be counted.
+    """Return the bytes of weights on the GPU that holds the most; None if they cannot be counted.
 
-    If `total_bytes`, the size of the whole model, is known, this size replaces counting. Tensor
-    parallelism is assumed to divide everything, because what it repeats (norms, routers, some
-    projections) is about one per cent. Data parallelism repeats everything except the experts, and
-    divides the experts. The first and the last pipeline stage have one embedding matrix each.
+    If the size of the whole model is known, it is passed as `total_bytes` and used instead of
+    counting. Tensor parallelism is assumed to divide everything, because the parts that it
+    replicates (norms, routers, some projections) amount to about one percent. Data parallelism
+    divides the experts and replicates everything else. The first and last pipeline stages have one
+    embedding matrix each.
     """
     model_bytes = count_model_bytes(shape) if total_bytes is None else total_bytes
     if model_bytes is None:
         return None
     embeddings_bytes = shape.embeddings_bytes
-    # The rest after the embeddings are the layers, which the pipeline divides.
+    # Everything except the embeddings is layers, which the pipeline divides.
     layers_bytes = max(0.0, model_bytes - embeddings_bytes)
     experts_on_others = 1 - 1 / data_parallel
     layers_bytes *= 1 - _measure_experts_ratio(shape) * experts_on_others
@@ -405,14 +406,14 @@ def count_weights_bytes(
 MXFP4_INPUT_STEP: Final = 256
 MXFP4_WIDTH_STEP: Final = 128
 """vLLM pads MXFP4 experts to multiples of these widths, because Marlin's and FlashInfer's kernels
-need such widths (vLLM 0.33, fused_moe/oracle/mxfp4.py,
+require it (vLLM 0.33, fused_moe/oracle/mxfp4.py,
 `mxfp4_round_up_hidden_size_and_intermediate_size`). Logs show 65.97 GiB for gpt-oss 120B on an
 H100, and 13.72 GiB for gpt-oss 20B on an A100.
 """
 
 
 def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
-    """Return the share by which padding enlarges the experts; 0 if vLLM pads nothing."""
+    """Return the fraction by which padding enlarges the experts; 0 if vLLM does not pad them."""
     is_mxfp4 = shape.quantisation is not None and "mxfp4" in shape.quantisation
     if not is_mxfp4 or not shape.expert_width or shape.expert_inputs is None:
         return 0.0
@@ -423,7 +424,7 @@ def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
 
 
 def _measure_experts_ratio(shape: ModelShape) -> float:
-    """Return the experts' share of the bytes of all layers, from 0 to 1.
+    """Return the experts' share of the bytes of all layers, between 0 and 1.
 
     Returns 0 if the parameters cannot be counted.
     """
@@ -437,23 +438,23 @@ def _measure_experts_ratio(shape: ModelShape) -> float:
 
 
 def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
-    """Return the bytes of the whole model's weights; None if they cannot be counted.
+    """Return the size of the whole model's weights; None if they cannot be counted.
 
-    If `parameters` is given, it replaces the number counted from the configuration. Embeddings,
-    encoders and layers that the quantisation leaves out are in the model's dtype.
+    If given, `parameters` replaces the number counted from the configuration. Embeddings, encoders
+    and layers that are not quantised are in the model's dtype.
     """
     parameter_bytes = shape.weight_bytes_per_parameter
     counted = shape.parameters
     if parameter_bytes is None or (counted is None and parameters is None):
         return None
-    # Without the embeddings' size, nothing can be counted separately.
+    # If the size of the embeddings is unknown, nothing can be counted separately.
     if shape.embeddings is None:
         return None if parameters is None else parameters * parameter_bytes
     encoder_parameters = 0
     if shape.encoder is not None:
         encoder_parameters = shape.encoder.parameters or 0
     layers_parameters = 0
-    # A given count is for the whole model, including embeddings and encoders.
+    # A given number is for the whole model, including embeddings and encoders.
     if parameters is not None:
         layers_parameters = max(0, parameters - shape.embeddings - encoder_parameters)
     elif counted is not None:
@@ -468,59 +469,59 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
 
 
 STATE_BLOCKS: Final = 2
-"""The number of states of a sequence that a layer keeps: the current state, and one for prefix
+"""The number of states that a layer keeps per sequence: the current state, and one for prefix
 caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
 
-Mamba-2 keeps one more, the state at the end of the prompt
+Mamba-2 keeps one more: the state at the end of the prompt
 (model_executor/layers/mamba/mamba_mixer2.py, `get_kv_cache_spec`).
 """
 
 PADDING_LIMIT: Final = 1.5
 """vLLM pads the rarer kinds of layers to groups of the same size if the most frequent kind is less
-than this times as frequent as the rarest.
+than this many times as frequent as the rarest.
 """
 
 LATENT_BLOCK_TOKENS: Final = 128
-"""If a model also has layers with a state, the tokens in a block of latent attention are a multiple
-of this number.
+"""If a model also has state-space layers, the number of tokens in a block of latent attention is a
+multiple of this.
 """
 
 
 class KvLayout(Struct, frozen=True, kw_only=True):
-    """The division of one GPU's KV cache into blocks of equal size by vLLM.
+    """vLLM's division of one GPU's KV cache into blocks of equal size.
 
-    Layers of one kind form groups, and a sequence has blocks in each group. If a model keeps
-    nothing, its blocks have 0 bytes and its sequences take no blocks.
+    Layers of the same kind form groups, and a sequence has blocks in each group. If a model keeps
+    nothing, its blocks are 0 bytes in size and its sequences do not take any blocks.
     """
 
-    # The number of tokens in a block of a full group.
+    # The number of tokens in a block of a full-attention group.
     block_tokens: int
-    # The number of layers in a group; their keys and values share a block.
+    # The number of layers in a group, whose keys and values share a block.
     block_layers: int
     block_bytes: int
-    # The number of full groups. In each full group, a sequence takes a block for every
-    # `block_tokens`.
+    # The number of full-attention groups. In each of them, a sequence takes one block per
+    # `block_tokens` tokens.
     full_groups: int
-    # The number of windowed groups. In each windowed group, a sequence takes a block for every
-    # `windowed_block_tokens` of its last `window_tokens`, and `window_ends` more blocks.
+    # The number of windowed groups. In each of them, a sequence takes one block per
+    # `windowed_block_tokens` of its last `window_tokens`, plus `window_ends` blocks.
     windowed_groups: int
     windowed_block_tokens: int
     window_tokens: int
     window_ends: int
-    # The blocks that a sequence takes for its states, whatever its length.
+    # The number of blocks that a sequence takes for its states, regardless of its length.
     state_blocks: int
-    # Further windowed groups, with windows of other lengths (DeepSeek V4).
+    # Additional windowed groups with other window lengths (DeepSeek V4).
     windowed_parts: tuple[WindowedPart, ...] = ()
 
     def count_blocks(self, tokens: int) -> int:
-        """Return how many blocks a sequence of this many tokens takes, in all groups."""
+        """Return how many blocks a sequence with this many tokens takes across all groups."""
         full_blocks = ceil(tokens / self.block_tokens)
         tokens_in_window = min(tokens, self.window_tokens)
         windowed_blocks = ceil(tokens_in_window / self.windowed_block_tokens) + self.window_ends
         part_blocks = 0
         for part in self.windowed_parts:
             part_tokens = min(tokens, part.window_tokens)
-            # One block is added, because a window may begin within a block.
+            # Add one block, because a window may begin within a block.
             part_blocks += part.groups * (ceil(part_tokens / part.block_tokens) + 1)
         return (
             self.full_groups * full_blocks
@@ -530,16 +531,16 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         )
 
     def find_longest(self, blocks: int, ceiling: int) -> int:
-        """Return the most tokens of a sequence that takes at most this many blocks.
+        """Return the maximum number of tokens in a sequence that takes at most this many blocks.
 
-        The result is at most `ceiling`, and otherwise whole blocks of tokens. It is 0 if not even
-        one block of tokens fits. The function finds the result by bisection.
+        The result, found by bisection, is a whole number of blocks of tokens, capped at `ceiling`.
+        It is 0 if not even one block of tokens fits.
         """
         # In units of whole blocks.
         low = 0
         high = ceil(ceiling / self.block_tokens)
         while low < high:
-            # The middle is rounded up, so that the search ends when one value is left.
+            # Round the middle up, so that the search ends when a single value is left.
             middle = (low + high + 1) // 2
             if self.count_blocks(middle * self.block_tokens) <= blocks:
                 low = middle
@@ -560,15 +561,16 @@ def build_kv_layout(
 ) -> KvLayout:
     """Return how vLLM divides the KV cache of one GPU into blocks.
 
-    `sequence_states` are the states that a layer keeps of a sequence; by default as in vLLM 0.32.
+    `sequence_states` is the number of states that a layer keeps per sequence; it defaults to the
+    number in vLLM 0.32.
 
     - All blocks have the same size, because all groups have the same number of layers
       (v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`).
-    - Layers that keep fewer bytes of a token have more tokens in a block
+    - Layers that keep fewer bytes per token have more tokens per block
       (`unify_kv_cache_spec_page_size`).
-    - A window is longer by `in_flight_tokens`, which are scheduled and not yet finished
+    - A window is extended by `in_flight_tokens`, which are scheduled but not yet finished
       (v1/kv_cache_interface.py, `max_admission_blocks_per_request`). A window may begin within a
-      block, so a window takes one block more; a chunk begins with a block.
+      block and therefore takes one more block; a chunk always begins with a block.
     """
     if shape.compression is not None:
         return _build_compressed_layout(shape.compression, in_flight_tokens, pipeline_parallel)
@@ -581,8 +583,8 @@ def build_kv_layout(
     group_layers = _choose_group_layers((full_layers, windowed_layers, stateful_layers))
     tokens = _choose_block_tokens(shape, block_tokens, full_bytes, tensor_parallel)
 
-    # A page is one layer's part of a block. The larger kind's page is the common size; a page of
-    # that size may hold several times as many tokens of the smaller kind.
+    # A page is one layer's part of a block. All pages have the size of the larger kind's page, so a
+    # page may hold several times as many tokens of the smaller kind.
     full_page_bytes = full_bytes * tokens
     windowed_page_bytes = windowed_bytes * tokens
     page_bytes = 0
@@ -612,11 +614,11 @@ def build_kv_layout(
 def _build_compressed_layout(
     cache: CompressedCache, in_flight_tokens: int, pipeline_parallel: int
 ) -> KvLayout:
-    """Return how vLLM divides the compressed cache of DeepSeek V4, whole on every GPU."""
+    """Return how vLLM divides the compressed cache of DeepSeek V4, which is whole on every GPU."""
     blocks = cache.build_blocks(pipeline_parallel)
     parts = []
     for part in blocks.windowed_parts:
-        # As with other windows, the newest token is one of the tokens in flight.
+        # As with other windows, the latest token is one of the tokens in flight.
         window_tokens = part.window_tokens - 1 + in_flight_tokens
         parts.append(replace(part, window_tokens=window_tokens))
     return KvLayout(
@@ -634,10 +636,10 @@ def _build_compressed_layout(
 
 
 def _choose_group_layers(layer_counts: tuple[int, ...]) -> int:
-    """Return how many layers a group has; 0 if there are no layers.
+    """Return the number of layers in a group; 0 if there are no layers.
 
-    The number is that of the layers of the rarest kind. If the kinds are almost equally frequent,
-    the number is that of the most frequent kind, and vLLM pads the others.
+    A group has as many layers as the rarest kind. If the kinds are almost equally frequent, it has
+    as many as the most frequent kind, and vLLM pads the others.
     """
     counts = [count for count in layer_counts if count]
     if not counts:
@@ -654,10 +656,10 @@ def _count_groups(layers: int, group_layers: int) -> int:
 def _choose_block_tokens(
     shape: ModelShape, block_tokens: int, full_bytes: int, tensor_parallel: int
 ) -> int:
-    """Return how many tokens a block has: `block_tokens`, or enough for the block to hold a state.
+    """Return the tokens per block: `block_tokens`, or enough for the block to hold a state.
 
-    Source: platforms/interface.py, `_align_hybrid_block_size`. A state of unknown size counts as no
-    larger than a block.
+    Source: platforms/interface.py, `_align_hybrid_block_size`. A state of unknown size is assumed
+    to fit in a block.
     """
     step_tokens = block_tokens
     if shape.latent_width and shape.index is not None:
@@ -670,9 +672,9 @@ def _choose_block_tokens(
 
 
 def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
-    """Return how many pages of one kind of layers a page of the common size holds.
+    """Return how many pages of one layer kind fit in a page of the common size.
 
-    The number is 1 if the common size is not a multiple of the kind's page; vLLM then pads the
+    The number is 1 if the common size is not a multiple of the kind's page size; vLLM then pads the
     page.
     """
     if page_bytes and own_page_bytes and page_bytes % own_page_bytes == 0:

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a sequence: every token, a window, a state, or nothing."""
+"""What each layer of a model keeps for a sequence: every token, a window, a state, or nothing."""
 
 from typing import Final
 
@@ -28,31 +28,31 @@ FULL_KINDS: Final = frozenset(
         "deepseek_sparse_attention",
     }
 )
-"""The names of layers that keep keys and values of every token, in `layer_types` and
-`layers_block_type`.
+"""The names, in `layer_types` and `layers_block_type`, of layers that keep keys and values of every
+token.
 """
 
 WINDOWED_KINDS: Final = frozenset(
     {"sliding_attention", "chunked_attention", "local_attention", "sliding_window"}
 )
-"""The names of layers that keep keys and values of the last tokens only."""
+"""The names of layers that only keep keys and values of the last tokens."""
 
 STATEFUL_KINDS: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
-"""The names of layers that keep a state of fixed size for each sequence."""
+"""The names of layers that keep a fixed-size state per sequence."""
 
 CACHELESS_KINDS: Final = frozenset({"mlp", "moe", "dense"})
-"""The names of layers that keep nothing, because these layers consist of an MLP only."""
+"""The names of layers that keep nothing, because they only consist of an MLP."""
 
 UNDERSTOOD_KINDS: Final = FULL_KINDS | WINDOWED_KINDS | STATEFUL_KINDS | CACHELESS_KINDS
-"""All kinds of layers whose cache is known here. A "hybrid" layer is of two kinds, and is not one
-of these.
+"""All kinds of layers whose cache is understood. "hybrid" is not included, because such a layer is
+of two kinds.
 """
 
 NEMOTRON_LETTERS: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
-"""Letters of Nemotron-H's `hybrid_override_pattern`, one for each layer."""
+"""The letters in Nemotron-H's `hybrid_override_pattern`, which has one per layer."""
 
 LAYER_LIMIT: Final = 10_000
-"""The most layers that are accepted. No model comes near this number. Each layer gets a name here,
+"""The largest accepted number of layers, which no model comes close to. Each layer is given a name,
 and a billion names would fill the memory.
 """
 
@@ -60,17 +60,17 @@ and a billion names would fill the memory.
 def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
     """Return the kind of each layer, from the configuration's list, letters, pattern or window.
 
-    A layer of Falcon-H1 is listed as two. Raises ValueError if the cache of a kind is unknown here,
-    if a list has another length, or if there are more layers than any model has.
+    A Falcon-H1 layer is listed as two. Raises ValueError if the cache of a kind is not understood,
+    if a list has the wrong length, or if there are more layers than any model has.
     """
     if layer_count > LAYER_LIMIT:
         raise ValueError(f"{layer_count} layers are more than any model has")
     if config.get("model_type") == "falcon_h1":
-        # Each layer of Falcon-H1 has attention and a state, side by side.
+        # Each Falcon-H1 layer has attention and a state side by side.
         return ["attention", "mamba2"] * layer_count
     kinds = _read_listed_kinds(config) or _repeat_pattern(config, layer_count)
     for kind in sorted(set(kinds)):
-        # Unknown kinds are refused: a guess at their cache would be a wrong plan.
+        # Reject unknown kinds, because guessing their cache would make the plan wrong.
         if kind not in UNDERSTOOD_KINDS:
             raise ValueError(f"how much a layer of kind {kind!r} keeps is not known here")
     if len(kinds) != layer_count:
@@ -86,14 +86,14 @@ FLAGGED_KINDS: Final = (
     ("hybrid_layer_pattern", "sliding_attention", "full_attention"),  # MiMo-V2
     ("attn_type_list", "full_attention", "linear_attention"),  # MiniMax
 )
-"""Fields with a flag for each layer: the kind of a layer with the flag 1, and the kind of the other
-layers.
+"""Fields with a flag per layer, each with the kind of a layer whose flag is 1 and the kind of the
+other layers.
 """
 
 
 def _read_listed_kinds(config: Config) -> list[str]:
-    """Return the kinds that the configuration lists layer by layer; empty without such a list."""
-    # Each family of models lists its layers in a different way, and in at most one of these fields.
+    """Return the kinds that the configuration lists for each layer; empty without such a list."""
+    # Each model family lists its layers in a different way, using at most one of these fields.
     for read_kinds in (_read_block_kinds, _read_kimi_kinds, _read_nemotron_kinds, _read_flags):
         kinds = read_kinds(config)
         if kinds is not None:
@@ -103,9 +103,9 @@ def _read_listed_kinds(config: Config) -> list[str]:
 
 
 def _read_block_kinds(config: Config) -> list[str] | None:
-    """Return the kinds by the blocks of Nemotron-NAS; None without them.
+    """Return the kinds from Nemotron-NAS's blocks; None without them.
 
-    Raises ValueError for a layer with an unusual kind of attention.
+    Raises ValueError for a layer with an unsupported kind of attention.
     """
     blocks = config.get("block_configs")
     if not isinstance(blocks, list):
@@ -114,17 +114,17 @@ def _read_block_kinds(config: Config) -> list[str] | None:
 
 
 def _read_kimi_kinds(config: Config) -> list[str] | None:
-    """Return the kinds by Kimi Linear's list of layers that keep all tokens; None without it."""
+    """Return the kinds from Kimi Linear's list of full-attention layers; None without it."""
     full_layers = read_mapping(config, "linear_attn_config").get("full_attn_layers")
     if not isinstance(full_layers, list):
         return None
-    # The list has the numbers of layers, which begin at 1.
+    # The list contains layer numbers, which start at 1.
     numbers = range(1, (read_integer(config, "num_hidden_layers") or 0) + 1)
     return ["full_attention" if number in full_layers else "linear_attention" for number in numbers]
 
 
 def _read_nemotron_kinds(config: Config) -> list[str] | None:
-    """Return the kinds by the letters of Nemotron-H; None without them."""
+    """Return the kinds from Nemotron-H's letters; None without them."""
     pattern = config.get("hybrid_override_pattern")
     if not isinstance(pattern, str):
         return None
@@ -132,7 +132,7 @@ def _read_nemotron_kinds(config: Config) -> list[str] | None:
 
 
 def _read_flags(config: Config) -> list[str] | None:
-    """Return the kinds by a flag for each layer, see FLAGGED_KINDS; None without such flags."""
+    """Return the kinds from a flag per layer (FLAGGED_KINDS); None without such flags."""
     for field, flagged_kind, usual_kind in FLAGGED_KINDS:
         flags = config.get(field)
         if isinstance(flags, list):
@@ -141,7 +141,7 @@ def _read_flags(config: Config) -> list[str] | None:
 
 
 def _has_no_attention(block: object) -> bool:
-    """Return whether a Nemotron-NAS layer has no attention; raise ValueError for another kind."""
+    """Return whether a Nemotron-NAS layer has no attention; raise ValueError for other kinds."""
     attention = read_mapping(block, "attention") if isinstance(block, dict) else {}
     if attention.get("replace_with_linear") or attention.get("window_length"):
         raise ValueError("a layer has another attention than usual")
@@ -149,9 +149,9 @@ def _has_no_attention(block: object) -> bool:
 
 
 def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
-    """Return the kinds of layers that alternate by an interval, or are all of one kind.
+    """Return the kinds of layers that alternate at an interval or are all of one kind.
 
-    With a window, the usual kind has the window, and every `interval`-th layer keeps all tokens.
+    If there is a window, most layers have it, and every `interval`-th layer keeps all tokens.
     """
     if read_window_tokens(config) is None:
         usual_kind = "full_attention"
@@ -161,7 +161,7 @@ def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
         usual_kind = "sliding_attention"
         other_kind = "sliding_attention"
         interval = read_integer(config, "sliding_window_pattern")
-    # The last of every `interval` layers keeps all tokens.
+    # The last of each `interval` layers keeps all tokens.
     if interval is not None:
         numbers = range(1, layer_count + 1)
         return ["full_attention" if number % interval == 0 else other_kind for number in numbers]
@@ -174,7 +174,7 @@ def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
 
 
 def read_window_tokens(config: Config) -> int | None:
-    """Return the window in tokens; None without a window, or if a switch turns it off.
+    """Return the window in tokens; None if there is no window or a switch turns it off.
 
     Raises ValueError for a value that is not a size.
     """
@@ -184,26 +184,26 @@ def read_window_tokens(config: Config) -> int | None:
 
 
 class StateSizes(Struct, frozen=True, kw_only=True):
-    """The sizes of a layer that keeps a state."""
+    """The sizes of a layer that keeps a state (a state-space layer)."""
 
-    # The values of a token that the state gives to the layer's output.
+    # The number of values per token that the state contributes to the layer's output.
     output_values: int
-    # The values of the state itself.
+    # The number of values in the state itself.
     state_values: int
-    # The values of a token that are the inputs of a convolution.
+    # The number of values per token that are inputs to the convolution.
     convolution_inputs: int
-    # The values of a token for the state's heads; 0 for Mamba-1, which has no heads.
+    # The number of values per token for the state's heads; 0 for Mamba-1, which has no heads.
     head_values: int
-    # The number of tokens that the convolution covers; None if the configuration does not show it.
+    # The number of tokens that the convolution covers; None if the configuration does not give it.
     kernel_tokens: int | None
 
 
 def read_state_sizes(config: Config) -> StateSizes | None:
-    """Return the sizes of layers that keep a state; None if the kind of state is unknown here.
+    """Return the sizes of layers that keep a state; None if the kind of state is not understood.
 
     Raises ValueError if a size is missing.
     """
-    # A field that only this kind of layer has identifies the kind.
+    # Each kind is identified by a field that only it has.
     if "linear_num_value_heads" in config:
         return _read_gated_delta_net(config)
     if "linear_attn_config" in config:
@@ -218,7 +218,7 @@ def read_state_sizes(config: Config) -> StateSizes | None:
 
 
 def _read_gated_delta_net(config: Config) -> StateSizes:
-    """Return the sizes of Qwen3-Next's gated delta net (transformers, qwen3_next)."""
+    """Return the sizes of Qwen3-Next's gated DeltaNet (transformers, qwen3_next)."""
     value_heads = require_integer(config, "linear_num_value_heads")
     key_size = require_integer(config, "linear_key_head_dim")
     output_values = value_heads * require_integer(config, "linear_value_head_dim")
@@ -228,7 +228,7 @@ def _read_gated_delta_net(config: Config) -> StateSizes:
         state_values=output_values * key_size,
         # Queries, keys and values.
         convolution_inputs=2 * key_heads * key_size + output_values,
-        # Each head has two values: beta and decay.
+        # Each head has two values, beta and decay.
         head_values=2 * value_heads,
         kernel_tokens=read_integer(config, "linear_conv_kernel_dim"),
     )
@@ -244,21 +244,21 @@ def _read_kimi_delta(config: Config) -> StateSizes:
         state_values=output_values * head_size,
         # Queries, keys and values.
         convolution_inputs=3 * output_values,
-        # A beta for each head, and the input of the decay.
+        # One beta per head, and the input of the decay.
         head_values=heads + head_size,
         kernel_tokens=read_integer(config, "short_conv_kernel_size"),
     )
 
 
 def _read_mamba_2(config: Config, heads: int, kernel_tokens: int | None) -> StateSizes:
-    """Return the sizes of Mamba-2 (transformers, nemotron_h), whose fields have two names each."""
+    """Return the sizes of Mamba-2 (transformers, nemotron_h), where each field has two names."""
     output_values = heads * require_integer(config, *MAMBA_2_HEAD_SIZE)
     state_size = require_integer(config, *MAMBA_STATE_SIZE)
     groups = read_integer(config, *MAMBA_2_GROUPS) or 1
     return StateSizes(
         output_values=output_values,
         state_values=output_values * state_size,
-        # The inputs of the state, and the vectors B and C of each group.
+        # The inputs to the state, and the vectors B and C of each group.
         convolution_inputs=output_values + 2 * groups * state_size,
         head_values=heads,
         kernel_tokens=kernel_tokens,
@@ -278,19 +278,19 @@ def _read_mamba_1(config: Config, kernel_tokens: int | None) -> StateSizes:
 
 
 FLOAT32_STATES: Final = ("nemotron_h", "kimi_linear")
-"""Model types with a state in 32 bits unless the configuration gives its dtype."""
+"""Model types whose state uses 32 bits unless the configuration gives its dtype."""
 
 FLOAT32_BYTES: Final = 4
 FLOAT16_BYTES: Final = 2
 
 
 def count_state_bytes(config: Config) -> int | None:
-    """Return the bytes that one layer with a state keeps of a sequence.
+    """Return the bytes that one state-space layer keeps per sequence.
 
-    Returns None for a kind of state that is unknown here. The bytes are the state and the last
-    inputs of a convolution (vLLM 0.32, model_executor/layers/mamba/mamba_utils.py,
-    `MambaStateShapeCalculator`). The state's dtype is an option of the model (models/config.py);
-    the convolution's inputs are in 16 bits. Raises ValueError if a size is missing or wrong.
+    The bytes cover the state and the last inputs of the convolution (vLLM 0.32,
+    model_executor/layers/mamba/mamba_utils.py, `MambaStateShapeCalculator`). The state's dtype is
+    set by the model (models/config.py); the convolution's inputs use 16 bits. Returns None for a
+    kind of state that is not understood. Raises ValueError if a size is missing or invalid.
     """
     sizes = read_state_sizes(config)
     if sizes is None:
@@ -299,14 +299,14 @@ def count_state_bytes(config: Config) -> int | None:
     if state_dtype is None and config.get("model_type") in FLOAT32_STATES:
         state_dtype = "float32"
     value_bytes = FLOAT32_BYTES if state_dtype == "float32" else FLOAT16_BYTES
-    # The newest token's inputs are at hand, so the convolution keeps only the inputs of the other
-    # tokens.
+    # The latest token's inputs are already available, so the convolution only keeps those of the
+    # other tokens.
     kept_tokens = (sizes.kernel_tokens or 1) - 1
     return sizes.state_values * value_bytes + sizes.convolution_inputs * kept_tokens * FLOAT16_BYTES
 
 
 class KvHeads(Struct, frozen=True, kw_only=True):
-    """The number of KV heads of a layer, and the sizes of a head's key and value."""
+    """The number of KV heads in a layer, and the sizes of a head's key and value."""
 
     count: int
     key_size: int
@@ -314,14 +314,14 @@ class KvHeads(Struct, frozen=True, kw_only=True):
 
 
 def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
-    """Return the KV heads of layers that keep all tokens, and the KV heads of windowed layers.
+    """Return the KV heads of full-attention layers, and those of windowed layers.
 
-    The second result is None if windowed layers have the same heads. If the configuration has no
-    number of KV heads, each query head has one. Raises ValueError if a size is missing.
+    The second value is None if windowed layers have the same heads. If the configuration does not
+    give the number of KV heads, each query head has one. Raises ValueError if a size is missing.
     """
     head_size = _read_head_size(config)
     head_count = _count_kv_heads(config)
-    # Gemma 4: the layers that keep all tokens have wider heads.
+    # In Gemma 4, the full-attention layers have wider heads.
     wide_head_size = read_integer(config, "global_head_dim")
     override = find_full_layer_override(config)
     if override is not None:
@@ -340,7 +340,7 @@ def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
 
 
 OVERRIDES: Final = "per_layer_config"
-"""The field in which transformers 5.24 keeps the differences between layers, by the layers' numbers
+"""The field in which transformers 5.24 stores differences between layers, keyed by layer number
 (integrations/heterogeneity/configuration_utils.py).
 """
 
@@ -348,10 +348,10 @@ HEAD_FIELDS: Final = frozenset({"head_dim", "num_key_value_heads"})
 
 
 def find_full_layer_override(config: Config) -> Config | None:
-    """Return the heads of the layers that keep all tokens, if the configuration overrides them.
+    """Return the heads of the full-attention layers if the configuration overrides them.
 
-    Returns None if the configuration overrides nothing, or anything except the heads of exactly
-    these layers.
+    Returns None if the configuration does not override anything, or overrides anything other than
+    the heads of exactly these layers.
     """
     overrides = read_mapping(config, OVERRIDES)
     kinds = config.get("layer_types")
@@ -366,7 +366,7 @@ def find_full_layer_override(config: Config) -> Config | None:
 
 
 def _read_head_size(config: Config) -> int:
-    """Return the size of a head, or else hidden size / heads; raises ValueError without both."""
+    """Return the head size, or else hidden size / heads; raise ValueError without either."""
     attention_heads = read_integer(config, *ATTENTION_HEADS)
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     head_size = read_integer(config, "head_dim", "kv_channels", "attention_head_dim")
@@ -378,7 +378,7 @@ def _read_head_size(config: Config) -> int:
 
 
 def _count_kv_heads(config: Config) -> int:
-    """Return the number of KV heads, or else of query heads; raises ValueError without both."""
+    """Return the number of KV heads, or else of query heads; raise ValueError without either."""
     count = read_integer(config, *KV_HEADS) or _count_nas_heads(config)
     if count is None:
         count = read_integer(read_mapping(config, "attn_config"), *KV_HEADS)
@@ -405,7 +405,7 @@ def _count_nas_heads(config: Config) -> int | None:
     for block in blocks:
         if not _has_no_attention(block):
             group_sizes.add(require_integer(block["attention"], "n_heads_in_group"))
-    # The shape has only one number of heads.
+    # The shape only supports a single number of heads.
     if len(group_sizes) != 1:
         raise ValueError("its layers have different numbers of KV heads")
     return query_heads // group_sizes.pop()
@@ -414,11 +414,11 @@ def _count_nas_heads(config: Config) -> int | None:
 def _read_gemma_4_heads(
     config: Config, head_count: int, head_size: int, wide_head_size: int
 ) -> tuple[KvHeads, KvHeads]:
-    """Return the KV heads of Gemma 4: first of the layers without a window, then of the others.
+    """Return Gemma 4's KV heads: those of layers without a window, then those of windowed layers.
 
     Layers without a window have fewer and wider heads.
     """
-    # A layer without a window has another number of heads only with this switch.
+    # Layers without a window have a different number of heads only if this switch is on.
     full_count = None
     if config.get("attention_k_eq_v"):
         full_count = read_integer(config, "num_global_key_value_heads")
@@ -429,7 +429,7 @@ def _read_gemma_4_heads(
 
 
 def _read_mimo_windowed_heads(config: Config, head_size: int) -> KvHeads | None:
-    """Return the KV heads of MiMo-V2's layers with a window; None for other models."""
+    """Return the KV heads of MiMo-V2's windowed layers; None for other models."""
     count = read_integer(config, "swa_num_key_value_heads")
     if count is None:
         return None

@@ -1,6 +1,6 @@
-"""The figures in the log of a start.
+"""The figures from a startup log.
 
-These figures replace assumptions about a start with similar settings.
+They replace assumptions about a start with similar settings.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ GROUP_SETTINGS: Final = (
     "data_parallel_size",
     "release",
 )
-"""The settings that decide what libraries and communication take."""
+"""The settings that determine how much memory libraries and communication take."""
 
 WEIGHT_SETTINGS: Final = (
     *GROUP_SETTINGS,
@@ -27,28 +27,28 @@ WEIGHT_SETTINGS: Final = (
     "max_lora_rank",
     "draft",
 )
-"""The settings that decide the weights of each GPU."""
+"""The settings that determine the weights on each GPU."""
 
 MODEL_SETTINGS: Final = (*GROUP_SETTINGS, "shape", "draft", "max_loras", "max_lora_rank")
-"""The settings besides the batch that decide activations and graphs."""
+"""The settings besides the batch that determine activations and graphs."""
 
 BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
-"""The settings with which activations and graphs grow."""
+"""The settings that make activations and graphs grow."""
 
 
 class MeasuredStart(Struct, frozen=True, kw_only=True):
-    """The figures of one start per GPU, and its settings; a figure is None if the log lacks it.
+    """One start's per-GPU figures and its settings; a figure is None if the log lacks it.
 
-    A figure counts only for a question with the same settings, as far as the figure depends on
-    them.
+    A figure only applies to a question that has the same values for the settings on which the
+    figure depends.
     """
 
-    # The file, and vLLM's version.
+    # The log file and vLLM's version.
     source: str
-    # The settings of the start by the names of Question.
+    # The settings of the start, under their names in Question.
     settings: Mapping[str, object]
     total_bytes: float | None = None
-    # The memory that was missing from the free memory before the start.
+    # The memory that was already in use before the start.
     missing_bytes: float | None = None
     weights_bytes: float | None = None
     activation_bytes: float | None = None
@@ -58,7 +58,7 @@ class MeasuredStart(Struct, frozen=True, kw_only=True):
     kv_cache_tokens: float | None = None
 
     def has_same(self, question: object, names: tuple[str, ...]) -> bool:
-        """Return whether a question has the same value for each of these settings."""
+        """Return whether a question has the same values for all of these settings."""
         return all(getattr(question, name) == self.settings[name] for name in names)
 
     def is_batch_within(self, question: object) -> bool:

@@ -1,4 +1,4 @@
-"""The shape of a model, from its configuration in the folder of its weights."""
+"""The shape of a model, read from the configuration in its weights folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -117,8 +117,8 @@ CHECKED_MODEL_TYPES: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Values of `model_type` for which the KV cache is known to be counted as in vLLM, because the
-tests have a recorded model of each.
+"""Values of `model_type` whose KV cache is known to be counted as in vLLM, because the tests
+include a recorded model of each.
 """
 
 CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
@@ -136,7 +136,7 @@ CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "llama4_text": {"sliding_window_pattern": 4},
     "qwen3_next": {"full_attention_interval": 4},
 }
-"""Fields that published configurations omit because their class in transformers has these defaults,
+"""Fields that published configurations omit because they are defaults of the class in transformers,
 by `model_type`.
 """
 
@@ -154,10 +154,10 @@ TIED_MODEL_TYPES: Final = frozenset(
         "opt",
     }
 )
-"""Model types whose output matrix is the embedding, unless the configuration says otherwise."""
+"""Model types whose output matrix is the embedding unless the configuration says otherwise."""
 
 TIED_PREFIXES: Final = ("gemma3", "gemma4")
-"""Prefixes of further such model types."""
+"""Prefixes of additional model types of this kind."""
 
 ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
     {
@@ -173,7 +173,7 @@ ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Model types that read a whole text in one pass, and so keep no keys and values (vLLM,
+"""Model types that process a whole text in one pass and therefore keep no keys and values (vLLM,
 `EncoderOnlyAttentionSpec`).
 """
 
@@ -183,12 +183,12 @@ HEADLESS_CLASSES: Final = (
     "ForTokenClassification",
     "ForEmbedding",
 )
-"""Suffixes of the names of classes that embed, classify or reward. For these classes, vLLM does not
-load the matrix for the next token's logits.
+"""Name suffixes of classes that embed, classify or reward. For these, vLLM does not load the matrix
+for the next token's logits.
 """
 
 GENERATING_CLASSES: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
-"""Classes with such names that generate tokens all the same."""
+"""Classes with such names that nevertheless generate tokens."""
 
 TEXT_PARTS: Final = (
     "text_config",
@@ -197,8 +197,8 @@ TEXT_PARTS: Final = (
     "thinker_config",
     "transformer_layer_config",
 )
-"""The parts of a configuration that describe the language model: in a multimodal model, and in a
-draft head in the format of the library speculators. A `thinker_config` contains such a part.
+"""The parts of a configuration that describe the language model, in a multimodal model or in a
+draft head in the format of the speculators library. A `thinker_config` contains such a part.
 """
 
 SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -222,34 +222,35 @@ SOURCE_MODEL_TYPES: Final = frozenset(
         "step3p7",
     }
 )
-"""Values of `model_type` whose cache is counted as in the source code of vLLM 0.33. The count was
-not compared with vLLM's results, because vLLM needs a GPU to build these models.
+"""Values of `model_type` whose cache is counted as in the source code of vLLM 0.33. The counts have
+not been compared with vLLM's results, because vLLM needs a GPU to build these models.
 """
 
 SERVED_BYTES: Final = 2.0
-"""Bytes of a parameter that is not quantised: vLLM serves 32-bit models in 16 bits
-(config/model.py, `_resolve_auto_dtype`)."""
+"""The bytes per parameter that is not quantised: vLLM serves 32-bit models in 16 bits
+(config/model.py, `_resolve_auto_dtype`).
+"""
 
 YARN: Final = "yarn"
 
 UNSCALED_ROTARIES: Final = frozenset(
     {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
 )
-"""Kinds of rotary embedding whose `factor` is already part of the model's length (vLLM 0.32,
+"""Kinds of rotary embedding whose `factor` is already included in the model's length (vLLM 0.32,
 `_get_and_verify_max_len`).
 """
 
 NAME_LIMIT: Final = 40
-"""Our choice: how many characters of the name of an unknown model type are shown."""
+"""Our choice: the number of characters to show of an unknown model type's name."""
 
 
 def parse_model_config(
     text: str, overrides: Config | None = None, defaults: Config | None = None
 ) -> ModelShape | str:
-    """Return the shape that a config.json describes, or a sentence on what is wrong with the file.
+    """Return the shape described by a config.json, or a sentence explaining what is wrong with it.
 
-    The file has the field names of Hugging Face transformers; for a multimodal model, the language
-    part is read. `overrides` replace fields of the file, and `defaults` are for fields that it
+    The file uses the field names of Hugging Face transformers; for a multimodal model, the language
+    part is read. `overrides` replaces fields in the file, and `defaults` provides fields that it
     lacks.
     """
     try:
@@ -260,8 +261,8 @@ def parse_model_config(
         return "it is not a model's configuration, which is a JSON object"
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
-        # Such a configuration is refused. The figure would be too low without that cache, and
-        # `plan` would promise what does not fit.
+        # Reject such a configuration: the figure would be too low, and `plan` would promise a fit
+        # that does not exist.
         if config.get(OVERRIDES) and find_full_layer_override(config) is None:
             return f"{UNKNOWN_CACHE}: it has {OVERRIDES}"
         is_compressed = has_compressed_cache(config)
@@ -270,10 +271,11 @@ def parse_model_config(
         if config.get("index_head_dim") and not (config.get("kv_lora_rank") or is_compressed):
             return f"{UNKNOWN_CACHE}: it has index_head_dim"
         encoder = parse_encoder({**(defaults or {}), **root})
-        # For a model in parts, the class of the whole model counts.
+        # For a model in parts, use the class of the whole model.
         return _build_shape({**config, "architectures": root.get("architectures")}, encoder)
     except RecursionError:
-        # json of Python 3.12 and newer accepts deeper nesting than Python functions can handle.
+        # The json module of Python 3.12 and newer accepts deeper nesting than Python functions can
+        # handle.
         return "it is not a model's configuration: it is nested too deeply"
     except ValueError as error:
         return f"it is not a model's configuration that is understood here: {error}"
@@ -282,8 +284,8 @@ def parse_model_config(
 def _merge_parts(root: Config, overrides: Config, defaults: Config) -> Config:
     """Return all fields of the language model in one mapping.
 
-    The order of precedence is: `overrides`, the language part, its class's defaults, the root,
-    `defaults`. A null field replaces nothing.
+    The order of precedence is `overrides`, the language part, its class's defaults, the root,
+    `defaults`. Null fields do not override anything.
     """
     language = _find_language_part(root)
     class_defaults = CLASS_DEFAULTS.get(str(language.get("model_type")), {})
@@ -294,13 +296,13 @@ def _merge_parts(root: Config, overrides: Config, defaults: Config) -> Config:
 
 
 def _find_language_part(config: Config) -> Config:
-    """Return the innermost part for the language model; the whole configuration without parts."""
+    """Return the innermost language model part, or the whole configuration if it has no parts."""
     part = read_mapping(config, *TEXT_PARTS)
     return _find_language_part(part) if part else config
 
 
 class LayerCounts(Struct, frozen=True, kw_only=True):
-    """How many layers of each kind have a cache; those that share another layer's have none."""
+    """How many layers of each kind have a cache, not counting those that share another layer's."""
 
     full: int
     windowed: int
@@ -308,12 +310,12 @@ class LayerCounts(Struct, frozen=True, kw_only=True):
 
 
 def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
-    """Return the shape of the model with these fields.
+    """Return the shape of a model with these fields.
 
-    Raises ValueError if a needed size is missing or wrong, or if the layers are not understood.
+    Raises ValueError if a required size is missing or invalid, or if the layers are not understood.
     """
     model_type = config.get("model_type")
-    # Models with an encoder and a decoder keep a cache in the decoder only.
+    # Encoder-decoder models only keep a cache in the decoder.
     layer_count = read_integer(config, "decoder_layers")
     if layer_count is None:
         layer_count = read_integer(config, *LAYER_COUNT)
@@ -334,14 +336,14 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         experts_per_token = widest_mlp.experts_per_token
     latent_width = _read_latent_width(config)
     compression = read_compressed_cache(config, layer_count)
-    # The latents of a compressed cache replace those of the other kinds of attention.
+    # A compressed cache's latents replace those of other kinds of attention.
     if compression is not None:
         latent_width = compression.head_size
     state_checkpoints = 0
     if counts.stateful:
         state_checkpoints = _count_state_checkpoints(config)
     parameters = count_layer_parameters(config, kinds, heads, windowed_heads or heads)
-    # Matrices of several quantisations: their average counts.
+    # If matrices are quantised in different ways, use the average.
     if parameters is not None and parameters.mixed_bytes is not None:
         weight_bytes = parameters.mixed_bytes
     is_encoder_only = _reads_text_at_once(config)
@@ -355,7 +357,7 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
         index = read_sparse_index(config, layer_count)
     else:
         full_layers = compression.fine_layers + compression.coarse_layers
-    # All tokens attend to all others at once, so no keys and values are kept.
+    # All tokens attend to each other at once, so no keys and values are kept.
     if is_encoder_only:
         full_layers = 0
         windowed_layers = 0
@@ -407,10 +409,10 @@ def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
 def _count_layers(config: Config, kinds: Sequence[str]) -> LayerCounts:
     """Return how many layers of each kind have a cache.
 
-    Raises ValueError if none keeps keys and values.
+    Raises ValueError if no layer keeps keys and values.
     """
     sharing_layers = read_integer(config, *KV_SHARING_LAYERS) or 0
-    # The last layers share a cache (Gemma 3n): they read the cache of earlier layers.
+    # In Gemma 3n, the last layers share the cache of earlier layers.
     own_kinds = kinds[: len(kinds) - sharing_layers]
     counts = LayerCounts(
         full=_count_members(own_kinds, FULL_KINDS),
@@ -427,20 +429,20 @@ def _count_members(kinds: Sequence[str], group: frozenset[str]) -> int:
 
 
 def _is_chunked(config: Config, kinds: Sequence[str]) -> bool:
-    """Return whether windows begin at multiples of their length, as Llama 4's do."""
+    """Return whether windows begin at multiples of their length, as in Llama 4."""
     return "chunked_attention" in kinds or read_integer(config, "sliding_window") is None
 
 
 def _count_state_checkpoints(config: Config) -> int:
     """Return how many additional states a layer keeps.
 
-    Mamba-2 keeps 1, the state at the end of the prompt; others keep 0.
+    Mamba-2 keeps one, the state at the end of the prompt; other kinds keep none.
     """
     return 1 if read_integer(config, *MAMBA_2_HEADS) else 0
 
 
 def _read_latent_width(config: Config) -> int | None:
-    """Return how many values latent attention keeps per token: the latent, and a rotary key.
+    """Return the values per token that latent attention keeps: the latent and a rotary key.
 
     Returns None for a model without latent attention.
     """
@@ -451,20 +453,20 @@ def _read_latent_width(config: Config) -> int | None:
 
 
 def _reads_text_at_once(config: Config) -> bool:
-    """Return whether each token also attends to later tokens, so that nothing can be cached."""
+    """Return whether tokens also attend to later tokens, in which case nothing can be cached."""
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         return True
     return str(config.get("model_type")) in ENCODER_ONLY_MODEL_TYPES
 
 
 def _read_class_name(config: Config) -> str | None:
-    """Return the class that vLLM loads, the first of the list; None if none is named."""
+    """Return the class that vLLM loads, which is the first in the list; None if none is named."""
     classes = config.get("architectures")
     return str(classes[0]) if isinstance(classes, list) and classes else None
 
 
 def _is_pooling(config: Config) -> bool:
-    """Return whether the model embeds, classifies or rewards, and generates no tokens."""
+    """Return whether the model embeds, classifies or rewards instead of generating tokens."""
     if _reads_text_at_once(config) or config.get(POOLING_FILE):
         return True
     class_name = _read_class_name(config) or ""
@@ -472,10 +474,10 @@ def _is_pooling(config: Config) -> bool:
 
 
 def _has_no_output_matrix(config: Config) -> bool:
-    """Return whether the output needs no separate matrix.
+    """Return whether there is no separate output matrix.
 
-    No matrix is needed if the output is the embedding. No matrix is needed either for a model that
-    embeds or classifies, because it outputs no tokens.
+    This is the case if the output matrix is the embedding, or if the model embeds or classifies and
+    therefore does not output tokens.
     """
     if _is_pooling(config):
         return True
@@ -485,16 +487,16 @@ def _has_no_output_matrix(config: Config) -> bool:
 
 
 def _read_max_model_len(config: Config) -> int | None:
-    """Return the longest sequence, in tokens, that vLLM accepts by default; None if not given.
+    """Return the longest sequence, in tokens, that vLLM accepts by default; None if unknown.
 
     The result is the model's own length times the factor of its rotary embedding, unless the length
-    already contains the factor.
+    already includes the factor.
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_scaling", "rope_parameters")
     factor = scaling.get("factor")
     rotary = str(scaling.get("rope_type") or scaling.get("type"))
-    # vLLM ignores a factor that is not a sensible number.
+    # vLLM ignores a factor that is not a reasonable number.
     if length is None or not isinstance(factor, int | float) or not 1 <= factor <= SIZE_LIMIT:
         return length
     if rotary in UNSCALED_ROTARIES or "gemma3" in str(config.get("model_type")):
@@ -515,9 +517,9 @@ def _read_yarn_length(config: Config) -> int | None:
 
 
 def _name_unknown_type(model_type: object) -> str | None:
-    """Return the type of model if its cache has not been checked against vLLM's.
+    """Return the model type if its cache has not been checked against vLLM's.
 
-    Returns None for a checked type, and if no type is given.
+    Returns None if the type has been checked, or if no type is given.
     """
     if model_type is None or str(model_type) in CHECKED_MODEL_TYPES | SOURCE_MODEL_TYPES:
         return None
@@ -527,39 +529,40 @@ def _name_unknown_type(model_type: object) -> str | None:
 CONFIG_FILE: Final = "config.json"
 
 POOLING_FILE: Final = "modules.json"
-"""A file beside config.json that marks a model that embeds (sentence-transformers). vLLM serves
+"""A file next to config.json that marks an embedding model (sentence-transformers). vLLM serves
 such a model without the next token's logits.
 """
 
 CONFIG_LIMIT_BYTES: Final = 2**23
-"""The largest size of a config.json that is read, and of other small files beside it. A real
+"""The maximum size of a config.json, and of other small files next to it, that is read. A real
 config.json has a few kB; a list of how each layer of a large model is quantised has up to 4 MB.
 """
 
 CONFIG_LIMIT_VALUES: Final = 200_000
-"""Our choice: the most values in such a file. Each value takes some 150 bytes after it is parsed,
-so the sidecar stays within its container's memory. The list of a large model has 50,000.
+"""Our choice: the maximum number of values in such a file. Each value takes about 150 bytes once
+parsed, so this limit keeps the sidecar within its container's memory. The list for a large model
+has 50,000 values.
 """
 
 INDEX_LIMIT_BYTES: Final = 2**27
-"""The largest index of a checkpoint that is read. The index has a line of 100 bytes per weight:
-10 MB for 384 experts in each of 60 layers.
+"""The maximum size of a checkpoint index that is read. The index has a line of 100 bytes per
+weight: 10 MB for 60 layers with 384 experts each.
 """
 
 CHECKPOINT_LIMIT_BYTES: Final = 2**53
-"""Our choice: an index that names more bytes is not trusted."""
+"""Our choice: an index that claims more bytes than this is not trusted."""
 
 
 def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
     """Return the shape of the model with this config.json, or in this folder.
 
-    Returns a sentence on what is wrong if the file cannot be read or understood. `overrides`
-    replace fields of the file.
+    Returns a sentence explaining the problem if the file cannot be read or understood. `overrides`
+    replaces fields in the file.
     """
     is_folder = _is_folder(path)
     try:
         file = path / CONFIG_FILE if is_folder else path
-        # Some editors write a byte order mark at the beginning.
+        # Some editors write a byte order mark at the start of the file.
         text = read_file(file, CONFIG_LIMIT_BYTES).decode("utf-8-sig")
     except OSError as error:
         subject = f"its {CONFIG_FILE}" if is_folder else "it"
@@ -580,7 +583,7 @@ def has_config_file(folder: str) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    """Return whether there is a folder of this name; False if the name is too long."""
+    """Return whether a folder with this name exists; False if the name is too long."""
     try:
         return path.is_dir()
     except OSError:  # before Python 3.14
@@ -590,29 +593,29 @@ def _is_folder(path: Path) -> bool:
 def has_many_values(text: str) -> bool:
     """Return whether JSON has more than CONFIG_LIMIT_VALUES values, without parsing it.
 
-    The separators and brackets of all values are counted, including those in texts.
+    Counts the separators and brackets of all values, including those within strings.
     """
     return sum(text.count(mark) for mark in ",[{") > CONFIG_LIMIT_VALUES
 
 
 def _read_files_beside(folder: Path) -> Config:
-    """Return the fields that other files in the model's folder add; files may be missing."""
+    """Return the fields added by other files in the model's folder, which may be missing."""
     fields: dict[str, Any] = {
         "preprocessor": _read_small_json(folder / "preprocessor_config.json"),
         POOLING_FILE: (folder / POOLING_FILE).is_file(),
     }
     quantisation = _read_small_json(folder / "hf_quant_config.json").get("quantization")
     if isinstance(quantisation, dict):
-        # ModelOpt up to 0.29 writes this file. Later versions write the same into config.json,
+        # ModelOpt up to 0.29 writes this file. Later versions write the same content to config.json
         # under this name.
         fields["quantization_config"] = {"quant_method": "modelopt", **quantisation}
     return fields
 
 
 def _read_small_json(file: Path) -> Config:
-    """Return the JSON object in a file beside config.json, as `_read_json` does.
+    """Return the JSON object in a file next to config.json, as `_read_json` does.
 
-    A file is not parsed if it is larger than a config.json may be.
+    A file that exceeds the limits for a config.json is not parsed.
     """
     try:
         text = read_file(file, CONFIG_LIMIT_BYTES).decode()
@@ -624,8 +627,8 @@ def _read_small_json(file: Path) -> Config:
 def _read_json(file: Path) -> Config:
     """Return the JSON object in a file.
 
-    Returns an empty one if the file is missing, cannot be read or has no JSON object. A file above
-    the limit is cut off, and so it is not valid JSON.
+    Returns an empty object if the file is missing, cannot be read or does not contain a JSON
+    object. A file above the limit is truncated and therefore not valid JSON.
     """
     try:
         content = read_file(file, INDEX_LIMIT_BYTES)
@@ -635,7 +638,7 @@ def _read_json(file: Path) -> Config:
 
 
 def _parse_object(text: str | bytes) -> Config:
-    """Return the JSON object in a text; an empty one for any other text."""
+    """Return the JSON object in a text; an empty object for any other text."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -644,16 +647,16 @@ def _parse_object(text: str | bytes) -> Config:
 
 
 def count_checkpoint_bytes(folder: Path) -> int | None:
-    """Return the bytes of the weights in a folder; None if neither index nor files show them.
+    """Return the size of the weights in a folder; None if neither the index nor the files show it.
 
-    The index has them (`metadata.total_size`) even if the files themselves are missing. Otherwise
-    the result is the sizes of the files, including their headers of a few kB.
+    The index contains the size (`metadata.total_size`) even if the files themselves are missing.
+    Otherwise, the result is the total size of the files, including headers of a few kB.
     """
     metadata = _read_json(folder / "model.safetensors.index.json").get("metadata")
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total_bytes, int | float) and 0 < total_bytes < CHECKPOINT_LIMIT_BYTES:
         return int(total_bytes)
-    # Other files, such as consolidated ones, would count the weights twice.
+    # Including other files, such as consolidated ones, would count the weights twice.
     files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
     try:
         return sum(file.stat().st_size for file in files) or None

@@ -1,4 +1,4 @@
-"""Count the parameters of a model's layers, by kind, from its configuration."""
+"""Count the parameters of a model's layers by kind, based on its configuration."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
@@ -55,20 +55,22 @@ NOT_GATED: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Model types with an MLP of two matrices instead of three."""
+"""Model types whose MLP has two matrices instead of three."""
 
 UNGIVEN_WIDTH_RATIO: Final = 4
-"""The MLP width of these models, in hidden sizes, if the configuration has none."""
+"""The MLP width of these models, as a multiple of the hidden size, if the configuration does not
+give it.
+"""
 
 LEARNED_POSITIONS: Final = frozenset(
     {"gpt2", "gpt_bigcode", "opt", "bert", "roberta", "xlm-roberta"}
 )
-"""Model types that have a learned vector for each position instead of rotary embeddings."""
+"""Model types that have a learned vector per position instead of rotary embeddings."""
 
 COUNTED_STATES: Final = frozenset(
     {"linear_num_value_heads", "linear_attn_config", "mamba_dt_rank", *MAMBA_2_HEADS}
 )
-"""Fields of models with a kind of state for which the projections can be counted here."""
+"""Fields that identify models whose state projections can be counted here."""
 
 UNCOUNTED_FIELDS: Final = (
     "ffn_config",
@@ -76,14 +78,14 @@ UNCOUNTED_FIELDS: Final = (
     "use_double_wide_mlp",
     "zero_expert_num",
 )
-"""Fields of models with differences between layers that are not counted here."""
+"""Fields that identify models with differences between layers that are not counted here."""
 
 EXPERTS: Final = ".experts."
-"""A part of the name of every matrix of experts; only some tokens pass through these matrices."""
+"""A substring of the names of all expert matrices, through which only some tokens pass."""
 
 ROW_PARALLEL: Final = ("o_proj", "down_proj", "out_proj")
-"""Suffixes of the names of matrices whose inputs tensor parallelism divides. Tensor parallelism
-divides the outputs of all other matrices.
+"""Name suffixes of the matrices whose inputs are divided by tensor parallelism. For all other
+matrices, the outputs are divided.
 """
 
 
@@ -93,24 +95,25 @@ class Matrix(Struct, frozen=True, kw_only=True):
     name: str
     inputs: int
     outputs: int
-    # The number of equal matrices with this name, such as those of a layer's experts.
+    # The number of identical matrices with this name, such as those of a layer's experts.
     copies: int = 1
-    # Whether no method quantises the matrix and no adapter changes it: embeddings, routers, states.
+    # Whether the matrix is exempt from quantisation and adapters, as embeddings, routers and states
+    # are.
     is_exempt: bool = False
 
     @property
     def parameters(self) -> int:
-        """Return how many parameters all copies have."""
+        """Return the number of parameters in all copies together."""
         return self.inputs * self.outputs * self.copies
 
 
 def list_matrices(
     config: Config, kinds: Sequence[str], full_heads: KvHeads, windowed_heads: KvHeads
 ) -> tuple[Matrix, ...] | None:
-    """Return all matrices of layers of these kinds, without the embeddings of tokens.
+    """Return all matrices of layers of these kinds, excluding the token embeddings.
 
-    Returns None if a size is not given, or if the model's layers are not understood here. Raises
-    ValueError for a size that is needed then.
+    Returns None if a size is not given, or if the model's layers are not understood. Raises
+    ValueError if a size that other fields require is missing.
     """
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     attention_heads = read_integer(config, *ATTENTION_HEADS)
@@ -131,7 +134,7 @@ def list_matrices(
     ]
     index = read_sparse_index(config, len(kinds))
     is_compressed = has_compressed_cache(config)
-    # The last layers may use keys and values of earlier ones (Gemma 3n).
+    # The last layers may use keys and values from earlier ones (Gemma 3n).
     first_sharing_layer = len(kinds) - (read_integer(config, *KV_SHARING_LAYERS) or 0)
     for layer, kind in enumerate(kinds):
         layer_name = f"layers.{layer}."
@@ -158,14 +161,14 @@ def list_matrices(
 
 
 def _list_positions(config: Config, hidden_size: int) -> Iterator[Matrix]:
-    """Yield the learned vectors of positions, if a model has such vectors."""
+    """Yield the learned position vectors, if the model has any."""
     if str(config.get("model_type")) in LEARNED_POSITIONS:
         positions = read_integer(config, *MODEL_LENGTH) or 0
         yield Matrix(name="positions", inputs=positions, outputs=hidden_size, is_exempt=True)
 
 
 def _list_layer_mlp(config: Config, layer: int, kind: str, hidden_size: int) -> Iterator[Matrix]:
-    """Yield the matrices of a layer's experts or dense MLP; nothing for a layer without either."""
+    """Yield the matrices of a layer's experts or dense MLP; nothing if it has neither."""
     if not _has_mlp(config, kind):
         return
     name = f"layers.{layer}.mlp."
@@ -178,7 +181,7 @@ def _list_layer_mlp(config: Config, layer: int, kind: str, hidden_size: int) -> 
 def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterator[Matrix]:
     """Yield the matrices that only Gemma 3n has; nothing for other models.
 
-    The matrices are an embedding for each token and layer, and the alternating updates (vLLM 0.32,
+    The matrices are an embedding per token and layer, and the alternating updates (vLLM 0.32,
     models/gemma3n.py).
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input")
@@ -188,7 +191,7 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
             name="per_layer_embeddings",
             inputs=vocabulary,
             outputs=layer_count * embedding_width,
-            # The embedding is looked up and not multiplied, so no method quantises it.
+            # The embedding is looked up rather than multiplied, so it is never quantised.
             is_exempt=True,
         )
         yield Matrix(
@@ -216,9 +219,9 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
 
 
 def count_side_values(config: Config, layer_count: int) -> int:
-    """Return how many values a token has beside its hidden state (Gemma 3n, DeepSeek V4).
+    """Return the number of values per token besides its hidden state (Gemma 3n, DeepSeek V4).
 
-    They are its embedding for each layer, and its additional streams before and after a layer.
+    These are the embedding for each layer, and the additional streams before and after a layer.
     Returns 0 for other models. Raises ValueError for a value that is not a size.
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input") or 0
@@ -227,13 +230,13 @@ def count_side_values(config: Config, layer_count: int) -> int:
     return layer_count * embedding_width + 2 * (streams - 1) * hidden_size
 
 
-# The mixer of a layer: attention, latent attention, or a state.
+# A layer's mixer: attention, latent attention, or a state.
 
 
 def _list_attention(
     config: Config, name: str, hidden_size: int, attention_heads: int, kv_heads: KvHeads
 ) -> list[Matrix]:
-    """Return the projections of an attention layer; latent attention has different ones."""
+    """Return the projections of an attention layer, including latent attention."""
     latent_width = read_integer(config, "kv_lora_rank")
     if latent_width is not None:
         return list(
@@ -255,9 +258,9 @@ def _list_attention(
 
 
 def _drop_keys_and_values(attention: Sequence[Matrix]) -> list[Matrix]:
-    """Return a layer's projections without those for keys and values.
+    """Return a layer's projections except those for keys and values.
 
-    The layer reads the KV cache of an earlier layer (Gemma 3n).
+    Such a layer reads the KV cache of an earlier layer (Gemma 3n).
     """
     return [matrix for matrix in attention if not matrix.name.endswith(("k_proj", "v_proj"))]
 
@@ -276,7 +279,7 @@ def _list_latent_attention(
     else:
         yield Matrix(name=f"{name}q_a_proj", inputs=hidden_size, outputs=query_latent_width)
         yield Matrix(name=f"{name}q_b_proj", inputs=query_latent_width, outputs=query_width)
-    # The latent for the keys and values of all heads, and the part with positions.
+    # The latent for all heads' keys and values, and the rotary part.
     yield Matrix(
         name=f"{name}kv_a_proj_with_mqa", inputs=hidden_size, outputs=latent_width + rotary_size
     )
@@ -295,7 +298,7 @@ def _list_compressed_attention(
 ) -> Iterator[Matrix]:
     """Yield the projections of DeepSeek V4's attention (vLLM 0.33, models/deepseek_v4).
 
-    Layers that compress have a compressor; with the fine ratio they also have an index with a
+    Compressing layers have a compressor; those with the fine ratio also have an index with its own
     compressor.
     """
     heads = require_integer(config, *ATTENTION_HEADS)
@@ -310,8 +313,7 @@ def _list_compressed_attention(
     ratio = config["compress_ratios"][layer]
     if ratio <= 1:
         return
-    # A compressor has keys and gates; with the fine ratio, it has those of two neighbouring
-    # latents.
+    # A compressor has keys and gates; with the fine ratio, those of two neighbouring latents.
     overlaps = 2 if ratio == FINE_RATIO else 1
     yield Matrix(
         name=f"{name}compressor",
@@ -335,7 +337,7 @@ def _list_compressed_attention(
 def _list_index(
     config: Config, name: str, hidden_size: int, index: SparseIndex
 ) -> Iterator[Matrix]:
-    """Yield the projections of the index of sparse attention (vLLM 0.33, models/deepseek_v32)."""
+    """Yield the projections of a sparse attention index (vLLM 0.33, models/deepseek_v32)."""
     query_inputs = read_integer(config, "q_lora_rank") or hidden_size
     yield Matrix(
         name=f"{name}indexer.wq_b", inputs=query_inputs, outputs=index.heads * index.head_size
@@ -352,7 +354,7 @@ def _list_index(
 
 def _list_state(config: Config, name: str, hidden_size: int, state: StateSizes) -> Iterator[Matrix]:
     """Yield the matrices of a layer that keeps a state."""
-    # Mamba-1 has no heads, so its matrices come in addition.
+    # Mamba-1, which has no heads, has additional matrices.
     if state.head_values == 0:
         yield from _list_mamba_1(config, name, state)
     if "linear_attn_config" in config:
@@ -367,7 +369,7 @@ def _list_state(config: Config, name: str, hidden_size: int, state: StateSizes) 
 
 
 def _list_mamba_1(config: Config, name: str, state: StateSizes) -> Iterator[Matrix]:
-    """Yield the matrices of Mamba-1 besides its input and output (transformers, jamba)."""
+    """Yield the matrices of Mamba-1 other than its input and output (transformers, jamba)."""
     rank = require_integer(config, "mamba_dt_rank")
     state_size = state.state_values // state.output_values
     yield Matrix(name=f"{name}x_proj", inputs=state.output_values, outputs=rank + 2 * state_size)
@@ -377,7 +379,7 @@ def _list_mamba_1(config: Config, name: str, state: StateSizes) -> Iterator[Matr
     )
 
 
-# The MLP of a layer: dense, or a mixture of experts.
+# A layer's MLP: dense, or a mixture of experts.
 
 
 def _has_mlp(config: Config, kind: str) -> bool:
@@ -387,16 +389,16 @@ def _has_mlp(config: Config, kind: str) -> bool:
     if config.get("model_type") == "nemotron_h":
         # The configuration lists this model's MLPs as layers.
         return False
-    # Falcon-H1 counts attention and the state as two layers, with one MLP for both.
+    # Falcon-H1's attention and state count as two layers that share one MLP.
     return not (kind in STATEFUL_KINDS and config.get("model_type") == "falcon_h1")
 
 
 def _list_dense_mlp(config: Config, name: str, hidden_size: int, layer: int) -> Iterator[Matrix]:
-    """Return the matrices of the MLP of a layer without experts.
+    """Yield the matrices of the MLP in a layer without experts.
 
-    Raises ValueError for a layer of Nemotron-NAS with an unusual MLP.
+    Raises ValueError for a Nemotron-NAS layer with an unsupported MLP.
     """
-    # Llama 4 and MiniMax M3 have a separate width for layers without experts.
+    # Llama 4 and MiniMax M3 give a separate width for layers without experts.
     width = read_integer(config, "intermediate_size_mlp", "dense_intermediate_size")
     blocks = config.get("block_configs")
     if isinstance(blocks, list):
@@ -407,15 +409,15 @@ def _list_dense_mlp(config: Config, name: str, hidden_size: int, layer: int) -> 
 
 
 NAS_WIDTH_STEP: Final = 256
-"""The MLP width of Nemotron-NAS is a multiple of this (vLLM 0.33, models/nemotron_nas.py,
+"""Nemotron-NAS's MLP widths are multiples of this (vLLM 0.33, models/nemotron_nas.py,
 `_find_multiple`).
 """
 
 
 def _read_nas_width(block: Config, hidden_size: int) -> int:
-    """Return the MLP width of a layer of Nemotron-NAS; 0 without an MLP.
+    """Return the MLP width of a Nemotron-NAS layer; 0 if it has no MLP.
 
-    Raises ValueError for a layer that is not counted.
+    Raises ValueError for a layer that cannot be counted.
     """
     mlp = read_mapping(block, "ffn")
     factor = mlp.get("ffn_mult")
@@ -434,7 +436,7 @@ def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matri
     count = read_integer(config, *EXPERT_COUNT) or 0
     experts_name = f"{name}experts."
     if config.get("enable_moe_block"):
-        # Gemma 4 has a dense MLP beside the experts.
+        # Gemma 4 has a dense MLP next to the experts.
         yield from _list_mlp(config, name, hidden_size, read_mlp_width(config) or 0)
         experts_name = f"{name.removesuffix('mlp.')}experts."
     yield Matrix(name=f"{name}gate", inputs=hidden_size, outputs=count, is_exempt=True)
@@ -443,7 +445,7 @@ def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matri
     if expert_inputs is None:
         expert_inputs = hidden_size
     else:
-        # The experts work on a narrower vector: one projection leads to it, and one back.
+        # The experts work on a narrower vector, with one projection leading to it and one back.
         yield Matrix(name=f"{name}fc1_latent_proj", inputs=hidden_size, outputs=expert_inputs)
         yield Matrix(name=f"{name}fc2_latent_proj", inputs=expert_inputs, outputs=hidden_size)
     yield from _list_mlp(config, experts_name, expert_inputs, expert_width, copies=count)
@@ -463,13 +465,13 @@ def _list_mlp(
 
 
 def read_mlp_width(config: Config) -> int | None:
-    """Return the width of a dense MLP; None if it is not given and has no default.
+    """Return the width of a dense MLP; None if it is neither given nor has a default.
 
     Raises ValueError for a value that is not a size.
     """
     model_type = config.get("model_type")
     width = read_integer(config, *MLP_WIDTH)
-    # Granite without experts has its MLP under the shared expert's name.
+    # Granite models without experts list their MLP under the shared expert's name.
     if model_type == "granitemoehybrid" and not read_integer(config, *EXPERT_COUNT):
         width = read_integer(config, "shared_intermediate_size")
     if width is None and str(model_type) in NOT_GATED:
@@ -480,7 +482,7 @@ def read_mlp_width(config: Config) -> int | None:
 
 
 def read_expert_width(config: Config) -> int:
-    """Return an expert's width: `moe_intermediate_size`, or else the MLP's; 0 without both.
+    """Return an expert's width: `moe_intermediate_size`, or else the MLP's; 0 if neither is given.
 
     Raises ValueError for a value that is not a size.
     """
@@ -488,12 +490,12 @@ def read_expert_width(config: Config) -> int:
 
 
 def read_shared_expert_width(config: Config) -> int:
-    """Return the width of all shared experts together; 0 for a model without any.
+    """Return the total width of all shared experts; 0 for a model without any.
 
     Raises ValueError for a value that is not a size.
     """
     if config.get("model_type") == "llama4_text":
-        # Llama 4 always has one shared expert, although its configuration does not show it.
+        # Llama 4 always has one shared expert, although its configuration does not mention it.
         return read_mlp_width(config) or 0
     count = (
         read_integer(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -502,7 +504,7 @@ def read_shared_expert_width(config: Config) -> int:
     width = read_integer(config, "moe_shared_expert_intermediate_size")
     if width is None:
         width = read_expert_width(config)
-    # Other configurations give the width of all shared experts together.
+    # Other configurations give the total width of all shared experts.
     total_width = (
         read_integer(config, "shared_expert_intermediate_size", "shared_intermediate_size") or 0
     )
@@ -512,7 +514,8 @@ def read_shared_expert_width(config: Config) -> int:
 class WidestMlp(Struct, frozen=True, kw_only=True):
     """The widest MLP that a token passes through."""
 
-    # The values of a token in the MLP, in all experts together that the token passes through.
+    # The number of values per token in the MLP, summed over the experts that the token passes
+    # through.
     width: int
     # 1 for a dense MLP.
     experts_per_token: int
@@ -521,8 +524,8 @@ class WidestMlp(Struct, frozen=True, kw_only=True):
 def read_widest_mlp(config: Config) -> WidestMlp | None:
     """Return the widest MLP that a token passes through; None if no size is given.
 
-    A token passes through the shared experts besides the chosen ones, so their widths add up.
-    Raises ValueError for a value that is not a size.
+    A token passes through the shared experts in addition to the chosen ones, so their widths add
+    up. Raises ValueError for a value that is not a size.
     """
     width = read_mlp_width(config)
     if not read_integer(config, *EXPERT_COUNT):
@@ -532,12 +535,12 @@ def read_widest_mlp(config: Config) -> WidestMlp | None:
     return WidestMlp(width=max(width or 0, expert_width), experts_per_token=chosen)
 
 
-# Which layers have experts: one function for each way in which configurations say it. Each function
-# returns None if the configuration uses another way.
+# Which layers have experts. Configurations express this in different ways, with one function for
+# each. A function returns None if the configuration uses a different way.
 
 
 def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
-    """Return False for a layer in the list of layers without experts (Qwen), otherwise None."""
+    """Return False for a layer in the list of layers without experts (Qwen); otherwise None."""
     dense_layers = config.get("mlp_only_layers")
     if isinstance(dense_layers, list) and index in dense_layers:
         return False
@@ -545,7 +548,7 @@ def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
-    """Return whether a layer's kind is experts (in Nemotron-H, experts are separate layers).
+    """Return whether a layer consists of experts, which are separate layers in Nemotron-H.
 
     Returns None for other models.
     """
@@ -555,9 +558,9 @@ def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
 
 
 def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer has experts by the list of all layers' MLPs (Laguna, MiMo-V2).
+    """Return whether a layer has experts according to the list of MLPs (Laguna, MiMo-V2).
 
-    The list has names, or 0 and 1. Returns None without a list.
+    The list contains either names or 0 and 1. Returns None if there is no list.
     """
     mlp_kinds = config.get("mlp_layer_types") or config.get("moe_layer_freq")
     if isinstance(mlp_kinds, list) and index < len(mlp_kinds):
@@ -566,9 +569,9 @@ def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer is the one of every `period` layers that has experts (Jamba).
+    """Return whether a layer is the one in each `period` layers that has experts (Jamba).
 
-    Returns None without a period.
+    Returns None if no period is given.
     """
     period = read_integer(config, "expert_layer_period")
     if period is None:
@@ -578,9 +581,9 @@ def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_sparse_step(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer has experts: after the dense layers, every `step`-th layer has.
+    """Return whether a layer has experts: after the dense layers, every `step`-th layer does.
 
-    Never None: without these fields every layer has experts.
+    Never returns None: without these fields, every layer has experts.
     """
     dense_count = read_integer(config, "first_k_dense_replace", "moe_layer_start_index") or 0
     step = read_integer(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
@@ -594,8 +597,8 @@ EXPERT_LAYER_READERS: Final[tuple[Callable[[Config, int, str], bool | None], ...
     _read_expert_period,
     _read_sparse_step,
 )
-"""The functions in order of precedence: the first answer that is not None counts. The arguments of
-each function are the configuration, and the index and the kind of a layer.
+"""The functions in order of precedence: the first result that is not None is used. Each function
+takes the configuration, and the index and kind of a layer.
 """
 
 
@@ -611,31 +614,31 @@ def _has_experts(config: Config, index: int, kind: str) -> bool:
 
 
 class Adapter(Struct, frozen=True, kw_only=True):
-    """The number of values that a LoRA adapter of rank 1 adds."""
+    """The number of values in a LoRA adapter of rank 1."""
 
-    # Values that every GPU of a tensor-parallel group has in full.
+    # Values that every GPU of a tensor-parallel group holds in full.
     replicated_values: int
     # Values that tensor parallelism divides.
     divided_values: int
 
 
 class LayerParameters(Struct, frozen=True, kw_only=True):
-    """The number of parameters of all layers together, without embeddings, biases and norms."""
+    """The total number of parameters in all layers, excluding embeddings, biases and norms."""
 
     total: int
-    # The number of these parameters that the checkpoint's quantisation leaves out.
+    # The number of these parameters that are not quantised in the checkpoint.
     unquantised: int
-    # The number of these parameters in experts through which only some tokens pass.
+    # The number of these parameters that are in experts through which only some tokens pass.
     experts: int
-    # The average bytes of a quantised parameter; None if all are quantised in the same way.
+    # The average bytes per quantised parameter; None if all are quantised in the same way.
     mixed_bytes: float | None = None
     # The adapter for everything except these experts.
     adapter: Adapter
-    # For these experts.
+    # The adapter for these experts.
     expert_adapter: Adapter
 
     def scale(self, factor: float) -> Self:
-        """Return the parameters for `times` as many layers; adapters are unchanged."""
+        """Return the parameters for `factor` times as many layers; adapters are unchanged."""
         return replace(
             self,
             total=round(self.total * factor),
@@ -664,11 +667,11 @@ def count_layer_parameters(
             unquantised.append(matrix)
         elif matrix_bytes is not None:
             mixed_bytes += matrix.parameters * matrix_bytes
-        # A matrix that is in no group of the quantisation keeps the model's dtype.
+        # A matrix that does not belong to any quantisation group keeps the model's dtype.
         elif read_matrix_bytes is not None:
             unquantised.append(matrix)
     experts = [matrix for matrix in matrices if EXPERTS in matrix.name]
-    # Adapters are not applied to exempt matrices, and to experts only on demand.
+    # Adapters are never applied to exempt matrices, and only on demand to experts.
     adapted = [matrix for matrix in matrices if not (matrix.is_exempt or EXPERTS in matrix.name)]
     total = _sum_parameters(matrices)
     unquantised_total = _sum_parameters(unquantised)
@@ -687,15 +690,15 @@ def _sum_parameters(matrices: Sequence[Matrix]) -> int:
 
 
 def _count_adapter(matrices: Sequence[Matrix]) -> Adapter:
-    """Return how many values an adapter of rank 1 has for these matrices.
+    """Return the number of values in an adapter of rank 1 for these matrices.
 
-    The adapter has two vectors for each matrix: inputs x 1, and 1 x outputs. Tensor parallelism
-    divides one of the two.
+    The adapter has two vectors per matrix: inputs x 1 and 1 x outputs. Tensor parallelism divides
+    one of the two.
     """
     replicated_values = 0
     divided_values = 0
     for matrix in matrices:
-        # If a matrix is split by rows, each GPU needs the whole output side.
+        # If a matrix is split by rows, each GPU needs the full output side.
         if matrix.name.endswith(ROW_PARALLEL):
             replicated_values += matrix.copies * matrix.outputs
             divided_values += matrix.copies * matrix.inputs

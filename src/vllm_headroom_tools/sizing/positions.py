@@ -1,4 +1,4 @@
-"""The tables of rotary positions, which vLLM computes once and keeps beside the weights."""
+"""The rotary position tables, which vLLM computes once and keeps next to the weights."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -12,8 +12,8 @@ from vllm_headroom_tools.sizing.config_fields import (
 )
 
 VIDEO_FACTOR: Final = 4
-"""The number of positions in a table per position of the model's length, if the model reads videos
-(vLLM 0.33, layers/rotary_embedding/mrope.py).
+"""For models that read videos, the number of positions in a table as a multiple of the model's
+length (vLLM 0.33, layers/rotary_embedding/mrope.py).
 """
 
 OTHER_POSITIONS: Final = frozenset(
@@ -32,18 +32,18 @@ OTHER_POSITIONS: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Model types without rotary positions, or with small tables of them."""
+"""Model types without rotary positions, or with only small tables."""
 
 LENGTHENING_ROTARIES: Final = ("linear", "dynamic", "ntk")
-"""Kinds of rotary embedding with a table of `factor` times the model's length."""
+"""Kinds of rotary embedding whose table is `factor` times the model's length."""
 
 
 def count_position_values(config: Config, head_size: int, windowed_head_size: int) -> int:
-    """Return the values of the tables, which every GPU has in full and in the model's dtype.
+    """Return the number of table values, which every GPU holds in full in the model's dtype.
 
-    A table has a row of `rotary_dim` values for each position; layers with equal positions share
-    it. A model has two tables if its windowed layers have other positions. Returns 0 for a model
-    without rotary positions. Raises ValueError for a value that is not a size.
+    A table has a row of `rotary_dim` values per position and is shared by layers with the same
+    positions. A model has two tables if its windowed layers use different positions. Returns 0 for
+    a model without rotary positions. Raises ValueError for a value that is not a size.
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_parameters", "rope_scaling")
@@ -53,7 +53,7 @@ def count_position_values(config: Config, head_size: int, windowed_head_size: in
     if model_type is None and not (scaling or config.get("rope_theta")):
         return 0
     latent_size = read_integer(config, "qk_rope_head_dim")
-    # Newer configurations have the parameters for each kind of layer.
+    # Newer configurations give the parameters separately for each kind of layer.
     by_kind = [part for part in scaling.values() if isinstance(part, dict)]
     if by_kind:
         full = read_mapping(scaling, "full_attention")
@@ -70,7 +70,7 @@ def count_position_values(config: Config, head_size: int, windowed_head_size: in
 
 
 def _count_rows(scaling: Mapping[str, object], length: int) -> int:
-    """Return how many positions a table has."""
+    """Return the number of positions in a table."""
     if scaling.get("mrope_section"):
         return VIDEO_FACTOR * length
     kind = str(scaling.get("rope_type") or scaling.get("type"))
@@ -81,9 +81,9 @@ def _count_rows(scaling: Mapping[str, object], length: int) -> int:
 
 
 def _count_row_values(config: Config, scaling: Mapping[str, object], head_size: int) -> int:
-    """Return the values of a position: the part of a head that is rotated."""
+    """Return the number of values per position, which is the part of a head that is rotated."""
     share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    # Gemma 4's proportional positions fill the table for whole heads.
+    # With Gemma 4's proportional positions, the table covers whole heads.
     if scaling.get("rope_type") == "proportional" or not isinstance(share, int | float):
         return head_size
     return int(head_size * share) if 0 < share < 1 else head_size

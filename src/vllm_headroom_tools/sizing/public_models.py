@@ -1,4 +1,4 @@
-"""Public models by name: the fields of their configurations that decide the memory."""
+"""Public models by name, with the configuration fields that determine their memory."""
 
 import json
 from functools import cache
@@ -9,14 +9,15 @@ from vllm_headroom.inputs import describe_unknown
 from vllm_headroom_tools.sizing.config_fields import Config
 
 TABLE: Final = Path(__file__).with_name("public_models.json")
-"""A configuration for each model's name on the Hugging Face hub, reduced to the fields that are
-read here. `python -m tests.unit.sizing.reduce_models` wrote it from the public config.json files.
+"""A configuration for each model name on the Hugging Face Hub, reduced to the fields that are used
+here. The file is generated from the public config.json files by `python -m
+tests.unit.sizing.reduce_models`.
 """
 
 
 @cache
 def list_public_models() -> dict[str, Config]:
-    """Return the configurations by name; an alias has the configuration of its model."""
+    """Return the configurations by name; an alias maps to its model's configuration."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     models: dict[str, Config] = dict(table["models"])
     for alias, name in table["same"].items():
@@ -25,9 +26,9 @@ def list_public_models() -> dict[str, Config]:
 
 
 def find_public_model(name: str) -> Config | str:
-    """Return the configuration of the model with this name, or a sentence on why there is none.
+    """Return the configuration of the model with this name, or a sentence that says why not.
 
-    Case is ignored, and the owner may be omitted if the name is unique without it.
+    Case is ignored, and the owner may be omitted if the name is still unique.
     """
     models = list_public_models()
     wanted = name.strip("/").lower()
@@ -35,7 +36,7 @@ def find_public_model(name: str) -> Config | str:
         if known_name.lower() == wanted:
             return config
     same_ends = [known for known in models if known.lower().rpartition("/")[2] == wanted]
-    # People often omit the owner: "Llama-3.1-8B".
+    # The owner is often omitted, as in "Llama-3.1-8B".
     if len(same_ends) == 1:
         return models[same_ends[0]]
     problem = describe_unknown(name, models, "a model that is known here")

@@ -1,4 +1,4 @@
-"""The bytes of a model's parameters, from its configuration's dtype or quantisation."""
+"""The size of a model's parameters, derived from its configuration's dtype or quantisation."""
 
 import re
 from collections.abc import Callable
@@ -15,25 +15,26 @@ DTYPE_BYTES: Final = {
     "float8_e4m3fn": 1.0,
     "float8_e5m2": 1.0,
 }
-"""Bytes of a value, by torch's name of its dtype."""
+"""The bytes per value, by torch's name for the dtype."""
 
 UNNAMED_DTYPE_BYTES: Final = 4.0
-"""Bytes of a parameter in a checkpoint without a dtype: 32 bits, transformers' default."""
+"""The bytes per parameter in a checkpoint without a dtype: 32 bits, transformers' default."""
 
 UNKNOWN_DTYPE_BYTES: Final = 2.0
-"""Our choice: the bytes of a parameter with a dtype that is not in the table."""
+"""Our choice: the bytes per parameter if its dtype is not in the table."""
 
 BYTE_BITS: Final = 8
 
 GROUP_SCALE_BYTES: Final = 2.5
-"""The bytes that four-bit methods keep for each group of weights: a 16-bit scale and a 4-bit zero
-point (AutoGPTQ, AutoAWQ)."""
+"""The bytes that 4-bit methods keep per group of weights: a 16-bit scale and a 4-bit zero point
+(AutoGPTQ, AutoAWQ).
+"""
 
 ZERO_POINT_BYTES: Final = 0.5
-"""The part for the zero point, which symmetric quantisation does not have."""
+"""The zero point's part of GROUP_SCALE_BYTES, which symmetric quantisation does not need."""
 
 USUAL_GROUP_WEIGHTS: Final = 128
-"""Our choice: the number of weights in a group if the configuration does not give it."""
+"""Our choice: the number of weights per group if the configuration does not give it."""
 
 GROUP_OVERHEAD_BYTES: Final = GROUP_SCALE_BYTES / USUAL_GROUP_WEIGHTS
 
@@ -42,16 +43,16 @@ FOUR_BIT_BYTES: Final = 0.5 + GROUP_OVERHEAD_BYTES
 MXFP4_GROUP_WEIGHTS: Final = 32
 
 MXFP4_BYTES: Final = 0.5 + 1 / MXFP4_GROUP_WEIGHTS
-"""4 bits, and an 8-bit scale for each 32 weights (OCP Microscaling Formats)."""
+"""4 bits, plus an 8-bit scale per 32 weights (OCP Microscaling Formats)."""
 
 MXFP8_BYTES: Final = 1.0 + 1 / 32
-"""8 bits, and an 8-bit scale for each 32 weights (OCP Microscaling Formats)."""
+"""8 bits, plus an 8-bit scale per 32 weights (OCP Microscaling Formats)."""
 
 NVFP4_BYTES: Final = 0.5 + 1 / 16
-"""4 bits, and an 8-bit scale for each 16 weights."""
+"""4 bits, plus an 8-bit scale per 16 weights."""
 
 BITSANDBYTES_BYTES: Final = 0.5 + 4 / 64
-"""4 bits, and a 32-bit scale for each 64 weights."""
+"""4 bits, plus a 32-bit scale per 64 weights."""
 
 QUANTISED_BYTES: Final = {
     "fp8": 1.0,
@@ -74,7 +75,7 @@ QUANTISED_BYTES: Final = {
     "mxfp8": MXFP8_BYTES,
     "nvfp4_per_token": NVFP4_BYTES,
 }
-"""Bytes of a parameter of the linear layers, by vLLM's name of the method."""
+"""The bytes per parameter of the linear layers, by vLLM's name for the method."""
 
 CHECKPOINT_METHODS: Final = (
     "auto_awq",
@@ -92,8 +93,8 @@ CHECKPOINT_METHODS: Final = (
     "quark",
     "torchao",
 )
-"""vLLM's other methods (0.19 to 0.33, layers/quantization/__init__.py). The checkpoint's
-configuration shows what these methods quantise, and to how many bits.
+"""vLLM's other methods (0.19 to 0.33, layers/quantization/__init__.py). For these, the checkpoint's
+configuration says what is quantised, and to how many bits.
 """
 
 MODELOPT_METHODS: Final = {
@@ -104,11 +105,11 @@ MODELOPT_METHODS: Final = {
     "W4A16_NVFP4": "modelopt_fp4",
     "MXFP8": "modelopt_mxfp8",
 }
-"""The method of each of ModelOpt's algorithms that vLLM 0.32 serves
-(layers/quantization/modelopt.py)."""
+"""The method for each ModelOpt algorithm that vLLM 0.32 supports (layers/quantization/modelopt.py).
+"""
 
 NUMBER_LIMIT: Final = 2**16
-"""Our choice: a larger number of bits, or of weights in a group, is taken for a mistake."""
+"""Our choice: a larger number of bits, or of weights per group, is considered a mistake."""
 
 UNQUANTISED_FIELDS: Final = (
     # fp8, AWQ and MXFP4.
@@ -120,17 +121,17 @@ UNQUANTISED_FIELDS: Final = (
     # ModelOpt.
     "exclude_modules",
 )
-"""The fields that list the modules which are not quantised; the comments name the methods."""
+"""The fields that list modules that are not quantised; the comments name the methods."""
 
 KV_SCHEME_BYTES: Final = {"fp8": 1.0, "nvfp4": 9 / 16}
-"""The bytes of a value in the KV cache, by the scheme for which the checkpoint has scales."""
+"""The bytes per value in the KV cache, by the scheme for which the checkpoint has scales."""
 
 
 def is_same_method(name: str, quantisation: str | None) -> bool:
-    """Return whether a method, by vLLM's name, is the one that a checkpoint has.
+    """Return whether a method, given by its name in vLLM, is the one used by a checkpoint.
 
-    For example, awq_marlin is the method of a checkpoint with AWQ. `quantisation` is None if the
-    checkpoint has none.
+    For example, awq_marlin matches a checkpoint quantised with AWQ. `quantisation` is None if the
+    checkpoint is not quantised.
     """
     if quantisation is None:
         return False
@@ -139,21 +140,21 @@ def is_same_method(name: str, quantisation: str | None) -> bool:
 
 
 def read_stored_bytes(config: Config) -> float:
-    """Return the bytes of a parameter in the checkpoint, by its dtype."""
+    """Return the bytes per parameter in the checkpoint, according to its dtype."""
     dtype = config.get("dtype") or config.get("torch_dtype")
     if isinstance(dtype, dict):
-        # Each part of the model may have a dtype, and the first one counts.
+        # Each part of the model may have its own dtype; use the first one.
         dtype = next(iter(dtype.values()), None)
     if dtype is None:
         return UNNAMED_DTYPE_BYTES
-    # Some files have torch's full name, "torch.bfloat16".
+    # Some files use torch's full name, such as "torch.bfloat16".
     return DTYPE_BYTES.get(str(dtype).rsplit(".", 1)[-1], UNKNOWN_DTYPE_BYTES)
 
 
 def read_quantisation(config: Config) -> Config:
     """Return the part of the configuration that describes the quantisation.
 
-    Returns an empty result for a model that is not quantised.
+    Returns an empty mapping if the model is not quantised.
     """
     return read_mapping(config, "quantization_config", "compression_config")
 
@@ -161,31 +162,32 @@ def read_quantisation(config: Config) -> Config:
 def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
     """Return the bytes per parameter of the linear layers, and the name of the quantisation.
 
-    The bytes are None if the method is unknown. The name is None without quantisation, and the
-    bytes are then those of the dtype.
+    The bytes are None if the method is unknown. Without quantisation, the name is None and the
+    bytes are those of the dtype.
     """
     quantisation = read_quantisation(config)
     if not quantisation:
         return dtype_bytes, None
     algorithm = str(quantisation.get("quant_algo") or "").upper()
     if algorithm == "MIXED_PRECISION":
-        # Matrices are quantised differently: `match_matrix_bytes` has the bytes of each.
+        # Matrices are quantised in different ways; `match_matrix_bytes` provides the bytes for
+        # each.
         return None, "modelopt mixed precision"
     method = str(quantisation.get("quant_method") or "unknown").replace("-", "_")
     if method == "modelopt" and algorithm:
         method = MODELOPT_METHODS.get(algorithm, f"modelopt {algorithm}")
-    # Some methods have their size in a switch instead of `bits`.
+    # Some methods give their size in a switch instead of in `bits`.
     if method == "bitsandbytes" and quantisation.get("load_in_8bit"):
         return 1.0, "bitsandbytes 8-bit"
     scheme = _read_weight_scheme(quantisation)
     bits = _pick_number(quantisation.get("bits"), quantisation.get("w_bit"), scheme.get("num_bits"))
-    # Without bits, the method's usual size counts.
+    # If the bits are not given, use the method's usual size.
     if bits is None:
         return QUANTISED_BYTES.get(method), method
     name = f"{method} {bits}-bit"
     if bits >= BYTE_BITS:
         return bits / BYTE_BITS, name
-    # 4-bit floats exist in two formats, which differ in the size of their groups of scales.
+    # There are two 4-bit float formats, which differ in the number of weights per scale.
     if scheme.get("type") == "float":
         is_mxfp4 = scheme.get("group_size") == MXFP4_GROUP_WEIGHTS
         return MXFP4_BYTES if is_mxfp4 else NVFP4_BYTES, name
@@ -193,9 +195,9 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
 
 
 def _read_weight_scheme(quantisation: Config) -> Config:
-    """Return how the weights of the first group of modules are quantised.
+    """Return the scheme by which the weights of the first group of modules are quantised.
 
-    compressed-tensors and ModelOpt write such groups; empty without them.
+    compressed-tensors and ModelOpt write such groups. Returns an empty mapping without them.
     """
     groups = quantisation.get("config_groups")
     if not isinstance(groups, dict):
@@ -205,7 +207,7 @@ def _read_weight_scheme(quantisation: Config) -> Config:
 
 
 def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
-    """Return the bytes of a group's scale and zero point, per weight of the group."""
+    """Return the bytes of a group's scale and zero point, per weight in the group."""
     group_weights = _pick_number(quantisation.get("group_size"), scheme.get("group_size"))
     if group_weights is None:
         return GROUP_OVERHEAD_BYTES
@@ -216,7 +218,7 @@ def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
 
 
 def _pick_number(*values: object) -> int | None:
-    """Return the first value that may be a number of bits or weights; None without such a value."""
+    """Return the first value that can be a number of bits or weights; None if there is none."""
     for value in values:
         if isinstance(value, int) and 1 <= value <= NUMBER_LIMIT:
             return value
@@ -224,12 +226,11 @@ def _pick_number(*values: object) -> int | None:
 
 
 def match_unquantised(config: Config) -> Callable[[str], bool]:
-    """Return a function that decides, by a module's name, whether the quantisation leaves it out.
+    """Return a function that decides from a module's name whether it is left unquantised.
 
-    The argument of that function is a name such as "layers.3.mlp.down_proj". Checkpoints list such
-    names, or names of modules that contain these modules. A name is written in full, with
-    wildcards, or as a regular expression after "re:". A name in the checkpoint may begin with the
-    part of the model that has the layers.
+    The function takes a name such as "layers.3.mlp.down_proj". Checkpoints list such names, or the
+    names of enclosing modules, in full, with wildcards, or as a regular expression after "re:". A
+    name in the checkpoint may begin with the part of the model that contains the layers.
     """
     quantisation = read_quantisation(config)
     patterns = []
@@ -237,7 +238,7 @@ def match_unquantised(config: Config) -> Callable[[str], bool]:
         pattern = _compile_module_pattern(name)
         if pattern is not None:
             patterns.append(pattern)
-    # MXFP4 quantises experts only (vLLM 0.32, quantization/mxfp4.py).
+    # MXFP4 only quantises experts (vLLM 0.32, quantization/mxfp4.py).
     quantises_only_experts = quantisation.get("quant_method") == "mxfp4"
 
     def is_unquantised(module: str) -> bool:
@@ -254,12 +255,12 @@ ATTENTION_PARTS: Final = ("attn", "mixer.q_", "mixer.k_", "mixer.v_", "mixer.o_"
 
 
 def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
-    """Return a function that returns the bytes per parameter of a matrix, by the matrix's name.
+    """Return a function that returns a matrix's bytes per parameter from its name.
 
-    That function returns None for a matrix that is not quantised. The result is None, and not a
-    function, if all quantised matrices of a model have the same method. ModelOpt lists the method
-    of each module in `quantized_layers`. The names there are those of the checkpoint, so only the
-    layer and the part are compared. DeepSeek V4 has experts of 4 bits in a checkpoint of 8 bits.
+    That function returns None for a matrix that is not quantised. If all quantised matrices of a
+    model use the same method, None is returned instead of a function. ModelOpt lists the method of
+    each module in `quantized_layers`. This list uses the checkpoint's names, so only the layer and
+    the part are compared. DeepSeek V4 has 4-bit experts in an 8-bit checkpoint.
     """
     quantisation = read_quantisation(config)
     listed = quantisation.get("quantized_layers")
@@ -271,7 +272,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         for name, scheme in listed.items():
             algorithm = str(scheme.get("quant_algo") if isinstance(scheme, dict) else scheme)
             method = MODELOPT_METHODS.get(algorithm.upper())
-            # If a method is not known here, the part keeps the usual width.
+            # If a method is unknown, the part keeps its usual width.
             part = _find_part(str(name))
             if method is not None and part is not None:
                 bytes_by_part[part] = QUANTISED_BYTES[method]
@@ -279,11 +280,11 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         return None
 
     def read_matrix_bytes(name: str) -> float | None:
-        """Return the bytes per weight of a matrix; None if the format is not known."""
+        """Return a matrix's bytes per weight; None if the format is unknown."""
         part = _find_part(name)
         if part is not None and part in bytes_by_part:
             return bytes_by_part[part]
-        # Without a list, only the experts of the model have 4 bits.
+        # Without a list, only the model's experts use 4 bits.
         if part is not None and part[1] == "experts" and not bytes_by_part:
             return MXFP4_BYTES
         return other_bytes
@@ -292,7 +293,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
 
 
 def read_head_bytes(config: Config) -> float | None:
-    """Return the bytes of a parameter of the output matrix if it is quantised; otherwise None."""
+    """Return the bytes per parameter of the output matrix if it is quantised; otherwise None."""
     listed = read_quantisation(config).get("quantized_layers")
     scheme = listed.get("lm_head") if isinstance(listed, dict) else None
     if not isinstance(scheme, dict):
@@ -302,7 +303,7 @@ def read_head_bytes(config: Config) -> float | None:
 
 
 def _find_part(name: str) -> tuple[str, str] | None:
-    """Return the layer and the part of a module by its name; None for one outside the layers."""
+    """Return a module's layer and part, based on its name; None for a module outside the layers."""
     match = MODULE_LAYER.search(name)
     if match is None:
         return None
@@ -321,7 +322,7 @@ def _find_part(name: str) -> tuple[str, str] | None:
 
 
 def _list_unquantised_names(quantisation: Config) -> list[str]:
-    """Return the names in the first field that lists modules; empty if no field does."""
+    """Return the names in the first field that lists modules; empty if there is no such field."""
     for field in UNQUANTISED_FIELDS:
         names = quantisation.get(field)
         if isinstance(names, list):
@@ -330,9 +331,9 @@ def _list_unquantised_names(quantisation: Config) -> list[str]:
 
 
 def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
-    """Return a pattern that finds modules with this name; None if the expression is invalid."""
+    """Return a pattern that matches modules with this name; None if the expression is invalid."""
     if name.startswith("re:"):
-        # Our names begin at the layers, without the part of the model, so "^" would not match.
+        # Our names start at the layers, without the part of the model, so "^" would not match.
         expression = name.removeprefix("re:").removeprefix("^")
         try:
             return re.compile(expression)
@@ -344,11 +345,11 @@ def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
 
 
 def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
-    """Return the bytes of a value in the KV cache with `--kv-cache-dtype auto`.
+    """Return the bytes per value in the KV cache with `--kv-cache-dtype auto`.
 
-    These are the bytes of the model's dtype, or of FP8 or NVFP4 if the checkpoint has scales for
-    one of the two. Checkpoints of llm-compressor name the format in `kv_cache_scheme`; checkpoints
-    of ModelOpt may also name it in `kv_cache_quant_algo` (vLLM 0.32,
+    These are the bytes of the model's dtype, or those of FP8 or NVFP4 if the checkpoint has scales
+    for that format. llm-compressor checkpoints name the format in `kv_cache_scheme`; ModelOpt
+    checkpoints may also name it in `kv_cache_quant_algo` (vLLM 0.32,
     model_executor/layers/attention/attention.py and utils/torch_utils.py,
     `get_kv_cache_quant_algo_string`).
     """

@@ -1,4 +1,4 @@
-"""The question of `plan`: a model, and vLLM's settings."""
+"""The question that `plan` answers: a model and vLLM's settings."""
 
 from math import ceil
 from typing import Final
@@ -19,23 +19,23 @@ from vllm_headroom_tools.sizing.measured import MeasuredStart
 from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release
 
 DEFAULT_UTILIZATION: Final = NEWEST_RELEASE.utilization
-"""The `gpu_memory_utilization` of the newest vLLM."""
+"""The default `gpu_memory_utilization` of the newest vLLM release."""
 
 SAFE_UTILIZATION: Final = 0.95
-"""The highest value that vLLM's author calls safe (vllm-project/vllm#1298)."""
+"""The highest value that vLLM's author considers safe (vllm-project/vllm#1298)."""
 
 DEFAULT_LORA_RANK: Final = 16
-"""vLLM's `max_lora_rank` (config/lora.py)."""
+"""vLLM's default `max_lora_rank` (config/lora.py)."""
 
 DEFAULT_BLOCK_TOKENS: Final = 16
 """vLLM's `DEFAULT_BLOCK_SIZE` on NVIDIA GPUs (config/cache.py)."""
 
 TYPICAL_TOKENS: Final = 2048
-"""Our choice: the length of a usual request; the report shows how many of them fit at once."""
+"""Our choice: the length of a typical request; the report shows how many of these fit at once."""
 
 
 class CardDefaults(Struct, frozen=True):
-    """The defaults of vLLM's server on cards of at least a certain size."""
+    """The defaults of vLLM's server for cards of at least a certain size."""
 
     # The size of the smallest card with these defaults.
     card_bytes: int
@@ -48,21 +48,21 @@ LARGE_CARD: Final = CardDefaults(70 * GIB, 1024, 8192)
 LARGEST_CARD: Final = CardDefaults(160 * GIB, 1024, 16384)
 
 CARD_DEFAULTS: Final = (LARGEST_CARD, LARGE_CARD, SMALL_CARD)
-"""The rows by size, the largest first. A card has the defaults of the first row whose size is at
-most the card's.
+"""The rows by size, largest first. A card uses the defaults of the first row whose size does not
+exceed the card's.
 
-Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. In that source, an A100 of 80 GiB counts as
-a small card.
+Source: engine/arg_utils.py, `get_batch_defaults`, 0.32, where an A100 with 80 GiB counts as a small
+card.
 """
 
 
 class Question(Struct, frozen=True, kw_only=True):
-    """A model, and vLLM's settings by vLLM's names; a setting is None if it is unknown."""
+    """A model and vLLM's settings, under their names in vLLM; unknown settings are None."""
 
     shape: ModelShape
     release: Release = NEWEST_RELEASE
-    # The bytes of the whole model's weights as they are served, and its number of parameters; a
-    # figure that is None is counted from the configuration.
+    # The size of the whole model's weights as served, in bytes, and its number of parameters; a
+    # figure that is None is derived from the configuration.
     checkpoint_bytes: int | None = None
     parameters: int | None = None
     kv_cache_dtype: str = "auto"
@@ -70,20 +70,19 @@ class Question(Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
-    # The part of each GPU's weights that is in host memory.
+    # The part of each GPU's weights that is kept in host memory.
     cpu_offload_bytes: float = 0
-    # The tier of each engine's KV cache that is in host memory.
+    # The size of each engine's KV cache tier in host memory.
     kv_offloading_bytes: float = 0
-    # The size of the cache of processed images in host memory, in each server and each core.
+    # The size of the cache of processed images that each server and each core keeps in host memory.
     mm_processor_cache_bytes: float = 4 * GIB
     host_memory_bytes: int | None = None
-    # The number of LoRA adapters that may be loaded; 0 without adapters.
+    # The number of LoRA adapters that can be loaded; 0 without adapters.
     max_loras: int = 0
     max_lora_rank: int = DEFAULT_LORA_RANK
     # The draft model of speculative decoding.
     draft: ModelShape | None = None
-    # The memory of one card, or with `unified_memory` the memory of its machine, which the card
-    # uses.
+    # The memory of one card or, with `unified_memory`, that of the machine, which the card shares.
     gpu_memory_bytes: int | None = None
     # The card's name in the table of cards; None if only its memory is given.
     card_name: str | None = None
@@ -95,38 +94,38 @@ class Question(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = SMALL_CARD.max_num_batched_tokens
     block_size: int = DEFAULT_BLOCK_TOKENS
     typical_len: int = TYPICAL_TOKENS
-    # The size of the KV cache, if it is set; vLLM then ignores the utilization.
+    # The size of the KV cache, if it is set, in which case vLLM ignores the utilization.
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
-    # Whether prefixes are cached; None for the release's default.
+    # Whether prefix caching is enabled; None for the release's default.
     enable_prefix_caching: bool | None = None
     unified_memory: bool = False
-    # The number of GPUs of a tensor-parallel group that share the tokens of a sequence.
+    # The number of GPUs in a tensor-parallel group that share a sequence's tokens.
     decode_context_parallel_size: int = 1
-    # Whether every GPU has the whole encoder (`--mm-encoder-tp-mode data`).
+    # Whether every GPU holds the whole encoder (`--mm-encoder-tp-mode data`).
     has_whole_encoder: bool = False
-    # Whether tokens are speculated by any method, and vLLM's name of the method.
+    # Whether speculative decoding is used, and vLLM's name for the method.
     has_speculation: bool = False
     speculation_method: str | None = None
     # Whether a draft model is used although its configuration is not given.
     has_unknown_draft: bool = False
-    # The figures that the log of a start reports; None if there is no log.
+    # The figures from a startup log; None if there is no log.
     measured: MeasuredStart | None = None
-    # The name of an EAGLE head that is counted although its configuration is unknown.
+    # The name of an EAGLE head that is included although its configuration is unknown.
     assumed_draft: str | None = None
-    # Options of vLLM that were given and change nothing here.
+    # vLLM options that were given but have no effect on the estimate.
     ignored_options: tuple[str, ...] = ()
 
     @property
     def has_prefix_states(self) -> bool:
-        """Return whether layers with a state also keep states of cached prefixes."""
+        """Return whether state-space layers also keep states of cached prefixes."""
         if self.enable_prefix_caching is not None:
             return self.enable_prefix_caching
         return self.release.has_prefix_states
 
     @property
     def has_only_second_runner(self) -> bool:
-        """Return whether vLLM's second model runner surely serves the model."""
+        """Return whether vLLM's second model runner is certain to serve the model."""
         return self.release.has_only_second_runner and self.may_have_second_runner
 
     @property
@@ -146,18 +145,17 @@ class Question(Struct, frozen=True, kw_only=True):
             return True
         if shape.stateful_layers:
             return False
-        # If the name of the model's class is unknown, the model may be one of these.
+        # If the model's class is unknown, it may be one of these.
         if shape.class_name is None and release.second_runner_classes:
             return True
         return release.has_dense_second_runner and not has_experts
 
     @property
     def sequence_states(self) -> int:
-        """Return how many states of a sequence a layer keeps (`MambaSpec.max_memory_usage_bytes`).
+        """Return how many states a layer keeps per sequence (`MambaSpec.max_memory_usage_bytes`).
 
-        A layer keeps the current state, and one for each speculative token. With cached prefixes, a
-        layer keeps one more state; a layer of Mamba-2 also keeps the state at the end of the
-        prompt.
+        A layer keeps the current state, and one for each speculative token. With prefix caching, it
+        keeps one more, and a Mamba-2 layer also keeps the state at the end of the prompt.
         """
         states = 1 + self.shape.speculative_states
         if self.has_prefix_states:
@@ -168,9 +166,9 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def cache_shape(self) -> ModelShape:
-        """Return the shape whose layers share the blocks of the KV cache, with those of a draft.
+        """Return the shape whose layers, including a draft's, share the KV cache's blocks.
 
-        If the model and a draft keep every token, the draft's cache makes each block larger.
+        If both the model and the draft keep every token, the draft's cache makes each block larger.
         """
         draft = self.draft
         if draft is None or (self.shape.has_every_token and draft.has_every_token):
@@ -179,14 +177,14 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        """Return how many GPUs all engines have together."""
+        """Return the total number of GPUs of all engines."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
     def weights_bytes(self) -> int | None:
-        """Return the bytes of weights on the GPU that holds most, with draft model and adapters.
+        """Return the bytes of weights, draft and adapters included, on the GPU that holds the most.
 
-        Returns None if any of them cannot be counted.
+        Returns None if any of these cannot be counted.
         """
         model_bytes: float | None = self.checkpoint_bytes
         if model_bytes is None:
@@ -204,14 +202,14 @@ class Question(Struct, frozen=True, kw_only=True):
         adapters_bytes = self.adapters_bytes
         if own_bytes is None or draft_bytes is None or adapters_bytes is None:
             return None
-        # The offloaded weights are on the host.
+        # Offloaded weights are on the host.
         own_on_gpu_bytes = max(0, ceil(own_bytes - self.cpu_offload_bytes))
         own_on_gpu_bytes += self.shape.position_bytes + self._repeated_encoder_bytes
         return own_on_gpu_bytes + draft_bytes + adapters_bytes
 
     @property
     def _repeated_encoder_bytes(self) -> int:
-        """Return the bytes of an encoder on each GPU beyond its share of one copy."""
+        """Return the bytes of an encoder on each GPU in excess of its share of a single copy."""
         encoder = self.shape.encoder
         if encoder is None or encoder.parameters is None or not self.has_whole_encoder:
             return 0
@@ -220,26 +218,26 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def has_uncounted_weights(self) -> bool:
-        """Return whether there are weights of an image or sound encoder that cannot be counted."""
+        """Return whether there is an image or audio encoder whose weights cannot be counted."""
         if self.checkpoint_bytes is not None or self.parameters is not None:
             return False
         return self.shape.encoder is not None and self.shape.encoder.parameters is None
 
     @property
     def has_uncounted_activations(self) -> bool:
-        """Return whether vLLM profiles an encoder whose largest image or video is unknown here."""
+        """Return whether vLLM profiles an encoder whose largest image or video is unknown."""
         return self.shape.encoder is not None and self.largest_input is None
 
     @property
     def largest_input(self) -> EncoderInput | None:
-        """Return the largest image or video; None if it is unknown, or without an encoder."""
+        """Return the largest image or video; None if it is unknown or there is no encoder."""
         return self.shape.encoder.largest_input if self.shape.encoder else None
 
     @property
     def encoder_items(self) -> int | None:
-        """Return how many of the largest images or videos vLLM profiles at once.
+        """Return the number of largest images or videos that vLLM profiles at once.
 
-        The number is as many as fit into the tokens of a batch, and at least one (vLLM 0.32,
+        This is the number that fits in the tokens of a batch, and at least one (vLLM 0.32,
         multimodal/encoder_budget.py, `_get_max_items`). Returns None if the largest image and video
         are unknown.
         """
@@ -255,12 +253,12 @@ class Question(Struct, frozen=True, kw_only=True):
     def adapters_bytes(self) -> int | None:
         """Return the bytes that vLLM reserves on each GPU for LoRA adapters; 0 without adapters.
 
-        Returns None if the model's parameters cannot be counted. For every matrix an adapter has
-        inputs x rank and rank x outputs, in the model's dtype. Tensor parallelism divides one of
-        the two (vLLM 0.32, lora/layers, `create_lora_weights`). For experts, expert parallelism
-        divides both, because each GPU has some of the experts whole, and all engines share the
-        experts. Adapters of the embedding and the output are left out, because they are as small as
-        those of one layer.
+        Returns None if the model's parameters cannot be counted. For every matrix, an adapter has
+        inputs x rank and rank x outputs values, in the model's dtype. Tensor parallelism divides
+        one of the two (vLLM 0.32, lora/layers, `create_lora_weights`). For experts, expert
+        parallelism divides both, because each GPU holds some of the experts in full and all engines
+        share the experts. Adapters of the embedding and the output are ignored, because they are as
+        small as those of a single layer.
         """
         if not self.max_loras:
             return 0
@@ -282,9 +280,9 @@ class Question(Struct, frozen=True, kw_only=True):
 def choose_defaults(
     gpu_memory_bytes: int | None, release: Release = NEWEST_RELEASE
 ) -> CardDefaults:
-    """Return the defaults of vLLM's server for a card of this size.
+    """Return the defaults that vLLM's server uses on a card of this size.
 
-    If the size is unknown, the result is the defaults of a large card.
+    If the size is unknown, the defaults for a large card are returned.
     """
     if gpu_memory_bytes is None:
         return LARGE_CARD
@@ -295,9 +293,9 @@ def choose_defaults(
 
 
 def find_problem(question: Question) -> str | None:
-    """Return a sentence on why vLLM refuses these numbers, or why they cannot be computed here.
+    """Return a sentence that says why vLLM rejects these numbers or why `plan` cannot handle them.
 
-    Returns None if nothing is wrong with the numbers.
+    Returns None if there is no problem with the numbers.
     """
     shape = question.shape
     draft = question.draft
@@ -310,7 +308,7 @@ def find_problem(question: Question) -> str | None:
             f"--tensor-parallel-size {ranks} does not divide"
             f" the model's {attention_heads} attention heads"
         )
-    # With fewer KV heads than ranks, vLLM keeps a head on several ranks.
+    # If there are fewer KV heads than ranks, vLLM keeps each head on several ranks.
     kv_heads = shape.heads.count
     is_uneven = max(ranks, kv_heads) % min(ranks, kv_heads) != 0
     if shape.latent_width is None and is_uneven:
@@ -324,7 +322,7 @@ def find_problem(question: Question) -> str | None:
             f"--tensor-parallel-size {ranks} is not divisible by"
             f" --decode-context-parallel-size {context_ranks}"
         )
-    # A rank of the decode context takes a part of the tokens of such a copy.
+    # Each decode context rank takes a part of the tokens in such a copy.
     copies = 1 if shape.latent_width is not None else max(1, ranks // kv_heads)
     if context_ranks > 1 and shape.latent_width is None and copies % context_ranks:
         return (

@@ -1,4 +1,4 @@
-"""The differences between releases of vLLM in how they divide a GPU's memory."""
+"""The differences between vLLM releases in how they divide a GPU's memory."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 
 class Release(Struct, frozen=True, kw_only=True):
-    """A release of vLLM, and the rules of its start."""
+    """A vLLM release and the rules that apply on startup."""
 
     # The version without the patch level, such as 0.33.
     version: str
@@ -17,78 +17,84 @@ class Release(Struct, frozen=True, kw_only=True):
     utilization: float
     # Whether the estimate of CUDA graphs is subtracted from the KV cache.
     has_graphs_in_budget: bool
-    # Whether more sequences than blocks for states are refused while graphs are captured.
+    # Whether having more sequences than state blocks is an error when graphs are captured.
     has_state_check: bool
-    # Whether a block that is as large as a state must fit into a batch.
+    # Whether a block as large as a state must fit in a batch.
     has_aligned_block_check: bool
-    # Whether prefixes of models with states are cached by default.
+    # Whether prefix caching is enabled by default for state-space models.
     has_prefix_states: bool
     # Whether Mamba-2 keeps the state at the end of the prompt.
     has_state_checkpoints: bool
-    # Whether vLLM writes "the models's max seq len".
+    # Whether vLLM's error message contains the misspelling "the models's max seq len".
     has_misspelt_refusal: bool
-    # Whether YaRN multiplies the original length, instead of leaving the model's length unchanged.
+    # Whether YaRN multiplies the original length instead of leaving the model's length unchanged.
     has_multiplied_yarn: bool
-    # Whether cards from 160 GiB on have special defaults.
+    # Whether cards with 160 GiB or more have special defaults.
     has_largest_defaults: bool
-    # Classes of models that the second model runner serves by default.
+    # The model classes that the second model runner serves by default.
     second_runner_classes: frozenset[str]
-    # Whether the second runner serves these classes only if they are not quantised and have no
+    # Whether the second runner serves these classes only if the model is not quantised and has no
     # experts.
     has_plain_second_runner: bool
     # Whether the second runner also serves all other models without experts and states, and whether
-    # it serves all models.
+    # it serves every model.
     has_dense_second_runner: bool
     has_only_second_runner: bool
-    # The methods of speculation, and the methods with which the first model runner serves.
+    # The speculation methods, and those for which the first model runner is used.
     speculation_methods: frozenset[str]
     first_runner_methods: frozenset[str]
-    # Whether the second runner estimates its CUDA graphs; earlier releases have none in the budget.
+    # Whether the second runner estimates its CUDA graphs; in earlier releases, the budget does not
+    # include any.
     has_second_runner_graphs: bool
-    # Whether the second runner profiles the encoder of images.
+    # Whether the second runner profiles the image encoder.
     has_second_runner_encoder: bool
-    # Whether the KV cache gets the free memory minus what the start has consumed; unused memory
-    # that torch keeps then counts as consumed.
+    # Whether the KV cache is given the free memory minus what the start has consumed, which
+    # includes unused memory that torch keeps.
     counts_consumed_memory: bool
-    # Whether the profile of the second runner has the logits in 32 bits.
+    # Whether the second runner's profile includes the 32-bit logits.
     has_wide_profile: bool
 
 
 OLDEST: Final = 19
 NEWEST: Final = 33
-"""The second number of the oldest and of the newest release that is known here."""
+"""The minor versions of the oldest and the newest known release."""
 
 UTILIZATION_SINCE: Final = 20
-"""0.92 instead of 0.9 (config/cache.py, `gpu_memory_utilization`)."""
+"""The default is 0.92 instead of 0.9 (config/cache.py, `gpu_memory_utilization`)."""
 
 GRAPHS_SINCE: Final = 20
-"""envs.py, `VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS`: True in 0.20.0; in 0.19.0 it is off."""
+"""envs.py, `VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS`: on in 0.20.0, off in 0.19.0."""
 
 STATE_CHECK_SINCE: Final = 20
-"""config/compilation.py: "exceeds available Mamba cache blocks" in 0.20.0; 0.19.0 captures smaller
-graphs instead (`adjust_cudagraph_sizes_for_mamba_cache`)."""
+"""config/compilation.py: 0.20.0 contains "exceeds available Mamba cache blocks"; 0.19.0 captures
+smaller graphs instead (`adjust_cudagraph_sizes_for_mamba_cache`).
+"""
 
 ALIGNED_BLOCK_CHECK_UNTIL: Final = 26
-"""config/vllm.py, `validate_block_size`: the text "In Mamba cache align mode, block_size" is in
+"""config/vllm.py, `validate_block_size`: "In Mamba cache align mode, block_size" is present in
 0.26.0, but not in 0.27.0.
 """
 
 PREFIX_STATES_SINCE: Final = 28
-"""engine/arg_utils.py, `default_prefix_caching`: without "not model_config.is_hybrid" in 0.28.0."""
+"""engine/arg_utils.py, `default_prefix_caching`: no "not model_config.is_hybrid" in 0.28.0."""
 
 STATE_CHECKPOINTS_SINCE: Final = 29
-"""v1/kv_cache_interface.py, `num_prefill_checkpoint_blocks` in 0.29.0, not in 0.28.0."""
+"""v1/kv_cache_interface.py: `num_prefill_checkpoint_blocks` is present in 0.29.0, but not in
+0.28.0.
+"""
 
 MISSPELT_UNTIL: Final = 21
 """v1/core/kv_cache_utils.py: "model's" since 0.22.0."""
 
 MULTIPLIED_YARN_UNTIL: Final = 29
-"""config/model.py, `_get_and_verify_max_len`: "original_max_position_embeddings" of "yarn" in
-0.29.0, not in 0.30.0."""
+"""config/model.py, `_get_and_verify_max_len`: "original_max_position_embeddings" is used for "yarn"
+in 0.29.0, but not in 0.30.0.
+"""
 
 LARGEST_DEFAULTS_SINCE: Final = 28
-"""engine/arg_utils.py, `get_batch_defaults`: "device_memory >= 160 * GiB_bytes" in 0.28.0, not in
-0.27.0."""
+"""engine/arg_utils.py, `get_batch_defaults`: "device_memory >= 160 * GiB_bytes" is present in
+0.28.0, but not in 0.27.0.
+"""
 
 SECOND_RUNNER_CLASSES: Final = {
     22: frozenset({"Qwen3ForCausalLM"}),
@@ -117,18 +123,19 @@ SECOND_RUNNER_CLASSES: Final = {
     27: frozenset({"KimiK3ForConditionalGeneration"}),
     28: frozenset({"DeepseekV4ForCausalLM"}),
 }
-"""config/vllm.py, `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`. 0.27 and 0.28 add to the list of the
-previous release; from 0.29 on there is no such list.
+"""config/vllm.py, `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`. 0.27 and 0.28 extend the previous
+release's list; since 0.29, there is no such list.
 """
 
 ADDING_CLASSES_SINCE: Final = 27
 
 PLAIN_SECOND_RUNNER_UNTIL: Final = 23
 """config/vllm.py, `_is_default_v2_model_runner_model`: "not model_config.is_moe and not
-model_config.is_quantized" in 0.23.0, not in 0.24.0."""
+model_config.is_quantized" is present in 0.23.0, but not in 0.24.0.
+"""
 
 DENSE_SECOND_RUNNER_SINCE: Final = 25
-"""config/vllm.py: the text "or not model_config.is_moe" is in 0.25.0, without "is_hybrid"."""
+"""config/vllm.py: 0.25.0 contains "or not model_config.is_moe", without "is_hybrid"."""
 
 ONLY_SECOND_RUNNER_SINCE: Final = 29
 """config/vllm.py, `use_v2_model_runner`: since 0.29.0, the second runner serves every model whose
@@ -144,8 +151,9 @@ FIRST_RUNNER_METHODS: Final = {
     32: SEPARATE_HEADS | OWN_CODE,
     33: OWN_CODE,
 }
-"""config/vllm.py, `_get_v2_model_runner_unsupported_features`: "speculative method"; up to 0.30
-OLD_FIRST_RUNNER_METHODS."""
+"""config/vllm.py, `_get_v2_model_runner_unsupported_features`: "speculative method". Up to 0.30,
+OLD_FIRST_RUNNER_METHODS applies.
+"""
 
 METHODS: Final = LOOKED_UP | {
     "draft_model",
@@ -157,8 +165,9 @@ METHODS: Final = LOOKED_UP | {
 }
 METHODS_SINCE: Final = {"dflash": 20, "custom_class": 22, "dspark": 25}
 SEPARATE_HEADS_UNTIL: Final = 32
-"""config/speculative.py, `SpeculativeMethod`: "medusa" and "mlp_speculator" in 0.32.0, not in
-0.33.0."""
+"""config/speculative.py, `SpeculativeMethod`: "medusa" and "mlp_speculator" are present in 0.32.0,
+but not in 0.33.0.
+"""
 
 SECOND_RUNNER_GRAPHS_SINCE: Final = 29
 """v1/worker/gpu/model_runner.py, `profile_cudagraph_memory`: "return 0" up to 0.28.0."""
@@ -167,16 +176,19 @@ SECOND_RUNNER_ENCODER_SINCE: Final = 27
 """v1/worker/gpu/model_runner.py, `profile_run`: "profile_encoder_cache" since 0.27.0."""
 
 CONSUMED_MEMORY_SINCE: Final = 27
-"""utils/mem_utils.py, `memory_profiling`: "total_consumed" in 0.27.0, not in 0.26.0."""
+"""utils/mem_utils.py, `memory_profiling`: "total_consumed" is present in 0.27.0, but not in 0.26.0.
+"""
 
 WIDE_PROFILE_SINCE: Final = 33
-"""v1/worker/gpu/model_runner.py, `_dummy_sampler_run`: its second pass in 0.33.0, not in 0.32.0."""
+"""v1/worker/gpu/model_runner.py, `_dummy_sampler_run`: there is a second pass in 0.33.0, but not in
+0.32.0.
+"""
 
 VERSION_PATTERN: Final = re.compile(r"v?0\.(\d{1,3})(?:\.\S*)?", re.ASCII)
 
 
 def _list_second_runner_classes(minor: int) -> frozenset[str]:
-    """Return the classes of models that a release serves with the second runner by default."""
+    """Return the model classes that a release serves with the second runner by default."""
     classes = SECOND_RUNNER_CLASSES.get(minor, frozenset())
     if minor in SECOND_RUNNER_CLASSES and minor >= ADDING_CLASSES_SINCE:
         classes |= _list_second_runner_classes(minor - 1)
@@ -184,13 +196,13 @@ def _list_second_runner_classes(minor: int) -> frozenset[str]:
 
 
 def _list_speculation_methods(minor: int) -> frozenset[str]:
-    """Return vLLM's names of the methods of speculation that a release has."""
+    """Return vLLM's names for the speculation methods that a release supports."""
     methods = METHODS | {name for name, since in METHODS_SINCE.items() if minor >= since}
     return methods | SEPARATE_HEADS if minor <= SEPARATE_HEADS_UNTIL else methods
 
 
 def _build_release(minor: int) -> Release:
-    """Return the rules of a release of vLLM, from the releases that changed the rules."""
+    """Return the rules of a vLLM release, derived from the releases that changed them."""
     return Release(
         version=f"0.{minor}",
         utilization=0.92 if minor >= UTILIZATION_SINCE else 0.9,
@@ -219,9 +231,9 @@ NEWEST_RELEASE: Final = _build_release(NEWEST)
 
 
 def parse_release(text: str) -> Release:
-    """Return the release of a version such as 0.24 or v0.24.0.
+    """Return the release for a version such as 0.24 or v0.24.0.
 
-    Raises ValueError if the text is not a release, or if the release is unknown here.
+    Raises ValueError if the text is not a version, or if the release is unknown.
     """
     match = VERSION_PATTERN.fullmatch(text.strip())
     if match is None:
@@ -233,7 +245,7 @@ def parse_release(text: str) -> Release:
 
 
 def apply_environment(release: Release, environment: Mapping[str, bool]) -> Release:
-    """Return the rules of a start with these variables of vLLM's environment (envs.py)."""
+    """Return the rules for a start with these vLLM environment variables (envs.py)."""
     counts_graphs = environment.get("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS")
     if counts_graphs is not None:
         release = replace(release, has_graphs_in_budget=counts_graphs)

@@ -1,4 +1,4 @@
-"""The index of sparse attention, by which a token chooses the tokens that it attends to."""
+"""The sparse attention index, which selects the tokens that a token attends to."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ from msgspec import Struct
 from vllm_headroom_tools.sizing.config_fields import Config, read_integer, read_mapping
 
 SCALED_VALUES: Final = 128
-"""The number of values of an 8-bit index that share a 32-bit scale (vLLM 0.33,
+"""The number of values in an 8-bit index that share a 32-bit scale (vLLM 0.33,
 models/deepseek_v32/attention.py, `quant_block_size`).
 """
 
@@ -18,26 +18,26 @@ FLOAT16_BYTES: Final = 2
 class SparseIndex(Struct, frozen=True, kw_only=True):
     """The index of a model's sparse attention."""
 
-    # For each layer of the model, whether it has an index; a layer without one uses another
-    # layer's.
+    # For each layer of the model, whether it has an index; a layer without one uses that of another
+    # layer.
     layers: tuple[bool, ...]
     head_size: int
     heads: int
-    # The bytes of a token that each of these layers keeps, whole on every GPU.
+    # The bytes per token that each of these layers keeps in full on every GPU.
     bytes_per_token: int
 
     @property
     def layer_count(self) -> int:
-        """Return how many layers have an index."""
+        """Return the number of layers that have an index."""
         return sum(1 for has_index in self.layers if has_index)
 
 
 def read_sparse_index(config: Config, layer_count: int) -> SparseIndex | None:
-    """Return the index of DeepSeek V3.2's, GLM-5's or MiniMax M3's attention; None without one.
+    """Return the attention index of DeepSeek V3.2, GLM-5 or MiniMax M3; None without one.
 
-    DeepSeek's index has 8 bits per value, and scales (vLLM 0.33, `DeepseekV32IndexerCache`).
-    MiniMax's has 16 bits (models/minimax_m3/common/indexer.py).
-    Raises ValueError for a value that is not a size.
+    DeepSeek's index has 8 bits per value plus scales (vLLM 0.33, `DeepseekV32IndexerCache`).
+    MiniMax's has 16 bits per value (models/minimax_m3/common/indexer.py). Raises ValueError for a
+    value that is not a size.
     """
     head_size = read_integer(config, "index_head_dim")
     if head_size is not None:
@@ -62,7 +62,7 @@ def read_sparse_index(config: Config, layer_count: int) -> SparseIndex | None:
 
 
 def _list_indexed_layers(config: Config, layer_count: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has an index (in GLM-5.2 most use another layer's)."""
+    """Return whether each layer has an index; in GLM-5.2, most layers use another layer's."""
     types = config.get("indexer_types")
     if isinstance(types, list):
         return tuple(kind == "full" for kind in types)
