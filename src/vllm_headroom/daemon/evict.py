@@ -44,8 +44,8 @@ SHOWN_CHARACTERS: Final = 300
 """The number of characters of the API server's message that are logged."""
 
 GIVE_BACK_SECONDS: Final = 2.0
-"""The time limit for giving the Lease back at shutdown, which takes two requests. An evicted pod's
-sidecar ends after its engine, within the pod's grace period.
+"""The time limit for giving the Lease back at shutdown, which takes three requests. An evicted
+pod's sidecar ends after its engine, within the pod's grace period.
 """
 
 STAYS_OFF: Final = "HEADROOM_EVICT stays off"
@@ -153,7 +153,12 @@ class Evictor:
             return
         with suppress(NotNowError, TimeoutError):
             async with asyncio.timeout(GIVE_BACK_SECONDS):
-                if _counts_missing_pods(await self._find_budget()):
+                if not _counts_missing_pods(await self._find_budget()):
+                    return
+                # The shutdown may have cancelled a turn that had renewed the Lease.
+                lease = await self._read_lease()
+                if lease.get("spec", {}).get("holderIdentity") == self._identity:
+                    self._lease = lease
                     await self._release()
                     log.info("Lease given back to the next pod", lease=self._lease_name)
 

@@ -140,6 +140,18 @@ def test_as_its_last_act_the_holder_gives_the_lease_back_and_the_next_waits_for_
     assert bench.cluster.voluntary == 1
 
 
+def test_the_lease_is_given_back_though_the_shutdown_cut_off_the_answer_to_its_renewal() -> None:
+    bench = Bench(load_seconds=30.0)
+    evictor = bench.evictor()
+    bench.turn(evictor)
+    faults = iter(["", "cut"])  # it reads the Lease, and renews it without an answer
+    bench.fault = lambda _: next(faults, "")
+    bench.turn(evictor)
+    asyncio.run(evictor.give_lease_back())
+
+    assert bench.lease["holderIdentity"] == ""
+
+
 @pytest.mark.parametrize("fault", ["", "cut"])
 def test_the_lease_is_not_given_back_where_the_budget_need_not_know_of_the_eviction(fault: str) -> None:
     """Where the eviction got no answer, or the status does not count it yet."""
