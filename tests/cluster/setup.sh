@@ -113,4 +113,4 @@ spec: {capacity: {storage: 1Gi}, accessModes: [ReadWriteOnce], hostPath: {path: 
 END
 done
 "$kubectl" create --filename "$operator/bundle.yaml"
-./extensions.sh "$folder"
+./extensions.sh "$folder" "$cache"
