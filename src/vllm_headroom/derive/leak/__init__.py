@@ -1,1 +1,1 @@
-"""Leak detection: growth that load, warm-up and the allocator do not explain."""
+"""Leak detection: growth that is not explained by load, warm-up or the allocator."""

@@ -26,53 +26,53 @@ from vllm_headroom.derive.leak.growth_evidence import (
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 BATCHES: Final = 5
-"""Our choice: into how many batches the growth is divided for the 95 % interval of its rate."""
+"""Our choice: the number of batches into which growth is divided for its rate's 95 % interval."""
 
 T_95: Final = 2.776
-"""Student's t for a 95 % interval with 4 degrees of freedom, which is one less than the number of
+"""Student's t for a 95 % interval with 4 degrees of freedom, one less than the number of
 batches.
 """
 
 STANDARD_ERRORS_95: Final = 2.0
-"""A 95 % interval has this many standard errors on each side."""
+"""The number of standard errors on each side of a 95 % interval."""
 
 SLOPE_POINTS: Final = 16
-"""A slope is computed from about this many blocks: the cost is quadratic, and more blocks gave no
-better rates.
+"""A slope is computed from about this many blocks. The cost is quadratic, and more blocks did not
+yield better rates.
 """
 
 UNLIKE: Final = 1.4
-"""Requests count as the cause of the growth unless the batches by requests vary more than this many
-times as much as the batches by time.
+"""Requests are considered the cause of the growth unless the batches by requests vary more than
+this many times as much as the batches by time.
 """
 
 UNSEEN_SHARE: Final = 0.6
-"""Load has a daily cycle. Before a whole day was observed, load may still rise. Memory may then be
-full after this share of the estimated time.
+"""Load has a daily cycle. Until a whole day has been observed, load may still rise, in which case
+memory may be full after this share of the estimated time.
 """
 
 PEAK_MARGIN: Final = 1.1
 """Our choice: the request rate may rise to this many times the highest forecast."""
 
 SHORTEST_MEAN_SECONDS: Final = 900.0
-"""A mean rate is taken over at least this time: a mean over less time is no better than the average
-of the newest minutes.
+"""A mean rate is taken over at least this time. Over less time, a mean is no better than the
+average of the last few minutes.
 """
 
 DILUTED_RATIO: Final = 1.5
-"""Our choice: a stretch of growth counts if it is this many times as fast as the whole growth. The
-rates of two parts of an even leak differ by less.
+"""Our choice: a stretch of growth is used if it is this many times as fast as the growth as a
+whole. The rates of two parts of an even leak differ by less.
 """
 
 MARGIN_SECONDS: Final = 300.0
-"""This time is subtracted from the lower bound of the time left. An estimate is made only every two
-minutes, and the floor of a block does not show a peak of some minutes.
+"""This time is subtracted from the lower bound of the time left, because an estimate is made only
+every two minutes, and the floor of a block does not show a peak that lasts a few minutes.
 """
 
 
 MOST_MARGIN_SHARE: Final = 0.25
-"""Our choice: at most this share of the lower bound is subtracted, because fast growth is judged
-every 30 s.
+"""Our choice: the maximum share of the lower bound that is subtracted, because fast growth is
+judged every 30 s.
 """
 
 
@@ -81,7 +81,7 @@ class Slope(NamedTuple):
 
     rate: float
     half_width: float
-    """Half of the 95 % interval."""
+    """Half the width of the 95 % interval."""
 
     spread: float
     """The standard deviation of the batches as a multiple of their mean; inf if there are too few
@@ -92,11 +92,11 @@ class Slope(NamedTuple):
 def estimate_growth(
     growth: Growth, *, began_bytes: float, track: Track, room_bytes: float | None
 ) -> Estimate:
-    """Return the rates of the growth, and the expected rates at the coming load (`pace`).
+    """Return the rates of the growth, and the rates expected under future load (`pace`).
 
-    The estimate has no time left yet: `set_time_left` adds it. `began_bytes` is the memory when the
-    growth began. If `room_bytes` is None, the room is unknown, and the expected rates are the rates
-    by time.
+    The estimate does not include the time left yet, which is added by `set_time_left`.
+    `began_bytes` is the memory when the growth began. If `room_bytes` is None, the room is unknown,
+    and the expected rates are the rates by time.
     """
     seconds = [block.seconds for block in growth.blocks]
     requests = [block.requests for block in growth.blocks]
@@ -111,18 +111,18 @@ def estimate_growth(
         by_time = _limit_half_width(by_time, growth)
         by_request = _limit_half_width(by_request, growth)
     has_rates = by_request.rate > 0 and track.work.requests_per_second > 0
-    # The true cause has the more even batches: a leak by requests, measured over time, varies with
-    # load.
+    # The true cause has the more even batches: if a leak by requests is measured over time, it
+    # varies with load.
     by_requests = has_rates and by_request.spread <= UNLIKE * by_time.spread
 
     pace = by_time.rate
     fastest = by_time.rate + by_time.half_width if by_time.rate > 0 else 0.0
-    # A leak by requests follows future load, not past load.
+    # A leak by requests depends on future load, not on past load.
     if room_bytes is not None and by_requests:
         usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
         horizon_seconds = usable_bytes / (by_request.rate * track.work.requests_per_second)
         pace = by_request.rate * forecast_rate(track, horizon_seconds)
-        # Out-of-memory comes with the busiest load, not with the average one.
+        # Memory runs out at peak load, not at average load.
         highest_rate = max(
             forecast_rate(track, HOUR_SECONDS),  # The load of the last hour may continue.
             forecast_rate(track, horizon_seconds / 4),
@@ -130,15 +130,15 @@ def estimate_growth(
         )
         fastest = PEAK_MARGIN * highest_rate * (by_request.rate + by_request.half_width)
     if room_bytes is not None and not _is_load_known(track, by_requests=by_requests):
-        # This applies only if the room lasts for longer than half of the observed time, because
-        # load hardly changes in a shorter time.
+        # This applies only if the room lasts for more than half of the observed time, because load
+        # hardly changes in a shorter time.
         now_seconds = track.clock.now_seconds
         if fastest * now_seconds / 2 < room_bytes:
             fastest /= UNSEEN_SHARE
 
     return Estimate(
         bytes_per_second=by_time.rate,
-        # A leak never releases memory, so its interval does not reach below zero.
+        # A leak never releases memory, so its interval does not extend below zero.
         lower=max(min(0.0, by_time.rate), by_time.rate - by_time.half_width),
         upper=by_time.rate + by_time.half_width,
         bytes_per_request=by_request.rate if requests[-1] > requests[0] else None,
@@ -152,9 +152,9 @@ def estimate_growth(
 def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, ...]:
     """Return the retained memory of the growth with its largest rise clipped.
 
-    The clip keeps one large demand from bringing the end nearer. The largest rise counts as much as
-    the second largest, but at least as three median rises and at least as LARGE_BYTES. So steps
-    that repeat are not clipped.
+    Clipping keeps a single large demand from shortening the time left. The largest rise is clipped
+    to the second largest, but not below three median rises, nor below LARGE_BYTES. Steps that
+    repeat are therefore not clipped.
     """
     *_, second_bytes, largest_bytes = sorted(growth.rises_bytes)
     limit_bytes = max(second_bytes, CLIP_MEDIANS * median_rise_bytes, LARGE_BYTES)
@@ -170,10 +170,10 @@ def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, 
 def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) -> Estimate:
     """Return the estimate with the rate of the newest stretch of growth, if that rate is higher.
 
-    The rate of the whole growth includes releases and pauses, so it is too low after them. If the
-    stretch will not last until the room is full, the estimate uses the mean rate since the alarm's
-    growth began, including pauses. The highest plausible rate assumes that the stretch does not
-    end.
+    The rate of the growth as a whole includes releases and pauses, so it is too low after them. If
+    the stretch is not expected to last until the room is full, the estimate uses the mean rate
+    since the alarm's growth began, including pauses. The highest plausible rate assumes that the
+    stretch does not end.
     """
     if track.alarm is None or track.alarm.stretch is None:
         return estimate
@@ -183,17 +183,18 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
     estimate = replace(estimate, fastest=fastest)
     grown_bytes = (track.history.held_bytes or began.floor_bytes) - began.floor_bytes
     pace = grown_bytes / max(1.0, track.clock.now_seconds - began.seconds)
-    # Growth with its pauses is no faster than its newest stretch.
+    # Growth including its pauses is no faster than its newest stretch.
     pace = min(pace, stretch.bytes_per_second)
     if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
         pace = stretch.bytes_per_second
-    # The rate of the whole growth is measured best, so only a clearly faster stretch replaces it.
+    # The rate of the growth as a whole is the most precise, so only a clearly faster stretch
+    # replaces it.
     if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
         return estimate
     bytes_per_request = estimate.bytes_per_request
     if bytes_per_request is not None and track.work.requests_per_second > 0:
-        # Both rates measure the same growth. If the rate by time was too low, the rate by requests
-        # was too low too.
+        # Both rates measure the same growth. If the rate by time was too low, so was the rate by
+        # requests.
         bytes_per_request = max(bytes_per_request, pace / track.work.requests_per_second)
     return replace(
         estimate,
@@ -206,9 +207,9 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
 
 
 def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> bool:
-    """Return whether the stretch still grows, and is expected to last until the room is full.
+    """Return whether the stretch is still growing and is expected to last until the room is full.
 
-    It is expected to last, from now, for as long as the longest stretch so far has lasted.
+    It is expected to last, from now on, for as long as the longest stretch so far.
     """
     if track.clock.now_seconds - stretch.ended_seconds > QUIET_SECONDS:
         return False
@@ -217,11 +218,11 @@ def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> boo
 
 
 def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
-    """Return the slope of growth without pauses. Its half width is limited by Poisson's law.
+    """Return the slope of growth without pauses, with its half width limited by Poisson's law.
 
     The law is applied to steps of the growth's typical size, as in `weigh_pace`. The five batches
-    may have only two or three blocks each. They can then differ so much by chance that their
-    interval has no meaning.
+    may have only two or three blocks each, and may then differ so much by chance that their
+    interval is meaningless.
     """
     step_count = growth.grown_bytes / growth.typical_step_bytes
     limit = slope.rate * STANDARD_ERRORS_95 / sqrt(step_count)
@@ -229,10 +230,10 @@ def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
 
 
 def _is_load_known(track: Track, *, by_requests: bool) -> bool:
-    """Return whether load will stay below the observed peak, or does not matter.
+    """Return whether load will stay below the observed peak, or is irrelevant.
 
-    After a day of observation, load is expected to stay below its peak. Load does not matter for a
-    leak by time. A leak is known to be one by time only if requests are counted.
+    After a day of observation, load is expected to stay below its peak. Load is irrelevant for a
+    leak by time, but a leak is known to be one by time only if requests are counted.
     """
     if track.clock.now_seconds >= DAY_SECONDS:
         return True
@@ -240,13 +241,13 @@ def _is_load_known(track: Track, *, by_requests: bool) -> bool:
 
 
 def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estimate:
-    """Return the estimate with the time left in `room_bytes`, and the lower bound of that time.
+    """Return the estimate with the time left in `room_bytes`, and a lower bound on that time.
 
-    Out-of-memory happens at a peak and not in the present valley, so the lower bound is the time
-    until the next peak fills the room. Two kinds of memory return to their old height plus what has
-    leaked since: memory that follows load, and memory that a garbage collector releases now and
-    then. In addition, a demand as large as the largest recent one may come. Both times are None if
-    the estimate has no pace.
+    Memory runs out at a peak and not in the current valley, so the lower bound is the time until
+    the next peak fills the room. Memory that follows load, and memory that a garbage collector
+    releases occasionally, returns to its old height plus what has leaked since. In addition, there
+    may be a demand as large as the largest recent one. Both times are None if the estimate has no
+    pace.
     """
     floors_bytes = [block.floor_bytes for block in track.history.rings[0].blocks]
     swing_bytes = 0.0
@@ -264,8 +265,8 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
     stretch = None if track.alarm is None else track.alarm.stretch
     if stretch is not None and _will_stretch_fill(stretch, track, room_bytes):
         fastest = max(fastest, stretch.bytes_per_second)
-        # During an old alarm the estimate is made only every 16 minutes, so it may be older than
-        # this stretch.
+        # During a long-lasting alarm, the estimate is made only every 16 minutes, so it may be
+        # older than this stretch.
         if stretch.bytes_per_second >= DILUTED_RATIO * pace:
             pace = stretch.bytes_per_second
     oom_seconds = None
@@ -279,7 +280,7 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 
     next_step = find_next_step(track.history.steps)
     if next_step is not None and next_step.size_bytes > room_bytes - OUT_OF_MEMORY_BYTES:
-        # The next step does not fit, so memory is full at that step at the latest.
+        # The next step does not fit, so memory will be full no later than at that step.
         now_seconds = track.clock.now_seconds
         earliest_seconds = max(0.0, next_step.earliest_seconds - now_seconds)
         likely_seconds = max(0.0, next_step.likely_seconds - now_seconds)
@@ -290,14 +291,14 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 
 
 def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: float) -> Slope:
-    """Return the slope of retained memory on an axis of seconds or of requests.
+    """Return the slope of retained memory along an axis of seconds or requests.
 
-    The slope is the Theil-Sen estimator over the later half. This is the median of the slopes
-    between all pairs of blocks, which single benign steps do not change. If the median is zero,
-    memory grew in a few large steps. The slope is then that between the first and the last block.
-    The interval is computed by batch means over the later three quarters, because rises are not
-    independent. The interval is widened by one step of the allocator, because memory is known only
-    to this precision. If the axis has no length, the rate is 0 and the spread is infinite.
+    The slope is the Theil-Sen estimator over the later half: the median of the slopes between all
+    pairs of blocks, which is robust against single benign steps. If the median is zero, memory grew
+    in a few large steps, and the slope is taken between the first and the last block. The interval
+    is computed from batch means over the last three quarters, because rises are not independent.
+    The interval is widened by one step of the allocator, which is the precision to which memory is
+    known. If the axis has no length, the rate is 0 and the spread is infinite.
     """
     length = axis[-1] - axis[0]
     if length <= 0:
@@ -320,18 +321,18 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
     deviation = stdev(batch_rates)
     step_rate = step_bytes / (axis[-1] - axis[middle])
     half_width = T_95 * deviation / sqrt(BATCHES) + step_rate
-    # If the rates of the batches cancel out, their mean is 0. The spread then becomes huge, and no
-    # division by zero occurs.
+    # If the rates of the batches cancel out, their mean is 0. The spread then becomes huge, without
+    # a division by zero.
     return Slope(rate, half_width, deviation / max(abs(fmean(batch_rates)), 1e-9))
 
 
 def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
-    """Return the slope of each batch; the batches divide the later three quarters evenly.
+    """Return the slope of each batch; the batches divide the last three quarters evenly.
 
-    If a batch has no length on the axis, it is left out.
+    A batch that has no length on the axis is omitted.
     """
-    # The batches are cut from the newest block backwards. If the blocks do not divide evenly, the
-    # oldest ones are left out.
+    # The batches are cut backwards from the newest block. If the blocks do not divide evenly, the
+    # oldest ones are omitted.
     batch_size = (len(axis) - 1 - len(axis) // 4) // BATCHES
     cuts = [len(axis) - 1 - batch_size * number for number in range(BATCHES, -1, -1)]
     return [
@@ -344,9 +345,9 @@ def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float
 def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon.
 
-    The rate is the mean of a past that is as long as the horizon, or of the whole known past if
-    that is shorter. If the horizon or the known past is shorter than SHORTEST_MEAN_SECONDS, the
-    rate is the average of the newest minutes.
+    The rate is the mean over a past as long as the horizon, or over the entire known past if that
+    is shorter. If the horizon or the known past is shorter than SHORTEST_MEAN_SECONDS, the rate is
+    the average of the last few minutes.
     """
     recent_rate = track.work.requests_per_second
     longest_blocks = track.history.rings[-1].blocks

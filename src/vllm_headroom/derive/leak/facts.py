@@ -1,7 +1,7 @@
-"""The readings of one series, and what the detector remembers of them.
+"""The readings of a series, and what the detector remembers about them.
 
-A series is the memory of a GPU or of a role's processes. A block is some time of readings, and its
-floor is its lowest reading. A track is everything that is remembered of one series.
+A series is the memory of a GPU or of the processes of one role. A block is a span of readings, and
+its floor is its lowest reading. A track is everything that is remembered about one series.
 """
 
 from collections.abc import Iterator
@@ -14,28 +14,28 @@ from msgspec import Struct, field
 from vllm_headroom.units import MIB
 
 RISE_BYTES: Final = MIB
-"""A smaller rise does not count as a rise. This is less than the smallest step of every allocator,
-2 MiB (cudaMalloc, torch's small pool).
+"""A smaller rise is ignored. This is less than the smallest step of any allocator, 2 MiB
+(cudaMalloc, torch's small pool).
 """
 
 OUT_OF_MEMORY_BYTES: Final = 100 * MIB
-"""With less free memory than this, allocations begin to fail, because segments are 20 MiB or
+"""With less free memory than this, allocations start to fail, because segments are 20 MiB or
 larger.
 """
 
 
 LARGE_BYTES: Final = 64 * MIB
-"""A fall or rise of more than this is larger than the usual fluctuation of the allocator."""
+"""A fall or rise by more than this exceeds the allocator's usual fluctuation."""
 
 
 class Observation(Struct, frozen=True, kw_only=True):
     """One reading of a series, with the engine's load and run at that time."""
 
     seconds: float
-    """Monotonic time."""
+    """The time of the reading, on the monotonic clock."""
 
     held_bytes: int | None
-    """The memory that is held; None if it is unknown now."""
+    """The memory that is held; None if it is currently unknown."""
 
     finished_total: float | None = None
     """The engine's count of finished requests; None if unknown."""
@@ -46,8 +46,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Identifies the run of the engine; None if unknown."""
 
     neighbours: int | None = None
-    """The number of processes on the device, including the engine's. The value is None if the
-    memory of the engine's processes is known, because the count does not matter then.
+    """The number of processes on the device, including the engine's; None if the memory of the
+    engine's processes is known, because the count does not matter in that case.
     """
 
     awake: bool | None = None
@@ -60,7 +60,7 @@ class Observation(Struct, frozen=True, kw_only=True):
 
 
 class Certainty(IntEnum):
-    """How certain the detector is of a leak."""
+    """How certain the detector is that there is a leak."""
 
     NONE = 0
     GROWING = 1
@@ -70,23 +70,23 @@ class Certainty(IntEnum):
 class Block(Struct, frozen=True, gc=False):
     """A block of readings: a time, the work done until then, and the lowest memory in the block.
 
-    The time is the end of a closed block, and the start of the open block. There are hundreds of
+    The time is the end of a closed block, or the start of the open block. There are hundreds of
     blocks, and gc=False keeps the garbage collector from visiting them.
     """
 
     seconds: float
-    """The time of the block, in the time of the track."""
+    """The time of the block, on the track's clock."""
 
     requests: float
-    """Requests finished since the track began."""
+    """The requests finished since the track began."""
 
     busy_seconds: float = 0.0
-    """The time since the stretch of comparable readings began, excluding blocks that had neither
-    work nor growth.
+    """The time since the stretch of comparable readings began, excluding blocks with neither work
+    nor growth.
     """
 
     floor_bytes: float = 0.0
-    """The block's floor: the lowest memory that was held during the block."""
+    """The block's floor: the lowest memory held during the block."""
 
     peak_running: float = 0.0
     """The highest number of running requests up to this block."""
@@ -95,35 +95,35 @@ class Block(Struct, frozen=True, gc=False):
 class Ring(Struct, frozen=True, kw_only=True):
     """The newest blocks of one length, and the verdict at the end of the newest block.
 
-    The rings are ordered by the length of their blocks. Several blocks of one ring are the parts of
-    one block of the next ring.
+    The rings are ordered by the length of their blocks. Several blocks of one ring make up one
+    block of the next ring.
     """
 
     parts: int = 0
-    """How many parts of the incomplete block have ended."""
+    """The number of parts of the incomplete block that have ended."""
 
     floor_bytes: float = 0.0
-    """The lowest memory that was held in these parts."""
+    """The lowest memory held during these parts."""
 
     blocks: tuple[Block, ...] = ()
-    """The complete blocks, the oldest first."""
+    """The complete blocks, with the oldest first."""
     highest_bytes: float = 0.0
-    """The highest floor of the older blocks that the ring no longer keeps."""
+    """The highest floor of the older blocks that the ring no longer contains."""
 
     verdict: Certainty = Certainty.NONE
 
 
 def find_retained(blocks: tuple[Block, ...]) -> tuple[float, ...]:
-    """Return the retained memory of each block: the lowest floor from that block on."""
-    # A running minimum, from the newest block backwards.
+    """Return each block's retained memory: the lowest floor from that block on."""
+    # This is a running minimum, starting from the newest block.
     return tuple(accumulate((block.floor_bytes for block in reversed(blocks)), min))[::-1]
 
 
 def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
-    """Yield each block of which a part was released later, with the bytes that were released."""
+    """Yield each block of which a part was later released, with the number of bytes released."""
     now_bytes = rings[0].blocks[-1].floor_bytes
     for ring in rings:
-        # A ring with longer blocks lacks the newest minutes. `now_bytes` has them.
+        # A ring with longer blocks lacks the last few minutes, which `now_bytes` covers.
         for block, retained_bytes in zip(ring.blocks, find_retained(ring.blocks), strict=True):
             fall_bytes = block.floor_bytes - min(retained_bytes, now_bytes)
             if fall_bytes > 0:
@@ -131,13 +131,13 @@ def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
 
 
 class Growth(Struct, frozen=True, kw_only=True):
-    """The growth in a window: how far the retained memory exceeds all that was held before."""
+    """The growth in a window: by how much retained memory exceeds everything held before."""
 
     blocks: tuple[Block, ...]
-    """The last block before the window, then the blocks of the window."""
+    """The last block before the window, followed by the blocks of the window."""
 
     retained_bytes: tuple[float, ...]
-    """The retained memory at each of these blocks. It never falls from one block to the next."""
+    """The retained memory at each of these blocks, which never falls from one block to the next."""
 
     rises_bytes: tuple[float, ...]
     """The rise from block i to block i + 1; 0 if there was none."""
@@ -145,31 +145,31 @@ class Growth(Struct, frozen=True, kw_only=True):
     grown_bytes: float
     """The sum of the rises."""
     typical_step_bytes: float
-    """The typical size of a rise. It is the sum of the squares divided by the sum, so that small
-    rises hardly count.
+    """The typical size of a rise: the sum of the squares divided by the sum, so that small rises
+    hardly matter.
     """
 
     lasted_seconds: float
     rise_count: int
-    """How many blocks rose by at least RISE_BYTES."""
+    """The number of blocks that rose by at least RISE_BYTES."""
 
     rise_odds: float
-    """The log likelihood ratio of a leak against benign rises (records of demand, and first uses),
-    by how often memory rose.
+    """The log likelihood ratio of a leak versus benign rises (records of demand, and first uses),
+    based on how often memory rose.
     """
 
 
 class FinishedWork(Struct, frozen=True, kw_only=True):
-    """The requests that finished in one run.
+    """The requests that have finished in one run.
 
-    The number is estimated while the engine's counter cannot be read.
+    While the engine's counter cannot be read, the number is estimated.
     """
 
     requests: float = 0.0
-    """Requests finished since the track began."""
+    """The requests finished since the track began."""
 
     requests_per_second: float = 0.0
-    """The average request rate of the newest minutes."""
+    """The average request rate over the last few minutes."""
 
     counter_total: float | None = None
     """The engine's counter when it was last read; None before the first reading."""
@@ -178,8 +178,8 @@ class FinishedWork(Struct, frozen=True, kw_only=True):
     """The value of `requests` when the counter was last read."""
 
     lower_since_seconds: float | None = None
-    """When a counter below `counter_total` was first read, in the track's time. The value is None
-    while the counter is not lower.
+    """When a counter below `counter_total` was first read, on the track's clock; None while the
+    counter is not lower.
     """
 
     run_id: str | None = None
@@ -193,83 +193,84 @@ class Occupancy(Struct, frozen=True, kw_only=True):
 
     is_asleep: bool = False
     rested_seconds: float | None = None
-    """How long the engine has rested. It rests while it is awake and at work, and most of its
-    memory is gone. The value is None while it holds its usual memory.
+    """How long the engine has rested; None while it holds its usual memory. The engine rests while
+    most of its memory is gone although it is awake and working.
     """
 
     neighbours: int | None = None
-    """The usual number of processes on the device. The value is None if the engine's memory is
-    known without counting them.
+    """The usual number of processes on the device; None if the engine's memory is known without
+    counting them.
     """
     crowded_since_seconds: float | None = None
-    """When an additional process appeared, in the track's time; None if there is none."""
+    """When an additional process appeared, on the track's clock; None if there is none."""
 
 
 class MemoryStep(Struct, frozen=True, gc=False):
-    """A large rise of memory, without the part that was released since."""
+    """A large rise in memory, excluding the part that has been released since."""
 
     seconds: float
-    """When the rise came, in the track's time."""
+    """When the rise occurred, on the track's clock."""
     size_bytes: float
     """The part of the rise that is still held."""
     top_bytes: float
-    """The memory that was held after the step, without the part that was released since."""
+    """The memory held after the step, excluding the part that has been released since."""
 
 
 class TrackHistory(Struct, frozen=True, kw_only=True):
-    """The readings of one stretch of time, within which they are comparable."""
+    """The readings from one stretch of time, within which they are comparable."""
 
     anchor: Block | None = None
-    """The start of the stretch, with the floor of its first block; None before the first reading.
+    """The start of the stretch, with the floor of its first block; None before the first
+    reading.
     """
 
     origin: Block | None = None
-    """The block from which work is counted; None before the first block. It is the first block of
-    the stretch. If load doubles after the origin, the block in which it doubled becomes the origin.
+    """The block from which work is counted; None before the first block. This is the first block of
+    the stretch or, if load has doubled since the origin, the block in which it doubled.
     """
 
     busy_seconds: float = 0.0
-    """The time since the stretch began, excluding blocks that had neither work nor growth."""
+    """The time since the stretch began, excluding blocks with neither work nor growth."""
     held_bytes: float | None = None
-    """The newest reading; None after a pause of the readings."""
+    """The newest reading; None after a pause in the readings."""
 
     peak_bytes: float = 0.0
     """The highest reading."""
 
     capacity_bytes: float = 0.0
-    """The most memory that was ever available to the engine, which is the memory that it held plus
-    the memory that was free at the same time. The value is 0 if the room is unknown.
+    """The most memory that has ever been available to the engine: the memory that it held plus the
+    memory that was free at the same time; 0 if the room is unknown.
     """
 
     open_block: Block | None = None
-    """The shortest block that is not complete yet; None after a pause."""
+    """The shortest block, while it is still incomplete; None after a pause."""
     rings: tuple[Ring, ...] = ()
-    """The rings, by the length of their blocks; the one with the shortest blocks is first."""
+    """The rings, ordered by the length of their blocks, with the shortest first."""
 
     steps: tuple[MemoryStep, ...] = ()
-    """The newest large rises, the oldest first."""
+    """The newest large rises, with the oldest first."""
 
 
 class Stretch(Struct, frozen=True, kw_only=True):
-    """A time of growth without a pause and without a release."""
+    """A period of growth without a pause or a release."""
 
     bytes_per_second: float
-    """The growth rate in the newest two hours of the stretch."""
+    """The growth rate over the last two hours of the stretch."""
     began_seconds: float
-    """When the stretch began, in the track's time."""
+    """When the stretch began, on the track's clock."""
     ended_seconds: float
-    """When memory last rose in the stretch, in the track's time."""
+    """When memory last rose during the stretch, on the track's clock."""
 
     longest_seconds: float
-    """The length of the longest stretch of the alarm so far."""
+    """The length of the alarm's longest stretch so far."""
 
 
 GROWTH_HOURS: Final = 24
-"""For how many hours growth is remembered: a day, because load has a daily cycle."""
+"""The number of hours for which growth is remembered: one day, because load has a daily cycle."""
 
 
 class Reached(Struct, frozen=True, kw_only=True):
-    """The highest memory that the present run has reached so far."""
+    """The highest memory that the current run has reached so far."""
 
     base: Block
     """The first block of the run."""
@@ -279,42 +280,42 @@ class Reached(Struct, frozen=True, kw_only=True):
     """
 
     growth_bytes: tuple[float, ...] = (0.0,) * GROWTH_HOURS
-    """The highest growth above the base in each of the newest 24 hours. The index is the hour of
-    the track's time modulo 24.
+    """The highest growth above the base in each of the last 24 hours. The index is the hour on the
+    track's clock modulo 24.
     """
 
     hour: int
-    """The present hour of the track's time."""
+    """The current hour on the track's clock."""
     hour_begin: Block
-    """The block with which the present hour of the track's time began."""
+    """The block with which the current hour on the track's clock began."""
 
     highest_rate: float = 0.0
-    """The request rate of the busiest hour up to the peak, in requests per second."""
+    """The request rate in the busiest hour up to the peak, in requests per second."""
     lowest_rate: float | None = None
-    """The request rate of the quietest hour since the peak, in requests per second. The value is
-    None until such an hour has ended.
+    """The request rate in the quietest hour since the peak, in requests per second; None until such
+    an hour has ended.
     """
 
 
 class Precedent(Struct, frozen=True, kw_only=True):
-    """Growth in an earlier run, or on an earlier day, during which the engine had no leak."""
+    """Growth in an earlier run, or on an earlier day, during which the engine was not leaking."""
 
     run_id: str | None
     """Identifies that run; None if unknown."""
     base_bytes: float
-    """The memory that the run held at first."""
+    """The memory that the run held initially."""
 
     growth_bytes: tuple[float, ...]
     """The highest growth in each hour, as in `Reached`."""
 
     follows_load: bool
-    """Whether memory was released when load fell. If not, memory levelled off."""
+    """Whether memory was released when load fell; otherwise, memory levelled off."""
     room_bytes: float | None
-    """The room that was left at the highest growth; None if it was unknown."""
+    """The room left at the highest growth; None if unknown."""
 
 
 class LeakAlarm(Struct, frozen=True, kw_only=True):
-    """The alarm of one leak.
+    """The alarm on one leak.
 
     It continues until the growth has ended.
     """
@@ -326,8 +327,8 @@ class LeakAlarm(Struct, frozen=True, kw_only=True):
     """The block of the newest rise."""
 
     peak: Block
-    """The block with the highest memory during the alarm. A higher block does not count once growth
-    has slowed down a lot.
+    """The block with the highest memory during the alarm. Once growth has slowed down considerably,
+    higher blocks are ignored.
     """
     sum_of_squares: float
     """The sum of the squared rises, in square bytes, from which the typical size of a rise is
@@ -351,20 +352,20 @@ class Estimate(Struct, frozen=True, kw_only=True):
     bytes_per_second: float
     """The growth rate in the window that was judged."""
     lower: float
-    """Lower bound of the 95 % interval, in bytes per second."""
+    """The lower end of the 95 % interval, in bytes per second."""
 
     upper: float
-    """Upper bound of the 95 % interval, in bytes per second."""
+    """The upper end of the 95 % interval, in bytes per second."""
 
     bytes_per_request: float | None
     by_requests: bool
-    """Whether requests, rather than time, drive the growth."""
+    """Whether the growth is driven by requests rather than by time."""
 
     leaked_bytes: float
-    """By how much memory has grown so far."""
+    """How much memory has grown so far."""
     pace: float | None
-    """The expected growth, in bytes per second at the expected load, until the device is full. The
-    value is None if the estimate shows no growth.
+    """The growth expected until the device is full, in bytes per second at the expected load; None
+    if the estimate shows no growth.
     """
 
     fastest: float | None
@@ -380,21 +381,21 @@ class TrackClock(Struct, frozen=True, kw_only=True):
     """The time of a track."""
 
     snapshot_seconds: float
-    """Monotonic time of the snapshot that last moved the track's time."""
+    """The monotonic time of the snapshot that last advanced the track's clock."""
 
     now_seconds: float = 0.0
-    """The track's own time since it began. It never goes back."""
+    """The time since the track began, on the track's own clock. It never goes backwards."""
 
     doubted_seconds: float | None = None
-    """The time of the last snapshot, if it was far from the time before it; None otherwise. Such a
+    """The time of the last snapshot if it was far from the preceding one, otherwise None. Such a
     time is not trusted until a second reading confirms it.
     """
 
 
 class Track(Struct, frozen=True, kw_only=True):
-    """All that the detector remembers of one series.
+    """Everything that the detector remembers about one series.
 
-    It is bounded, and saved in the state file.
+    Its size is bounded, and it is saved in the state file.
     """
 
     clock: TrackClock
@@ -406,23 +407,23 @@ class Track(Struct, frozen=True, kw_only=True):
 
     verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
-    """The growth rate and the time left. The value is None while the verdict is NONE, and while the
-    engine rests without an alarm.
+    """The growth rate and the time left; None while the verdict is NONE, and while the engine rests
+    without an alarm.
     """
     alarm: LeakAlarm | None = None
-    """The present alarm; None if there is none."""
+    """The current alarm; None if there is none."""
     reached: Reached | None = None
     """What this run has reached; None before its first block."""
     precedent: Precedent | None = None
-    """Growth that was no leak; None before any such growth was seen."""
+    """Growth that was not a leak; None until such growth has been observed."""
 
     is_excused: bool = False
-    """Whether only the precedent keeps the verdict from being higher than GROWING."""
+    """Whether the precedent is the only reason why the verdict is not higher than GROWING."""
 
     previous_alarm_seconds: float | None = None
-    """When memory last rose during the previous alarm, in the track's time.
+    """When memory last rose during the previous alarm, on the track's clock.
 
-    The value is None if there was no previous alarm.
+    None if there was no previous alarm.
     """
 
 

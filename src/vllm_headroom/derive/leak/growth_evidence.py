@@ -1,6 +1,6 @@
 """The evidence for a leak: windows of blocks, the witnesses of even growth, and large steps.
 
-A witness is one test of the evidence.
+A witness is a single test of the evidence.
 """
 
 from bisect import bisect_left
@@ -25,31 +25,33 @@ from vllm_headroom.derive.leak.facts import (
 from vllm_headroom.units import DAY_SECONDS, GIB, HOUR_SECONDS, MIB
 
 WINDOW_BLOCKS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
-"""The lengths, in blocks, of the windows that are judged."""
+"""The lengths of the windows that are judged, in blocks."""
 
 LEAST_GROWTH_BYTES: Final = 48 * MIB
-"""The least growth for a verdict. A few of the allocator's segments of 20 MiB (c10 kLargeBuffer)
-are no leak.
+"""The minimum growth for a verdict. A few of the allocator's 20 MiB segments (c10 kLargeBuffer) are
+not a leak.
 """
 
 COUNTED_SECONDS: Final = 60.0
-"""This much time counts as worked before the origin. Without it, the logarithm of the work would
-grow without bound in the first block.
+"""This much time counts as worked before the origin. Without this offset, the logarithm of the work
+would grow without bound in the first block.
 """
 
 COUNTED_REQUESTS: Final = 50.0
-"""This many requests count as finished before the origin, for the same reason."""
+"""This many requests count as finished before the origin, to bound the logarithm in the same
+way.
+"""
 
 LEAST_FOLDS: Final = 1e-9
 """A block without work counts as this many e-folds, because callers divide by the number of
-e-folds. An e-fold is a growth of the work by the factor e.
+e-folds. An e-fold is an increase in the work by the factor e.
 """
 
 
 def count_folds(origin: Block, begin: Block, end: Block) -> float:
     """Return by how many e-folds the work done since the origin grew from `begin` to `end`.
 
-    The work is time or requests, whichever grew by more e-folds. The result is never 0.
+    Work is measured in time or requests, whichever grew by more e-folds. The result is never 0.
     """
     seconds_until_begin = max(COUNTED_SECONDS, begin.seconds - origin.seconds + COUNTED_SECONDS)
     seconds_until_end = end.seconds - origin.seconds + COUNTED_SECONDS
@@ -65,34 +67,35 @@ def count_folds(origin: Block, begin: Block, end: Block) -> float:
 
 
 RISE_SOURCES: Final = 6.0
-"""How many independent sources of benign rises are assumed. There are two kinds: records (a demand
-larger than all before it) and first uses of a kernel. The n-th of several exchangeable demands is a
-record with probability 1/n (Rényi). An event of log-uniform rarity is first seen at rate 1/n. So
-while the work done grows from n0 to n1, these sources give at most RISE_SOURCES times ln(n1/n0)
-rises.
+"""The assumed number of independent sources of benign rises. There are two kinds: records (a demand
+larger than all previous ones) and first uses of a kernel. The n-th of several exchangeable demands
+is a record with probability 1/n (Rényi). An event of log-uniform rarity is first seen at rate 1/n.
+As the work done grows from n0 to n1, these sources therefore cause at most RISE_SOURCES times
+ln(n1/n0) rises.
 """
 
 RISE_CHANCE_IN_A_LEAK: Final = 0.8
-"""Our choice: in a leak, memory rises in four of five blocks."""
+"""Our choice: in a leak, memory rises in four out of five blocks."""
 
 LEAST_RISE_CHANCE: Final = 0.10
-"""Real benign steps come in clusters, so the assumed chance of a benign rise in a block is at least
-this.
+"""The minimum assumed chance of a benign rise in a block, because real benign steps occur in
+clusters.
 """
 
 USELESS_CHANCE: Final = 0.75
-"""A block is no evidence if a benign rise in it is at least this likely. This is so during the
+"""A block in which a benign rise is at least this likely is not evidence, which is the case during
 warm-up.
 """
 
 
 def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float], list[float]]:
-    """Return what a rise in each block, or the absence of a rise, adds to the odds of a leak.
+    """Return what a rise in each block, or its absence, adds to the odds of a leak.
 
     The first block has no entry: entry i is for the rise from block i to block i + 1. The entries
-    are log likelihood ratios of a leak against benign rises (records and first uses). A block is no
-    evidence if more requests than ever before ran at once in that block or in the previous one.
-    Higher load explains a rise, and such a rise may show only in the floor of the next block.
+    are log likelihood ratios of a leak versus benign rises (records and first uses). A block is not
+    evidence if more requests than ever before were running at once in that block or in the previous
+    one. Higher load explains a rise, and such a rise may not show up until the floor of the next
+    block.
     """
     odds_of_rise: list[float] = []
     odds_of_none: list[float] = []
@@ -102,21 +105,21 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
         if benign_chance < USELESS_CHANCE and block.peak_running <= peak_running:
             odds_of_rise.append(log(RISE_CHANCE_IN_A_LEAK / benign_chance))
             odds_of_none.append(log((1 - RISE_CHANCE_IN_A_LEAK) / (1 - benign_chance)))
-        else:  # The block is no evidence, whether memory rises in it or not.
+        else:  # The block is not evidence, whether memory rises in it or not.
             odds_of_rise.append(0.0)
             odds_of_none.append(0.0)
-        # The peak is taken one block late, because a rise after a new peak of load shows in the
+        # The peak is taken one block late, because a rise after a new peak in load shows up in the
         # floor of the next block.
         peak_running = previous.peak_running
     return odds_of_rise, odds_of_none
 
 
 class RingSurvey(Struct, frozen=True):
-    """The blocks of a ring since the origin, and figures that all windows of them share."""
+    """A ring's blocks since the origin, and figures shared by all windows of these blocks."""
 
     blocks: tuple[Block, ...]
     retained_bytes: tuple[float, ...]
-    """The retained memory of each block: the lowest floor from that block on."""
+    """Each block's retained memory: the lowest floor from that block on."""
 
     highest_bytes: tuple[float, ...]
     """The highest floor up to each block, including blocks before the origin."""
@@ -125,7 +128,7 @@ class RingSurvey(Struct, frozen=True):
     """What a rise from block i to block i + 1 adds to the odds, see `weigh_blocks`."""
 
     odds_of_none: tuple[float, ...]
-    """What it adds to the odds if there is no such rise."""
+    """What the absence of such a rise adds to the odds."""
 
 
 def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
@@ -134,12 +137,12 @@ def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
     Returns None if there are too few blocks for a verdict, or too little growth.
     """
     oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
-    # A window needs one more block, because it is compared with the block before it.
+    # A window needs one more block, because it is compared with the block preceding it.
     if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
         return None
     retained_bytes = find_retained(ring.blocks)
     floors = (block.floor_bytes for block in ring.blocks)
-    # `initial` adds an entry before the first block, which is dropped again.
+    # `initial` adds an entry before the first block, which is then dropped.
     highest_bytes = tuple(accumulate(floors, max, initial=ring.highest_bytes))[1:]
     if retained_bytes[-1] - highest_bytes[oldest] < LEAST_GROWTH_BYTES:
         return None
@@ -158,8 +161,8 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
     The caller ensures that memory has grown.
     """
-    # Memory that only returns to an earlier height has not grown, so growth counts from the highest
-    # floor.
+    # Memory that merely returns to an earlier height has not grown, so growth is measured from the
+    # highest floor.
     held_before_bytes = survey.highest_bytes[begin]
     retained_bytes = tuple(
         max(held_before_bytes, floor_bytes) for floor_bytes in survey.retained_bytes[begin:]
@@ -167,7 +170,7 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
     rises_bytes = tuple([later - earlier for earlier, later in pairwise(retained_bytes)])
     grown_bytes = retained_bytes[-1] - retained_bytes[0]
     rising = [rise_bytes for rise_bytes in rises_bytes if rise_bytes >= RISE_BYTES]
-    # Squares give large rises more weight, so many small rises hardly lower the typical step.
+    # Squaring gives large rises more weight, so many small rises hardly reduce the typical step.
     sum_of_squares = sum([rise_bytes * rise_bytes for rise_bytes in rising])
     evidence = zip(
         rises_bytes, survey.odds_of_rise[begin:], survey.odds_of_none[begin:], strict=True
@@ -189,25 +192,24 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 LAST_SHARE: Final = 0.05
-"""A window's growth has a last part, which is this share of it. How long ago this last part came
-shows whether growth has ended.
+"""The last part of a window's growth is this share of it. How long ago this part was added shows
+whether growth has ended.
 """
 
 QUIET_SECONDS: Final = 1800.0
-"""Growth has not ended before memory did not rise for this time."""
+"""Growth has ended only if memory has not risen for this time."""
 
 QUIET_GAPS: Final = 1.5
-"""Growth has not ended before memory did not rise for this many usual gaps between its rises, both
-in seconds and in requests.
+"""Growth has ended only if memory has not risen for this many usual gaps between its rises, both in
+seconds and in requests.
 """
 
 
 def has_ended(growth: Growth) -> bool:
     """Return whether growth has ended: memory has not risen for a long time, see `is_over`.
 
-    The quiet time begins once 95 % of the growth is reached, so that a last small rise does not
-    delay it. The quiet time must be at least twice as long as 5 % of the growth takes at an even
-    pace.
+    The quiet time starts once 95 % of the growth has been reached, so that a small last rise does
+    not delay it. It must be at least twice as long as 5 % of the growth takes at an even pace.
     """
     last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes
     newest_rise = growth.blocks[bisect_left(growth.retained_bytes, last_part_bytes)]
@@ -233,10 +235,10 @@ def is_over(
     """Return whether memory has not risen since `newest_rise` for so long that growth is over.
 
     The time must be longer than `quiet_seconds`, and longer than `quiet_gaps` times the usual gap
-    between the `step_count` steps since `began`. Enough gaps must have passed in requests too, so
+    between the `step_count` steps since `began`. Enough gaps must also have passed in requests, so
     that idle time does not end growth.
     """
-    # n steps have n - 1 gaps between them.
+    # There are n - 1 gaps between n steps.
     gap_count = max(1.0, step_count - 1)
     gap_seconds = (newest_rise.seconds - began.seconds) / gap_count
     gap_requests = (newest_rise.requests - began.requests) / gap_count
@@ -246,13 +248,13 @@ def is_over(
 
 
 STEADY_BLOCKS: Final = WINDOW_BLOCKS[2]
-"""The least number of blocks of steady growth, eleven. Rises in fewer blocks may be equal by
+"""The minimum number of blocks of steady growth: eleven. Rises in fewer blocks may be equal by
 chance.
 """
 
 STEADY_SPREAD: Final = 1.3
-"""Rises are steady if their mean square is at most this multiple of their squared mean. This allows
-a variance of 0.3 times the squared mean. In a warm-up the variance is at least 0.8 times the
+"""Rises are steady if their mean square is at most this many times their squared mean. This allows
+a variance of 0.3 times the squared mean. During a warm-up, the variance is at least 0.8 times the
 squared mean.
 """
 
@@ -266,13 +268,13 @@ def is_steady(growth: Growth) -> bool:
 
 
 STRAIGHT_SPREAD: Final = 1.1
-"""For a straight line, the mean square of the rises is at most this multiple of their squared mean.
+"""For a straight line, the mean square of the rises is at most this many times their squared mean.
 This limit is lower than STEADY_SPREAD, because fewer than eleven blocks may be alike by chance.
 """
 
 STRAIGHT_BYTES: Final = 512 * MIB
-"""The least growth of a straight line. With less growth in so few blocks, each block may have one
-segment for first uses of kernels and batch sizes.
+"""The minimum growth of a straight line. With less growth in so few blocks, each block may contain
+one segment for first uses of kernels and batch sizes.
 """
 
 
@@ -280,7 +282,7 @@ def is_straight(growth: Growth) -> bool:
     """Return whether all blocks of the window rose by nearly the same amount, without slowing down.
 
     A window has at least six blocks, so a straight line is recognised after three minutes. Memory
-    that follows load rises ever more slowly.
+    that follows load rises more and more slowly.
     """
     if growth.rise_count < len(growth.rises_bytes):
         return False
@@ -292,42 +294,41 @@ def is_straight(growth: Growth) -> bool:
 
 
 LEAST_REQUESTS: Final = 1e-3
-"""A block without a finished request counts as this many, because the logarithm of 0 does not
-exist.
+"""A block without a finished request counts as this many requests, because the logarithm of 0 is
+undefined.
 """
 
 
 def weigh_pace(growth: Growth, origin: Block) -> float:
-    """Return the log likelihood ratio of constant growth against growth by e-folds of work.
+    """Return the log likelihood ratio of constant growth versus growth by e-folds of work.
 
-    Benign rises come at a constant or falling rate per e-fold of work since `origin`. A leak grows
-    at a constant rate, by time or by requests. Both are modelled as Poisson processes of steps of
-    one size. So each byte of growth adds the logarithm of the ratio of the two intensities at its
-    block. The sum over all bytes is divided by the size of a step. If the growth is a leak, the
-    growth before the window may have had another pace by e-folds.
+    Benign rises occur at a constant or falling rate per e-fold of work since `origin`. A leak grows
+    at a constant rate, by time or by requests. Both are modelled as Poisson processes whose steps
+    have the same size. Each byte of growth therefore adds the logarithm of the ratio of the two
+    intensities at its block, and the sum over all bytes is divided by the step size. If the growth
+    is a leak, the growth before the window may have had a different pace by e-folds.
     """
     opened = growth.blocks[0]
     now = growth.blocks[-1]
     grown_bytes = growth.grown_bytes
-    # The window was chosen so that it begins with a step. To make up for that choice, its largest
-    # step counts as growth before the window.
+    # The window was chosen so that it begins with a step. To compensate for that choice, its
+    # largest step counts as growth before the window.
     before_bytes = max(0.0, growth.retained_bytes[0] - origin.floor_bytes)
     before_bytes += max(growth.rises_bytes)
-    # If there is no leak, all growth before and within the window has one pace.
+    # Without a leak, all growth before and within the window has the same pace.
     bytes_per_fold = (before_bytes + grown_bytes) / count_folds(origin, origin, now)
     bytes_per_fold_before = before_bytes / count_folds(origin, origin, opened)
     odds_per_byte_before = log(bytes_per_fold_before / bytes_per_fold)
     least_odds = -inf
     if odds_per_byte_before >= 0:
-        # Growth by e-folds has slowed down since, as after a large warm-up. In this case only the
-        # growth within the window is compared, and the growth before it may not lower the odds.
+        # Growth by e-folds has slowed down since, as after a large warm-up. In this case, only the
+        # growth within the window is compared, and the growth before it must not lower the odds.
         odds_per_byte_before = 0.0
         least_odds = 0.0
         bytes_per_fold = grown_bytes / count_folds(origin, opened, now)
 
-    # The logarithm of the ratio of the two intensities has one part that is the same in all blocks,
-    # and one part that differs. The differing part is averaged, weighted by the bytes of each
-    # block.
+    # The logarithm of the ratio of the two intensities has a part that is the same in all blocks,
+    # and a part that differs. The latter is averaged, weighted by the bytes of each block.
     seconds_by_folds = 0.0
     requests_by_folds = 0.0
     for (previous, block), rise_bytes in zip(
@@ -350,8 +351,8 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
     step_bytes = growth.typical_step_bytes
     if is_steady(growth):
-        # Each block has many steps. By Poisson's law, the size of one step is the variance of the
-        # rises divided by their mean.
+        # Each block contains many steps. By Poisson's law, the size of a step is the variance of
+        # the rises divided by their mean.
         step_bytes -= grown_bytes / growth.rise_count
     step_bytes = max(RISE_BYTES, step_bytes)
     odds = (before_bytes * odds_per_byte_before + grown_bytes * odds_per_byte) / step_bytes
@@ -359,7 +360,9 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
 
 CLIP_MEDIANS: Final = 3.0
-"""A rise counts as at most this many median rises, so that one large step does not make a trend."""
+"""A rise counts as at most this many median rises, so that a single large step does not make a
+trend.
+"""
 
 
 def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
@@ -373,27 +376,25 @@ def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
 
 
 LATER_HALF_SHARE: Final = 0.45
-"""Our choice: the later half of a window must have at least this share of its growth, by time or by
-requests.
-"""
+"""Our choice: the minimum share of a window's growth in its later half, by time or by requests."""
 
 FIRST_QUARTER_SHARE: Final = 0.05
-"""The first quarter must have at least this share of the growth. If it has less, growth began
-within the window and is not even.
+"""The minimum share of the growth in the first quarter. With less, growth began within the window
+and is not even.
 """
 
 LAST_QUARTER_SHARE: Final = 0.10
-"""The last quarter must have at least this share of the growth. If it has less, growth ended within
-the window and is not even.
+"""The minimum share of the growth in the last quarter. With less, growth ended within the window
+and is not even.
 """
 
 
 def is_even(growth: Growth) -> bool:
     """Return whether growth is spread over the window, by requests or by busy time.
 
-    The later half, the first quarter and the last quarter must have their least shares. Each of the
-    two other quarters must have some growth. The condition on the half may hold by requests while
-    the condition on the quarters holds by busy time, or the other way round.
+    The later half, the first quarter and the last quarter must have their minimum shares, and each
+    of the other two quarters must have some growth. The condition on the half may be met by
+    requests while the condition on the quarters is met by busy time, or vice versa.
     """
     clipped_bytes = clip_rises(growth)
     later_half_share = 0.0
@@ -415,60 +416,60 @@ def is_even(growth: Growth) -> bool:
 def _share_by_quarter(axis: list[float], rises_bytes: list[float]) -> list[float]:
     """Return each quarter's share of the rises.
 
-    A rise belongs to the quarter with the middle of its block.
+    A rise belongs to the quarter that contains the middle of its block.
     """
     length = axis[-1] - axis[0]
     sum_bytes = sum(rises_bytes)
     shares = [0.0] * 4
     for (begin, end), rise_bytes in zip(pairwise(axis), rises_bytes, strict=True):
-        # The middle is (begin + end) / 2. The distance of the middle from the start, in quarters,
-        # is 4 * (middle - start) / length.
+        # The middle is (begin + end) / 2. Its distance from the start, in quarters, is 4 * (middle
+        # - start) / length.
         quarter = int(2 * (begin + end - 2 * axis[0]) / length)
         shares[min(3, quarter)] += rise_bytes / sum_bytes
     return shares
 
 
 GROWING_SECONDS: Final = 600.0
-"""Our choice: for a warning, growth must have lasted for this time."""
+"""Our choice: a warning requires growth that has lasted for this time."""
 
 LEAKING_SECONDS: Final = HOUR_SECONDS
-"""For an alarm, growth must usually have lasted for this time. Caches and LoRA slots fill evenly up
-to a bound. Only time distinguishes them from a leak.
+"""An alarm usually requires growth that has lasted for this time. Caches and LoRA slots fill evenly
+up to a bound, and only time distinguishes them from a leak.
 """
 
 HASTE_SHARE: Final = 0.25
-"""If out-of-memory is near, growth need only have lasted for this share of the time left."""
+"""If out-of-memory is near, growth must have lasted for only this share of the time left."""
 
 HASTE_SECONDS: Final = 180.0
 """If out-of-memory is near, growth must have lasted for at least this time."""
 
 PATIENCE_SHARE: Final = 0.05
 """If out-of-memory is far away, growth must have lasted for this share of the time left. Nobody
-needs to be paged for an out-of-memory in days, and most slow fills end.
+needs to be paged about out-of-memory that is days away, and most slow fills end.
 """
 
 LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
-"""No alarm needs growth that lasted for longer than this."""
+"""No alarm requires growth that has lasted for longer than this."""
 
 
 ASSUMED_ROOM_BYTES: Final = 16 * GIB
-"""Our choice: this much room is assumed for host memory whose limit is unknown. A server with a GPU
+"""Our choice: the room that is assumed for host memory without a known limit. A server with a GPU
 has more memory than this, but not all of it is free.
 """
 
 UNKNOWN_PATIENCE_SECONDS: Final = DAY_SECONDS / 4
-"""Our choice: if the room is unknown, an alarm does not need growth that lasted for longer than
+"""Our choice: if the room is unknown, no alarm requires growth that has lasted for longer than
 this. In the first hours of a run, caches, heaps and warm-ups grow as evenly as a leak.
 """
 
 
 def compute_patience(left_seconds: float, *, is_room_known: bool) -> float:
-    """Return for how many seconds growth must have lasted for an alarm.
+    """Return for how many seconds growth must have lasted to raise an alarm.
 
-    If the room is unknown, `left_seconds` is the time in which growth fills an assumed room. Only
-    growth that fills it soon is then an alarm within hours.
+    If the room is unknown, `left_seconds` is the time in which growth would fill an assumed room.
+    Only growth that would fill it soon then raises an alarm within hours.
     """
-    # If the device is soon full, a share of the time left is shorter than an hour.
+    # If the device will soon be full, a share of the time left is shorter than an hour.
     haste_seconds = max(HASTE_SHARE * left_seconds, HASTE_SECONDS)
     if not is_room_known:
         return min(haste_seconds, UNKNOWN_PATIENCE_SECONDS)
@@ -478,21 +479,21 @@ def compute_patience(left_seconds: float, *, is_room_known: bool) -> float:
 
 
 LEAST_STEPS_BYTES: Final = 512 * MIB
-"""A window is judged by its large steps only if it has at least this growth."""
+"""A window is judged by its large steps only if its growth is at least this."""
 
 LEAST_STEPS: Final = 1.8
-"""The growth of a window must be at least this many times its typical step, because a single step
-shows no pace.
+"""A window's growth must be at least this many times its typical step, because a single step does
+not show a pace.
 """
 
 
 def find_step_windows(survey: RingSurvey) -> Iterator[Growth]:
-    """Yield each window that begins with a rise and has the growth of about two large steps.
+    """Yield each window that begins with a rise and whose growth equals about two large steps.
 
-    The shortest window comes first. A rise does not count as growth if its block has a new peak of
-    load, because load explains the rise. If no window is large enough, nothing is yielded.
+    The shortest window comes first. A rise in a block with a new peak in load is not counted,
+    because load explains it. Nothing is yielded if no window has enough growth.
     """
-    # The loop goes backwards from the newest block, so that the shortest window comes first.
+    # The loop runs backwards from the newest block, so that the shortest window comes first.
     for begin in range(len(survey.blocks) - 2, -1, -1):
         begins_with_step = survey.retained_bytes[begin + 1] > survey.retained_bytes[begin]
         grown_bytes = survey.retained_bytes[-1] - survey.highest_bytes[begin]
@@ -503,7 +504,7 @@ def find_step_windows(survey: RingSurvey) -> Iterator[Growth]:
 
 
 def _sum_at_level_load(growth: Growth) -> float:
-    """Return the bytes of the rises in blocks without a new peak of load."""
+    """Return the total bytes of rises in blocks without a new peak in load."""
     rises = zip(pairwise(growth.blocks), growth.rises_bytes, strict=True)
     return sum(
         [
@@ -515,40 +516,40 @@ def _sum_at_level_load(growth: Growth) -> float:
 
 
 SAME_SIZE_BYTES: Final = 2 * MIB
-"""Steps have the same size if they differ by at most this, the allocator's smallest step."""
+"""Steps have the same size if they differ by at most this, the smallest step of the allocator."""
 
 RECORD_RATIO: Final = 1.04
-"""A step is a record if it is larger than all steps before it by more than this ratio."""
+"""A step is a record if it exceeds all previous steps by more than this ratio."""
 
 REPEATED_BYTES: Final = 96 * MIB
-"""A repeated size below this is no evidence. Slots, graphs and kernels repeat too, but they are
-smaller.
+"""A repeated size below this is not evidence, because slots, graphs and kernels also repeat, but
+are smaller.
 """
 
 REPEATED_ODDS: Final = 2.0
-"""A step of a repeated size adds this to the log odds, for each e-fold by which it exceeds
-`REPEATED_BYTES`. This constant and the next three are fitted to simulated days.
+"""For each e-fold by which a step of a repeated size exceeds `REPEATED_BYTES`, it adds this to the
+log odds. This constant and the next three are fitted to simulated days.
 """
 
 MOST_REPEATED_ODDS: Final = 6.0
-"""A step of a repeated size adds at most this to the log odds."""
+"""The most that a step of a repeated size adds to the log odds."""
 
 SMALLER_ODDS: Final = 0.5
-"""A step that is smaller than the largest step before it adds this to the log odds."""
+"""What a step adds to the log odds if it is smaller than the largest previous step."""
 
 RECORD_ODDS: Final = -1.0
-"""A step that is larger than all steps before it adds this to the log odds."""
+"""What a step adds to the log odds if it is larger than all previous steps."""
 
 
 def score_likeness(
     steps: tuple[MemoryStep, ...], since_seconds: float, least_bytes: float
 ) -> float:
-    """Return the log likelihood ratio of a leak that follows from the sizes of the steps.
+    """Return the log likelihood ratio of a leak, based on the sizes of the steps.
 
-    Benign steps are records, which are larger than all steps before them. The allocator takes a new
-    segment only for a demand that fits into no cached segment. The steps of a leak have one kind
-    and one size. Only steps of at least `least_bytes` are compared, and only steps after
-    `since_seconds` add to the result.
+    Benign steps are records, which are larger than all previous steps, because the allocator takes
+    a new segment only for a demand that does not fit into any cached segment. The steps of a leak
+    are of the same kind and size. Only steps of at least `least_bytes` are compared, and only steps
+    after `since_seconds` add to the result.
     """
     odds = 0.0
     earlier_bytes: list[float] = []
@@ -562,9 +563,9 @@ def score_likeness(
 
 
 def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
-    """Return what one step adds to the log odds: as a repeated, smaller or record size, or 0."""
+    """Return what a step adds to the log odds as a repeated, smaller or record size; 0 if none."""
     largest_bytes = max(earlier_bytes, default=0.0)
-    if size_bytes <= largest_bytes:  # A record repeats no earlier size.
+    if size_bytes <= largest_bytes:  # A record does not repeat any earlier size.
         for other_bytes in earlier_bytes:
             if abs(size_bytes - other_bytes) <= SAME_SIZE_BYTES:
                 folds = log(size_bytes / REPEATED_BYTES)
@@ -577,53 +578,55 @@ def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
 
 
 GROWING_ODDS: Final = log(12)
-"""For a warning, the log odds of the pace must be at least this: growth follows time or requests,
-and not e-folds of work, at twelve to one.
+"""A warning requires at least these log odds for the pace: twelve to one that growth follows time
+or requests rather than e-folds of work.
 """
 
 LEAKING_ODDS: Final = log(8)
-"""For an alarm, the log odds of the pace must be at least this. Eight to one is enough if the sizes
-of the steps are like a leak's.
+"""An alarm requires at least these log odds for the pace. Eight to one is sufficient if the sizes
+of the steps resemble those of a leak.
 """
 
 SURE_OF_STEPS: Final = 9.0
-"""For an alarm, the log odds of the pace and those of the sizes must together be at least this."""
+"""An alarm requires at least these log odds for the pace and the sizes together."""
 
 LEAKING_ODDS_WHERE_FULL: Final = log(3)
-"""This replaces LEAKING_ODDS if another step as large as the largest would not fit. Few engines
-with bounded growth fill the memory this far.
+"""Replaces LEAKING_ODDS if another step as large as the largest one would not fit. Few engines with
+bounded growth fill memory that far.
 """
 
 SURE_OF_STEPS_WHERE_FULL: Final = 6.0
-"""This replaces SURE_OF_STEPS in the same case."""
+"""Replaces SURE_OF_STEPS if another step as large as the largest one would not fit."""
 
 LEAST_REPEATS: Final = 3
-"""Our choice: after this many steps of one size, another one is expected."""
+"""Our choice: after this many steps of the same size, another one is expected."""
 
 REPEATED_RATIO: Final = 1.05
-"""Steps of one kind differ by less than this ratio. A segment of 20 MiB is 4 % of the smallest step
-that counts.
+"""Steps of the same kind differ by less than this ratio. A 20 MiB segment is 4 % of the smallest
+step that is considered.
 """
 
 
 JOINED_SECONDS: Final = QUIET_SECONDS
-"""Rises within this time count as one step, because a large buffer is taken in several segments."""
+"""Rises within this time count as a single step, because a large buffer is taken in several
+segments.
+"""
 
 REALLOCATED_SECONDS: Final = 120.0
-"""For a buffer that doubles, rises within this time count as one step. Its contents are copied at
-once, and a small buffer doubles again within minutes.
+"""For a buffer that doubles, rises within this time count as a single step. Its contents are copied
+immediately, and a small buffer doubles again within minutes.
 """
 
 
 class NextStep(NamedTuple):
     """The next large step that is expected.
 
-    Times are in the track's time.
+    Times are on the track's clock.
     """
 
     size_bytes: float
     first_seconds: float
-    """The time of the first of the steps from which this one is predicted."""
+    """The time of the first of the steps on which the prediction is based."""
     earliest_seconds: float
     likely_seconds: float
 
@@ -634,17 +637,17 @@ def find_next_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
 
 
 def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
-    """Return the next step if large steps of one size repeat.
+    """Return the next step if large steps of the same size repeat.
 
     It is expected after the shortest interval so far. Returns None if fewer than LEAST_REPEATS
-    steps have the size of the newest one, or if the newest is below LEAST_STEPS_BYTES.
+    steps have the size of the newest one, or if the newest one is smaller than LEAST_STEPS_BYTES.
     """
     large_steps = [
         step for step in _join_steps(steps, JOINED_SECONDS) if step.size_bytes >= LEAST_STEPS_BYTES
     ]
     if not large_steps:
         return None
-    # The next step is expected to be as large as the newest.
+    # The next step is expected to be as large as the newest one.
     newest = large_steps[-1]
     repeated = [step for step in large_steps if _is_alike(step.size_bytes, newest.size_bytes)]
     if len(repeated) < LEAST_REPEATS:
@@ -658,8 +661,8 @@ def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     """Return the next step of a buffer that doubles.
 
     It is expected after twice the last interval. A list, a hash table, or a buffer that grows by
-    concatenation doubles each time. Each size lasts for about twice as long as the size before.
-    Returns None if the newest three steps do not double, or if the newest is below
+    concatenation doubles each time, and each size lasts for about twice as long as the previous
+    one. Returns None if the newest three steps do not double, or if the newest one is smaller than
     LEAST_STEPS_BYTES.
     """
     joined_steps = _join_steps(steps, REALLOCATED_SECONDS)
@@ -682,7 +685,7 @@ def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     return NextStep(
         2 * newest.size_bytes,
         first.seconds,
-        # The earliest time assumes twice as many requests as before.
+        # The earliest time assumes twice the previous request rate.
         newest.seconds + interval_seconds,
         newest.seconds + 2 * interval_seconds,
     )
@@ -693,16 +696,16 @@ def _is_alike(size_bytes: float, other_bytes: float) -> bool:
 
 
 def _join_steps(steps: tuple[MemoryStep, ...], apart_seconds: float) -> list[MemoryStep]:
-    """Return the steps, with close steps joined.
+    """Return the steps, with steps that are close together joined.
 
-    Steps that are at most `apart_seconds` apart become one step.
+    Steps that are at most `apart_seconds` apart become a single step.
     """
     joined_steps: list[MemoryStep] = []
     newest_seconds = -inf
     for step in steps:
         if step.seconds - newest_seconds <= apart_seconds:
-            # They are segments of one demand. The joined step has the time of the first step and
-            # the height after the last.
+            # They are segments of the same demand. The joined step has the time of the first step
+            # and the height after the last.
             size_bytes = joined_steps[-1].size_bytes + step.size_bytes
             joined_steps[-1] = MemoryStep(joined_steps[-1].seconds, size_bytes, step.top_bytes)
         else:
@@ -712,28 +715,28 @@ def _join_steps(steps: tuple[MemoryStep, ...], apart_seconds: float) -> list[Mem
 
 
 COMPARED_SHARE: Final = 0.05
-"""A step below this share of the growth is not compared with others."""
+"""A step smaller than this share of the growth is not compared with other steps."""
 
 YOUNG_SECONDS: Final = 4 * HOUR_SECONDS
-"""There is no alarm before this time has passed since the origin, and no warning before half of it
-has passed. Caches fill evenly too.
+"""No alarm is raised until this time has passed since the origin, and no warning until half of it
+has passed, because caches also fill evenly.
 """
 
 LATE_SHARE: Final = 2.0
-"""Growth that has lasted for this multiple of the time left is an alarm even earlier, at any load.
-By then two thirds of the room are gone.
+"""Growth that has lasted for this many times the time left raises an alarm even earlier, at any
+load. By then, two thirds of the room are gone.
 """
 
 ROOM_SHARE: Final = 0.25
-"""For an alarm, the growth must have taken this share of the room. ENOUGH_BYTES is enough if that
-is less.
+"""An alarm requires that growth has taken this share of the room, or ENOUGH_BYTES if that is
+less.
 """
 
 ENOUGH_BYTES: Final = 1536 * MIB
 """Few caches are as large as this."""
 
 WARNING_SHARE: Final = 0.25
-"""A warning needs growth that has lasted for this share of the time left."""
+"""A warning requires growth that has lasted for this share of the time left."""
 
 
 def judge_steps(
@@ -741,10 +744,10 @@ def judge_steps(
 ) -> tuple[Certainty, float]:
     """Return the verdict on a window that begins with a step, and its evidence as log odds.
 
-    GROWING means three things: the pace does not slow down, the device would be full within a day,
-    and growth has lasted for a quarter of the time left. LEAKING also means that the sizes of the
-    steps repeat, and that enough of the room is gone. If the room is unknown, the function assumes
-    a room as large as the memory that was held at first.
+    GROWING means that the pace does not slow down, that the device would be full within a day, and
+    that growth has lasted for a quarter of the time left. LEAKING also means that the sizes of the
+    steps repeat, and that enough of the room is gone. If the room is unknown, it is assumed to be
+    as large as the memory that was held initially.
     """
     odds = weigh_pace(growth, origin)
     grown_bytes = growth.grown_bytes
@@ -754,13 +757,13 @@ def judge_steps(
     assumed_room_bytes = origin.floor_bytes if room_bytes is None else max(1.0, room_bytes)
     left_seconds = assumed_room_bytes / grown_bytes * lasted_seconds
 
-    # Caches fill in steps too, but few take so much, and most of them fill early in a run.
+    # Caches also fill in steps, but few take that much, and most fill early in a run.
     enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
-    # In the first hour the engine takes large buffers temporarily, and has not released any yet.
+    # In the first hour, the engine takes large temporary buffers and has not released any yet.
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
     is_late = is_late and age_seconds >= LEAKING_SECONDS
-    # Another step as large as the largest would not fit. Less evidence is enough then, because
-    # bounded growth rarely gets so far.
+    # If another step as large as the largest one would not fit, less evidence is sufficient,
+    # because bounded growth rarely gets that far.
     is_full = room_bytes is not None and assumed_room_bytes <= max(growth.rises_bytes)
     leaking_odds = LEAKING_ODDS
     sure_odds = SURE_OF_STEPS
@@ -771,13 +774,13 @@ def judge_steps(
     patience_seconds = compute_patience(left_seconds, is_room_known=room_bytes is not None)
     has_lasted = lasted_seconds >= patience_seconds
     if may_be_leak and has_lasted and (age_seconds >= YOUNG_SECONDS or is_late):
-        # This is scored last, because it compares all pairs of steps.
+        # The likeness is scored last, because this compares all pairs of steps.
         steps = tuple(step for step in track.history.steps if step.seconds > origin.seconds)
         likeness = score_likeness(steps, growth.blocks[0].seconds, COMPARED_SHARE * grown_bytes)
         if odds + likeness >= sure_odds:
             return Certainty.LEAKING, odds + likeness
 
-    # A warning needs only the pace, and that the device would be full within a day.
+    # A warning only requires the pace, and that the device would be full within a day.
     is_soon = left_seconds <= DAY_SECONDS and lasted_seconds >= WARNING_SHARE * left_seconds
     if odds >= GROWING_ODDS and age_seconds >= YOUNG_SECONDS / 2 and is_soon:
         return Certainty.GROWING, odds
