@@ -27,13 +27,13 @@ _HEADERS: Final[tuple[Header, ...]] = (
     ("Content-Security-Policy", POLICY),
 )
 MIN_REFRESH_SECONDS: Final = 5
-"""The shortest time between two loads of the page, because a person needs time to read it."""
+"""The minimum time between two reloads of the page, because people need time to read it."""
 
 FOLDED_GPUS: Final = 3
-"""If at least this many GPUs are in the same situation, they are folded into one line."""
+"""The number of GPUs in the same situation from which they are folded into one line."""
 
 SHOWN_EVENTS: Final = 10
-"""Our choice: the page lists this many of the newest events. The snapshot lists all events."""
+"""The number of newest events listed on the page (our choice). The snapshot lists all events."""
 
 DOT: Final = " \N{MIDDLE DOT} "
 LINKED_PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
@@ -41,11 +41,11 @@ LINKED_PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
 
 
 RANGE_QUERY: Final = "range"
-"""The name of the query parameter that chooses how much of the past the figures show."""
+"""The name of the query parameter that selects how much of the past the figures show."""
 
 
 def respond_html(page: str) -> Response:
-    """Return the page as an answer that loads nothing else and may not be framed."""
+    """Return the page as a response that loads nothing else and must not be framed."""
     return Response(
         status=200,
         body=page.encode(errors="replace"),
@@ -55,10 +55,10 @@ def respond_html(page: str) -> Response:
 
 
 def render_page(view: View, query: str = "") -> str:
-    """Return the HTML page, which one script keeps up to date.
+    """Return the HTML page, which its script keeps up to date.
 
-    `query` is the query of the request. Its parameter `range` chooses how much of the past the
-    figures show.
+    `query` is the request's query. Its parameter `range` selects how much of the past the figures
+    show.
     """
     worst = view.shown_verdicts[0]
     title = f"{_render_headline(view, worst)}{DOT}vllm-headroom"
@@ -67,7 +67,7 @@ def render_page(view: View, query: str = "") -> str:
     verdicts = _render_verdicts(view)
     sections = "".join(_render_sections(view, query))
     links = _render_links()
-    # From this attribute of the body, the script reads how often to reload the page.
+    # The script reads from this attribute of the body how often to reload the page.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -101,18 +101,18 @@ def _render_header(view: View) -> str:
 
 
 def render_age(seconds: float | None, age_seconds: float, version: str) -> str:
-    """Return the version, and when the newest sample was read; None before the first sample."""
+    """Return the version and when the newest sample was read (None before the first sample)."""
     sample_time = "the start"
     age = ""
     if seconds is not None:
         sample_time = format_instant(seconds)
         age = f"seen {render_time(seconds)}, {render_text(format_duration(age_seconds))} ago; "
-    # If the sidecar does not answer, the script shows `data-seen` instead of the age.
+    # If the sidecar does not respond, the script shows `data-seen` instead of the age.
     return f'<p class=dim id=age data-seen="{sample_time}">{age}version {escape_text(version)}</p>'
 
 
 def _list_names(view: View) -> Iterator[str]:
-    """Yield the names of pod or host, engine, models and GPUs, as far as they are known."""
+    """Yield the names of the pod or host, the engine, the models and the GPUs, if known."""
     yield "vllm-headroom"
     if view.pod is not None:
         yield f"{view.pod.namespace}/{view.pod.pod}"
@@ -125,7 +125,7 @@ def _list_names(view: View) -> Iterator[str]:
     yield from dict.fromkeys(model_names)
     if view.snapshot is None:
         return
-    # Equal names are counted, because eight names of one kind of card would fill the header.
+    # Equal names are counted, because eight copies of a card's name would fill up the header.
     gpu_names = [gpu.reading.name for gpu in view.snapshot.owned_gpus if gpu.reading.name]
     for gpu_name, count in Counter(gpu_names).items():
         yield gpu_name if count == 1 else f"{count} \N{MULTIPLICATION SIGN} {gpu_name}"
@@ -146,22 +146,22 @@ HEADLINES: Final = {
     Situation.STRANDED: "KV cache held by no request",
     Situation.FILLING: "{subject} filling as configured",
 }
-"""The large text for a situation, if it is not the subject and the name of the situation."""
+"""The headlines of situations for which it is not the subject followed by the situation's name."""
 
 
 SUBJECT_HEADLINES: Final = {"sidecar": "sidecar blind", "gates": "gate closed"}
-"""The same for verdicts that are not on the engine, its GPUs or its host memory."""
+"""The headlines of verdicts that do not concern the engine, its GPUs or its host memory."""
 
 
 def _render_headline(view: View, worst: Verdict) -> str:
-    """Return the level and the situation of the worst verdict, such as "ALARM: GPU 0 leaking"."""
+    """Return the level and situation of the worst verdict, such as "ALARM: GPU 0 leaking"."""
     subject = worst.subject
     alike_gpus = _list_alike_gpus(view, worst)
     if len(alike_gpus) > 1:
         subject = f"{len(alike_gpus)} GPUs"
     text = HEADLINES.get(worst.situation, f"{{subject}} {worst.situation.replace('_', ' ')}")
-    # HEALTHY with an unknown level means that nothing is wrong, but that it was not judged yet
-    # whether there is a leak.
+    # HEALTHY with an unknown level means that nothing is wrong, but that there is no verdict on
+    # leaks yet.
     if worst.situation is Situation.HEALTHY and worst.level is Level.GOOD:
         text = "all healthy"
     elif worst.situation is Situation.HEALTHY and worst.level is Level.UNKNOWN:
@@ -180,7 +180,7 @@ def _render_headline(view: View, worst: Verdict) -> str:
 
 
 def _list_alike_gpus(view: View, worst: Verdict) -> list[str]:
-    """Return the GPUs in the situation of the worst verdict; empty if that is not on a GPU."""
+    """Return the GPUs in the situation of the worst verdict; empty if it does not concern a GPU."""
     if not worst.subject.startswith("GPU "):
         return []
     subjects = [
@@ -192,13 +192,13 @@ def _list_alike_gpus(view: View, worst: Verdict) -> list[str]:
 
 
 def _render_hero(view: View, worst: Verdict) -> str:
-    """Return the worst situation: its number, its sentence and the first thing to do."""
+    """Return the worst situation: its key figure, its sentence and the first thing to do."""
     number, caption = find_key_figure(view, worst)
     figure = ""
     if number:
         figure = f"<b>{render_text(number)} <small>{render_text(caption)}</small></b>"
     action = ""
-    # A healthy engine needs no advice.
+    # A healthy engine does not need advice.
     if worst.level is not Level.GOOD:
         advice = escape_text(find_advice(view, worst))
         action = f"<p>{advice}{_render_runbook(view, worst)}</p>{_render_explained(view, worst)}"
@@ -220,19 +220,19 @@ DURATION_SITUATIONS: Final = frozenset(
         Situation.STARTING,
     }
 )
-"""Situations whose number is already a duration. The headline then has only the time at which the
-situation began.
+"""Situations whose key figure is already a duration. Their headline contains only the time at which
+the situation began.
 """
 
 
 def render_since(view: View, worst: Verdict) -> str:
-    """Return since when a situation holds; empty if that is unknown, or if all is well."""
+    """Return since when a situation has held; empty if unknown, or if all is well."""
     if worst.situation is Situation.HEALTHY or view.snapshot is None:
         return ""
     verdict = worst
     if worst.situation is Situation.CRASH_LOOP:
-        # For a crash loop, the time since when the engine is down matters more than the time since
-        # when it is a loop.
+        # In a crash loop, how long the engine has been down matters more than how long it has been
+        # crashing.
         verdict = _find_down(view) or worst
     start = _find_start(view, verdict)
     if start is None:
@@ -250,7 +250,7 @@ def render_since(view: View, worst: Verdict) -> str:
 
 
 def _find_down(view: View) -> Verdict | None:
-    """Return the verdict that the engine is down; None if it is not down."""
+    """Return the verdict that the engine is down; None if it is not."""
     for verdict in view.shown_verdicts:
         if verdict.situation is Situation.DOWN:
             return verdict
@@ -258,10 +258,10 @@ def _find_down(view: View) -> Verdict | None:
 
 
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
-    """Return since when a verdict holds; None if that is unknown.
+    """Return since when a verdict has held; None if unknown.
 
-    A stall begins with the last progress, and a start begins with the process, so that the time
-    agrees with the page's number. Both times are before the first sample that has the verdict.
+    A stall begins with the last progress, and a start with the process, so that the time agrees
+    with the page's key figure. Both times are before the first sample with the verdict.
     """
     start = view.find_start(verdict)
     began_seconds = None
@@ -277,7 +277,7 @@ def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
 
 
 def _list_details(view: View, worst: Verdict) -> Iterator[str]:
-    """Yield what else there is to know of a situation, as sentences."""
+    """Yield further details of a situation, as sentences."""
     if worst.situation is Situation.NEIGHBOUR:
         names = []
         for pid in _list_neighbours(view, worst)[:MOST_NEIGHBOURS]:
@@ -290,7 +290,7 @@ def _list_details(view: View, worst: Verdict) -> Iterator[str]:
 
 
 def _compare_starts(view: View) -> str:
-    """Return how long earlier starts took, and how much of the longest is left for this start."""
+    """Return how long earlier starts took, and how much of the longest remains for this one."""
     durations_seconds = view.history.start_durations_seconds
     longest_seconds = max(durations_seconds)
     shortest = format_duration(min(durations_seconds))
@@ -312,7 +312,7 @@ def _compare_starts(view: View) -> str:
 
 
 def _list_neighbours(view: View, worst: Verdict) -> list[int]:
-    """Return the pids of the other processes on the GPU of a verdict."""
+    """Return the pids of the other processes on a verdict's GPU."""
     if view.snapshot is None:
         return []
     engine_pids = {process.pid for process in view.snapshot.engine_processes}
@@ -327,10 +327,10 @@ def _list_neighbours(view: View, worst: Verdict) -> list[int]:
 
 
 NEIGHBOUR_ALERT: Final = "HeadroomNeighbourGrowing"
-"""The alert for memory that other processes hold."""
+"""The alert for memory held by other processes."""
 
 MOST_NEIGHBOURS: Final = 5
-"""Our choice: how many other processes on a GPU the page names."""
+"""The number of other processes on a GPU that the page names (our choice)."""
 
 
 NO_INCIDENT_ADVICE: Final = (
@@ -339,33 +339,33 @@ NO_INCIDENT_ADVICE: Final = (
 """What to do after an exit without an incident on disk."""
 
 NEVER_SEEN_ADVICE: Final = "Start the engine, or correct HEADROOM_ENGINE_URL."
-"""What to do if no engine was ever seen."""
+"""What to do if no engine has ever been seen."""
 
 UNJUDGED_ADVICE: Final = "Nothing yet: a leak shows only after some minutes of load."
-"""What to do if nothing is wrong, but it was not judged yet whether there is a leak."""
+"""What to do if nothing is wrong, but there is no verdict on leaks yet."""
 
 URGENT_ADVICE: Final = (
     "Restart it now: move its traffic away first if there is time. Keep the figures for a bug"
     " report."
 )
-"""What to do about a leak that may fill the memory within the hour."""
+"""What to do about a leak that may fill up memory within the hour."""
 
 NO_BURST_ADVICE: Final = (
     "Now: reduce the load, or restart with a lower --gpu-memory-utilization. The next burst may end"
     " the engine."
 )
-"""What to do if an engine over its budget leaves less than a burst takes."""
+"""What to do if an engine over its budget leaves less memory than a burst takes."""
 
 LOGIN_ADVICE: Final = (
     "Give the sidecar a login that may read the engine's page: vllm-headroom doctor prints the line"
     " to add."
 )
-"""What to do if the engine's server answers, but refuses its page because the login is missing or
+"""What to do if the engine's server responds, but refuses its page because the login is missing or
 wrong.
 """
 
 EXIT_SITUATIONS: Final = frozenset({Situation.CRASH_LOOP, Situation.DOWN})
-"""Situations that begin with an exit, which the newest incident explains."""
+"""Situations that begin with an exit, which is explained by the newest incident."""
 
 COMMANDS: Final = {
     Situation.LEAKING: "vllm-headroom advise",
@@ -376,7 +376,7 @@ COMMANDS: Final = {
     Situation.STALLED: "vllm-headroom smoke",
     Situation.BLIND: "vllm-headroom doctor",
 }
-"""The command that explains a situation further, to run in the sidecar's container."""
+"""The command that explains a situation in more detail, to be run in the sidecar's container."""
 
 PURPOSES: Final = {
     "advise": "prints the cause and which option of vLLM to change; it changes nothing",
@@ -384,11 +384,11 @@ PURPOSES: Final = {
     "postmortem": "prints the cause and its evidence",
     "smoke": "sends one short request, and prints whether it is answered",
 }
-"""What each of these commands does, for people to read before they run it."""
+"""What each of these commands does, for people to read before running it."""
 
 
 def _was_never_seen(view: View, worst: Verdict) -> bool:
-    """Return whether the engine counts as down only because none was ever seen."""
+    """Return whether the engine counts as down only because none has ever been seen."""
     status = view.engine_status
     return worst.situation is Situation.DOWN and status is not None and not status.was_seen
 
@@ -423,7 +423,7 @@ def _advise_on_blindness(view: View, worst: Verdict) -> str:
 
 
 def _is_login_missing(view: View) -> bool:
-    """Return whether the engine's server answers, but refuses its page."""
+    """Return whether the engine's server responds, but refuses its page."""
     if view.snapshot is None or not isinstance(view.snapshot.engines, Failure):
         return False
     return view.snapshot.engines.reason is Reason.UNAUTHORIZED
@@ -432,10 +432,10 @@ def _is_login_missing(view: View) -> bool:
 def _advise_on_neighbours(view: View, worst: Verdict) -> str:
     """Return what to do about other processes on a GPU.
 
-    If there is only one, it is named if possible.
+    A single process is named if possible.
     """
     pids = _list_neighbours(view, worst)
-    # Memory that an exited engine left is not a neighbour's.
+    # Memory left behind by an exited engine does not belong to a neighbour.
     if worst.alert != NEIGHBOUR_ALERT or len(pids) != 1:
         return worst.situation.action
     name = view.find_process_name(pids[0])
@@ -459,13 +459,13 @@ ADVISERS: Final[Mapping[Situation, Callable[[View, Verdict], str]]] = {
     Situation.BLIND: _advise_on_blindness,
     Situation.HEALTHY: _advise_while_unjudged,
 }
-"""The functions that find the advice, by situation. In any other situation the advice is the
+"""The functions that find the advice, by situation. In all other situations, the advice is the
 situation's action.
 """
 
 
 def find_advice(view: View, worst: Verdict) -> str:
-    """Return the first thing to do in a situation, with what this page can refer to."""
+    """Return the first thing to do in a situation, referring to what is on this page."""
     if _was_never_seen(view, worst):
         return NEVER_SEEN_ADVICE
     adviser = ADVISERS.get(worst.situation)
@@ -475,7 +475,7 @@ def find_advice(view: View, worst: Verdict) -> str:
 
 
 def _find_command(view: View, worst: Verdict) -> str | None:
-    """Return the command that explains a situation further; None if there is none."""
+    """Return the command that explains a situation in more detail; None if there is none."""
     if _was_never_seen(view, worst):
         return COMMANDS[Situation.BLIND]
     if worst.situation in EXIT_SITUATIONS and view.last_incident is not None:
@@ -484,7 +484,7 @@ def _find_command(view: View, worst: Verdict) -> str | None:
 
 
 def _render_explained(view: View, worst: Verdict) -> str:
-    """Return the command that says more about a situation, and what it does; empty without one."""
+    """Return the command that explains a situation, and what it does; empty if there is none."""
     command = _find_command(view, worst)
     if command is None:
         return ""
@@ -498,7 +498,7 @@ def _render_explained(view: View, worst: Verdict) -> str:
 def _render_command(command: str | None) -> str:
     """Return a command with a button that copies it; empty if there is no command.
 
-    The script shows the button only if the browser allows copying.
+    The script shows the button only if the browser supports copying.
     """
     if command is None:
         return ""
@@ -510,7 +510,7 @@ TIME_LEFT_METRICS: Final = {
     Situation.GROWING: (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER),
     Situation.HOST_LEAK: (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER),
 }
-"""The metrics of the time left and of its lower bound, by the situation in which memory grows."""
+"""The metrics of the time left and its lower bound, by the situation in which memory grows."""
 
 WITHOUT_ROOM: Final = frozenset(
     {
@@ -521,11 +521,13 @@ WITHOUT_ROOM: Final = frozenset(
         Situation.FILLING,
     }
 )
-"""Situations in which the GPU's free memory does not matter, so the page does not emphasise it."""
+"""Situations in which the GPU's free memory does not matter, so that the page does not emphasise
+it.
+"""
 
 
 def find_key_figure(view: View, worst: Verdict) -> tuple[str, str]:
-    """Return the number that matters most in a situation, and its caption; both may be empty.
+    """Return the most important number in a situation, and its caption; both may be empty.
 
     If this number is unknown, or the situation has none, return the free memory of the fullest GPU,
     provided that it matters.
@@ -534,7 +536,7 @@ def find_key_figure(view: View, worst: Verdict) -> tuple[str, str]:
     if number is not None:
         return number
     if worst.situation in WITHOUT_ROOM:
-        # In these situations, free memory would distract from the trouble.
+        # In these situations, free memory would distract from the problem.
         return "", ""
     return _find_free_memory(view.values)
 
@@ -544,7 +546,7 @@ KeyFigure = tuple[str, str]
 
 
 def find_no_number(_view: View, _worst: Verdict) -> KeyFigure | None:
-    """Return None, because the situation has no number."""
+    """Return None, because the situation has no key figure."""
     return None
 
 
@@ -573,7 +575,7 @@ def _measure_time_left(view: View, worst: Verdict) -> KeyFigure | None:
 
 
 def _find_time_left(view: View, situation: Situation) -> tuple[float | None, float | None]:
-    """Return the earliest and the likely time left, the shortest of all GPUs; None if unknown."""
+    """Return the earliest and likely time left, whichever GPU's is shortest; None if unknown."""
     likely_time_left, earliest_time_left = TIME_LEFT_METRICS[situation]
     earliest_seconds = min(view.values.find_all(earliest_time_left).values(), default=None)
     likely_seconds = min(view.values.find_all(likely_time_left).values(), default=None)
@@ -605,7 +607,7 @@ def _measure_excess(view: View, _worst: Verdict) -> KeyFigure | None:
 
 
 def _measure_neighbours(view: View, worst: Verdict) -> KeyFigure | None:
-    # Memory that an exited engine left is not held by others.
+    # Memory left behind by an exited engine is not held by others.
     if worst.alert != NEIGHBOUR_ALERT:
         return None
     holdings = view.values.find_all(catalog.GPU_MEMORY_HELD).items()
@@ -632,7 +634,7 @@ def _measure_bound(view: View, _worst: Verdict) -> KeyFigure | None:
 
 
 def _measure_since(view: View, worst: Verdict) -> KeyFigure | None:
-    """Return for how long a verdict has held; None if that is unknown."""
+    """Return how long a verdict has held; None if unknown."""
     start = view.find_start(worst)
     if start is None or view.snapshot is None:
         return None
@@ -661,11 +663,11 @@ NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], KeyFigure | None]]] 
     Situation.FILLING: _measure_bound,
     Situation.STARTING: _measure_start,
 }
-"""The functions that find the number, by situation. They return None if the number is unknown."""
+"""The functions that find the key figure, by situation. They return None if it is unknown."""
 
 
 def _find_free_memory(values: Values) -> tuple[str, str]:
-    """Return the free memory of the fullest GPU, and a caption; both empty if none is known."""
+    """Return the free memory of the fullest GPU, and a caption; both are empty if unknown."""
     free_bytes = values.find_all(catalog.GPU_MEMORY_FREE)
     if not free_bytes:
         return "", ""
@@ -682,7 +684,7 @@ def _find_free_memory(values: Values) -> tuple[str, str]:
 
 
 def _render_verdicts(view: View) -> str:
-    """Return the verdicts after the worst one, which stands at the top of the page.
+    """Return the verdicts after the worst one, which is at the top of the page.
 
     If many GPUs share the situation of the worst verdict, they are folded into one line, which the
     reader can open. Healthy GPUs are folded in the same way.
@@ -696,9 +698,9 @@ def _render_verdicts(view: View) -> str:
 
 
 def _find_contradictions(view: View) -> list[Verdict]:
-    """Return the verdict that the engine is healthy, if another one is its alarm or warning.
+    """Return the verdict that the engine is healthy, if it also has an alarm or warning.
 
-    In a crash loop an engine serves between two exits. A green line would then contradict the
+    In a crash loop, an engine serves between two exits, and a green line would contradict the
     alarm.
     """
     of_engine = [verdict for verdict in view.shown_verdicts if verdict.subject == "engine"]
@@ -710,10 +712,10 @@ def _find_contradictions(view: View) -> list[Verdict]:
 def _fold_gpus(
     view: View, verdicts: list[Verdict], situation: Situation
 ) -> tuple[list[Verdict], str]:
-    """Return the verdicts that are not folded, and the line of the folded GPUs.
+    """Return the verdicts that are not folded, and the line for the folded GPUs.
 
-    The GPUs in `situation` are folded. If there are few such GPUs, all verdicts are returned with
-    an empty line.
+    The GPUs in `situation` are folded. If there are only a few of them, all verdicts are returned
+    with an empty line.
     """
     folded = [
         verdict
@@ -722,7 +724,7 @@ def _fold_gpus(
     ]
     if len(folded) < FOLDED_GPUS:
         return verdicts, ""
-    # A reader reads a few lines faster than they can be opened.
+    # It is faster to read a few lines than to unfold them.
     unfolded = [verdict for verdict in verdicts if verdict not in folded]
     summary = _summarize_gpus(view, folded)
     level = folded[0].level
@@ -740,7 +742,7 @@ def _render_list(view: View, verdicts: list[Verdict]) -> str:
 
 
 def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
-    """Return one line for at least one GPU, all in the same situation."""
+    """Return one line for one or more GPUs that are all in the same situation."""
     situation = verdicts[0].situation
     level = verdicts[0].level
     if situation is not Situation.HEALTHY:
@@ -757,7 +759,7 @@ def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
 
 
 def _find_lowest_free(view: View, subjects: set[str]) -> int | None:
-    """Return the least free memory on the GPUs of these verdicts; None if it is unknown."""
+    """Return the least free memory on the GPUs of these verdicts; None if unknown."""
     if view.snapshot is None:
         return None
     gpus = [gpu for gpu in view.snapshot.owned_gpus if gpu.reading.display_name in subjects]
@@ -772,7 +774,7 @@ def _render_sentence(view: View, verdict: Verdict) -> str:
 
 
 def _render_runbook(view: View, verdict: Verdict) -> str:
-    """Return a link to the runbook of a verdict's alert; empty without an alert or runbooks."""
+    """Return a link to the runbook of a verdict's alert; empty if there is no alert or runbook."""
     url = view.find_runbook(verdict.alert)
     if url is None:
         return ""
@@ -798,17 +800,17 @@ def _render_sections(view: View, query: str) -> Iterator[str]:
 
 
 def _render_figures(view: View, snapshot: Snapshot, query: str) -> Iterator[str]:
-    """Yield the links that choose how much of the past is shown, and the figures.
+    """Yield the links that select how much of the past is shown, and the figures.
 
-    If there are no figures, nothing is yielded.
+    Nothing is yielded if there are no figures.
     """
     options = dict(parse_qsl(query))
-    # Other query parameters, such as `engine`, stay in the links.
+    # Other query parameters, such as `engine`, are kept in the links.
     chosen_range = options.pop(RANGE_QUERY, "")
     figures = list(draw_figures(view, snapshot, RANGES.get(chosen_range)))
     if not figures:
         return
-    # Links, not buttons, so that they work without scripts.
+    # Links are used instead of buttons, so that they work without scripts.
     links = []
     for name in ("", *RANGES):
         query_fields = dict(options)

@@ -1,4 +1,4 @@
-"""Serve HTTP on a limited number of connections, one answer at a time."""
+"""Serve HTTP on a limited number of connections, one response at a time."""
 
 import asyncio
 import contextlib
@@ -23,46 +23,49 @@ from vllm_headroom.units import to_datetime
 log = Log(__name__)
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
-"""At most this much of the head of a request is read. Prometheus sends 300 bytes, and a browser
-that sends the cookies of its host sends a few thousand bytes.
+"""The maximum number of bytes read of a request's head. Prometheus sends 300 bytes, and a browser
+that sends its cookies for the host sends a few thousand.
 """
 
 MOST_CONNECTIONS: Final = 256
-"""At most this many connections are open at once. A sidecar has few scrapers. For one more
-connection, the server closes the connection that has waited longest for its client, or cancels the
-oldest handshake or password check.
+"""The maximum number of open connections. A sidecar has few scrapers. To make room for another
+connection, the server closes the one that has been waiting for its client the longest, or cancels
+the oldest handshake or password check.
 """
 
 SLOW_CLIENT_SECONDS: Final = 1.0
-"""If a client has not read its whole answer after this time, it counts as idle, like a client that
-sends nothing.
+"""The time after which a client that has not read its entire response counts as idle, like a client
+that sends nothing.
 """
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
-"""Each of a connection's two kernel buffers is set to this size, and the kernel doubles it. With
-the default size, 2.5 MB of unread answers would count against the container's limit, and a slow
+"""The size set for each of a connection's two kernel buffers, which the kernel doubles. With the
+default size, 2.5 MB of unread responses would count against the container's limit, and a slow
 client would look idle.
 """
 
 ACCEPT_RETRY_SECONDS: Final = 0.1
-"""Our choice: the server pauses for this time after a connection that could not be accepted."""
+"""The pause after a connection could not be accepted (our choice)."""
 
 SWEEP_SECONDS: Final = 2.0
-"""Our choice: once in this time, the server looks for clients that take too long."""
+"""The interval at which the server looks for clients that take too long (our choice)."""
 
 SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
-"""The prefixes of paths whose requests are short and do not wait for scrapes. A kubelet waits a
-second for an answer, and restarts the container after some failures.
+"""The prefixes of paths whose requests are short and do not wait for scrapes. A kubelet waits one
+second for a response, and restarts the container after several failures.
 """
 
 DRAIN_SECONDS: Final = 0.5
-"""After the stop, scrapes in progress may take this long. The whole exit may take one second."""
+"""The time limit for scrapes in progress at shutdown. The limit for the entire exit is one second.
+"""
 
 DRAIN_CHECK_SECONDS: Final = 0.01
-"""Our choice: how often the stopping server checks whether all clients have their answer."""
+"""How often a stopping server checks whether all clients have received their responses (our
+choice).
+"""
 
 AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
-"""The scheme and host that a client sends before the path if it mistakes the daemon for a proxy. A
+"""The scheme and host that a client sends before the path if it takes the daemon for a proxy. A
 server must accept them (RFC 9112, 3.2.2).
 """
 
@@ -70,14 +73,14 @@ server must accept them (RFC 9112, 3.2.2).
 class Phase(Enum):
     """What a connection is waiting for.
 
-    A connection goes through the phases in this order. From IDLE, the next request leads back to
+    A connection goes through the phases in this order. In IDLE, the next request leads back to
     HEAD.
     """
 
-    HEAD = auto()  # It waits for the client's request.
-    TURN = auto()  # It waits for the request's turn.
-    SENDING = auto()  # It waits for the client to take the answer.
-    IDLE = auto()  # It waits for the client's next request.
+    HEAD = auto()  # Waiting for the client's request.
+    TURN = auto()  # Waiting for the request's turn.
+    SENDING = auto()  # Waiting for the client to read the response.
+    IDLE = auto()  # Waiting for the client's next request.
 
 
 CLIENT_PATIENCE_SECONDS: Final = {
@@ -86,34 +89,34 @@ CLIENT_PATIENCE_SECONDS: Final = {
     Phase.SENDING: 10.0,
     Phase.IDLE: 90.0,
 }
-"""A connection may stay in each phase for this time. The time in TURN includes the password check.
-The limit for IDLE is long, so that Prometheus keeps its connection. It usually scrapes at least
-once a minute.
+"""How long a connection may stay in each phase. The time in TURN includes the password check. The
+limit for IDLE is long enough for Prometheus to keep its connection, because it usually scrapes at
+least once a minute.
 """
 
 
 class Connection(asyncio.Protocol):
-    """An HTTP/1.1 connection by h11.
+    """An HTTP/1.1 connection based on h11.
 
-    It does not read while a request waits for its turn.
+    It does not read while a request is waiting for its turn.
     """
 
     def __init__(self, server: "Server") -> None:
         self.certificate: dict[str, object] | None = None
         """The client's verified certificate; None if there is none."""
         self.address = ""
-        """The client's address; empty if it is unknown."""
+        """The client's address; empty if unknown."""
         self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         """The transport; None before the connection is made and after it is lost."""
         self._is_abandoned = False
-        """Whether opening the connection was cancelled."""
+        """Whether opening the connection has been cancelled."""
         self._is_blocked = False
-        """Whether the client has not received everything yet that was written."""
+        """Whether the client has not yet received everything that was written."""
         self._method = b""
-        """The method of the current request; empty for a request that is refused."""
+        """The method of the current request; empty for a rejected request."""
         self._enter(Phase.HEAD)
 
     def _enter(self, phase: Phase) -> None:
@@ -125,8 +128,8 @@ class Connection(asyncio.Protocol):
         if self._is_abandoned:
             transport.abort()
             return
-        # With these limits, `pause_writing` is called for any byte that the client does not
-        # receive. high=0 is not used, because with it uvloop's TLS also pauses a connection that
+        # With these limits, `pause_writing` is called for any byte that the client has not
+        # received. high=0 is not used, because uvloop's TLS would then also pause a connection that
         # has nothing to send.
         transport.set_write_buffer_limits(high=1, low=0)
         self._transport = transport
@@ -139,17 +142,17 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
         self._http.receive_data(data)
-        # The time limit for a request counts from its first byte, and not from the last answer.
+        # The time limit for a request starts with its first byte and not with the last response.
         if self.phase is Phase.IDLE:
             self._enter(Phase.HEAD)
         if self.phase is Phase.HEAD:
             self._read_request()
 
     def _read_request(self) -> None:
-        """Take the next request from the received bytes, and queue it with the server.
+        """Parse the next request from the received bytes, and queue it with the server.
 
-        If the request is incomplete, nothing happens. If the bytes are not HTTP, the request is
-        refused. If the client has closed its side, the connection is closed.
+        Does nothing if the request is incomplete. If the bytes are not HTTP, the request is
+        rejected. If the client has closed its side, the connection is closed.
         """
         if self._transport is None:
             return
@@ -161,14 +164,14 @@ class Connection(asyncio.Protocol):
         if isinstance(event, h11.Request):
             self._method = event.method
             self._enter(Phase.TURN)
-            # No more is read until this request is answered.
+            # Nothing else is read until this request has been answered.
             self._transport.pause_reading()
             self._server.admit(self, _build_request(event))
         elif isinstance(event, h11.ConnectionClosed):
             self._transport.close()
 
     def _refuse(self, status: int) -> None:
-        """Answer with an error status; drop the client if no answer can be sent any more."""
+        """Respond with an error status; drop the client if no response can be sent any more."""
         self._method = b""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.answer(respond_text(status, "not an HTTP request that is understood here"))
@@ -176,14 +179,14 @@ class Connection(asyncio.Protocol):
             self.drop()
 
     def answer(self, answer: Response) -> None:
-        """Send an answer, unless the client has left."""
+        """Send a response, unless the client has left."""
         if self._transport is None or self._transport.is_closing():
             return
         self._enter(Phase.SENDING)
         headers = [
             ("Content-Type", answer.content_type),
             ("Content-Length", str(len(answer.body))),
-            # RFC 9110, 6.6.1: a server with a clock has to send the date.
+            # RFC 9110, 6.6.1: a server with a clock must send the date.
             ("Date", format_datetime(to_datetime(time.time()), usegmt=True)),
             *answer.headers,
         ]
@@ -191,19 +194,19 @@ class Connection(asyncio.Protocol):
         events: list[h11.Event] = [
             h11.Response(status_code=answer.status, reason=reason, headers=headers)
         ]
-        # An answer to HEAD has the length of the body and no body.
+        # A response to HEAD has the length of the body but no body.
         if self._method != b"HEAD":
             events.append(h11.Data(data=answer.body))
         events.append(h11.EndOfMessage())
         parts = [self._http.send(event) or b"" for event in events]
         self._transport.write(b"".join(parts))
-        # The exchange with a blocked client ends once it has received the answer, or its time is
-        # over.
+        # The exchange with a blocked client ends when it has received the response or its time is
+        # up.
         if not self._is_blocked:
             self._finish_exchange()
 
     def pause_writing(self) -> None:
-        """Note that the client reads too slowly."""
+        """Record that the client is reading too slowly."""
         self._is_blocked = True
 
     def resume_writing(self) -> None:
@@ -215,14 +218,14 @@ class Connection(asyncio.Protocol):
     def _finish_exchange(self) -> None:
         """Wait for the next request on this connection, or close it if it cannot be reused.
 
-        If the next request was received already, it is read.
+        If the next request has already been received, it is read.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        # h11 starts the next cycle only after the whole request was read.
+        # h11 starts the next cycle only after the entire request has been read.
         self._skip_body()
-        # If the state of a connection is unknown, as after an error, the connection is closed.
+        # If the connection's state is unknown, as after an error, the connection is closed.
         is_reusable = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         if not is_reusable:
             transport.close()
@@ -233,14 +236,14 @@ class Connection(asyncio.Protocol):
         self._read_request()
 
     def _skip_body(self) -> None:
-        """Skip the part of the request's body that was received."""
+        """Skip the part of the request's body that has been received."""
         with contextlib.suppress(h11.RemoteProtocolError):
             while self._http.their_state is h11.SEND_BODY:
                 if not isinstance(self._http.next_event(), h11.Data):
                     return
 
     def eof_received(self) -> bool:
-        """Keep the connection while a client that has finished sending waits for its answer."""
+        """Keep the connection if a client that has finished sending is waiting for a response."""
         self._http.receive_data(b"")
         return self.is_answering
 
@@ -251,11 +254,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Return whether the client has sent a request and waits for the answer."""
+        """Return whether the client has sent a request and is waiting for the response."""
         return self.phase in (Phase.TURN, Phase.SENDING)
 
     def is_idle(self, now_seconds: float) -> bool:
-        """Return whether it waits for its client, which sends no request or receives no answer."""
+        """Return whether it is waiting for its client to send a request or read a response."""
         if self.phase is Phase.SENDING:
             return self.since_seconds < now_seconds - SLOW_CLIENT_SECONDS
         return self.phase in (Phase.HEAD, Phase.IDLE)
@@ -270,14 +273,14 @@ class Connection(asyncio.Protocol):
         self.connection_lost(None)
 
     def drop(self) -> None:
-        """Close the connection at once, even during an answer."""
+        """Close the connection immediately, even while a response is being sent."""
         if self._transport is not None:
             self._transport.abort()
 
 
 def _build_request(event: h11.Request) -> Request:
-    """Return the request without its body; the values of a repeated header are joined by commas."""
-    # latin-1 decodes any byte, so a request cannot fail here.
+    """Return the request without its body; values of a repeated header are joined by commas."""
+    # latin-1 can decode any byte, so this cannot fail.
     target = AUTHORITY.sub("", event.target.decode("latin-1"))
     path, _, query = target.partition("?")
     headers: dict[str, str] = {}
@@ -293,10 +296,10 @@ def _build_request(event: h11.Request) -> Request:
 
 
 def find_connection_limit() -> int:
-    """Return how many connections there may be: at most MOST_CONNECTIONS, at least 1.
+    """Return the maximum number of connections, which is between 1 and MOST_CONNECTIONS.
 
-    If the process may open only few files, the result is a quarter of their number, because the
-    sources and the state need files too.
+    If the process may open only a few files, the result is a quarter of their number, because the
+    sources and the state also need files.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -308,11 +311,10 @@ class Server:
     """Answers requests with `handler`, which must be fast.
 
     With a `door`, only admitted requests are answered. A connection is admitted by its certificate
-    when it is opened, and each of its requests is admitted by its login. An admitted request waits
-    in a queue.
+    when it is opened, and each of its requests by its login. Admitted requests wait in a queue.
 
-    Between two answers the event loop runs once, so that sampling waits for at most one answer.
-    There is one queue of short requests and one of all others. The queues take turns, so that
+    The event loop runs once between two responses, so that sampling waits for at most one response.
+    There is one queue for short requests and one for all others. The queues take turns, so that
     neither blocks the other.
     """
 
@@ -324,12 +326,12 @@ class Server:
         self._queue: deque[tuple[Connection, Request]] = deque()
         self._has_work = asyncio.Event()
         self._admissions: dict[asyncio.Task[None], None] = {}
-        """The handshakes and password checks in progress, the oldest first."""
+        """The handshakes and password checks in progress, oldest first."""
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on the socket until cancelled, then answer received requests for DRAIN_SECONDS.
 
-        If a task of the server fails, its error is raised.
+        If one of the server's tasks fails, its error is raised.
         """
         accepting = asyncio.create_task(self._accept(listener))
         tasks = [
@@ -340,7 +342,7 @@ class Server:
         if self._door is not None:
             tasks.append(asyncio.create_task(self._door.watch(self._drop_all)))
         try:
-            # No task ends by itself, so the first task that ends has failed.
+            # None of the tasks ends by itself, so the first one to end has failed.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
@@ -355,10 +357,10 @@ class Server:
                 self._drop_all()
 
     async def _drain(self) -> None:
-        """Wait until all received requests are answered, for at most DRAIN_SECONDS."""
+        """Wait until all received requests have been answered, but at most DRAIN_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                await asyncio.sleep(0)  # In this turn of the loop, the accepting task ends.
+                await asyncio.sleep(0)  # The accepting task ends in this iteration of the loop.
                 while any(  # noqa: ASYNC110 - no event exists
                     connection.is_answering for connection in self.connections
                 ):
@@ -375,10 +377,10 @@ class Server:
         while True:
             try:
                 client, _ = await loop.sock_accept(listener)
-            except OSError:  # No file descriptor is left, or the client has left.
+            except OSError:  # There are no file descriptors left, or the client has left.
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
-            # Without a door there is no handshake that could take long.
+            # Without a door, there is no handshake that could take long.
             if self._door is None:
                 await self._open(client)
                 continue
@@ -388,10 +390,7 @@ class Server:
             self._start_admission(self._open(client))
 
     async def _open(self, client: socket.socket) -> None:
-        """Make a connection of an accepted socket.
-
-        If there is TLS, this happens after the handshake.
-        """
+        """Open a connection on an accepted socket, after the handshake if TLS is used."""
         tls = None if self._door is None else self._door.loaded.tls
         handshake_seconds = None if tls is None else CLIENT_PATIENCE_SECONDS[Phase.HEAD]
         connection = Connection(self)
@@ -402,7 +401,7 @@ class Server:
         except asyncio.CancelledError:
             connection.abandon()
             raise
-        # TLS failed or took too long. Any client can cause this, so it is not logged.
+        # TLS failed or took too long, which any client can cause, so it is not logged.
         except OSError:
             client.close()
         except Exception:
@@ -410,7 +409,7 @@ class Server:
             client.close()
 
     def _start_admission(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a handshake or a password check, and keep it in `_admissions` until it is over."""
+        """Start a handshake or password check, and keep it in `_admissions` until it is over."""
         task = asyncio.create_task(work)
         self._admissions[task] = None
         task.add_done_callback(lambda done: self._admissions.pop(done, None))
@@ -418,14 +417,14 @@ class Server:
     def add(self, connection: Connection) -> None:
         """Add a new connection; drop it if its certificate does not admit it.
 
-        If there are too many connections, drop the one that is idle for longest. If none is idle,
-        drop the one that is longest in its phase.
+        If there are too many connections, the one that has been idle the longest is dropped. If
+        none is idle, the one that has been in its phase the longest is dropped.
         """
         if self._door is not None and not self._door.is_admitted(connection.certificate):
             connection.drop()
             return
         if len(self.connections) >= find_connection_limit():
-            # The new connection is not refused, so that idle connections cannot block a scrape.
+            # The new connection is not rejected, so that idle connections cannot block a scrape.
             now_seconds = connection.since_seconds
             idle = [peer for peer in self.connections if peer.is_idle(now_seconds)]
             longest_idle = min(idle or self.connections, key=lambda peer: peer.since_seconds)
@@ -434,14 +433,14 @@ class Server:
         self.connections.add(connection)
 
     def admit(self, connection: Connection, request: Request) -> None:
-        """Queue a request for its turn, if its client is admitted."""
+        """Queue a request for its turn if its client is admitted."""
         if self._door is None:
             self._enqueue(connection, request)
         else:
             self._start_admission(self._check_login(self._door, connection, request))
 
     async def _check_login(self, door: Door, connection: Connection, request: Request) -> None:
-        """Queue a request with a valid login; answer any other request with a refusal."""
+        """Queue a request with a valid login; refuse any other request."""
         refusal = await door.find_refusal(request, connection.address)
         if refusal is None:
             self._enqueue(connection, request)
@@ -455,7 +454,7 @@ class Server:
         self._has_work.set()
 
     async def _answer_in_turn(self) -> None:
-        """Answer queued requests forever, one of each queue in turn."""
+        """Answer queued requests forever, taking one from each queue in turn."""
         while True:
             await self._has_work.wait()
             self._has_work.clear()
@@ -466,7 +465,7 @@ class Server:
                         await asyncio.sleep(0)
 
     def _answer(self, connection: Connection, request: Request) -> None:
-        """Answer a request; if the handler raises, log the error and answer with status 500."""
+        """Answer a request; if the handler raises, log the error and respond with status 500."""
         try:
             answer = self._handler(request)
             if self._door is not None:
@@ -477,14 +476,14 @@ class Server:
             self._report_fault(connection)
 
     def _report_fault(self, connection: Connection) -> None:
-        """Answer with status 500; drop the client if an answer was begun or cannot be sent."""
+        """Respond with status 500; drop the client if a response was begun or cannot be sent."""
         try:
             connection.answer(respond_text(500, "this is a fault of the daemon, see its log"))
         except Exception:  # noqa: BLE001 - the fault is logged, and only this client is affected
             connection.drop()
 
     async def _sweep(self) -> None:
-        """Drop, forever, connections that have been in their phase for too long."""
+        """Forever drop connections that have been in their phase for too long."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
@@ -497,12 +496,12 @@ class Server:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
-    Raises OSError if the address cannot be bound. If `host` is empty, it means every interface,
-    with IPv4 and IPv6 if the machine has both.
+    An empty `host` means every interface, with both IPv4 and IPv6 if the machine supports them.
+    Raises OSError if the address cannot be bound.
     """
     listener = None
     if not host and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 may be compiled in but switched off.
+        with contextlib.suppress(OSError):  # IPv6 may be compiled in but disabled.
             listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     if listener is None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

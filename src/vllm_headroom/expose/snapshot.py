@@ -1,4 +1,4 @@
-"""Build `/snapshot.json`, the page for programs, with the catalogue's keys."""
+"""Build `/snapshot.json`, the page for programs, with keys from the catalogue."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,13 +12,13 @@ from vllm_headroom.expose.view import CURVE_STEP_SECONDS, History, LastIncident,
 from vllm_headroom.model import Metric, Snapshot, Values, find_worst_level
 
 STATE_LABEL: Final = "state"
-"""The last label of a metric that has a series for each state. The current state's series is 1."""
+"""The last label of a metric with one series per state, of which that of the current state is 1."""
 
 LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     "gpus": catalog.GPU_LABELS,
     "engines": catalog.ENGINE_LABELS,
 }
-"""The lists of the document, by the labels that identify their entries."""
+"""The labels that identify the entries of each list in the document."""
 
 LIST_METRICS: Final = {
     name: tuple(metric for metric in catalog.METRICS if metric.labels[:2] == labels)
@@ -33,8 +33,8 @@ AT_THE_SCRAPE: Final = (
     catalog.WEB_CONFIG_RELOAD,
     catalog.ENGINES,
 )
-"""Metrics that are only on the metrics page. The document has the facts of the first three under
-`version`, `age_seconds` and `last_incident`.
+"""Metrics that are only on the metrics page. The document shows the first three as `version`,
+`age_seconds` and `last_incident`.
 """
 
 _UNLISTED_METRICS: Final = (
@@ -43,14 +43,11 @@ _UNLISTED_METRICS: Final = (
 DOCUMENT_METRICS: Final = tuple(
     metric for metric in _UNLISTED_METRICS if metric not in AT_THE_SCRAPE
 )
-"""The metrics at the top of the document."""
+"""The metrics at the top level of the document."""
 
 
 def respond_snapshot(view: View) -> Response:
-    """Return the document as an answer.
-
-    In it, an unknown value is null, and never 0.
-    """
+    """Return the document as a response; unknown values in it are null, never 0."""
     body = json.dumps(build_document(view)).encode()
     return Response(status=200, body=body, content_type="application/json")
 
@@ -58,7 +55,7 @@ def respond_snapshot(view: View) -> Response:
 def build_document(view: View) -> dict[str, Any]:
     """Return the newest sample with its verdicts, and the curves of the last day, for JSON.
 
-    Before the first sample, all facts are None and the lists are empty.
+    Before the first sample, all facts are None and all lists are empty.
     """
     snapshot = view.snapshot
     document: dict[str, Any] = {
@@ -104,12 +101,12 @@ def _build_incident(incident: LastIncident | None) -> dict[str, Any] | None:
 
 
 def _build_list(values: Values, list_name: str) -> list[dict[str, Any]]:
-    """Return an entry for each GPU or engine that has a series of any metric of this list."""
+    """Return an entry for each GPU or engine that has a series for any of the list's metrics."""
     metrics = LIST_METRICS[list_name]
     entry_labels: dict[tuple[str, ...], None] = {}
     for metric in metrics:
         for labels in values.find_all(metric):
-            # The first two labels name the GPU or the engine. A dict keeps their order.
+            # The first two labels name the GPU or engine. A dict preserves their order.
             entry_labels[labels[:2]] = None
     entries = []
     for labels in entry_labels:
@@ -150,9 +147,10 @@ def _build_history(values: Values, history: History) -> dict[str, Any]:
 
 
 def build_key(metric: Metric, list_name: str | None) -> str:
-    """Return a metric's key at the top of the document, or in the entries of the list of this name.
+    """Return a metric's key at the top level, or in the entries of the list `list_name`.
 
-    It is the metric's name without `headroom_`, and in a list also without `gpu_` or `engine_`.
+    The key is the metric's name without `headroom_` and, in a list, also without `gpu_` or
+    `engine_`.
     """
     key = metric.name.removeprefix("headroom_")
     if list_name is None:
@@ -175,7 +173,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
     more_label_names = metric.labels[len(labels) :]
     if not more_label_names:
         return values.value(metric, *labels)
-    # These are the labels that do not name the entry.
+    # The series are keyed by the labels that do not name the entry.
     series = {
         series_labels[len(labels) :]: value
         for series_labels, value in values.find_all(metric).items()
@@ -198,7 +196,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
 def _read_info(
     label_names: tuple[str, ...], series: Iterable[tuple[str, ...]]
 ) -> dict[str, str] | None:
-    """Return the label values of the first series, by label name; None if there is no series."""
+    """Return the label values of the first series by label name; None if there are no series."""
     for labels in series:
         return dict(zip(label_names, labels, strict=True))
     return None

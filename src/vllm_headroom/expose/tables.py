@@ -1,4 +1,4 @@
-"""List the rows of the page's tables and render them."""
+"""List and render the rows of the page's tables."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -16,36 +16,28 @@ NOT_KNOWN: Final = "not known"
 
 
 LEAST_SHOWN_MS: Final = 0.1
-"""Our choice: a shorter time is not shown, because it would be shown as 0.0."""
+"""The shortest time that is shown (our choice), because shorter ones would appear as 0.0."""
 
 
 class Cell(Struct, frozen=True):
-    """A cell of a table.
-
-    With a level, its text is bold and has the colour of the level.
-    """
+    """A table cell; if it has a level, its text is bold and in the level's colour."""
 
     text: str
     level: Level | None = None
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """A table as plain data.
-
-    The first cell of a row is the row's heading.
-    """
+    """A table as plain data; the first cell of each row is the row's heading."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     kind: str = "figures"
-    """The table's class in the page's style: `figures` are aligned to the right, `words` to the
-    left.
-    """
+    """The table's class in the page's style: `figures` are right-aligned, `words` left-aligned."""
 
 
 def list_tables(values: Values, snapshot: Snapshot) -> tuple[Table, ...]:
-    """Return the tables of the page, including those without rows."""
+    """Return the page's tables, including those without rows."""
     return (
         Table(
             title="Who holds the memory",
@@ -73,11 +65,11 @@ PEAK_SAFE_SIZES: Final = {
     Work.PROMPT_LOGPROBS: (catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, "{:,.0f} tokens"),
     Work.ENCODER: (catalog.ENGINE_SAFE_IMAGE_PIXELS, "{:,.0f} pixels"),
 }
-"""The largest safe request of a kind of work, and its format."""
+"""The metric and format of the largest safe request, by kind of work."""
 
 
 def _list_peak_tables(values: Values) -> tuple[Table, ...]:
-    """Return the table of peaks by the kind of work; no table if the probe measures none."""
+    """Return the table of peaks by kind of work; empty if the probe does not measure any."""
     rows = tuple(_list_peaks(values))
     if not rows:
         return ()
@@ -86,7 +78,7 @@ def _list_peak_tables(values: Values) -> tuple[Table, ...]:
 
 
 def _list_peaks(values: Values) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each kind of work with a peak or a safe size, by GPU."""
+    """Yield a row for each GPU and kind of work that has a peak or a safe size."""
     for gpu, uuid in values.find_all(catalog.ENGINE_PEAK_ROOM):
         for work in Work:
             peak_bytes = values.value(catalog.ENGINE_PEAK, gpu, uuid, work)
@@ -109,13 +101,13 @@ def _list_peaks(values: Values) -> Iterator[tuple[Cell, ...]]:
 
 
 HOLDERS: Final = ("engine", "other", "unattributed")
-"""Who may hold a GPU's memory: values of a label, and titles of columns."""
+"""The possible holders of a GPU's memory: the values of a label, and column titles."""
 
 
 def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
     """Yield a row for each visible GPU: its name and owner, and who holds its memory."""
     for gpu, uuid, name, attribution in values.find_all(catalog.GPU_INFO):
-        # The name of a MIG instance may already contain the short form of its UUID.
+        # A MIG instance's name may already contain the short form of its UUID.
         part = find_part(uuid)
         number = gpu if part in name else f"{gpu} {part}"
         owner = f"the engine (by {attribution})" if attribution else "not the engine"
@@ -143,7 +135,7 @@ def _build_roles(values: Values, snapshot: Snapshot) -> Table:
 
 
 def _sum_pinned(snapshot: Snapshot) -> dict[str, int]:
-    """Return the host memory that torch has pinned, by the role of the processes."""
+    """Return the host memory pinned by torch, by process role."""
     sizes_bytes: dict[str, int] = {}
     if isinstance(snapshot.probe, ProbeReadings):
         for process in snapshot.probe.present:
@@ -156,7 +148,7 @@ def _sum_pinned(snapshot: Snapshot) -> dict[str, int]:
 def _list_roles(values: Values, pinned_bytes: Mapping[str, int]) -> Iterator[tuple[Cell, ...]]:
     """Yield a row for each role of the engine's processes: host memory, leak and growth.
 
-    `pinned_bytes` is by role. If it is empty, the rows have no cell for it.
+    `pinned_bytes` is keyed by role. If it is empty, the rows do not have a cell for it.
     """
     for (role,), resident_bytes in values.find_all(catalog.HOST_MEMORY).items():
         swapped_bytes = values.value(catalog.HOST_SWAP, role)
@@ -185,11 +177,11 @@ ENGINE_COLUMNS: Final[tuple[tuple[str, Metric, str], ...]] = (
     ("prefix hits, 5 min", catalog.ENGINE_PREFIX_HIT_RATIO, "{:.1%}"),
     ("more requests fit", catalog.ENGINE_ADDITIONAL_REQUESTS, "{:.0f}"),
 )
-"""For each column: its title, the metric that it shows and the value's format."""
+"""The title, metric and value format of each column."""
 
 
 def _list_engines(values: Values) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each engine of the page, with ENGINE_COLUMNS."""
+    """Yield a row for each engine on the page, with ENGINE_COLUMNS."""
     for model_name, engine, _profile in values.find_all(catalog.ENGINE_INFO):
         cells = [Cell(f"{model_name} / {engine}")]
         for _, metric, value_format in ENGINE_COLUMNS:
@@ -214,7 +206,7 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
         elif success_seconds is None:
             last_success = "never"
         else:
-            # The age is not negative, even if the clock was set back in between.
+            # The age must not be negative, even if the clock was set back in the meantime.
             age_seconds = max(0.0, snapshot.time_seconds - success_seconds)
             last_success = f"{format_duration(age_seconds)} before"
         yield (
@@ -227,14 +219,14 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
 
 
 def render_table(table: Table) -> str:
-    """Return a table that can be folded, and is open if it has an alarm; empty without rows.
+    """Return a foldable table, which is open if it contains an alarm; empty if it has no rows.
 
-    If every cell of a column is empty, the column is left out.
+    Columns whose cells are all empty are left out.
     """
     if not table.rows:
         return ""
     title = escape_text(table.title)
-    # Columns that no row needs, such as swap on most machines, would only waste width.
+    # Columns that no row needs, such as swap on most machines, would only waste space.
     columns = [
         place for place in range(len(table.columns)) if any(row[place].text for row in table.rows)
     ]
@@ -254,9 +246,9 @@ def render_table(table: Table) -> str:
 
 
 def _render_row(row: tuple[Cell, ...], column_titles: list[str]) -> str:
-    """Return a row of a table, whose first cell is its heading."""
+    """Return a table row, whose first cell is its heading."""
     heading, *cells = row
-    # On narrow screens the style hides the table's head and writes `data-t` before each cell.
+    # On narrow screens, the style hides the table's head and shows `data-t` before each cell.
     rendered_cells = "".join(
         f'<td data-t="{column_title}">{_render_cell(cell)}</td>'
         for column_title, cell in zip(column_titles[1:], cells, strict=True)
