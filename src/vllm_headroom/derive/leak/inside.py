@@ -1,6 +1,6 @@
-"""Growth inside the engine by place, from the probe: all memory in use, without torch's cache.
+"""Growth inside the engine by place, from the probe: all memory in use, excluding torch's cache.
 
-A place is one of torch's tensors, torch's fragments, and memory outside torch.
+The places are torch's tensors, torch's fragments, and memory outside torch.
 """
 
 from bisect import bisect_left
@@ -20,19 +20,21 @@ from vllm_headroom.units import DAY_SECONDS
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 
 MARK_SECONDS: Final = 20.0
-"""Our choice: the least time between two marks. A mark is the memory in each place at one time."""
+"""Our choice: the minimum time between two marks. A mark is the memory in each place at one
+time.
+"""
 
 MOST_MARKS: Final = 256
 """If there are more marks than this, every second one is dropped, which bounds the state."""
 
 FORGET_SECONDS: Final = DAY_SECONDS
-"""If a device or role was not seen for this time, its track is dropped. This bounds memory while
-pods and MIG instances change.
+"""The track of a device or role that has not been seen for this time is dropped. This bounds memory
+while pods and MIG instances change.
 """
 
 
 class Mark(Struct, frozen=True, gc=False):
-    """The lowest memory in each place during the MARK_SECONDS after `seconds`."""
+    """The lowest memory in each place during the MARK_SECONDS that follow `seconds`."""
 
     seconds: float
     """When the mark began, on the monotonic clock."""
@@ -41,19 +43,20 @@ class Mark(Struct, frozen=True, gc=False):
 
 
 class InsideTrack(Struct, frozen=True, kw_only=True):
-    """What the detector remembers of the memory inside one run of the engine on one GPU."""
+    """What the detector remembers about the memory inside one run of the engine on one GPU."""
 
     restarts: int
-    """Identifies the run by the number of restarts before it."""
+    """The number of restarts before the run, which identifies it."""
     in_use: Track
-    """The track of the memory in use, which is the held memory without torch's cache. If a leak
-    grows into free memory of the cache, this track shows it, and the track of held memory does not.
+    """The track of the memory in use, which is the held memory excluding torch's cache. A leak that
+    grows into free memory of the cache shows up in this track, but not in the track of held
+    memory.
     """
 
     open_mark: Mark
-    """The newest mark, to which readings are still added."""
+    """The newest mark, to which readings are still being added."""
     marks: tuple[Mark, ...] = ()
-    """The complete marks since the run began, thinned out, the oldest first."""
+    """The complete marks since the run began, thinned out, with the oldest first."""
 
 
 InsideTracks = dict[str, InsideTrack]
@@ -65,9 +68,9 @@ def update_insides(
 ) -> InsideTracks:
     """Return the tracks after one more sample.
 
-    `observations` has those of all the sample's devices. The track of a GPU starts over when the
-    engine restarts, and after a sleep. If this sample has no figures of the probe for a GPU, the
-    GPU keeps its track.
+    `observations` covers all devices in the sample. The track of a GPU starts over when the engine
+    restarts, and after a sleep. If this sample has no figures from the probe for a GPU, the GPU
+    keeps its track.
     """
     now_seconds = snapshot.monotonic_seconds
     tracks = limit_remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
@@ -79,7 +82,7 @@ def update_insides(
     restarts = 0 if snapshot.engine_status is None else snapshot.engine_status.restarts
     for gpu, observation in observations:
         uuid = gpu.reading.uuid
-        # A sleep releases most of the memory, so the comparison starts over after it.
+        # A sleep releases most of the memory, so the comparison starts over afterwards.
         if gpu.inside is not None and observation.awake is False:
             updated.pop(uuid, None)
             continue
@@ -90,7 +93,7 @@ def update_insides(
         if track is None or track.restarts != restarts:
             in_use = start_track(now_seconds)
             if track is not None:
-                # The precedent of the run that has ended may excuse growth of this run.
+                # The precedent from the run that has ended may excuse growth in this run.
                 in_use = replace(in_use, precedent=end_run(track.in_use))
             track = InsideTrack(restarts=restarts, open_mark=mark, in_use=in_use)
         updated[uuid] = _add_mark(track, mark, observation)
@@ -98,10 +101,10 @@ def update_insides(
 
 
 def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
-    """Return the memory in each place of a GPU.
+    """Return the memory in each place on a GPU.
 
-    Returns None if the engine's memory is unknown, or if it is unknown what torch has allocated or
-    reserved of it.
+    Returns None if the engine's memory is unknown, or if it is unknown how much of it torch has
+    allocated or reserved.
     """
     inside = gpu.inside
     if inside is None or gpu.held_bytes is None:
@@ -120,17 +123,17 @@ def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
 def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> InsideTrack:
     """Return the track with one more reading.
 
-    The reading joins the open mark. If the open mark is old enough, it is complete, and the reading
-    begins the next mark.
+    The reading is added to the open mark. If the open mark is old enough, it is complete, and the
+    reading begins the next mark.
     """
-    # Within MARK_SECONDS only the lowest reading counts, because a request's temporary memory is no
-    # growth.
+    # Within MARK_SECONDS, only the lowest reading is used, because a request's temporary memory is
+    # not growth.
     open_mark = track.open_mark
     if mark.seconds - open_mark.seconds < MARK_SECONDS:
         least_bytes = tuple(map(min, open_mark.held_bytes, mark.held_bytes))
         return replace(track, open_mark=replace(open_mark, held_bytes=least_bytes))
     marks = (*track.marks, open_mark)
-    # The newest mark stays. Of the others, every second one stays, over the whole run.
+    # The newest mark is kept, and every second one of the others, over the whole run.
     if len(marks) > MOST_MARKS:
         marks = (*marks[0:-1:2], open_mark)
     in_use = _observe_in_use(track.in_use, open_mark, observation)
@@ -155,8 +158,8 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
     """Return the track of held memory with the most certain of three verdicts.
 
     The three verdicts are those on held memory, on memory kept during sleep, and on memory in use.
-    If verdicts are equal, the one on held memory is taken, because only its time to out-of-memory
-    includes the next peak. The figures on held memory are left out while the engine rests.
+    If they are equal, the one on held memory is used, because only its time to out-of-memory
+    includes the next peak. The figures on held memory are omitted while the engine rests.
     """
     if track.presence.rested_seconds is not None:
         track = replace(track, estimate=None)
@@ -173,13 +176,13 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
 
 
 def move_track(track: Track, shift_seconds: float) -> Track:
-    """Return a track with its snapshot time moved to another monotonic clock."""
+    """Return a track with its snapshot time moved to a different monotonic clock."""
     snapshot_seconds = track.clock.snapshot_seconds + shift_seconds
     return replace(track, clock=replace(track.clock, snapshot_seconds=snapshot_seconds))
 
 
 def move_inside_track(track: InsideTrack, shift_seconds: float) -> InsideTrack:
-    """Return a track and its marks, moved to another monotonic clock."""
+    """Return a track and its marks, moved to a different monotonic clock."""
     return replace(
         track,
         open_mark=_move_mark(track.open_mark, shift_seconds),
@@ -193,36 +196,34 @@ def _move_mark(mark: Mark, shift_seconds: float) -> Mark:
 
 
 LEAK_PARTS: Final = 6
-"""The time of a leak is divided into this many parts. A place that leaks grew in each part. With
-three parts, one simulated leak in ten was attributed to a wrong place.
+"""The duration of a leak is divided into this many parts. A leaking place grew in every part. With
+three parts, one in ten simulated leaks was attributed to the wrong place.
 """
 
 STEADY_SHARE: Final = 0.01
-"""If the steady growth of a place is below this share of the largest growth, that place does not
-leak.
-"""
+"""A place whose steady growth is below this share of the largest growth is not leaking."""
 
 PLACES: Final = {
     LeakLocation.TENSORS: "tensors",
     LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
     LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
 }
-"""The places where memory is held, in the order of a mark's bytes. The texts are used after the
-word "in".
+"""The places where memory is held, in the order of a mark's bytes. The texts follow the word
+"in".
 """
 
 
 def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
     """Return the place where memory grows; None if nothing grows or there is no mark.
 
-    The time of the leak is divided into sixths. For each place the slowest sixth counts, because
-    first uses come in steps and add nothing in some sixth. The place whose slowest sixth is largest
-    is returned. If even that growth is almost nothing, the place that grew most over the whole time
-    is returned. torch's cache is no place, because torch releases it.
+    The duration of the leak is divided into sixths. Each place is rated by its slowest sixth,
+    because first uses occur in steps and add nothing in at least one sixth. The place whose slowest
+    sixth is largest is returned. If even that growth is almost nothing, the place that grew most
+    over the whole duration is returned. torch's cache is not a place, because torch releases it.
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None
-    # This is how long the leak would have lasted if it had always grown at its present rate.
+    # This is how long the leak would have lasted if it had always grown at its current rate.
     leak_seconds = estimate.leaked_bytes / estimate.bytes_per_second
     began_seconds = inside.in_use.clock.snapshot_seconds - leak_seconds
     begin = bisect_left(inside.marks, began_seconds, key=lambda mark: mark.seconds)
@@ -241,8 +242,8 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
         grown_bytes[place] = held_bytes[-1] - held_bytes[0]
         least_rise_bytes = min(later - earlier for earlier, later in pairwise(held_bytes))
         steady_bytes[place] = LEAK_PARTS * least_rise_bytes
-    # The steady growth is six times the smallest of the six rises. A single large step adds nothing
-    # to it.
+    # The steady growth is six times the smallest of the six rises, to which a single large step
+    # adds nothing.
     location = max(steady_bytes, key=lambda place: steady_bytes[place])
     if steady_bytes[location] <= STEADY_SHARE * max(grown_bytes.values()):
         location = max(grown_bytes, key=lambda place: grown_bytes[place])

@@ -1,4 +1,4 @@
-"""Judge one series: reach a verdict from its evidence, and raise or end its alarm."""
+"""Judge one series: reach a verdict based on its evidence, and raise or end its alarm."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -53,45 +53,44 @@ from vllm_headroom.derive.leak.precedent import LOWER_LOAD, find_excused_bytes, 
 from vllm_headroom.units import DAY_SECONDS, GIB
 
 LEAST_RISES: Final = 6
-"""A verdict needs at least this many rises. Fewer rises look like first uses of kernels."""
+"""The minimum number of rises for a verdict. Fewer rises look like first uses of kernels."""
 
 LEAST_RISE_ODDS: Final = 10.0
-"""The log odds that follow from how often memory rose must be at least this."""
+"""The minimum log odds that follow from how often memory rose."""
 
 WITNESS_ODDS_LIMIT: Final = 12.0
-"""The log odds of the rises count as at most this, and so do those of the pace. So neither is
-enough alone.
+"""The log odds of the rises and those of the pace each count as at most this, so that neither is
+sufficient alone.
 """
 
 GROWING_ODDS_SUM: Final = 12.0
-"""For a warning, the log odds of rises and pace must sum to at least this."""
+"""A warning requires at least this sum of the log odds of rises and pace."""
 
 LEAKING_ODDS_SUM: Final = 14.0
-"""For an alarm, the log odds of rises and pace must sum to at least this."""
+"""An alarm requires at least this sum of the log odds of rises and pace."""
 
 LEAKING_ODDS_SUM_IF_FAR: Final = 18.0
-"""For an alarm on memory that lasts for longer than `FAR_SECONDS`, they must sum to at least this.
-"""
+"""An alarm requires at least this sum if memory lasts for longer than `FAR_SECONDS`."""
 
 FAR_SECONDS: Final = 30 * DAY_SECONDS
-"""Out-of-memory in more than this time is far away."""
+"""Out-of-memory is far away if it is expected in more than this time."""
 
 SOON_SHARE: Final = 0.75
-"""Steady growth of less than an hour is an alarm at any odds once it has lasted for this share of
-the time left. After an hour, `LATE_SHARE` is used instead.
+"""Steady growth of less than an hour raises an alarm at any odds once it has lasted for this share
+of the time left. After an hour, `LATE_SHARE` is used instead.
 """
 
 GONE_RATIO: Final = 6.0
-"""Our choice: most of the room is gone when growth took this many times what is left of it."""
+"""Our choice: most of the room is gone if growth has taken this many times what is left of it."""
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
-"""A straight line of six blocks is an alarm if less time than this is left. If a card is full in
-minutes, there is no time for eleven blocks.
+"""A straight line of six blocks raises an alarm if less time than this is left. If a card will be
+full in minutes, there is no time to wait for eleven blocks.
 """
 
 STRAIGHT_HELD_SHARE: Final = 0.25
-"""A straight line that adds more than this share of the memory held at first is a start or a
-wake-up, and no leak.
+"""A straight line that adds more than this share of the initially held memory is a startup or a
+wake-up, not a leak.
 """
 
 POOL_OVERHEAD: Final = 1.15
@@ -99,37 +98,37 @@ POOL_OVERHEAD: Final = 1.15
 
 KEPT_PACE: Final = 1.5
 """Our choice, between a straight line and a logarithm: growth keeps its pace if, since the first
-quarter of the run, the last two thirds of the time have at least this many times the growth of the
-first third.
+quarter of the run, it was at least this many times as large in the last two thirds of the time as
+in the first third.
 """
 
 BUSIEST_RATIO: Final = 1.25
-"""Our choice: load is higher than ever if it is this many times as high as in every earlier quarter
-of an hour.
+"""Our choice: load is higher than ever before if it is this many times as high as in every earlier
+quarter of an hour.
 """
 
 MISSED_SECONDS: Final = 960.0
-"""Large steps are judged in only one ring. It is the ring with the shortest blocks, of at least two
-minutes, that reaches back to the origin. This ring may lack at most this much time after the
-origin, which is the length of one of the longest blocks.
+"""Large steps are judged in a single ring: the one with the shortest blocks, of at least two
+minutes, that reaches back to the origin. It may lack up to this much time after the origin, which
+is the length of one of the longest blocks.
 """
 
 
 def judge_track(track: Track, room_bytes: int | None) -> Track:
     """Return the track with its verdict, alarm and estimate.
 
-    Call it when a shortest block ends. The verdict is computed only every two minutes, when a block
-    of the second ring ends, because judging costs more than everything else. At other times only
-    the time left is updated. The verdict uses the room that was left when other processes held
-    least. The time left uses the actual room. If `room_bytes` is None, the room is unknown.
+    This must be called when a shortest block ends. The verdict is only computed every two minutes,
+    when a block of the second ring ends, because judging costs more than everything else. At other
+    times, only the time left is updated. The verdict uses the room at the time when other processes
+    held least. The time left uses the actual room. If `room_bytes` is None, the room is unknown.
     """
     origin = track.history.origin
     newest = track.history.rings[0].blocks[-1] if track.history.rings[0].blocks else None
     if origin is None or newest is None or newest.seconds != track.clock.now_seconds:
-        return track  # The block that ended was idle, so it was left out.
+        return track  # The block that ended was idle, so it was omitted.
     own_room_bytes = None
     if room_bytes is not None:
-        # The highest capacity so far counts. Otherwise a neighbour that takes room could turn a
+        # The highest capacity so far is used. Otherwise, a neighbour that takes room could turn a
         # little growth into a leak.
         capacity_bytes = (track.history.held_bytes or 0.0) + room_bytes
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
@@ -141,13 +140,13 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
     shortest_ring, second_ring, *_ = track.history.rings
     recent_bytes = newest.floor_bytes - shortest_ring.blocks[0].floor_bytes
-    # Growth that fills three quarters of the room in half an hour is fast, and is judged every
+    # Growth that fills three quarters of the room within half an hour is fast, and is judged every
     # 30 s.
     is_slow = own_room_bytes is None or recent_bytes < SOON_SHARE * own_room_bytes
     is_between = second_ring.parts > 0
     if is_between and is_slow:
         return _update_estimate(track, None, room_bytes)
-    # During an alarm no verdict is judged. The alarm continues until its growth has ended.
+    # No verdict is judged during an alarm, which continues until its growth has ended.
     if track.alarm is not None:
         alarm = _measure_stretch(track, track.alarm)
         track = replace(track, alarm=alarm)
@@ -161,16 +160,16 @@ HOLD_SECONDS: Final = 2700.0
 """Our choice: an alarm ends only after this time without a rise."""
 
 HOLD_GAPS: Final = 3.0
-"""An alarm ends only if memory did not rise for this many usual gaps between its rises."""
+"""An alarm ends only if memory has not risen for this many usual gaps between its rises."""
 
 PAUSE_FACTOR: Final = 1.5
-"""If an alarm began within a day after the last rise of the previous alarm, the leak pauses. Then
-the alarm continues for at least this many times that pause.
+"""If an alarm began within a day of the last rise of the previous alarm, the leak has pauses. The
+alarm then continues for at least this many times that pause.
 """
 
 NEARLY_FULL_BYTES: Final = GIB
 """With less room than this, torch's cache hides growth. The less room there is, the longer the
-alarm continues, in proportion. It does not end even if all its growth is released.
+alarm continues, in proportion. It does not end even if all of its growth is released.
 """
 
 RETAINED_SHARE: Final = 0.5
@@ -178,57 +177,58 @@ RETAINED_SHARE: Final = 0.5
 
 LOW_SHARE: Final = 0.05
 """Our choice: after a release, the low points have risen if at least this share of the growth is
-still held. Memory that rises and falls without a leak falls to where it began. A leak of 57 kB/s
+still held. Memory that rises and falls without a leak returns to where it began. A leak of 57 kB/s
 under torch's garbage_collection_threshold kept a tenth of its growth.
 """
 
 FADED_SECONDS: Final = DAY_SECONDS / 2
-"""Growth over this time is compared with the time left. It is longer than a night's pause."""
+"""The period whose growth is compared with the time left. It is longer than a pause at night."""
 
 LEAST_OLDER_BLOCKS: Final = 4
-"""Our choice: the load before that time is measured over at least this many blocks, which is an
-hour.
+"""Our choice: the minimum number of blocks over which the load before that period is measured,
+which is an hour.
 """
 
 NO_CONCERN_SECONDS: Final = 365 * DAY_SECONDS
-"""Growth that takes a year to fill the memory is no alarm, because an engine is restarted more
-often.
+"""Growth that would take a year to fill the memory does not raise an alarm, because engines are
+restarted more often.
 """
 
 RETAINED_BLOCKS: Final = 10
-"""The highest of this many of the shortest blocks counts, which is five minutes: after a sleep a
-cache fills again.
+"""The highest of this many shortest blocks, which cover five minutes, is used, because a cache
+fills again after a sleep.
 """
 
 
 SLOWED_SHARE: Final = 0.25
-"""Our choice: an alarm was raised by growth at some pace up to its peak. Growth below this share of
-that pace is other growth.
+"""Our choice: an alarm is raised by growth at a certain pace up to its peak. Growth below this
+share of that pace is considered other growth.
 """
 
 LEAST_BREATH_BLOCKS: Final = 6
-"""Our choice: at least this many blocks lie between two low points that are compared."""
+"""Our choice: the minimum number of blocks between two low points that are compared."""
 
 
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     """Return the track with its alarm updated by the newest block, or without the alarm.
 
-    The alarm ends in three cases: memory has not risen for long, most of its growth was released,
-    or a full cache only falls and refills. When the alarm ends, the evidence starts over too.
+    The alarm ends if memory has not risen for a long time, if most of its growth was released, or
+    if a full cache is merely released and refilled. When the alarm ends, the evidence starts over
+    too.
     """
     alarm = _update_peak(alarm, newest)
     track = replace(track, alarm=alarm)
     if is_breathing(track, alarm, newest):
         return _end_alarm(track, alarm.peak)
-    # While a card was nearly full, torch may have released its cache although the leak continues.
+    # While a card was nearly full, torch may have released its cache although the leak continued.
     was_nearly_full = _compute_hold_factor(track, alarm.peak) > 1.0
     if not was_nearly_full and _has_faded(track):
         return _end_alarm(track, alarm.newest_rise)
-    # Growth continues, so the time without a rise starts over.
+    # Growth is continuing, so the time without a rise starts over.
     if newest.floor_bytes >= alarm.newest_rise.floor_bytes + RISE_BYTES:
         return replace(track, alarm=_add_rise(alarm, newest))
 
-    # After a release, growth counts from the low point that the release left.
+    # After a release, growth is measured from the low point that the release left.
     began = alarm.low or alarm.began
     newest_rise = alarm.newest_rise
     hold_factor = _compute_hold_factor(track, newest_rise)
@@ -242,13 +242,14 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     grown_bytes = newest_rise.floor_bytes - began.floor_bytes
     retained_bytes = began.floor_bytes + retained_share * grown_bytes
     if fall_bytes > LARGE_BYTES and newest.floor_bytes >= retained_bytes:
-        # More was released than usual, but the leak may continue. The next rise counts from here.
+        # More than usual was released, but the leak may continue. The next rise is measured from
+        # here.
         if alarm.low is None:
             return replace(track, alarm=replace(alarm, began=began, newest_rise=newest))
         return replace(track, alarm=replace(alarm, low=began, newest_rise=newest))
 
-    # The highest of five minutes counts, because after a sleep memory is taken again within
-    # minutes.
+    # The highest value in five minutes is used, because memory is taken again within minutes after
+    # a sleep.
     recent_blocks = track.history.rings[0].blocks[-RETAINED_BLOCKS:]
     is_retained = max(block.floor_bytes for block in recent_blocks) >= retained_bytes
     has_stopped = is_over(
@@ -264,8 +265,8 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
         return _end_alarm(track, newest_rise)
     if is_retained:
         return track
-    # Most of the growth was released. If some of it is still held, the low points rise, and the
-    # alarm ends only if memory does not rise from here.
+    # Most of the growth was released. If some of it is still held, the low points are rising, and
+    # the alarm ends only if memory does not rise from here.
     base = alarm.low or track.history.anchor or began
     least_bytes = base.floor_bytes + LOW_SHARE * (newest_rise.floor_bytes - base.floor_bytes)
     if newest.floor_bytes >= least_bytes:
@@ -276,12 +277,12 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 def _has_faded(track: Track) -> bool:
     """Return whether memory has been lower for half a day, or would take a year to fill the room.
 
-    Returns False before half a day was observed. Half a day with less load proves nothing, because
-    memory may follow load.
+    Returns False until half a day has been observed. Half a day at lower load proves nothing,
+    because memory may follow load.
     """
     longest_ring = track.history.rings[-1]
     if not _has_just_ended(longest_ring, track):
-        return False  # Nothing has changed since the newest block of the ring.
+        return False  # Nothing has changed since the ring's newest block.
     now_seconds = track.clock.now_seconds
     begin_seconds = now_seconds - FADED_SECONDS
     begin = bisect_left(longest_ring.blocks, begin_seconds, key=lambda block: block.seconds)
@@ -292,7 +293,7 @@ def _has_faded(track: Track) -> bool:
     is_lower = max(block.floor_bytes for block in recent) < older_bytes - LARGE_BYTES
     if is_lower and _measure_load(recent) >= LOWER_LOAD * _measure_load(older):
         return True
-    # If the room is unknown, the time in which it fills is unknown too.
+    # If the room is unknown, so is the time in which it fills.
     if not track.history.capacity_bytes:
         return False
     room_bytes = track.history.capacity_bytes - recent[-1].floor_bytes
@@ -305,13 +306,13 @@ def _has_faded(track: Track) -> bool:
 
 
 def _measure_load(blocks: tuple[Block, ...]) -> float:
-    """Return the requests per second from the first to the last of the blocks; 0 for no time."""
+    """Return the requests per second from the first block to the last; 0 if no time passed."""
     seconds = blocks[-1].seconds - blocks[0].seconds
     return (blocks[-1].requests - blocks[0].requests) / max(1.0, seconds)
 
 
 def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
-    """Return the alarm with the newest block as its peak, if this block is higher by enough."""
+    """Return the alarm with the newest block as its peak, if this block is sufficiently higher."""
     least_rise_bytes = max(RISE_BYTES, SLOWED_SHARE * _expect_rise(alarm, alarm.peak, newest))
     if newest.floor_bytes < alarm.peak.floor_bytes + least_rise_bytes:
         return alarm
@@ -319,7 +320,7 @@ def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 
 
 def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
-    """Return the expected growth between two blocks at the alarm's pace until its peak.
+    """Return the growth expected between two blocks at the pace that the alarm had until its peak.
 
     The lower of the paces by time and by requests is used, because a leak may follow either.
     """
@@ -332,15 +333,15 @@ def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
 
 
 def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
-    """Return whether the memory that grew is full, and is only released in part and taken again.
+    """Return whether the memory that grew is full, and is only partly released and taken again.
 
-    In a leak, memory would have reached its peak again by now, and its low points would rise. torch
-    may release its cache while the leak continues.
+    In a leak, memory would have reached its peak again by now, and its low points would be rising.
+    torch may release its cache while the leak continues.
     """
     peak = alarm.peak
     grown_bytes = peak.floor_bytes - alarm.began.floor_bytes
     hold_factor = _compute_hold_factor(track, peak)
-    # On a nearly full card torch's cache hides growth, and torch releases the cache while the leak
+    # On a nearly full card, torch's cache hides growth, and torch releases the cache while the leak
     # continues.
     if hold_factor > 1.0 or newest.floor_bytes > peak.floor_bytes:
         return False
@@ -365,7 +366,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     released_bytes = peak.floor_bytes - min(earlier_low_bytes, later_low_bytes)
     if not LARGE_BYTES < released_bytes < _expect_rise(alarm, peak, newest):
         return False
-    # The two low points are half of the time apart.
+    # The two low points are half of that time apart.
     rise_bytes = SLOWED_SHARE * _expect_rise(alarm, peak, newest) / 2
     return later_low_bytes < earlier_low_bytes + rise_bytes
 
@@ -398,10 +399,10 @@ def _compute_quiet_seconds(track: Track, began: Block, hold_factor: float) -> fl
 def _end_alarm(track: Track, newest_rise: Block) -> Track:
     """Return the track without its alarm.
 
-    The evidence starts over at each ring's newest block.
+    The evidence starts over at the newest block of each ring.
     """
     rings = [
-        # Only growth above the height that this alarm had reached counts again.
+        # Only growth above the height reached by this alarm counts again.
         Ring(blocks=ring.blocks[-1:], highest_bytes=newest_rise.floor_bytes)
         for ring in track.history.rings
     ]
@@ -411,8 +412,8 @@ def _end_alarm(track: Track, newest_rise: Block) -> Track:
         alarm=None,
         verdict=Certainty.NONE,
         is_excused=False,
-        # The time counts from the alarm's last rise and not from now, because a leak that pauses is
-        # recognised by the length of its pause.
+        # This is measured from the alarm's last rise rather than from now, because a leak with
+        # pauses is recognised by the length of its pause.
         previous_alarm_seconds=newest_rise.seconds,
     )
 
@@ -433,7 +434,7 @@ def _has_just_ended(ring: Ring, track: Track) -> bool:
 def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
     """Return the growth since the alarm's growth began.
 
-    Returns None if that growth is too small, or if no block has ended now in the ring that reaches
+    Returns None if that growth is too small, or if no block has just ended in the ring that reaches
     back to its start.
     """
     ring = _find_reaching_ring(track.history.rings, alarm.began.seconds)
@@ -444,19 +445,19 @@ def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
 
 
 LEAST_STRETCH_SECONDS: Final = 600.0
-"""Our choice: a shorter stretch gives no rate."""
+"""Our choice: a shorter stretch does not yield a rate."""
 
 LEAST_STRETCH_SHARE: Final = 0.05
-"""Our choice: a stretch with a smaller share of the alarm's growth counts as a part of a pause."""
+"""Our choice: a stretch with a smaller share of the alarm's growth counts as part of a pause."""
 
 REFILL_FACTOR: Final = 1.5
-"""Our choice: below the alarm's peak, a stretch counts as at most this many times as fast as the
-growth up to the peak, as in DILUTED_RATIO.
+"""Our choice: below the alarm's peak, the rate of a stretch is capped at this many times that of
+the growth up to the peak, as in DILUTED_RATIO.
 """
 
 LEAST_RISE_SHARE: Final = 0.1
-"""Our choice: a rise below this share of the mean rise of two hours does not count, because host
-memory varies by a few MiB in a pause.
+"""Our choice: a rise below this share of the mean rise over two hours is ignored, because host
+memory fluctuates by a few MiB during a pause.
 """
 
 
@@ -472,7 +473,8 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     least_rise_bytes = max(RISE_BYTES, LEAST_RISE_SHARE * all_rises_bytes / len(blocks))
     newest_rise = blocks[-1]
     rises_bytes: list[float] = []
-    # The loop goes backwards from the newest block, until a large release or a long pause.
+    # The loop runs backwards from the newest block, until it reaches a large release or a long
+    # pause.
     for number in range(len(blocks) - 1, 0, -1):
         rise_bytes = blocks[number].floor_bytes - blocks[number - 1].floor_bytes
         # A warm-up before the alarm's growth is faster than that growth, so the loop ends there.
@@ -495,10 +497,10 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     longest_seconds = 0.0
     if alarm.stretch is not None:
         longest_seconds = alarm.stretch.longest_seconds
-        # The same stretch continues, and it is longer than the ring.
+        # The same stretch continues, and is longer than the ring.
         if began_seconds <= alarm.stretch.ended_seconds:
             began_seconds = min(began_seconds, alarm.stretch.began_seconds)
-    # One large demand is no pace, so the rises are clipped.
+    # A single large demand does not indicate a pace, so the rises are clipped.
     limit_bytes = max(LARGE_BYTES, CLIP_MEDIANS * median(rises_bytes))
     excess_bytes = sum([max(0.0, rise_bytes - limit_bytes) for rise_bytes in rises_bytes])
     bytes_per_second = (grown_bytes - excess_bytes) / measured_seconds
@@ -517,7 +519,7 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
 
 
 def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None) -> Track:
-    """Return the track with a new estimate of this growth, and with the time left now.
+    """Return the track with a new estimate based on this growth, and with the time left now.
 
     The old estimate is kept if `growth` is None, or if the new estimate shows no growth, as in a
     valley. If there is no verdict, the track has no estimate.
@@ -536,7 +538,7 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
         new_estimate = apply_stretch(new_estimate, track, room_bytes)
         if estimate is None or new_estimate.pace is not None:
             estimate = new_estimate
-    # This happens at every block, because the room changes between two verdicts.
+    # This is done at every block, because the room changes between two verdicts.
     if estimate is not None and room_bytes is not None:
         estimate = set_time_left(estimate, track, room_bytes)
     return replace(track, estimate=estimate)
@@ -553,12 +555,12 @@ class WindowJudgement(NamedTuple):
 def _judge_rings(
     track: Track, origin: Block, room_bytes: float | None
 ) -> tuple[Track, Growth | None]:
-    """Judge the rings in which a block has ended now.
+    """Judge the rings in which a block has just ended.
 
-    Return the track and the surest growth. The track's verdict is the highest verdict of all rings.
-    If it is LEAKING, it raises an alarm. The surest growth is that of the window with the most
-    certain verdict now. It is None if no window has a verdict. It is also None if an older verdict
-    of another ring is surer, because that verdict has its estimate already.
+    Returns the track and the surest growth. The track's verdict is the highest verdict of all
+    rings. If it is LEAKING, it raises an alarm. The surest growth is that of the window with the
+    most certain verdict now. It is None if no window has a verdict, or if an older verdict of
+    another ring is more certain, because that verdict already has its estimate.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
     excused_bytes = find_excused_bytes(track)
@@ -581,22 +583,22 @@ def _judge_rings(
         rings.append(replace(ring, verdict=verdict))
         if judgement is None or verdict is Certainty.NONE:
             continue
-        # Of equal verdicts, the one on the longest blocks counts.
+        # If verdicts are equal, the one on the longest blocks is used.
         if surest is None or verdict >= surest.verdict:
             surest = judgement
 
     verdict = max(ring.verdict for ring in rings)
     if is_room_gone(room_bytes):
         verdict = min(verdict, Certainty.GROWING)
-    # Growth up to a height at which the engine had no leak before is at most a warning.
+    # Growth up to a height at which the engine was not leaking before is at most a warning.
     is_excused = verdict > Certainty.NONE and rings[0].blocks[-1].floor_bytes < excused_bytes
     if is_excused:
         verdict = Certainty.GROWING
     history = replace(track.history, rings=tuple(rings))
     track = replace(track, history=history, verdict=verdict, is_excused=is_excused)
     urgent_growth = None
-    # Regardless of the windows: another step of the size that repeats would not fit, or most of the
-    # room is gone.
+    # An alarm is also raised, regardless of the windows, if another step of a repeating size would
+    # not fit, or if most of the room is gone.
     if verdict is not Certainty.LEAKING and room_bytes is not None:
         urgent_growth = _find_growth_without_next_step(track, room_bytes)
         if urgent_growth is None and not is_excused:
@@ -613,7 +615,7 @@ def _judge_rings(
         return track, None
     if verdict is Certainty.LEAKING:
         track = replace(track, alarm=_raise_alarm(surest.growth))
-    # If an older verdict is surer, the estimate of its growth is kept.
+    # If an older verdict is more certain, the estimate of its growth is kept.
     is_of_now = surest.verdict >= verdict
     return track, surest.growth if is_of_now or track.estimate is None else None
 
@@ -621,13 +623,13 @@ def _judge_rings(
 def is_room_gone(room_bytes: float | None) -> bool:
     """Return whether so little room is left that a new alarm would come too late.
 
-    An engine that serves without any room left has taken all that it needs.
+    An engine that keeps serving without any room left has taken everything that it needs.
     """
     return room_bytes is not None and room_bytes <= OUT_OF_MEMORY_BYTES
 
 
 def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | None:
-    """Return the growth since the first of several large steps, if the next such step does not fit.
+    """Return the growth since the first of several large steps, if the next one does not fit.
 
     Returns None if the next step fits, or if memory did not grow.
     """
@@ -641,10 +643,10 @@ def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | 
 
 
 def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
-    """Return the growth of the run if it took most of the room, has not slowed down, and goes on.
+    """Return the run's growth if it took most of the room, has not slowed down, and continues.
 
-    Bounded growth that gets so far has slowed down by then. None in the first hour, because a start
-    takes memory fast.
+    Bounded growth that gets this far has slowed down by then. Returns None in the first hour,
+    because memory grows fast on startup.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -670,8 +672,8 @@ def _judge_straight_line(
 ) -> WindowJudgement | None:
     """Return the alarm on a straight line that fills the room within minutes; None without one.
 
-    Growth counts from the start of the stretch, at any load, because a burst of requests may double
-    the load in each block.
+    Growth is measured from the start of the stretch, at any load, because a burst of requests may
+    double the load in each block.
     """
     blocks = ring.blocks[-WINDOW_BLOCKS[0] - 1 :]
     anchor = track.history.anchor
@@ -681,7 +683,7 @@ def _judge_straight_line(
     rise_bytes = blocks[-1].floor_bytes - blocks[0].floor_bytes
     usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
     longest_left_seconds = min(STRAIGHT_LEFT_SECONDS, lasted_seconds / SOON_SHARE)
-    # A survey costs much, so only growth that is fast enough is surveyed.
+    # A survey is expensive, so only growth that is fast enough is surveyed.
     if rise_bytes > STRAIGHT_HELD_SHARE * anchor.floor_bytes:
         return None
     if usable_bytes * lasted_seconds > longest_left_seconds * max(0.0, rise_bytes):
@@ -712,7 +714,7 @@ def _rank_judgement(judgement: WindowJudgement) -> tuple[Certainty, float]:
 def _raise_alarm(growth: Growth) -> LeakAlarm:
     """Return an alarm for this growth.
 
-    The floors of its blocks are the retained memory.
+    The floors of its blocks are set to the retained memory.
     """
     began = replace(growth.blocks[0], floor_bytes=growth.retained_bytes[0])
     newest_rise = replace(growth.blocks[-1], floor_bytes=growth.retained_bytes[-1])
@@ -725,9 +727,9 @@ def _raise_alarm(growth: Growth) -> LeakAlarm:
 def _judge_windows(
     survey: RingSurvey, track: Track, origin: Block, room_bytes: float | None, *, has_steps: bool
 ) -> Iterator[WindowJudgement]:
-    """Yield the judgement of each window that grew enough.
+    """Yield the judgement of each window that has grown enough.
 
-    `has_steps` is whether windows of large steps are judged in this ring too. If a configured pool
+    `has_steps` is whether windows of large steps are also judged in this ring. If a configured pool
     may still be filling, growth is at most a warning.
     """
     anchor = track.history.anchor
@@ -758,7 +760,7 @@ def _judge_windows(
 
     if not has_steps:
         return
-    # A window of large steps may begin anywhere since the origin. So only one ring is searched for
+    # A window of large steps may begin anywhere since the origin, so only one ring is searched for
     # them: the one with the shortest blocks that reaches back to the origin.
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
@@ -766,7 +768,7 @@ def _judge_windows(
         # The rising part of a slow sawtooth looks like steps, but is released later.
         if growth.grown_bytes >= largest_fall_bytes and not has_ended(growth):
             verdict, odds = judge_steps(growth, track, origin, room_bytes)
-            # If the room is unknown, only its pace distinguishes a leak from a bounded fill.
+            # If the room is unknown, a leak differs from a bounded fill only in its pace.
             if verdict is Certainty.LEAKING and room_bytes is None and is_fading(track):
                 verdict = Certainty.GROWING
             yield WindowJudgement(min(worst, verdict), odds, growth)
@@ -775,12 +777,12 @@ def _judge_windows(
 def is_busiest(growth: Growth, track: Track) -> bool:
     """Return whether load is higher than ever before, which explains growth of less than an hour.
 
-    The result is False for steady growth, because memory that follows load slows down. It is also
-    False if the engine has not served for longer than the growth lasted.
+    Returns False for steady growth, because memory that follows load slows down. Also returns False
+    if the engine has not served for longer than the growth lasted.
     """
     if growth.lasted_seconds >= LEAKING_SECONDS or is_steady(growth):
         return False
-    # Blocks of the longest ring last about a quarter of an hour each.
+    # Each block of the longest ring lasts about a quarter of an hour.
     earlier_rates = [
         _measure_load((block, later))
         for block, later in pairwise(track.history.rings[-1].blocks)
@@ -794,12 +796,12 @@ def is_busiest(growth: Growth, track: Track) -> bool:
 def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | None) -> Certainty:
     """Return the verdict on even growth.
 
-    `odds` is the sum of the log odds of rises and pace. If growth has lasted longer than the time
-    left until the device is full, it is an alarm whatever its cause. A single large rise does not
+    `odds` is the sum of the log odds of rises and pace. Growth that has lasted longer than the time
+    left until the device is full raises an alarm, whatever its cause. A single large rise does not
     shorten that time. In the first minutes of a run, when new demands are likely, only steady
-    growth is such an alarm.
+    growth raises such an alarm.
     """
-    # One large demand must not shorten the time left, so the rises are clipped.
+    # A single large demand must not shorten the time left, so the rises are clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
     usable_bytes: float = ASSUMED_ROOM_BYTES
     if room_bytes is not None:
@@ -820,11 +822,11 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
 def is_fading(track: Track) -> bool:
     """Return whether growth has slowed down since a quarter of the run, by time and by requests.
 
-    The time since then is divided into thirds. The growth in the last two thirds is compared with
-    that in the first third. Growth along a straight line is twice as large in the last two thirds,
-    and growth along a logarithm is equally large. Memory that fills up to a bound grows less in
-    them, once the run has lasted for about as long as the fill takes. The first quarter of the run
-    does not count, because it is the warm-up.
+    The time since then is divided into thirds, and the growth in the last two thirds is compared
+    with that in the first third. Growth along a straight line is twice as large in the last two
+    thirds, and growth along a logarithm is equally large. Memory that fills up to a bound grows
+    less in the last two thirds, once the run has lasted for about as long as the fill takes. The
+    first quarter of the run is ignored, because it is the warm-up.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -832,7 +834,7 @@ def is_fading(track: Track) -> bool:
     blocks = _find_reaching_ring(track.history.rings, quarter_seconds).blocks
     rises_bytes = [later - earlier for earlier, later in pairwise(find_retained(blocks))]
     rising = [rise_bytes for rise_bytes in rises_bytes if rise_bytes >= RISE_BYTES]
-    # One large demand early in the run does not make a leak slow down.
+    # A single large demand early in the run does not mean that a leak has slowed down.
     limit_bytes = CLIP_MEDIANS * median(rising) if rising else 0.0
     clipped_bytes = [min(limit_bytes, rise_bytes) for rise_bytes in rises_bytes]
     for origin, axis in (
@@ -844,7 +846,7 @@ def is_fading(track: Track) -> bool:
         middle_number = bisect_left(axis, begin + (axis[-1] - begin) / 3)
         earlier_bytes = sum(clipped_bytes[begin_number:middle_number])
         later_bytes = sum(clipped_bytes[middle_number:])
-        # An axis of no length shows no growth.
+        # An axis without length shows no growth.
         if later_bytes > 0 and later_bytes >= KEPT_PACE * earlier_bytes:
             return False
     return True
@@ -859,15 +861,15 @@ def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
 def _judge_likely(
     growth: Growth, odds: float, left_seconds: float, patience_seconds: float, track: Track
 ) -> Certainty:
-    """Return the verdict on even growth that is likely to be a leak, by the time left.
+    """Return the verdict on even growth that is likely to be a leak, given the time left.
 
-    `patience_seconds` is how long the growth must have lasted for an alarm.
+    `patience_seconds` is how long the growth must have lasted to raise an alarm.
     """
     if left_seconds > NO_CONCERN_SECONDS:
         return Certainty.NONE
     leaking_odds = LEAKING_ODDS_SUM
     if left_seconds > FAR_SECONDS:
-        # Memory lasts for months. An alarm may wake somebody, so it needs more certainty.
+        # Memory will last for months. An alarm may wake somebody up, so it requires more certainty.
         leaking_odds = LEAKING_ODDS_SUM_IF_FAR
     is_certain = odds >= leaking_odds and growth.lasted_seconds >= patience_seconds
     # This is checked last, because it reads the whole run.
@@ -875,7 +877,7 @@ def _judge_likely(
         return Certainty.LEAKING
     if growth.lasted_seconds < GROWING_SECONDS:
         return Certainty.NONE
-    # More than half of the room is gone, so the evidence for a warning is enough for an alarm.
+    # More than half of the room is gone, so the evidence for a warning is sufficient for an alarm.
     if growth.lasted_seconds >= left_seconds:
         return Certainty.LEAKING
     return Certainty.GROWING

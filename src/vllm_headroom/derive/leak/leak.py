@@ -32,7 +32,7 @@ from vllm_headroom.model import EngineProcess, Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
-"""The states in which the rate of growth and the time left are exported."""
+"""The states in which the growth rate and the time left are exported."""
 
 GPU_FIGURES: Final = (
     (catalog.LEAK_RATE, "bytes_per_second"),
@@ -55,8 +55,8 @@ _STATES_BEFORE_WORK: Final = {
     EngineState.SERVING: LeakState.WARMING_UP,
     EngineState.ASLEEP: LeakState.ASLEEP,
 }
-"""The leak state before an engine has worked, by the engine's state. For any other state of the
-engine, the leak state is unknown.
+"""The leak state before an engine has worked, by the engine's state. For any other engine state,
+the leak state is unknown.
 """
 
 Tracks = dict[str, Track]
@@ -64,15 +64,15 @@ Tracks = dict[str, Track]
 
 
 class LeakMemory(Struct, frozen=True, kw_only=True):
-    """The whole state of the detector."""
+    """The entire state of the detector."""
 
     load: LoadState = field(default_factory=LoadState)
     gpus: Tracks = field(default_factory=dict)
     """The tracks of the engine's memory on each GPU, by UUID."""
     host: Tracks = field(default_factory=dict)
-    """The tracks of the host memory, by the role of the processes."""
+    """The tracks of host memory, by the role of the processes."""
     inside: InsideTracks = field(default_factory=dict)
-    """The tracks of the memory in use by the probe's figures, by UUID."""
+    """The tracks of the memory in use, from the probe's figures, by UUID."""
     sleep: SleepState = field(default_factory=SleepState)
     asleep: Tracks = field(default_factory=dict)
     """The tracks of the memory that the engine keeps during sleep, by UUID."""
@@ -82,14 +82,15 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     """Return the detector's new state and all its samples.
 
     The samples cover the memory kept during sleep, whether load is level, and the leaks of every
-    GPU and role. Leaks are looked for only in a run in service. Sleep is tracked in every run.
+    GPU and role. Leaks are only looked for in a run in service, while sleep is tracked in every
+    run.
     """
     # The unfiltered snapshot is used, because a run that goes to sleep before any request is not in
     # service.
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)
-    # If it is unknown whether load is level, load counts as level.
+    # If it is unknown whether load is level, it counts as level.
     is_settled = load.is_stable is not False
     inside = update_insides(state.inside, served, observe_gpus(served, served.devices))
     observations = tuple(observe_gpus(served, served.owned_gpus))
@@ -108,9 +109,9 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
 def keep_service(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot if the engine is in service.
 
-    Otherwise return it without evidence of a leak. A snapshot without evidence has no page, no
-    processes and no held memory, because memory that grows while weights load looks like a leak. If
-    it is unknown whether an engine is in service, the engine counts as out of service.
+    Otherwise, return it without evidence of a leak: without a page, processes and held memory,
+    because memory that grows while weights are loaded looks like a leak. If it is unknown whether
+    an engine is in service, it counts as out of service.
     """
     if snapshot.is_in_service:
         return snapshot
@@ -138,7 +139,7 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
     of_page = observe_page(snapshot)
     bound_bytes = sum(pool.size_bytes for pool in snapshot.pools if pool.role is None)
     for gpu in gpus:
-        # Other processes matter only if the engine's own memory is unknown.
+        # Other processes only matter if the engine's own memory is unknown.
         neighbours = gpu.process_count if gpu.engine_bytes is None else None
         yield (
             gpu,
@@ -153,16 +154,16 @@ def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
 
 
 def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
-    """Yield the observation of the host memory of each role that has a process.
+    """Yield the observation of host memory for each role that has a process.
 
-    If the processes could not be read, nothing is yielded.
+    Nothing is yielded if the processes could not be read.
     """
     if isinstance(snapshot.processes, Failure):
         return
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
     if room_bytes is not None:
-        # The detector keeps this much of the room in reserve, but host memory can be used to the
-        # end.
+        # The detector keeps this much of the room in reserve, but host memory can be used up
+        # completely.
         room_bytes += OUT_OF_MEMORY_BYTES
     of_page = observe_page(snapshot)
     for role in Role:
@@ -184,16 +185,15 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
 def _count_held(process: EngineProcess) -> int:
     """Return the host memory that a process holds.
 
-    Mapped files do not count, because the kernel reclaims them before it kills a process. Memory in
-    swap counts, because otherwise a leak would seem to end when swapping begins.
+    Mapped files are excluded, because the kernel reclaims them before it kills a process.
+    Swapped-out memory is included, because otherwise a leak would seem to end when swapping begins.
     """
     return process.rss_bytes - (process.file_bytes or 0) + (process.swap_bytes or 0)
 
 
 def _identify_processes(processes: list[EngineProcess]) -> str:
     """Return the pids and start times of a role's processes, which identify its run."""
-    # They are sorted, because /proc has no order. Start times are multiples of a clock tick of
-    # 0.01 s.
+    # They are sorted, because /proc has no order. Start times are multiples of a 0.01 s clock tick.
     return ",".join(
         sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)
     )
@@ -212,13 +212,13 @@ def derive_gpu_leaks(
     `is_settled` is whether load is level. `inside` has the tracks of the probe's figures, and
     `asleep` has the tracks of the memory kept during sleep. The most certain of the three verdicts
     is exported. While another process comes and goes on a GPU, the GPU's verdict does not change. A
-    verdict says only that memory fills. `is_alone` says whether the engine fills it.
+    verdict only states that memory fills, and `is_alone` states whether the engine fills it.
     """
     tracks = keep_recent(tracks, {gpu.reading.uuid for gpu, _ in observations})
     samples: list[Sample] = []
     for gpu, observation in observations:
         # The saved track keeps its own verdict. Only the exported verdict is the most certain of
-        # three.
+        # the three.
         uuid = gpu.reading.uuid
         labels = label_gpu(gpu)
         track = observe(tracks.get(uuid) or start_track(observation.seconds), observation)
@@ -246,8 +246,8 @@ def is_alone(gpu: Gpu) -> bool:
 def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
     """Return the tracks that were updated within a day of the newest track.
 
-    Tracks are compared with each other, and not with the clock, so that a wrong clock drops no
-    track.
+    Tracks are compared with each other rather than with the clock, so that a wrong clock does not
+    cause any track to be dropped.
     """
     newest_seconds = max((track.clock.snapshot_seconds for track in tracks.values()), default=0.0)
     return {
@@ -260,14 +260,14 @@ def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
 def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakState:
     """Return the leak state that is exported for a track.
 
-    `is_known` says whether the memory is known now; `is_settled` says whether load is level.
+    `is_known` is whether the memory is currently known; `is_settled` is whether load is level.
     """
     if not is_known or track.history.anchor is None:
         return LeakState.UNKNOWN
-    # This is checked before the verdicts, because memory during a sleep says nothing about growth.
+    # This is checked before the verdicts, because memory during sleep is not evidence of growth.
     if track.presence.is_asleep:
         return LeakState.ASLEEP
-    # While most of the memory is released, an alarm stays. Any other state becomes unsettled.
+    # While most of the memory is released, an alarm remains. Any other state becomes unsettled.
     if track.presence.rested_seconds is not None and track.alarm is None:
         return LeakState.UNSETTLED
     if track.verdict is Certainty.LEAKING:
@@ -282,7 +282,7 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
 def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
     """Yield the memory that configured pools may still take: their size minus the growth so far.
 
-    Nothing is yielded if there is no pool, or before the first block of a stretch.
+    Nothing is yielded without a pool, or before the first block of a stretch.
     """
     history = track.history
     if not track.bound_bytes or history.origin is None or history.anchor is None:
@@ -300,9 +300,9 @@ def update_residues(
     """Return the tracks of the memory kept during sleep, by UUID, after one more sample.
 
     `residues_bytes` is the memory kept during the newest sleep. A track begins during a sleep.
-    While the engine is awake, each sample adds the memory that was kept in the previous sleep. No
-    reading is added during a sleep, because the room is different then. No reading is added either
-    if another process may hold a part of the memory.
+    While the engine is awake, each sample adds the memory that was kept during the previous sleep.
+    No reading is added during a sleep, because the room is different then, or if another process
+    may hold part of the memory.
     """
     tracks = {uuid: track for uuid, track in asleep.items() if uuid in residues_bytes}
     for gpu, observation in observations:
@@ -311,8 +311,8 @@ def update_residues(
             continue
         track = tracks.get(uuid)
         if track is None:
-            # The memory kept during sleep is visible only in a sleep. A track that begins while the
-            # engine is awake would compare it with working memory.
+            # The memory kept during sleep is only visible during a sleep. A track that begins while
+            # the engine is awake would compare it with working memory.
             if observation.awake is not False:
                 continue
             track = start_track(observation.seconds)
@@ -330,8 +330,8 @@ def derive_host_leaks(
 
     The samples are the leak state of each role's processes, and the time until all growing roles
     together fill the room. A role without a process has no samples. When a process of a role
-    starts, exits or is replaced, the comparison for that role starts over. If the processes could
-    not be read, there are no samples.
+    starts, exits or is replaced, the comparison for that role starts over. There are no samples if
+    the processes could not be read.
     """
     if isinstance(snapshot.processes, Failure):
         return tracks, ()
@@ -365,12 +365,12 @@ def _join_times(times: Iterable[float | None]) -> float | None:
     """Return the time in which all roles together fill the room.
 
     `times` has the seconds in which each role alone would fill the room. The paces of the roles add
-    up. If the time of a role is unknown, the role is left out. Returns None if no time is known.
+    up. A role whose time is unknown is omitted. Returns None if no time is known.
     """
     known_seconds = [seconds for seconds in times if seconds is not None]
     if not known_seconds:
         return None
-    if min(known_seconds) <= 0:  # The room is full, and a time of 0 has no pace.
+    if min(known_seconds) <= 0:  # The room is full, and a time of 0 does not yield a pace.
         return 0.0
     return 1 / sum(1 / seconds for seconds in known_seconds)
 
@@ -378,14 +378,14 @@ def _join_times(times: Iterable[float | None]) -> float | None:
 def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
     """Return the leak samples of an engine that is out of service.
 
-    Its GPUs and roles get the leak state that belongs to the state of the engine, such as
-    WARMING_UP while the engine starts.
+    Its GPUs and roles get the leak state that corresponds to the engine's state, such as WARMING_UP
+    while the engine is starting.
     """
     status = snapshot.engine_status
     state = LeakState.UNKNOWN
     if status is not None and status.is_in_service is not None:
         state = _STATES_BEFORE_WORK.get(status.state, LeakState.UNKNOWN)
-    # The detector does not judge an engine out of service, so its states are replaced.
+    # The detector does not judge an engine that is out of service, so its states are replaced.
     derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned_gpus:
         # If memory is unknown, the detector could not judge an engine in service either.

@@ -1,4 +1,4 @@
-"""The precedent of a series: growth in the last run, or on the days before, that was no leak."""
+"""The precedent of a series: growth in the last run, or on earlier days, that was not a leak."""
 
 from typing import Final
 
@@ -17,55 +17,57 @@ from vllm_headroom.derive.leak.facts import (
 from vllm_headroom.units import GIB, HOUR_SECONDS, MIB
 
 NEW_PEAK_SHARE: Final = 0.02
-"""Our choice: a rise of less than this share of the growth is no new peak. So a full cache that
-still grows a little counts as levelled off.
+"""Our choice: a rise of less than this share of the growth is not a new peak, so that a full cache
+that still grows a little counts as levelled off.
 """
 
 LEVEL_SECONDS: Final = 2 * HOUR_SECONDS
-"""Our choice: growth has levelled off when no new peak came for this time, and also not for half of
+"""Our choice: growth has levelled off if there has been no new peak for this time, and for half of
 the time that the growth took.
 """
 
 LEVEL_SHARE: Final = 0.5
-"""This is the half of LEVEL_SECONDS' rule. The same share of the requests must have passed too,
+"""The share in the rule of LEVEL_SECONDS. The same share of the requests must also have passed,
 because an idle engine does not grow.
 """
 
 FALLEN_SHARE: Final = 0.5
-"""Memory has followed load if half of the growth was released."""
+"""Memory has followed load if this share of the growth was released."""
 
 LOWER_LOAD: Final = 2 / 3
-"""Load has fallen if the request rate of some hour since the peak was at most this share of the
-busiest hour's rate before the peak. torch releases its cache at any load, while a leak continues.
+"""Load has fallen if the request rate in some hour since the peak was at most this share of the
+rate in the busiest hour before the peak. torch releases its cache at any load, while a leak
+continues.
 """
 
 LEAST_ROOM_SHARE: Final = 0.1
-"""A peak is no precedent if it left less room than this share of the growth, or less than
-LEAST_ROOM_BYTES. Near the limit torch releases its cache, and a leak seems to have levelled off.
+"""A peak is not a precedent if it left less room than this share of the growth, or less than
+LEAST_ROOM_BYTES. Near the limit, torch releases its cache, and a leak seems to have levelled
+off.
 """
 
 LEAST_ROOM_BYTES: Final = GIB
 """A peak is a precedent only if it left at least this much room."""
 
 LEVEL_MARGIN_SHARE: Final = 0.10
-"""Our choice: a cache that levels off has the same size each time, up to a tenth more. The margin
-is at most half of the room that was left.
+"""Our choice: a cache that levels off reaches the same size each time, plus up to a tenth. The
+margin is at most half of the room that was left.
 """
 
 LOAD_MARGIN_SHARE: Final = 0.25
 """Our choice: the peaks of similar days differ by up to a quarter."""
 
 SIMILAR_BASE_SHARE: Final = 0.02
-"""Runs are compared if the memory that they held at first differs by less than this share, or by
-less than SIMILAR_BASE_BYTES. Otherwise the configuration has changed.
+"""Runs are compared if their initially held memory differs by less than this share, or by less than
+SIMILAR_BASE_BYTES. Otherwise, the configuration has changed.
 """
 
 SIMILAR_BASE_BYTES: Final = 512 * MIB
 """The difference in bytes that is always allowed, for small processes."""
 
 SLOWER_FACTOR: Final = 1.5
-"""A run may be ahead of the previous run by half of its time and an hour. Faster growth is other
-growth.
+"""A run may be ahead of the previous run by half of its time and an hour. Faster growth is
+considered other growth.
 """
 
 NEAR_HOURS: Final = 2
@@ -75,7 +77,7 @@ NEAR_HOURS: Final = 2
 def note_reached(track: Track, newest: Block) -> Track:
     """Return the track with the newest block added to what this run has reached.
 
-    At the end of an hour, the growth so far becomes a precedent if it was no leak.
+    At the end of an hour, the growth so far becomes a precedent if it was not a leak.
     """
     reached = track.reached
     hour = int(newest.seconds / HOUR_SECONDS)
@@ -85,7 +87,7 @@ def note_reached(track: Track, newest: Block) -> Track:
     slot = hour % GROWTH_HOURS
     if hour != reached.hour:
         reached = _end_hour(reached, newest)
-        # The slot of this hour still holds the value of a day ago.
+        # This hour's slot still contains the value from a day ago.
         reached = replace(reached, growth_bytes=_put(reached.growth_bytes, slot, growth_bytes))
         track = settle_precedent(replace(track, reached=reached), newest)
         assert track.reached is not None  # noqa: S101 - it was just set
@@ -107,7 +109,7 @@ def _put(growth_bytes: tuple[float, ...], slot: int, value: float) -> tuple[floa
 
 
 def _end_hour(reached: Reached, newest: Block) -> Reached:
-    """Return what the run has reached, with the request rate of the hour that has ended."""
+    """Return what the run has reached, with the request rate of the hour that has just ended."""
     seconds = newest.seconds - reached.hour_begin.seconds
     rate = (newest.requests - reached.hour_begin.requests) / max(1.0, seconds)
     # The hour of the peak belongs to the load that led to the peak.
@@ -120,10 +122,10 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
 
 
 def settle_precedent(track: Track, newest: Block) -> Track:
-    """Return the track; if this run's growth was no leak, it becomes the track's precedent.
+    """Return the track; if this run's growth was not a leak, it becomes the track's precedent.
 
-    The growth was no leak if memory has levelled off or has followed load down, with room left and
-    without an alarm.
+    The growth was not a leak if memory has levelled off or has followed load down, with room left
+    and without an alarm.
     """
     reached = track.reached
     if reached is None or track.alarm is not None:
@@ -138,8 +140,8 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     by_hour = reached.growth_bytes
     has_levelled = _has_levelled(reached, newest, is_counted=track.work.counter_total is not None)
     if has_levelled:
-        # The engine held no more than its peak in each later hour, so the peak's growth fills these
-        # hours.
+        # In every later hour, the engine held no more than at its peak, so these hours are filled
+        # with the peak's growth.
         by_hour = tuple(bytes_ or growth_bytes for bytes_ in by_hour)
     elif not _has_followed_load(reached, newest):
         return track
@@ -147,7 +149,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     precedent = track.precedent
     follows_load = not has_levelled
     if precedent is not None and _is_similar(precedent, reached):
-        # Neither was a leak, so in each hour the higher one counts.
+        # Neither was a leak, so the higher one is used for each hour.
         by_hour = tuple(map(max, by_hour, precedent.growth_bytes))
         follows_load = follows_load or precedent.follows_load
     precedent = Precedent(
@@ -164,7 +166,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
 
 
 def _find_room(track: Track, block: Block) -> float | None:
-    """Return the room that a block left; None if it is unknown."""
+    """Return the room that a block left; None if unknown."""
     if not track.history.capacity_bytes:
         return None
     return track.history.capacity_bytes - block.floor_bytes
@@ -175,13 +177,13 @@ def _find_least_room(growth_bytes: float) -> float:
 
 
 def _has_levelled(reached: Reached, newest: Block, *, is_counted: bool) -> bool:
-    """Return whether no new peak came for a long time, while the engine worked."""
+    """Return whether there has been no new peak for a long time, while the engine was working."""
     peak = reached.peak
     quiet_seconds = newest.seconds - peak.seconds
     growth_seconds = peak.seconds - reached.base.seconds
     if quiet_seconds < max(LEVEL_SECONDS, LEVEL_SHARE * growth_seconds):
         return False
-    # If requests are not counted, time alone decides.
+    # If requests are not counted, only time decides.
     if not is_counted:
         return True
     growth_requests = peak.requests - reached.base.requests
@@ -198,7 +200,7 @@ def _has_followed_load(reached: Reached, newest: Block) -> bool:
 
 
 def _is_similar(precedent: Precedent, reached: Reached) -> bool:
-    """Return whether the two runs held about as much memory at first."""
+    """Return whether the two runs initially held about the same amount of memory."""
     difference_bytes = abs(precedent.base_bytes - reached.base.floor_bytes)
     return difference_bytes <= max(SIMILAR_BASE_BYTES, SIMILAR_BASE_SHARE * precedent.base_bytes)
 
@@ -206,14 +208,15 @@ def _is_similar(precedent: Precedent, reached: Reached) -> bool:
 def end_run(track: Track) -> Precedent | None:
     """Return the precedent for the next run; None if this run ended in an alarm or nearly full.
 
-    A run that may have ended out of memory excuses no growth, and neither do the runs before it.
+    A run that may have ended out of memory does not excuse any growth, and neither do the runs
+    before it.
     """
     reached = track.reached
     if track.alarm is not None:
         return None
     blocks = track.history.rings[0].blocks if track.history.rings else ()
     if reached is None or not blocks:
-        # The run was too short to show anything, so the older precedent stays.
+        # The run was too short to show anything, so the older precedent is kept.
         return track.precedent
     newest = blocks[-1]
     room_bytes = _find_room(track, newest)
@@ -226,8 +229,8 @@ def end_run(track: Track) -> Precedent | None:
 def find_excused_bytes(track: Track) -> float:
     """Return the height up to which the precedent excuses growth; 0 without a precedent.
 
-    Within the run of the precedent, the growth in the same hours of earlier days counts. In another
-    run, the growth that the earlier run had reached after a similar time counts.
+    Within the precedent's run, the growth during the same hours of earlier days is used. In another
+    run, the growth that the earlier run had reached after a similar time is used.
     """
     precedent = track.precedent
     reached = track.reached
@@ -241,14 +244,14 @@ def find_excused_bytes(track: Track) -> float:
         near = range(int(hours) - NEAR_HOURS, int(hours) + NEAR_HOURS + 1)
         growth_bytes = max(precedent.growth_bytes[hour % GROWTH_HOURS] for hour in near)
     else:
-        # The hours of this run, half of them more, the hour that has begun, and one more.
+        # These are the hours of this run plus half of them, the hour that has begun, and one more.
         reached_hours = int(SLOWER_FACTOR * hours) + 2
         growth_bytes = max(precedent.growth_bytes[:reached_hours])
     margin_share = LOAD_MARGIN_SHARE if precedent.follows_load else LEVEL_MARGIN_SHARE
     margin_bytes = margin_share * growth_bytes
     if precedent.room_bytes is not None:
         margin_bytes = min(margin_bytes, max(0.0, precedent.room_bytes - OUT_OF_MEMORY_BYTES) / 2)
-    # The lower of the two bases counts, because a higher base may already include a part of the
+    # The lower of the two bases is used, because a higher base may already include part of the
     # growth.
     base_bytes = min(precedent.base_bytes, reached.base.floor_bytes)
     return base_bytes + growth_bytes + margin_bytes

@@ -1,4 +1,4 @@
-"""One series of memory readings, followed through runs, rests and blocks."""
+"""A series of memory readings, followed through runs, rests and blocks."""
 
 from math import exp
 from typing import Final
@@ -28,49 +28,50 @@ BLOCK_SECONDS: Final = 30.0
 """Our choice: the length of the shortest blocks."""
 
 RING_PARTS: Final = (1, 4, 8)
-"""For each ring, how many blocks of the previous ring make one block of this ring. The blocks last
-30 s, 2 minutes and 16 minutes.
+"""For each ring, the number of blocks of the previous ring that make up one of its blocks. The
+blocks last 30 s, 2 minutes and 16 minutes.
 """
 
 RING_BLOCKS: Final = 62
-"""A ring keeps this many blocks. They cover half an hour, two hours and 16 hours."""
+"""The number of blocks that a ring keeps. They cover half an hour, two hours and 16 hours."""
 
 DOUBTED_SECONDS: Final = DAY_SECONDS
 """A snapshot's time is not trusted if it is this far ahead of the last one, or earlier than the
-last one. A second reading has to confirm it.
+last one, until a second reading confirms it.
 """
 
 REST_SHARE: Final = 0.5
-"""The engine rests while less than this share of its memory is left, as in a sleep. While it rests,
-it may hold a backup of its weights. Memory of more than twice its earlier peak shows such a backup.
+"""The engine rests while less than this share of its memory is left, as during sleep. While it
+rests, it may hold a backup of its weights. Memory of more than twice its earlier peak indicates
+such a backup.
 """
 
 WAKE_SHARE: Final = 0.8
 """A rest ends when this share of the memory is held again."""
 
 LONGEST_REST_SECONDS: Final = 1800.0
-"""After this time awake and at work, the rest is over in any case: the engine needs no more memory
-than it holds now, or it will not release its backup. A new stretch of comparable readings begins
-then.
+"""After this time awake and working, a rest ends in any case: either the engine needs no more
+memory than it holds now, or it will not release its backup. A new stretch of comparable readings
+then begins.
 """
 
 LONGEST_CROWDED_SECONDS: Final = HOUR_SECONDS
-"""If an additional process stays longer than this, it is usual on the device, and a new stretch
+"""An additional process that stays longer than this becomes usual on the device, and a new stretch
 begins. If the process leaves earlier, nothing changes.
 """
 
 LOAD_LEAP: Final = 2.0
-"""If load is this many times as high as ever before, it creates new demands. Steady load exceeds
-its first minutes by at most a half.
+"""Load that is this many times as high as ever before creates new demands. Steady load exceeds its
+first minutes by at most half.
 """
 
 LEAST_STEP_BYTES: Final = 24 * MIB
-"""The least size of a step. It is larger than a segment for small tensors, 20 MiB (c10
+"""The minimum size of a step. It is larger than a segment for small tensors, which is 20 MiB (c10
 kLargeBuffer).
 """
 
 NEWEST_STEPS: Final = 32
-"""Our choice: this many steps are kept, which bounds the state."""
+"""Our choice: the number of steps that are kept, which bounds the state."""
 
 AVERAGE_SECONDS: Final = 300.0
 """Our choice: the time constant of the average request rate."""
@@ -83,19 +84,19 @@ def observe(track: Track, observation: Observation) -> Track:
     """Return the track with one more reading.
 
     If a block has ended, it is judged. The track starts over for another run of the engine, and
-    after a gap of a day. If the memory of a reading is unknown, only clock and work change. A call
-    takes microseconds, or a millisecond if growth is judged.
+    after a gap of a day. If a reading's memory is unknown, only clock and work change. A call takes
+    microseconds, or a millisecond if growth is judged.
     """
     clock = track.clock
     elapsed_seconds = observation.seconds - clock.snapshot_seconds
     is_near = 0 <= elapsed_seconds < DOUBTED_SECONDS
     if not is_near and not _confirms_doubted_time(clock, observation.seconds):
-        # One wrong clock reading, such as after the suspension of a VM, must not erase the history.
+        # A single wrong clock reading, as after the suspension of a VM, must not erase the history.
         return replace(track, clock=replace(clock, doubted_seconds=observation.seconds))
     elapsed_seconds = max(0.0, elapsed_seconds)
 
     work = track.work
-    # After a gap of a day, or in another run of the engine, no earlier reading is comparable.
+    # After a gap of a day, or in another run of the engine, earlier readings are not comparable.
     is_another_run = is_new_run(
         work.run_id, observation.run_id, work.counter_total, observation.finished_total
     )
@@ -139,11 +140,11 @@ def _confirms_doubted_time(clock: TrackClock, snapshot_seconds: float) -> bool:
 def add_work(
     work: FinishedWork, observation: Observation, elapsed_seconds: float, now_seconds: float
 ) -> FinishedWork:
-    """Return the work, with the requests that have finished since the last reading.
+    """Return the work, including the requests that have finished since the last reading.
 
     While the counter cannot be read, or may belong to another server, requests are assumed to
-    continue at the last known rate. If this gap counted as idle, growth in the gap would seem to
-    need no work.
+    continue at the last known rate. If such a gap counted as idle, growth during the gap would seem
+    to require no work.
     """
     run_id = work.run_id or observation.run_id
     peak_running = max(work.peak_running, observation.running or 0.0)
@@ -153,8 +154,8 @@ def add_work(
         and work.counter_total is not None
         and counter_total < work.counter_total
     )
-    # Behind a load balancer another server may answer for a while, so a lower counter must last
-    # before it counts.
+    # Behind a load balancer, another server may answer for a while, so a lower counter must persist
+    # before it is accepted.
     lower_since_seconds = None
     if is_lower:
         lower_since_seconds = work.lower_since_seconds
@@ -178,7 +179,7 @@ def add_work(
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:
-        # This is an exponential average. At first its time constant is the time observed so far.
+        # This is an exponential average, whose time constant is initially the time observed so far.
         weight = 1 - exp(-elapsed_seconds / min(now_seconds, AVERAGE_SECONDS))
         newest_rate = (requests - work.requests) / elapsed_seconds
         requests_per_second += weight * (newest_rate - requests_per_second)
@@ -193,7 +194,7 @@ def add_work(
 
 
 def is_warming_up(track: Track) -> bool:
-    """Return whether so little work was done that the next block cannot be evidence."""
+    """Return whether so little work has been done that the next block cannot be evidence."""
     anchor = track.history.anchor
     if anchor is None:
         return True
@@ -206,7 +207,7 @@ def is_warming_up(track: Track) -> bool:
 def anchor_track(track: Track) -> Track:
     """Return the track at the start of a new stretch, without history, verdict or alarm.
 
-    Clock and work continue.
+    The clock and the work continue.
     """
     return Track(
         clock=track.clock,
@@ -261,14 +262,15 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
 
     The engine rests while it sleeps, has released most of its memory, or may still release a backup
     of its weights. The evidence is kept, because the same process continues with the memory that it
-    did not release. After LONGEST_REST_SECONDS at work a new stretch begins.
+    did not release. After LONGEST_REST_SECONDS of work, a new stretch begins.
     """
     if track.history.anchor is None:
         track = anchor_track(track)
     presence = track.presence
     rested_seconds = presence.rested_seconds
     peak_bytes = track.history.peak_bytes
-    # The two shares differ so that a rest does not begin and end with every reading near one limit.
+    # The two shares differ, so that a rest does not begin and end with every reading near one
+    # limit.
     present_share = REST_SHARE if rested_seconds is None else WAKE_SHARE
     is_present = held_bytes >= present_share * peak_bytes
     has_doubled = 0 < peak_bytes < REST_SHARE * held_bytes
@@ -279,7 +281,7 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
             return track
         return replace(track, presence=replace(presence, rested_seconds=None))
 
-    # Only time awake and at work counts, because an idle engine has no reason to take its memory
+    # Only time awake and working counts, because an idle engine has no reason to take its memory
     # again.
     if rested_seconds is None or presence.is_asleep:
         rested_seconds = 0.0
@@ -291,8 +293,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
         track,
         presence=replace(presence, rested_seconds=rested_seconds, is_asleep=is_asleep),
         history=replace(track.history, open_block=None, held_bytes=None),
-        # The growth behind an alarm continues after the wake, and may stay below its old height for
-        # an hour.
+        # The growth behind an alarm continues after the engine wakes up, and may stay below its old
+        # height for an hour.
         estimate=None if track.alarm is None else track.estimate,
     )
 
@@ -323,7 +325,7 @@ def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Tra
 def _note_change(track: Track, held_bytes: float) -> TrackHistory:
     """Return the history with a changed reading, which may change its peak and its steps."""
     history = track.history
-    # After a pause the rise is unknown and counts as 0.
+    # After a pause, the rise is unknown and counts as 0.
     rise_bytes = held_bytes - (history.held_bytes or held_bytes)
     steps = history.steps
     if rise_bytes >= LEAST_STEP_BYTES:
@@ -338,8 +340,8 @@ def _note_change(track: Track, held_bytes: float) -> TrackHistory:
 def _cut_steps(steps: tuple[MemoryStep, ...], held_bytes: float) -> tuple[MemoryStep, ...]:
     """Return the steps after a fall to `held_bytes`.
 
-    Steps that have become too small are dropped. The part of a step above `held_bytes` was
-    released.
+    The part of a step above `held_bytes` was released. Steps that have become too small are
+    dropped.
     """
     remaining: list[MemoryStep] = []
     for step in steps:
@@ -353,9 +355,9 @@ def _cut_steps(steps: tuple[MemoryStep, ...], held_bytes: float) -> tuple[Memory
 def _close_block(track: Track, open_block: Block) -> Track:
     """Return the track with its open block closed and added to the rings.
 
-    An idle block without a rise is left out, because it is no evidence against a leak by requests.
-    Demands are comparable only at similar load. So when load has doubled since the origin, this
-    block becomes the origin, except during an alarm.
+    An idle block without a rise is omitted, because it is not evidence against a leak by requests.
+    Demands are comparable only at similar load. Therefore, if load has doubled since the origin,
+    this block becomes the origin, except during an alarm.
     """
     history = track.history
     work = track.work
@@ -384,8 +386,8 @@ def _close_block(track: Track, open_block: Block) -> Track:
 def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
     """Return the rings with a closed shortest block added.
 
-    This block becomes a part of the next ring's incomplete block. If that block is complete now, it
-    becomes a part of a block of the ring after it in the same way.
+    This block becomes part of the next ring's incomplete block. If that block is now complete, it
+    becomes part of a block in the ring after that in the same way.
     """
     updated = list(rings)
     floor_bytes = closed.floor_bytes
@@ -394,7 +396,7 @@ def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
             floor_bytes = min(floor_bytes, ring.floor_bytes)
         if ring.parts + 1 < RING_PARTS[number]:
             updated[number] = replace(ring, parts=ring.parts + 1, floor_bytes=floor_bytes)
-            # If this block is not complete, no longer block is.
+            # If this block is not complete, no longer block is complete either.
             break
         blocks = (*ring.blocks, replace(closed, floor_bytes=floor_bytes))
         highest_bytes = ring.highest_bytes

@@ -1,8 +1,8 @@
-"""The witnesses of the detector as a table: what each measures, adds to the odds, and is tested by.
+"""The detector's witnesses as a table: what each measures, adds to the odds, and is tested by.
 
-The judge calls the functions directly, and not through this table. The benchmark turns the
-witnesses off one at a time. A test switches off the witness of each row, and checks that the test
-named in this row then fails.
+The judge calls the functions directly rather than through this table. The benchmark turns off the
+witnesses one at a time. A test turns off the witness in each row, and checks that the test named in
+that row then fails.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ class Witness(Struct, frozen=True, kw_only=True):
 
     functions: tuple[Callable[..., Any], ...]
     constants: dict[str, object]
-    """The constants by name. Each has its reason where it is defined."""
+    """The constants, by name. The reason for each is given where it is defined."""
 
     source: str
-    """Where the constants and the formula are from."""
+    """The origin of the constants and the formula."""
 
     fails_without: str
-    """A test that fails without the witness, with the recorded day that the test replays."""
+    """A test that fails without the witness, with the recorded day that it replays."""
 
 
 WITNESSES: Final = (
