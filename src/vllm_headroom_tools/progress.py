@@ -19,7 +19,7 @@ BAR_DELAY_SECONDS: Final = 2.0
 """Our choice: a bar appears only if the work takes longer than this."""
 
 REDRAW_SECONDS: Final = 0.2
-"""Our choice: the shortest time between two drawings of a bar."""
+"""Our choice: the minimum time between two redraws of a bar."""
 
 
 def track(
@@ -30,10 +30,10 @@ def track(
     *,
     patience_seconds: float = BAR_DELAY_SECONDS,
 ) -> Generator[Item, None, None]:
-    """Yield the items; on a terminal, show how much of the `total` is done.
+    """Yield the items, and show on a terminal how much of `total` is done.
 
-    `size` returns how much of the total one item is. `total` is None if it is unknown. The bar
-    appears after `patience_seconds`.
+    `size` returns how much an item contributes to the total. `total` is None if it is unknown. The
+    bar appears after `patience_seconds`.
     """
     done = 0.0
     draw_at_seconds = time.monotonic() + patience_seconds
@@ -41,7 +41,7 @@ def track(
     can_draw = is_terminal(sys.stderr)
     try:
         for item in items:
-            # The item is done when the caller requests the next one.
+            # An item is done when the caller requests the next one.
             yield item
             done += size(item)
             if can_draw and time.monotonic() >= draw_at_seconds:
@@ -54,9 +54,9 @@ def track(
 
 
 def track_lines(lines: Iterator[bytes], total_bytes: int | None) -> Generator[bytes, None, None]:
-    """Yield the lines of a trace; on a terminal, show how much of the trace was read.
+    """Yield the lines of a trace, and show on a terminal how much of it has been read.
 
-    `total_bytes` is None if the size is unknown, as for a pipe.
+    `total_bytes` is None if the size is unknown, as with a pipe.
     """
     return track(lines, "Reading the trace", total_bytes, len)
 
@@ -64,10 +64,10 @@ def track_lines(lines: Iterator[bytes], total_bytes: int | None) -> Generator[by
 def start_bar(description: str, total: float | None, *, transient: bool = True) -> Progress:
     """Start a bar on standard error and return it.
 
-    Until the bar is stopped, other lines on standard error are written above the bar. A `transient`
-    bar is erased when it stops. Without a `total`, the bar only shows that the work continues.
+    Until the bar is stopped, other lines on standard error appear above it. A `transient` bar is
+    erased when it stops. Without a `total`, the bar only shows that work is in progress.
     """
-    from rich.progress import (  # noqa: PLC0415 - without a terminal there is no bar
+    from rich.progress import (  # noqa: PLC0415 - only a terminal gets a bar
         BarColumn,
         Progress,
         TaskProgressColumn,
@@ -78,7 +78,7 @@ def start_bar(description: str, total: float | None, *, transient: bool = True) 
         TextColumn("{task.description}", markup=False),
         TaskProgressColumn(),
         TextColumn("{task.fields[note]}", markup=False),
-        BarColumn(),  # The column is last, so that a narrow terminal cuts it off first.
+        BarColumn(),  # This column is last, so that a narrow terminal cuts it off first.
         console=build_console(sys.stderr),
         auto_refresh=False,
         transient=transient,
@@ -86,11 +86,11 @@ def start_bar(description: str, total: float | None, *, transient: bool = True) 
     )
     bar.add_task(description, total=total, note="")
     bar.start()
-    # rich hides the cursor. A signal may end the process before rich has shown the cursor again.
+    # rich hides the cursor, and a signal may end the process before rich shows it again.
     bar.console.show_cursor()
     return bar
 
 
 def update_bar(bar: Progress, done: float, note: str = "") -> None:
-    """Draw a bar with `done` of its total, and `note` beside its percentage."""
+    """Draw a bar with `done` of its total completed, and with `note` next to its percentage."""
     bar.update(bar.task_ids[0], completed=done, note=note, refresh=True)

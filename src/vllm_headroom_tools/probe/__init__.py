@@ -1,1 +1,1 @@
-"""The command `probe`, with one file for each action."""
+"""The command `probe`, with one file per action."""

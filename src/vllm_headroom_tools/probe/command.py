@@ -1,4 +1,4 @@
-"""The command `probe`: it installs the probe where vLLM finds it, and requests recordings."""
+"""The command `probe`, which installs the probe where vLLM finds it, and requests recordings."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -19,13 +19,13 @@ RECORD: Final = "record"
 SNAPSHOT: Final = "snapshot"
 
 MAX_RECORD_SECONDS: Final = 3600
-"""The longest recording: the probe stops by itself after this time."""
+"""The maximum length of a recording; after this time, the probe stops by itself."""
 
 
 class ProbeSettings(Settings):
     """The daemon's settings, because the command runs in the daemon's environment.
 
-    The command's options set only the settings that this command uses.
+    Only the settings that this command uses have options.
     """
 
     no_options: ClassVar = frozenset(Settings.model_fields) - {"probe_dir"}
@@ -71,9 +71,9 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report:
-    """Perform the action and return its report; raise BadOptions if the options do not suit it.
+    """Perform the action and return its report; raise BadOptions if the options do not fit it.
 
-    Raises BadInput if the action cannot be done.
+    Raises BadInput if the action cannot be performed.
     """
     place = arguments.place
     seconds = arguments.seconds
@@ -102,7 +102,7 @@ def _require_probe_dir(arguments: Namespace, purpose: str) -> Path:
 
 
 def _report_installed(folder: Path, names: tuple[str, ...]) -> Report:
-    """Return the report on an installation, with the settings that vLLM's environment needs."""
+    """Return the report on an installation, including the settings to add to vLLM's environment."""
     environment = (
         "HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the"
         " same setting"

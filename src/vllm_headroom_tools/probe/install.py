@@ -1,4 +1,4 @@
-"""Put the probe where vLLM finds it."""
+"""Install the probe where vLLM finds it."""
 
 import importlib.util
 import shutil
@@ -11,20 +11,22 @@ from vllm_headroom_tools.bad_input import BadInput
 PACKAGE: Final = "vllm_headroom_probe"
 
 ENTRY_POINTS: Final = f"[vllm.general_plugins]\nheadroom_probe = {PACKAGE}:register\n"
-"""The entry point of pyproject.toml. vLLM looks for such entry points in the metadata of all
-packages on its path."""
+"""The entry point from pyproject.toml. vLLM looks for such entry points in the metadata of all
+packages on its Python path.
+"""
 
 FOLDER_MODE: Final = 0o755
 FILE_MODE: Final = 0o644
-"""A mode with which everybody can read, because vLLM runs as another user, and the umask may be
+"""A mode that lets everyone read the files, because vLLM runs as another user and the umask may be
 stricter.
 """
 
 
 def install(folder: Path) -> tuple[str, ...]:
-    """Install the probe in a folder, in place of an older one; return the names of its two folders.
+    """Install the probe in a folder, replacing an older one; return the names of its two folders.
 
-    Raises BadInput if this installation contains no probe, or if the folder cannot be written.
+    Raises BadInput if this installation does not include the probe, or if the folder is not
+    writable.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
@@ -33,7 +35,8 @@ def install(folder: Path) -> tuple[str, ...]:
     version = metadata.version("vllm-headroom")
     package = folder / PACKAGE
     info = folder / f"{PACKAGE}-{version}.dist-info"
-    # An existing folder keeps its mode, because it may belong to another package.
+    # The mode of an existing folder is not changed, because the folder may belong to another
+    # package.
     new_folders = [package, info] if folder.exists() else [folder, package, info]
     try:
         for old in (package, *folder.glob(f"{PACKAGE}-*.dist-info")):
@@ -44,12 +47,12 @@ def install(folder: Path) -> tuple[str, ...]:
             path.chmod(FOLDER_MODE)
         for file in sorted(source.glob("*.py")):
             shutil.copyfile(file, package / file.name)
-        # vLLM finds its plugins by the metadata of installed packages.
+        # vLLM finds plugins through the metadata of installed packages.
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: vllm-headroom-probe\nVersion: {version}\n"
         )
         (info / "entry_points.txt").write_text(ENTRY_POINTS)
-        # vLLM often runs as another user than this command.
+        # vLLM often runs as a different user than this command.
         for file in (*package.iterdir(), *info.iterdir()):
             file.chmod(FILE_MODE)
     except OSError as error:

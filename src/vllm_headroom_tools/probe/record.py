@@ -1,4 +1,4 @@
-"""Make the probes of a running vLLM record who allocates, and read their answers."""
+"""Make the probes of a running vLLM record allocations, and read their answers."""
 
 import asyncio
 import contextlib
@@ -29,26 +29,26 @@ RECORD_FORMAT: Final = "headroom_record"
 RECORD_VERSION: Final = 1
 
 MAX_STACKS: Final = 20
-"""The largest number of stacks that an answer may have for each kind of memory."""
+"""The maximum number of stacks in an answer for each kind of memory."""
 
 MAX_FRAMES: Final = 16
-"""The largest number of frames of a stack."""
+"""The maximum number of frames in a stack."""
 
 ProcessAnswer = dict[str, Any]
-"""A process's answer in the form of --json: a `note`, the `cost`, and the `host` and `gpu` stacks
-that hold most memory.
+"""A process's answer, as printed by --json: a `note`, the `cost`, and the `host` and `gpu` stacks
+that hold the most memory.
 
-`bytes` of a stack is the memory that was allocated there during the recording and is still held.
+The `bytes` of a stack are the memory that it allocated during the recording and that is still held.
 The first frame of a stack is the line that allocated the memory. The cost is what the recording
-took from the process; `pause_seconds` is the time for which the process stood still at the end.
+consumed in the process; `pause_seconds` is the time for which the process was paused at the end.
 """
 
 
 def parse_answer(content: bytes, request_id: str) -> ProcessAnswer | str | None:
-    """Parse the answer to a request.
+    """Parse a process's answer to a request.
 
-    Returns None for the answer to another request. Returns a text on the problem if the answer
-    cannot be used.
+    Returns None if it answers another request, or a message describing the problem if it cannot be
+    used.
     """
     try:
         document = json.loads(content)
@@ -67,14 +67,14 @@ def parse_answer(content: bytes, request_id: str) -> ProcessAnswer | str | None:
 
 
 def _answers(document: object, request_id: str) -> bool:
-    """Return whether a document, in this version of the format, is an answer to this request."""
+    """Return whether a document has this version of the format and answers this request."""
     if type(document) is not dict:
         return False
     return document.get(RECORD_FORMAT) == RECORD_VERSION and document.get("id") == request_id
 
 
 def _parse_stack(entry: dict[str, Any], _place: int) -> dict[str, Any]:
-    """Return a stack with its bytes and allocations; raise WrongFieldError for bad frames."""
+    """Return a stack with its bytes and allocations; raise WrongFieldError for invalid frames."""
     frames = entry.get("stack")
     if type(frames) is not list or not all(map(_is_printable_text, frames)):
         raise WrongFieldError("stack", frames, "a list of files and lines")
@@ -98,34 +98,34 @@ def _parse_cost(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 REQUEST: Final = "record.json"
-"""The file in the probe's folder that asks for a recording."""
+"""The file in the probe's folder that requests a recording."""
 
 NO_ANSWER: Final = "no answer"
 
 TOUCH_SECONDS: Final = 5.0
-"""The time after which the request's file is touched again. A request that was not touched for a
-minute has no reader any more, and the probes stop its recording.
+"""The interval at which the request file is touched. If it has not been touched for a minute, the
+command is no longer running, and the probes stop the recording.
 """
 
 POLL_SECONDS: Final = 0.5
 
 RECORD_ANSWER_SECONDS: Final = 60.0
-"""The longest wait for answers after the end of the recording: the probes look for the end every
-five seconds, and take seconds to add up the stacks.
+"""The maximum wait for answers after the end of the recording: the probes check for the end every
+five seconds, and take several seconds to add up the stacks.
 """
 
 MAX_ANSWER_BYTES: Final = 256 * 1024
 
 PROBE_FILES_SECONDS: Final = 5.0
-"""The limit for reading the files of all probes."""
+"""The time limit for reading the files of all probes."""
 
 MAPPINGS_SECONDS: Final = 10.0
-"""The limit for reading the mappings of one process."""
+"""The time limit for reading the mappings of one process."""
 
 KINDS: Final = ("host", "gpu")
 """The kinds of memory that can be recorded.
 
-Host memory is far more expensive to record, because Python then stores the stack of every
+Host memory is far more expensive to record, because Python has to store the stack of every
 allocation.
 """
 
@@ -133,15 +133,15 @@ allocation.
 async def record(
     folder: Path, seconds: float, say: Callable[[str], None], kinds: Collection[str] = KINDS
 ) -> dict[str, Any]:
-    """Make all processes record these kinds of memory for some seconds; return the data of --json.
+    """Make all processes record these kinds of memory for `seconds`; return the --json data.
 
     A process without a usable answer has a `problem`, and its figures are None. Raises BadInput if
-    there is no process, while another recording runs, or if the folder cannot be written. If this
-    call is cancelled or killed, the probes stop recording within a minute.
+    there are no processes, if another recording is running, or if the folder cannot be written. If
+    this call is cancelled or killed, the probes stop recording within a minute.
     """
     processes = await find_processes(folder)
-    # The stacks contain what Python and torch allocate. Two other sources also cover native code:
-    # the growth of the kernel's mappings during the recording, and perf.
+    # The stacks cover only allocations by Python and torch. Native code is covered by two other
+    # sources: the growth of the kernel's mappings during the recording, and perf.
     mappings = {process: await _read_mappings(process) for process in processes}
     visible_pids = [process.pid for process in processes if mappings[process]]
     request_id = uuid.uuid4().hex
@@ -157,7 +157,7 @@ async def record(
                 record_faults(visible_pids if "host" in kinds else None, seconds),
             )
         finally:
-            # Once the request is gone, the probes stop at once.
+            # The probes stop as soon as the request is deleted.
             with contextlib.suppress(FileNotFoundError):
                 (folder / REQUEST).unlink()
     except OSError as error:
@@ -175,7 +175,7 @@ async def record(
 
 
 async def find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
-    """Return the processes whose probes now write to the folder; raise BadInput without any."""
+    """Return the processes whose probes are writing to the folder; raise BadInput if none are."""
     files = await ProbeReader(folder, parse=parse_probe).read(PROBE_FILES_SECONDS)
     if isinstance(files, Failure):
         raise BadInput(files.message)
@@ -190,9 +190,9 @@ async def find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
 async def _measure_growth(
     mappings: Mapping[ProbedProcess, dict[str, int] | None],
 ) -> dict[ProbedProcess, dict[str, int]]:
-    """Return the bytes by which each kind of mapping has grown, by process.
+    """Return the growth of each kind of mapping in bytes, by process.
 
-    A process is absent if its mappings could not be read at both times.
+    A process is absent if its mappings could not be read both before and after.
     """
     growths = {}
     for process, old_mappings in mappings.items():
@@ -208,11 +208,11 @@ def _join_record(
     growth: dict[str, int] | None,
     faults: Faults,
 ) -> dict[str, Any]:
-    """Return the data of --json on a process.
+    """Return the --json data about a process.
 
-    If `answer` is a text, it is the problem, and the figures of the answer are None.
+    If `answer` is a string, it describes the problem, and the answer's figures are None.
     """
-    # The keys are the same with and without an answer, so that programs can rely on them.
+    # The keys are the same with or without an answer, so that programs can rely on them.
     recording: ProcessAnswer = dict.fromkeys(("note", "cost", "host", "gpu"))
     problem = None
     if isinstance(answer, str):
@@ -231,14 +231,14 @@ def _join_record(
 
 
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
-    """Return the bytes of a process's memory, by kind of mapping.
+    """Return a process's memory in bytes, by kind of mapping.
 
-    Returns None if the mappings cannot be read here. The probe reports the pid in the process's own
-    PID namespace. If that pid is another process here, the mappings count as not readable.
+    Returns None if the mappings cannot be read. The probe reports the pid in the PID namespace of
+    the process; if this pid is a different process here, the mappings count as unreadable.
     """
 
     def read() -> dict[str, int] | None:
-        """Return the process's memory by its mapping; None once another process has the PID."""
+        """Return the memory by mapping; None if another process now has the pid."""
         entry = read_entry(PROC, process.pid)
         if entry is None:
             return None
@@ -255,15 +255,16 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
 def _write_request(
     folder: Path, request_id: str, until_seconds: float, kinds: Collection[str]
 ) -> None:
-    """Write the file that asks the probes for a recording.
+    """Write the file that requests a recording from the probes.
 
-    Raises BadInput while another recording runs, because that recording touched its request
-    recently. Raises OSError if the file cannot be written.
+    Raises BadInput if another recording is running, which shows in a recently touched request.
+    Raises OSError if the file cannot be written.
     """
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
         age_seconds = time.time() - path.lstat().st_mtime
-        # An older file belongs to a command that was killed. abs: the clock may have been set back.
+        # An older file was left by a command that was killed. abs: the clock may have been set
+        # back.
         if abs(age_seconds) < 2 * TOUCH_SECONDS:
             raise BadInput(f"{path} is another recording's, which is running")
     document: dict[str, Any] = {
@@ -273,7 +274,7 @@ def _write_request(
     }
     for kind in KINDS:
         document[kind] = kind in kinds
-    # The file gets its name only when it is complete, so that a probe never reads half a request.
+    # The file is renamed once it is complete, so that a probe never reads a partial request.
     unfinished = folder / f".{REQUEST}.{request_id}"
     unfinished.write_text(json.dumps(document))
     unfinished.chmod(0o644)
@@ -285,10 +286,10 @@ async def _collect_answers(
 ) -> dict[ProbedProcess, ProcessAnswer | str]:
     """Wait for the answers of all processes until the deadline, and keep touching the request.
 
-    Returns the answers by process; a process that has not answered is absent. A text on the problem
-    replaces an answer that cannot be used.
+    Returns the answers by process; a process that has not answered is absent. An answer that cannot
+    be used is replaced by a message describing the problem.
     """
-    # A pid may be used again, but not with the same start time in seconds.
+    # A pid may be reused, but not with the same start time in seconds.
     file_names = {
         process: f"{process.pid}-{int(process.started_at_seconds)}.record.json"
         for process in processes
@@ -297,7 +298,8 @@ async def _collect_answers(
     touched_at_seconds = 0.0
     while len(answers) < len(file_names) and time.time() < deadline_seconds:
         if time.time() - touched_at_seconds >= TOUCH_SECONDS:
-            # vLLM's container can write here too, and a link must not lead to another file.
+            # vLLM's container can also write to this folder, so a symbolic link must not be
+            # followed.
             os.utime(folder / REQUEST, follow_symlinks=False)
             touched_at_seconds = time.time()
         for process, file_name in file_names.items():

@@ -1,4 +1,4 @@
-"""A report on a recording: the memory that each process still holds, by its largest stacks."""
+"""A report on a recording: the largest stacks by the memory that each process still holds."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -8,19 +8,18 @@ from vllm_headroom_tools.conclusion import Conclusion, Finding, Report, find_wor
 from vllm_headroom_tools.probe.record import NO_ANSWER
 
 MIN_SHOWN_BYTES: Final = MIB
-"""Our choice: a mapping that grew by less has no line."""
+"""Our choice: smaller growth of a mapping is not reported."""
 
 MAX_SHOWN: Final = 3
-"""Our choice: the number of stacks of each kind in the text, and of callers of each stack; --json
-has more.
+"""Our choice: the number of stacks of each kind in the text, and of callers per stack; --json
+contains more.
 """
 
 
 def report_recorded(recorded: Mapping[str, Any]) -> Report:
     """Return the report on a recording.
 
-    The report's exit status is always 0. The report's verdict is "cannot tell" if any process has
-    no usable answer.
+    The exit status is always 0. The verdict is "cannot tell" if any process has no usable answer.
     """
     processes = recorded["processes"]
     findings = list_problems(processes)
@@ -37,7 +36,7 @@ def report_recorded(recorded: Mapping[str, Any]) -> Report:
 
 
 def list_problems(processes: Iterable[Mapping[str, Any]]) -> list[Finding]:
-    """Return a finding for each process that has no usable answer."""
+    """Return a finding for each process without a usable answer."""
     return [
         Finding(name_process(process), Conclusion.CANNOT_TELL, process["problem"])
         for process in processes
@@ -46,7 +45,7 @@ def list_problems(processes: Iterable[Mapping[str, Any]]) -> list[Finding]:
 
 
 def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines on each process; the process with the largest stack is first."""
+    """Yield the lines about each process, starting with the process with the largest stack."""
     duration = format_duration(recorded["seconds"])
     yield f"In {duration}, what each process allocated and still holds:"
     for process in sorted(recorded["processes"], key=_measure_largest_stack, reverse=True):
@@ -59,7 +58,7 @@ def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measure_largest_stack(process: Mapping[str, Any]) -> int:
-    """Return the bytes of a process's largest stack; 0 without stacks."""
+    """Return the size of a process's largest stack in bytes; 0 without stacks."""
     stacks = (*(process["host"] or ()), *(process["gpu"] or ()))
     return max((stack["bytes"] for stack in stacks), default=0)
 
@@ -70,7 +69,7 @@ def name_process(process: Mapping[str, Any]) -> str:
 
 
 def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines on one process: its largest stacks, or why it has none."""
+    """Yield the lines about a process: its largest stacks, or why there are none."""
     name = name_process(process)
     problem = process["problem"]
     if problem == NO_ANSWER:
@@ -90,7 +89,7 @@ def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_cost(cost: Mapping[str, Any]) -> str:
-    """Return the cost of a recording to its process, without unknown figures."""
+    """Describe the cost of a recording for its process, omitting unknown figures."""
     parts = []
     if cost["pause_seconds"] is not None:
         parts.append(f"{cost['pause_seconds']:.3f} s of pause")
@@ -110,7 +109,7 @@ def _format_stacks(kind: str, stacks: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _format_native(process: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines on memory of native code: mappings that grew, and perf's stacks."""
+    """Yield the lines about native memory: mappings that grew, and stacks from perf."""
     growth = list((process.get("mappings") or {}).items())
     for kind, size_bytes in growth[:MAX_SHOWN]:
         if size_bytes >= MIN_SHOWN_BYTES:

@@ -1,4 +1,4 @@
-"""Make the probes of a running vLLM write torch's snapshot, and report on snapshots."""
+"""Make the probes of a running vLLM write snapshots of torch's memory, and report on them."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,14 @@ from vllm_headroom_tools.probe.report import list_problems, name_process
 from vllm_headroom_tools.probe.snapshot_file import ReadSnapshot
 
 REQUEST: Final = "snapshot.json"
-"""The file in the probe's folder that asks for a snapshot."""
+"""The file in the probe's folder that requests a snapshot."""
 
 REQUEST_FORMAT: Final = "headroom_snapshot"
 REQUEST_VERSION: Final = 1
 
 ANSWER_SECONDS: Final = 30.0
-"""The longest wait for answers: the probes look for a request every five seconds, and write for at
-most ten seconds.
+"""The maximum wait for answers: the probes check for requests every five seconds, and take at most
+ten seconds to write.
 """
 
 POLL_SECONDS: Final = 0.5
@@ -38,10 +38,10 @@ NO_HISTORY: Final = (
 
 
 async def take_snapshots(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Make all processes with torch's history write a snapshot; return the data of --json.
+    """Make all processes that keep torch's history write a snapshot; return the --json data.
 
-    If a process has not answered in time, it has a `problem`. Raises BadInput if no process keeps
-    the history, or if the folder cannot be written.
+    A process that has not answered in time has a `problem`. Raises BadInput if no process keeps the
+    history, or if the folder cannot be written.
     """
     processes = [process for process in await find_processes(folder) if process.history is not None]
     if not processes:
@@ -49,7 +49,7 @@ async def take_snapshots(folder: Path, say: Callable[[str], None]) -> dict[str, 
     request_id = uuid.uuid4().hex
     deadline_seconds = time.time() + ANSWER_SECONDS
     document = {REQUEST_FORMAT: REQUEST_VERSION, "id": request_id, "until": deadline_seconds}
-    # The file gets its name only when it is complete, so that a probe never reads half a request.
+    # The file is renamed once it is complete, so that a probe never reads a partial request.
     unfinished = folder / f".{REQUEST}.{request_id}"
     try:
         unfinished.write_text(json.dumps(document))
@@ -78,7 +78,7 @@ async def _collect_answers(
     answers: dict[int, AllocatorSnapshot] = {}
     while missing_pids and time.time() < deadline_seconds:
         await asyncio.sleep(POLL_SECONDS)
-        # If no process is left, all have exited in the meantime.
+        # If there are no processes left, all of them have exited in the meantime.
         with contextlib.suppress(BadInput):
             for process in await find_processes(folder):
                 snapshot = None if process.history is None else process.history.requested
@@ -89,7 +89,7 @@ async def _collect_answers(
 
 
 def _describe_answer(process: ProbedProcess, snapshot: AllocatorSnapshot | None) -> dict[str, Any]:
-    """Return the data of --json on a process; without an answer the figures are None."""
+    """Return the --json data about a process; without an answer, the figures are None."""
     if snapshot is None:
         snapshot = AllocatorSnapshot(at_seconds=0.0, file="", problem=NO_ANSWER)
     return {
@@ -104,7 +104,7 @@ def _describe_answer(process: ProbedProcess, snapshot: AllocatorSnapshot | None)
 
 
 def _describe_line(holding: LineHolding) -> dict[str, Any]:
-    """Return what one line of code holds, for the JSON."""
+    """Return the memory held by one line of code, for the JSON document."""
     return {
         "file": holding.file,
         "line": holding.line,
@@ -115,7 +115,7 @@ def _describe_line(holding: LineHolding) -> dict[str, Any]:
 
 
 def report_taken(data: Mapping[str, Any]) -> Report:
-    """Return the report on the requested snapshots; its exit status is 0."""
+    """Return the report on the requested snapshots, with exit status 0."""
     snapshots = data["snapshots"]
     findings = list_problems(snapshots)
     n_written = len(snapshots) - len(findings)
@@ -130,7 +130,7 @@ def report_taken(data: Mapping[str, Any]) -> Report:
 
 
 def report_read(path: Path, snapshot: ReadSnapshot) -> Report:
-    """Return the report on a file; its exit status is 0."""
+    """Return the report on a snapshot file, with exit status 0."""
     size = format_size(snapshot.active_bytes)
     reserved = format_size(snapshot.reserved_bytes)
     headline = f"torch held {size} in {snapshot.n_blocks:,} blocks, of {reserved} reserved."
@@ -157,7 +157,7 @@ def report_read(path: Path, snapshot: ReadSnapshot) -> Report:
 
 
 def _render_taken(snapshots: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines on each snapshot: its file, or why it was not written."""
+    """Yield the lines about each snapshot: its file, or why it was not written."""
     for snapshot in snapshots:
         name = name_process(snapshot)
         if snapshot["problem"] is not None:
@@ -171,6 +171,6 @@ def _render_taken(snapshots: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _render_lines(largest: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each line of code that holds memory, the largest first."""
+    """Yield a line for each line of code that holds memory, largest first."""
     for held in largest:
         yield f"  {HeldLine(**held).describe()}"

@@ -1,6 +1,6 @@
-"""A snapshot of torch's allocator, which is a pickle of plain data, read without torch.
+"""Read a snapshot of torch's allocator, which is a pickle of plain data, without torch.
 
-Somebody may have forged the file, so everything in it is checked and bounded.
+The file may have been forged, so all of its content is checked and bounded.
 """
 
 import io
@@ -19,24 +19,24 @@ from vllm_headroom.trace.entries import YEAR_10000
 from vllm_headroom_tools.bad_input import BadInput
 
 MAX_FILE_BYTES: Final = 64 << 20
-"""The largest file: the probe writes no larger one (vllm_headroom_probe.snapshot)."""
+"""The maximum file size, which the probe never exceeds (vllm_headroom_probe.snapshot)."""
 
 MAX_BLOCKS: Final = 500_000
-"""The most blocks, and the most events, that are counted, because a forged file may repeat one list
-endlessly. A process of vLLM has thousands.
+"""The maximum number of blocks, and of events, because a forged file may repeat a list endlessly. A
+vLLM process has thousands.
 """
 
 MAX_LARGEST: Final = 10
-"""The number of lines of code that are reported: the lines that hold most memory."""
+"""The number of lines of code in the report; these are the lines that hold the most memory."""
 
 TORCH_CODE: Final = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches the paths of torch itself and of the code that torch generates. The line that calls torch
-says more about who holds the memory.
+"""Matches paths in torch itself and in code that torch generates. The line that calls torch is more
+informative about who holds the memory.
 """
 
 MAX_OPERATIONS: Final = 10_000_000
-"""The most operations of a pickle; a snapshot of vLLM with a full history has a million. Each takes
-up to 100 bytes of memory, and 10 million take 10 s.
+"""The maximum number of operations in a pickle; a vLLM snapshot with a full history has a million.
+Each operation takes up to 100 bytes of memory, and 10 million take 10 s.
 """
 
 PLAIN_OPERATIONS: Final = (
@@ -45,26 +45,26 @@ PLAIN_OPERATIONS: Final = (
     " EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT SETITEM SETITEMS BINPUT LONG_BINPUT MEMOIZE"
     " BINGET LONG_BINGET"
 )
-"""The operations that build numbers, texts, lists, tuples and dictionaries. All other operations
-are refused, such as those that import a name or call it.
+"""The operations that build numbers, strings, lists, tuples and dictionaries. All others are
+rejected, such as those that import or call a name.
 """
 
 
 class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001
-    """Reads plain data only.
+    """An unpickler that accepts only plain data.
 
-    The class is written in Python, because the unpickler in C allocates whatever a forged file
-    demands.
+    It is based on the Python implementation, because the C unpickler allocates as much memory as a
+    forged file demands.
     """
 
     n_operations = 0
 
 
 def _build_counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return an operation that raises ValueError after it has exceeded the limit."""
+    """Return an operation that counts against the limit and raises ValueError beyond it."""
 
     def count_and_load(unpickler: Any) -> None:  # noqa: ANN401 - a PlainUnpickler
-        """Do one operation of the pickle; raise ValueError after MAX_OPERATIONS."""
+        """Run one pickle operation; raise ValueError after MAX_OPERATIONS."""
         unpickler.n_operations += 1
         if unpickler.n_operations > MAX_OPERATIONS:
             raise ValueError("too many operations")
@@ -74,7 +74,7 @@ def _build_counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _list_plain_operations() -> Iterator[tuple[int, Callable[[Any], None]]]:
-    """Yield the code and the function of each operation that is not refused."""
+    """Yield the opcode and the function of each accepted operation."""
     for name in PLAIN_OPERATIONS.split():
         (code,) = getattr(pickle, name)
         yield code, _build_counted(pickle._Unpickler.dispatch[code])  # noqa: SLF001
@@ -84,22 +84,23 @@ PlainUnpickler.dispatch = dict(_list_plain_operations())
 
 
 class ReadSnapshot(Struct, frozen=True, kw_only=True):
-    """The facts on torch's memory in a process, from a snapshot."""
+    """The facts about torch's memory in a process, from a snapshot."""
 
     active_bytes: int
-    """The memory of tensors."""
+    """The memory in use by tensors."""
     reserved_bytes: int
-    """The memory that torch took from the driver."""
+    """The memory that torch has allocated from the driver."""
     n_blocks: int
-    """The number of blocks that make up the active memory."""
+    """The number of blocks in the active memory."""
     history_from_seconds: float | None
-    """The time of the oldest event of the history, since the epoch; None without events."""
+    """The time of the oldest event in the history, in seconds since the epoch; None without events.
+    """
     largest: tuple[LineHolding, ...]
-    """The lines of code that hold most memory, the largest first."""
+    """The lines of code that hold the most memory, largest first."""
 
 
 CodePlace = tuple[str | None, int | None]
-"""The path and the number of a line of code; None for a block without a stack."""
+"""The path and number of a line of code; None for a block without a stack."""
 
 
 def read_snapshot_file(path: Path) -> ReadSnapshot:
@@ -115,20 +116,20 @@ def read_snapshot_file(path: Path) -> ReadSnapshot:
 
 
 def parse_torch_snapshot(content: bytes, name: str) -> ReadSnapshot:
-    """Parse the pickle of a snapshot; raise BadInput, with the file's name, for anything else."""
+    """Parse the pickle of a snapshot; raise BadInput, with the file's name, if it is not one."""
     try:
         snapshot = PlainUnpickler(io.BytesIO(content)).load()
         return _summarise(snapshot)
-    # A forged pickle may end in any of Python's errors, such as KeyError for an operation.
+    # A forged pickle may raise any Python error, such as KeyError for an unknown operation.
     except Exception as error:
         problem = f"no snapshot of torch's memory ({type(error).__name__})"
         raise BadInput(f"{name}: {problem}") from error
 
 
 def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a pickle holds
-    """Return the contents of a snapshot; raise one of Python's errors for another structure."""
+    """Summarise a snapshot; raise some Python error if its structure is different."""
     times_seconds = _list_allocation_times(snapshot["device_traces"])
-    # Places are found by identity, because a forged file may repeat one long stack in every block.
+    # Stacks are cached by identity, because a forged file may repeat a long stack in every block.
     places: dict[int, CodePlace] = {}
     sizes_bytes: defaultdict[CodePlace, int] = defaultdict(int)
     counts: defaultdict[CodePlace, int] = defaultdict(int)
@@ -171,7 +172,7 @@ def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a
 def _list_allocation_times(traces: Iterable[Any]) -> dict[int | None, float]:
     """Return when each address was last allocated, in seconds since the epoch.
 
-    Raises ValueError for too many events, or for an impossible time.
+    Raises ValueError for too many events or for an impossible time.
     """
     times_seconds: dict[int | None, float] = {}
     n_read = 0
@@ -189,7 +190,7 @@ def _list_allocation_times(traces: Iterable[Any]) -> dict[int | None, float]:
 
 
 def _find_oldest(times_seconds: list[float | None]) -> float | None:
-    """Return the earliest time; None if one of them is unknown."""
+    """Return the earliest time; None if any of them is unknown."""
     known_seconds = [seconds for seconds in times_seconds if seconds is not None]
     if len(known_seconds) < len(times_seconds):
         return None
@@ -197,21 +198,21 @@ def _find_oldest(times_seconds: list[float | None]) -> float | None:
 
 
 def _check_size(n_bytes: Any) -> int:  # noqa: ANN401 - anything that a pickle holds
-    """Return a size; raise ValueError for a size that no memory has."""
+    """Return a size in bytes; raise ValueError if it is impossible."""
     if type(n_bytes) is not int or not 0 <= n_bytes <= LARGEST:
         raise ValueError("a size that no memory has")
     return n_bytes
 
 
 def _find_place(frames: Any) -> CodePlace:  # noqa: ANN401 - anything that a pickle holds
-    """Return the innermost line outside torch, or else the innermost line.
+    """Return the innermost line of code outside torch, or else the innermost line.
 
-    (None, None) without a frame. Raises ValueError for a line that is not a number.
+    Returns (None, None) without frames. Raises ValueError if a line number is not a number.
     """
     if not frames:
         return None, None
     own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))
     frame = next(own_frames, frames[0])
-    # The file's paths are printed, and no control character may reach the terminal.
+    # Paths from the file are printed, and control characters must not reach the terminal.
     path = "".join(letter if letter.isprintable() else "?" for letter in frame["filename"])
     return path[-200:], _check_size(frame["line"])

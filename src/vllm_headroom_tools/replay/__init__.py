@@ -1,1 +1,1 @@
-"""The daemon's leak detector on a recorded trace."""
+"""The daemon's leak detector, run on a recorded trace."""

@@ -46,22 +46,23 @@ if TYPE_CHECKING:
     from vllm_headroom_tools.replay.openmetrics import SampleExport
 
 MIN_STRANDED_RATIO: Final = 0.01
-"""The smallest stranded share of a KV cache that is reported.
+"""The smallest stranded share of a KV cache that is reported, as a ratio.
 
-An idle engine may free a block or two late. The alert HeadroomKvBlocksLeak watches for growth from
-this share on.
+An idle engine may free a block or two late. The alert HeadroomKvBlocksLeak watches for growth above
+this share.
 """
 
 NO_GPU: Final = "The trace has no GPU of the engine's."
 MOST_INTERVALS: Final = 5
-"""Our choice: the number of intervals of a series in the text; --json has all."""
+"""Our choice: the number of intervals per series in the text report; --json contains all of them.
+"""
 
 
 def format_verdict(replay: LeakReplay) -> Iterator[str]:
-    """Yield the lines of the report: on the span, each GPU and each kind of host process.
+    """Yield the report's lines about the span, each GPU and each kind of host process.
 
-    The lines on host memory, on sleeps and on idle engines follow. A trace without samples has one
-    line.
+    Lines about host memory, sleeps and idle engines follow. For a trace without samples, there is a
+    single line.
     """
     if not replay.samples:
         yield "The trace has no samples."
@@ -80,7 +81,7 @@ def format_verdict(replay: LeakReplay) -> Iterator[str]:
             delay = format_duration(first_alarm.seconds - begin)
             yield f"  at the first alarm, {delay} after the trace begins:"
             yield from _format_moment(first_alarm)
-        # The last alarm has the better estimate.
+        # The last alarm has a better estimate than the first.
         if last_alarm is not None and last_alarm is not first_alarm:
             yield f"  at the last, {format_instant(last_alarm.seconds)}:"
             yield from _format_moment(last_alarm)
@@ -90,7 +91,7 @@ def format_verdict(replay: LeakReplay) -> Iterator[str]:
 
 
 def _name_series(replay: LeakReplay) -> Iterator[tuple[str, LeakCourse]]:
-    """Yield the name and the course of each GPU, then of each host role."""
+    """Yield the name and course of each GPU and then of each host role."""
     for index, uuid, course in replay.gpus:
         name = f"GPU {index}"
         if uuid != name_by_index(index):
@@ -101,7 +102,7 @@ def _name_series(replay: LeakReplay) -> Iterator[tuple[str, LeakCourse]]:
 
 
 def _describe_host(replay: LeakReplay) -> Iterator[str]:
-    """Yield the lines on host memory, on sleeps, and on the KV cache of an idle engine."""
+    """Yield the lines about host memory, sleeps, and the KV cache of an idle engine."""
     memory = replay.memory
     if memory is not None and memory.used_bytes is not None:
         use = format_size(memory.used_bytes)
@@ -118,7 +119,7 @@ def _describe_host(replay: LeakReplay) -> Iterator[str]:
             line += f" in the first sleep, {newest} in the last of {len(residues_bytes)}"
         yield f"{line}."
     for (model, engine), ratio in replay.stranded.items():
-        # Some blocks are always held, so a small share is not reported.
+        # A few blocks are always held, so a small share is not reported.
         if ratio >= MIN_STRANDED_RATIO:
             yield (
                 f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by"
@@ -127,7 +128,7 @@ def _describe_host(replay: LeakReplay) -> Iterator[str]:
 
 
 def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding:
-    """Return the finding on one series; an early warning alone is not decisive."""
+    """Return the finding on a series; an early warning alone is not conclusive."""
     verdict, reason = judge_course(course, span_seconds)
     match verdict:
         case LeakVerdict.LEAKING:
@@ -146,7 +147,7 @@ def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
-    """Yield a line for each of the first intervals, and one with the number of other intervals."""
+    """Yield a line for each of the first intervals, and one with the number of remaining ones."""
     for begin, end in intervals[:MOST_INTERVALS]:
         until = "to the end"
         if end is not None:
@@ -157,7 +158,7 @@ def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
 
 
 def _format_moment(moment: Moment) -> Iterator[str]:
-    """Yield a line for each figure that the detector had at this sample."""
+    """Yield a line for each figure that the detector reported at this sample."""
     if moment.bytes_per_second is not None:
         yield f"    how fast     {_format_rate(moment, moment.bytes_per_second)}"
     if moment.by_requests is not None:
@@ -168,7 +169,7 @@ def _format_moment(moment: Moment) -> Iterator[str]:
         yield f"    how much     {format_size(moment.leaked_bytes)} since it began"
     if moment.time_to_oom_seconds is not None:
         time_left = f"about {format_duration(moment.time_to_oom_seconds)}"
-        # The lower bound is first, because an operator has to plan by it.
+        # The lower bound comes first, because it is the one to plan with.
         if moment.time_to_oom_seconds_lower is not None:
             earliest = format_duration(moment.time_to_oom_seconds_lower)
             time_left = f"{earliest} at the earliest, likely {time_left}"
@@ -176,7 +177,7 @@ def _format_moment(moment: Moment) -> Iterator[str]:
 
 
 def _format_rate(moment: Moment, bytes_per_second: float) -> str:
-    """Return the rate by time, with its 95 % interval, and the rate by requests if it is known."""
+    """Return the rate over time with its 95 % interval, and the rate per request if it is known."""
     text = f"{format_size(bytes_per_second)}/s"
     lower = moment.bytes_per_second_lower
     upper = moment.bytes_per_second_upper
@@ -188,7 +189,7 @@ def _format_rate(moment: Moment, bytes_per_second: float) -> str:
 
 
 def _build_data(replay: LeakReplay) -> dict[str, Any]:
-    """Return the data of --json; an interval that lasts to the end of the trace ends at None."""
+    """Return the --json data; the end of an interval is None if it lasts until the trace's end."""
     begin, end = replay.span
     return {
         "samples": replay.samples,
@@ -231,11 +232,11 @@ def _build_data(replay: LeakReplay) -> dict[str, Any]:
 
 
 def _build_figures(moment: Moment | None) -> dict[str, float | None] | None:
-    """Return the figures of --json at one sample; None without the sample."""
+    """Return the --json figures of one sample; None without a sample."""
     if moment is None:
         return None
     figures = asdict(moment)
-    # The schema of --json has no such field.
+    # The JSON schema has no such field.
     del figures["by_requests"]
     return {"t": figures.pop("seconds"), **figures}
 
@@ -245,28 +246,28 @@ _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
 
 
 def _parse_time(text: str) -> tuple[bool, float]:
-    """Return whether a time is relative to now, and its seconds from now or from the epoch.
+    """Parse a time: whether it is relative to now, and its seconds from now or since the epoch.
 
-    Raises ValueError for a text that is not a time, or has no time zone.
+    Raises ValueError if the text is not a time or has no time zone.
     """
     if text == "now":
         return True, 0.0
-    # Relative times are resolved later: all of them refer to one moment.
+    # Relative times are resolved later, so that all of them refer to the same moment.
     if text.startswith("-"):
         return True, -parse_duration(text[1:])
     if re.fullmatch(NUMBER, text):
         return False, float(text)
     moment = datetime.fromisoformat(text)
-    # Without a zone, the text could mean the reader's or the server's time.
+    # Without a time zone, it could be the reader's or the server's local time.
     if moment.tzinfo is None:
         raise ValueError
     return False, moment.timestamp()
 
 
 def _parse_matcher(text: str) -> str:
-    """Return a label matcher of PromQL; add the quotes around its value if a shell removed them.
+    """Return a PromQL label matcher, restoring the quotes around its value if a shell removed them.
 
-    Raises ValueError for a text that is not a matcher.
+    Raises ValueError if the text is not a matcher.
     """
     match = _MATCHER.fullmatch(text)
     if match is None:
@@ -337,17 +338,17 @@ between two scrapes."""
 
 
 NARROWEST_COLUMNS: Final = 20
-"""Our choice: a narrower chart would show nothing."""
+"""Our choice: a narrower chart would show nothing useful."""
 
 WIDEST_COLUMNS: Final = 160
-"""Our choice: a wider chart would leave no room beside other windows."""
+"""Our choice: a wider chart would leave no room for other windows next to it."""
 
 
 def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
-    """Return the report with the detector's verdicts on a trace.
+    """Return the report on the detector's verdicts for a trace.
 
-    The verdict is the worst of all series, or "cannot tell" without a series. The exit status is 1
-    if there was an alarm and `fails` is set, otherwise 0.
+    The verdict is the worst one of all series, or "cannot tell" without any series. The exit status
+    is 1 if there was an alarm and `fails` is set, and 0 otherwise.
     """
     begin, end = replay.span
     findings = [_judge_series(name, course, end - begin) for name, course in _name_series(replay)]
@@ -370,18 +371,18 @@ def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> 
 
 
 def _run(options: Namespace) -> Report:
-    """Run the detector over the past and return the report.
+    """Run the detector on the recorded data and return the report.
 
-    Raise BadOptions unless exactly one source is named.
+    Raises BadOptions unless exactly one source is named.
     """
     if (options.trace is None) == (options.from_prometheus is None):
         raise BadOptions("needs a TRACE or --from-prometheus, and not both")
     if options.openmetrics is None:
         return _run_detector(options, None)
-    # Imported here, because it imports the daemon.
+    # Imported here, because this module imports the daemon.
     from vllm_headroom_tools.replay.openmetrics import SampleExport  # noqa: PLC0415
 
-    # A history in Prometheus does not show why a source is absent.
+    # Prometheus data does not show why a source is absent.
     export = SampleExport(
         has_health=options.from_prometheus is None, reported_bytes=options.reported_bytes
     )
@@ -390,9 +391,9 @@ def _run(options: Namespace) -> Report:
 
 
 def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
-    """Run all snapshots through the detector, write the files asked for, and return the report."""
+    """Run all snapshots through the detector, write the requested files, and return the report."""
     replay = LeakReplay(reported_bytes=options.reported_bytes)
-    # The curves take memory for each sample, so they are kept only if a picture is wanted.
+    # The curves need memory for every sample, so they are kept only if a picture is requested.
     curves = Curves()
     has_charts = options.svg or not options.json
     for snapshot in _read_snapshots(options):
@@ -411,13 +412,13 @@ def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
 
 
 def _read_snapshots(options: Namespace) -> Iterable[Snapshot]:
-    """Return the snapshots of the trace, or of the history in Prometheus, read one by one.
+    """Return an iterable that reads snapshots one by one from the trace or from Prometheus.
 
-    Bad input raises BadInput while the snapshots are read.
+    BadInput may be raised while the snapshots are read.
     """
     if options.from_prometheus is None:
         return read_trace(options.trace)
-    # Imported here, because reading a trace needs no HTTP client.
+    # Imported here, because reading a trace does not need an HTTP client.
     from vllm_headroom_tools.replay.prometheus.records import read_records  # noqa: PLC0415
 
     return map(parse_snapshot, read_records(options))

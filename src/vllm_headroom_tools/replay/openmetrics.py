@@ -1,4 +1,4 @@
-"""The series that the daemon would have exported over a trace, as OpenMetrics text with times."""
+"""The series that the daemon would have exported during a trace, as OpenMetrics with timestamps."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.history import LeakReplay
 
 HEALTH: Final = "health"
-"""The name of the derivation that reports whether each source could be read."""
+"""The derivation that reports whether each source could be read."""
 
 TRACED_SOURCES: Final = (Source.ENGINE, Source.NVML, Source.PROCESS)
-"""The sources that the daemon reads for every sample; a trace shows when they fail."""
+"""The sources that the daemon reads for every sample; a trace shows when they failed."""
 
 READING_TIMES: Final = tuple(
     ReadingTime(source=source, seconds=nan, ended_monotonic_seconds=nan)
     for source in TRACED_SOURCES
 )
-"""The duration of a reading of each source. A trace does not contain the duration, and a value that
-is not finite has no series.
+"""The reading time of each source, which is NaN because a trace does not contain it. A value that
+is not finite produces no series.
 """
 
 UP: Final = Metric(
@@ -48,32 +48,33 @@ UP: Final = Metric(
     labels=(),
     help="1 at each sample: a Prometheus adds it when it scrapes.",
 )
-"""Boards and alerts query this metric, although no daemon exports it."""
+"""Dashboards and alerts query this metric, although the daemon does not export it."""
 
 SCRAPE_LABELS: Final = 'job="vllm-headroom",instance="replay"'
-"""The labels that a Prometheus would add."""
+"""The labels that Prometheus would add."""
 
 MOST_BUFFERED_POINTS: Final = 500_000
-"""Our choice: the points of all series that are kept in memory, 8 MB, before they go to the disk.
+"""Our choice: the number of points of all series that are kept in memory, which take 8 MB, before
+they are written to disk.
 """
 
 POINT_NUMBERS: Final = 2
-"""A point is two numbers: its time in seconds since the epoch, and its value."""
+"""A point consists of two numbers: its time in seconds since the epoch, and its value."""
 
 
 class SampleExport:
-    """Derives the daemon's samples of each snapshot, and stores them by series.
+    """Derives the daemon's samples from each snapshot, and stores them by series.
 
-    The settings are the daemon's defaults, because a trace does not contain the operator's.
-    `reported_bytes` is the operator's figure of the memory that the engine uses on each GPU.
+    The daemon's default settings are used, because a trace does not contain the operator's
+    settings. `reported_bytes` is the operator's figure for the engine's memory on each GPU.
     """
 
     def __init__(self, *, has_health: bool, reported_bytes: int | None = None) -> None:
-        """`has_health` is whether an absent source has failed, as in the daemon's own trace."""
+        """`has_health` is whether an absent source has failed, as it has in a trace of the daemon."""
         self._has_health = has_health
         derivations: list[Derivation[Any]] = []
         for derivation in build_derivations(reported_bytes=reported_bytes):
-            # The detector has run already, so its results are used again.
+            # The detector has already run, so its results are reused.
             if derivation.name == LEAK.name:
                 derivations.append(replace(LEAK, step=self._read_leaks))
             elif has_health or derivation.name != HEALTH:
@@ -95,13 +96,13 @@ class SampleExport:
         self._spool = SeriesSpool()
 
     def step(self, snapshot: Snapshot, replay: LeakReplay) -> None:
-        """Add a snapshot, with the engine's state, that `replay` has just processed.
+        """Add a snapshot that `replay` has just processed and that contains the engine's state.
 
-        A snapshot adds no samples if the clock was set back, because Prometheus refuses samples
-        that are older than the newest one of their series.
+        A snapshot adds no samples if the clock was set back, because Prometheus rejects samples
+        that are older than the newest sample of their series.
         """
         samples = self._derive(snapshot, replay)
-        # A Prometheus counts time in milliseconds.
+        # Prometheus timestamps have millisecond precision.
         milliseconds = round(snapshot.time_seconds * 1000)
         if milliseconds <= self._newest_milliseconds:
             return
@@ -109,15 +110,15 @@ class SampleExport:
         self._spool.add(milliseconds / 1000, samples)
 
     def write_lines(self) -> Iterator[str]:
-        """Yield the lines of the text; raise BadInput if the spool cannot be read."""
+        """Yield the lines of the OpenMetrics text; raise BadInput if the spool cannot be read."""
         return self._spool.write_lines()
 
     def close(self) -> None:
-        """Delete what is stored."""
+        """Delete the stored samples."""
         self._spool.close()
 
     def _derive(self, snapshot: Snapshot, replay: LeakReplay) -> list[Sample]:
-        """Return all samples of a snapshot, in the order in which the daemon derives them."""
+        """Return all samples of a snapshot in the order in which the daemon derives them."""
         self._leak_memory = replay.leak_memory
         self._leak_samples = replay.leak_samples
         if self._has_health:
@@ -128,30 +129,30 @@ class SampleExport:
     def _read_leaks(
         self, _memory: LeakMemory, _snapshot: Snapshot
     ) -> tuple[LeakMemory, tuple[Sample, ...]]:
-        """Return the findings of the replay's detector, which runs only once, at this snapshot."""
+        """Return the replay detector's results for this snapshot, so that it runs only once."""
         return self._leak_memory, self._leak_samples
 
 
 class _Series(Struct):
-    """The points of one series: the newest in memory, those before in the spool file."""
+    """The points of one series: the newest are in memory, the older ones in the spool file."""
 
     points: array[float] = field(default_factory=lambda: array("d"))
     """Times and values, alternating."""
 
     chunks: list[tuple[int, int]] = field(default_factory=list)
-    """The offset and the size in bytes of each stretch of older points in the file."""
+    """The offset and size in bytes of each chunk of older points in the file."""
 
 
 class SeriesSpool:
-    """Stores points by series, in bounded memory, because OpenMetrics does not mix series.
+    """Stores points grouped by series, as OpenMetrics requires, in a bounded amount of memory.
 
-    The points go to one temporary file, which is deleted when it is closed. Every method raises
-    BadInput if the file cannot be written or read.
+    The points are written to a temporary file, which is deleted when it is closed. Every method
+    raises BadInput if the file cannot be written or read.
     """
 
     def __init__(self) -> None:
         self._families: dict[str, dict[tuple[str, ...], _Series]] = {UP.name: {}}
-        """The series by the metric's name and the series' labels, in the page's order."""
+        """The series by metric name and labels, in the order of the page."""
         for metric in catalog.METRICS:
             self._families[metric.name] = {}
         self._buffered_points = 0
@@ -169,7 +170,8 @@ class SeriesSpool:
                 series = _Series()
                 family[labels] = series
             series.points.append(seconds)
-            # The points of a trace of months do not fit in memory, so they go to a file.
+            # The points of a trace that covers months do not fit in memory, so they are written to
+            # a file.
             series.points.append(value)
             self._buffered_points += 1
         if self._buffered_points > MOST_BUFFERED_POINTS:
@@ -182,11 +184,11 @@ class SeriesSpool:
         """
         try:
             if self._file is None:
-                self._file = TemporaryFile()  # noqa: SIM115 - it is open for as long as the spool
+                self._file = TemporaryFile()  # noqa: SIM115 - it stays open as long as the spool
             offset_bytes = self._file.tell()
             for family in self._families.values():
-                # The points of a series are in several pieces of the file, so the place of each
-                # piece is stored.
+                # The points of a series are spread over several chunks of the file, so the position
+                # of each chunk is stored.
                 for series in family.values():
                     if not series.points:
                         continue
@@ -202,7 +204,7 @@ class SeriesSpool:
         self._buffered_points = 0
 
     def write_lines(self) -> Iterator[str]:
-        """Yield the lines of the text: family by family, each series in one piece.
+        """Yield the lines of the text, family by family, with each series in one piece.
 
         Raises BadInput if the temporary file cannot be read.
         """
@@ -212,7 +214,7 @@ class SeriesSpool:
                 continue
             yield from _write_head(metric)
             for labels, series in family.items():
-                # OpenMetrics wants the points of one series together.
+                # OpenMetrics requires the points of a series to be contiguous.
                 name = _write_name(metric, labels)
                 for points in self._list_points(series):
                     for place in range(0, len(points), POINT_NUMBERS):
@@ -227,7 +229,7 @@ class SeriesSpool:
             self._file.close()
 
     def _list_points(self, series: _Series) -> Iterator[array[float]]:
-        """Yield the points of a series, piece by piece and the oldest first.
+        """Yield the points of a series in chunks, oldest first.
 
         Raises BadInput if the file cannot be read.
         """
@@ -245,7 +247,7 @@ class SeriesSpool:
 
 
 def _write_head(metric: Metric) -> Iterator[str]:
-    """Yield the lines that describe a family; a counter's family has no suffix in OpenMetrics."""
+    """Yield a family's metadata lines; in OpenMetrics, a counter's family name has no suffix."""
     name = metric.name
     if metric.kind is MetricType.COUNTER:
         name = name.removesuffix("_total")
@@ -254,7 +256,7 @@ def _write_head(metric: Metric) -> Iterator[str]:
 
 
 def _write_name(metric: Metric, labels: tuple[str, ...]) -> str:
-    """Return the name of a series with its own labels and the labels of the scrape."""
+    """Return a series' name with its own labels and those of the scrape."""
     pairs = [SCRAPE_LABELS]
     for label, value in zip(metric.labels, labels, strict=True):
         pairs.append(f'{label}="{_escape(value)}"')

@@ -1,4 +1,4 @@
-"""Drawings of memory and load over a trace, as SVG and for a terminal."""
+"""Drawings of memory and load over the course of a trace, as SVG and for a terminal."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -21,20 +21,20 @@ from vllm_headroom_tools.history import Curves, LeakCourse, LeakReplay
 from vllm_headroom_tools.terminal import Pick, draw_bars
 
 WIDTH: Final = 1000.0
-"""The width of the picture in SVG units, like all sizes of the picture here."""
+"""The width of the picture; all sizes here are in SVG units."""
 
 HEIGHT: Final = 200.0
 """The height of the frame around one curve."""
 
 ABOVE: Final = 30.0
-"""The height of the title above a frame."""
+"""The space for the title above a frame."""
 
 BELOW: Final = 30.0
-"""The height of the times below a frame."""
+"""The space for the time labels below a frame."""
 
 BOX_HEIGHT: Final = ABOVE + HEIGHT + BELOW
 CURVE_COLUMNS: Final = 500
-"""A curve is thinned to at most two points per column, because more would not be visible."""
+"""Curves are thinned to at most two points per column, because more would not be visible."""
 
 HOST_TITLE: Final = "host memory: free, on a scale from 0"
 LONGEST_FORECAST_SHARE: Final = 0.5
@@ -45,7 +45,7 @@ def draw_replay(replay: LeakReplay, curves: Curves) -> str:
     """Return an SVG picture with a box for each GPU, one for the host and one for the load.
 
     A GPU's box shows its free memory, or the engine's memory if the free memory is unknown. The
-    host has a box only if its memory is known.
+    host gets a box only if its memory is known.
     """
     begin, end = replay.span
     forecasts = [
@@ -54,7 +54,7 @@ def draw_replay(replay: LeakReplay, curves: Curves) -> str:
     forecast_seconds = max(
         (MARGIN * forecast.seconds for forecast in forecasts if forecast is not None), default=0.0
     )
-    # A distant forecast would leave no room for the past.
+    # A forecast far into the future would leave no room for the past.
     span = (begin, end + min(forecast_seconds, LONGEST_FORECAST_SHARE * (end - begin)))
     boxes = [
         _draw_gpu(gpu, curves, span, forecast)
@@ -76,15 +76,15 @@ def draw_replay(replay: LeakReplay, curves: Curves) -> str:
 
 
 def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | None:
-    """Return the forecast of the last alarm: from the newest free memory down to 0 bytes.
+    """Return the forecast of the last alarm, from the newest free memory down to 0 bytes.
 
-    Returns None if the trace does not end in an alarm, or if the time to out-of-memory or the free
-    memory is unknown.
+    Returns None if the trace does not end in an alarm, or if either the time to out-of-memory or
+    the free memory is unknown.
     """
     alarm = course.last_alarm
     if course.state is not LeakState.LEAKING or alarm is None:
         return None
-    # The last sample may lack the memory; then the newest known value is used.
+    # The newest known value is used, because the last sample may not contain the memory.
     free_bytes = next((value for _, value in reversed(free_points) if value is not None), None)
     if alarm.time_to_oom_seconds is None or free_bytes is None:
         return None
@@ -129,14 +129,14 @@ def _draw_box(
     is_in_bytes: bool = False,
     has_zero_line: bool = False,
 ) -> str:
-    """Return a curve in its frame, with a title, its times and its top value.
+    """Return a curve in a frame, with a title, times and its top value.
 
-    `marks` are the times of alarms. The box has a line at 0 if the curve may fall to 0, such as
-    that of free memory.
+    `marks` are the times of alarms. The box has a line at 0 if the curve may fall to 0, as free
+    memory can.
     """
     begin, end = span
     known_values = [value for _, value in points if value is not None]
-    # find_top() leaves room above a curve of free memory. The sidecar's page uses it too.
+    # find_top(), which the sidecar's page also uses, leaves room above a curve of free memory.
     top = drawing.find_top(known_values) if has_zero_line else max(known_values, default=1.0)
     frame = Frame(begin=begin, end=end, top=top, width=WIDTH, height=HEIGHT)
     stretches = drawing.thin_curve(drawing.build_curve(points), CURVE_COLUMNS)
@@ -166,18 +166,18 @@ AXIS_COLUMNS: Final = 11
 """The width of the labels of the vertical axis, in columns."""
 
 FLOOR_MARGIN: Final = 0.05
-"""Our choice: the scale of held memory begins this share of the curve's range below the curve's
-least value.
+"""Our choice: the scale of held memory starts below the curve's minimum by this share of the
+curve's range.
 """
 
 FLAT_MARGIN: Final = 0.01
-"""The margin for a level curve, as a share of the curve's value."""
+"""The margin for a flat curve, as a share of its value."""
 
 
 def draw_charts(replay: LeakReplay, curves: Curves, *, columns: int) -> Iterator[str]:
-    """Yield the lines of a chart for each GPU, for the host and for the load.
+    """Yield the lines of the charts for each GPU, the host and the load.
 
-    A curve without any known value has no chart.
+    There is no chart for a curve without known values.
     """
     width = columns - AXIS_COLUMNS
     for index, uuid, course in replay.gpus:
@@ -191,7 +191,7 @@ def draw_charts(replay: LeakReplay, curves: Curves, *, columns: int) -> Iterator
         if free_gib:
             title = f"{name}: free memory on a scale from 0, {unit}"
             yield from _draw_chart(title, free_gib, width, MEMORY_LINES, alarm=alarm)
-            # Held memory has another scale, and is drawn only if free memory is unknown.
+            # Held memory has a different scale, and is drawn only if free memory is unknown.
             continue
         held_gib = _convert_to_gib(curves.of("held", uuid))
         title = f"{name}: memory held by the engine, {unit}"
@@ -209,10 +209,10 @@ def _convert_to_gib(points: list[Point]) -> list[Point]:
 
 
 def _find_floor(points: list[Point]) -> float:
-    """Return the value, in GiB, at which the scale of a chart of held memory begins.
+    """Return the value in GiB at which the scale of a chart of held memory starts.
 
-    The value is a little below the least value, because growth would not show on a scale from 0.
-    Returns 0 if there are no values.
+    It is slightly below the minimum, because growth would not be visible on a scale from 0. Returns
+    0 if there are no values.
     """
     values = [value for _, value in points if value is not None]
     if not values:
@@ -235,9 +235,9 @@ def _draw_chart(
     pick: Pick = min,
     floor: float = 0.0,
 ) -> Iterator[str]:
-    """Yield the lines of a chart with its axes; none if no value is known.
+    """Yield the lines of a chart with its axes; nothing if no value is known.
 
-    `pick` chooses one of the values of a column; `alarm` is the time that the axis marks.
+    `pick` selects one of a column's values; `alarm` is the time marked on the axis.
     """
     values = [value for _, value in points if value is not None]
     if not values:
@@ -256,7 +256,7 @@ def _draw_chart(
     end = max(seconds for seconds, _ in points)
     axis = "─" * width
     if alarm is not None:
-        # At most the last column, in case the newest sample raised the alarm.
+        # The column is capped at the last one, in case the newest sample raised the alarm.
         column = min(width - 1, int(width * (alarm - begin) / (end - begin or 1.0)))
         axis = f"{axis[:column]}▲{axis[column + 1 :]}"
     yield f"{floor_label} └{axis}"
@@ -269,7 +269,7 @@ def _draw_chart(
 
 
 def _choose_decimals(extent: float) -> int:
-    """Return how many decimals an axis's labels need, so that the axis's extent has two digits."""
+    """Return the number of decimals of an axis's labels with which its extent has two digits."""
     for decimals, least_extent in ((0, 20.0), (1, 2.0), (2, 0.2)):
         if extent >= least_extent:
             return decimals
