@@ -10,12 +10,12 @@ from vllm_headroom_tools.settings import ModelSettings
 
 
 def _run(arguments: Namespace) -> NoReturn:
-    """Serve until a signal ends the process; raise SystemExit with the daemon's status."""
+    """Serve until a signal ends the process; raise SystemExit with the daemon's exit status."""
     with pause_collection():
-        # --help and --print-config need no daemon.
+        # --help and --print-config do not need the daemon.
         from vllm_headroom.daemon import app, node_daemon  # noqa: PLC0415 - see above
-    # Imported modules are never freed. A full collection would visit all objects of the modules,
-    # which takes 25 ms, and scrapes would wait for it.
+    # Imported modules are never freed. A full collection would visit all of their objects, which
+    # takes 25 ms and would delay scrapes.
     gc.freeze()
     settings: ModelSettings = arguments.settings
     if settings.engines is not None:

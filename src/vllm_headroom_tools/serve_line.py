@@ -1,4 +1,4 @@
-"""The options of `vllm serve`, found in a line, a script or a manifest."""
+"""The options of `vllm serve`, extracted from a command line, a script or a manifest."""
 
 import json
 import os
@@ -18,68 +18,70 @@ from vllm_headroom_tools.options import BadOptions
 from vllm_headroom_tools.sizing.releases import parse_release
 
 FILE_LIMIT_BYTES: Final = 2**20
-"""Our choice: how much of a script or manifest is read."""
+"""Our choice: the maximum number of bytes of a script or manifest that are read."""
 
 LONGEST_LINE: Final = 2**15
-"""Our choice: the most characters of a command line. The time that shlex takes grows with the
-square of a word's length: 0.3 s for a word of this length, and minutes for a MiB.
+"""Our choice: the maximum number of characters in a command line. The time that shlex takes grows
+with the square of the word length: 0.3 s for a word of this length, and minutes for 1 MiB.
 """
 
 STANDARD_INPUT: Final = "-"
 
 ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|\((\w+)\)|(\w+))", re.ASCII)
-"""A variable of a shell, with its default, or a variable of a manifest, $(NAME)."""
+"""A shell variable, optionally with a default, or a variable in a manifest, $(NAME)."""
 
 WHOLE_VARIABLE: Final = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})", re.ASCII)
-"""A word that is one variable, or the whole array of a shell."""
+"""A word that consists of a single variable or of an entire shell array."""
 
 ARRAY: Final = re.compile(r"^\s*(\w+)\+?=\(([^()]*)\)", re.ASCII | re.MULTILINE)
-"""An array of a shell, which may go over several lines."""
+"""A shell array, which may span several lines."""
 
 IMAGE: Final = re.compile(
     r"(?![-/~.])[^=\s]*/[^=\s]*vllm[^=\s]*|vllm[\w.-]*:[^/\s]+", re.IGNORECASE
 )
-"""The name of a container image with vLLM, such as vllm/vllm-openai:v0.20.0."""
+"""The name of a vLLM container image, such as vllm/vllm-openai:v0.20.0."""
 
 RELEASE_OPTION: Final = "--vllm-version="
 ENVIRONMENT_OPTION: Final = "--vllm-env="
-"""Beginnings of the options of `plan` that the tag of an image and variables become."""
+"""The prefixes of the `plan` options into which an image tag and variables are converted."""
 
 ENVIRONMENT: Final = (
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS",
     "VLLM_USE_V2_MODEL_RUNNER",
 )
-"""Variables of vLLM (envs.py) that change its checks or its division of the memory."""
+"""The environment variables of vLLM (envs.py) that affect its checks or how it divides the memory.
+"""
 
 SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
 """The accepted values of these variables."""
 
 IMAGE_TAG: Final = re.compile(r"vllm[^:]*:v?(0\.\d+(?:\.\d+)?)(?![\d.])", re.IGNORECASE | re.ASCII)
-"""The release in the tag of such an image, for example in v0.20.0-cu130."""
+"""The release in the tag of a vLLM image, for example in v0.20.0-cu130."""
 
 LINE_END: Final = re.compile(r"[|;&]+|\d?>.*|<.*")
-"""A word at which the shell ends a command or redirects it."""
+"""A word with which the shell ends or redirects a command."""
 
 SHELLS: Final = frozenset({"sh", "bash", "ash", "dash", "zsh"})
 NAME_BYTES: Final = 255
-"""The longest name of a file on Linux (NAME_MAX)."""
+"""The maximum length of a file name on Linux (NAME_MAX)."""
 
 FILE_SUFFIXES: Final = frozenset({".yaml", ".yml", ".json", ".sh"})
-"""The endings of the names of manifests and scripts."""
+"""The file name extensions of manifests and scripts."""
 
 CONFIG_OPTION: Final = "--config"
 API_SERVERS: Final = ("vllm.entrypoints.openai.api_server", "api_server.py")
 
 
 def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) -> list[str]:
-    """Return the options of `vllm serve` in these words; the model is the option --model.
+    """Return the options of `vllm serve` in these words, with the model as the option --model.
 
-    A single word may be `-` for standard input, a file with a script or manifest, or the number of
-    a process. The options of a file after --config are inserted. With `with_surroundings`, options
-    of `plan` come first: --vllm-version with the release in the tag of a container's image, and
-    --vllm-env with the variables of ENVIRONMENT. Raises BadOptions if there is no such line.
+    A single word may be `-` for standard input, the name of a script or manifest, or the pid of a
+    process. The options in the file named by --config are inserted. `with_surroundings` puts
+    options of `plan` first: --vllm-version with the release in the container image's tag, and
+    --vllm-env with the variables in ENVIRONMENT. Raises BadOptions if there is no `vllm serve`
+    command line.
     """
     options = _insert_config_file(_read_words(words))
     if with_surroundings:
@@ -89,22 +91,22 @@ def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) ->
 
 
 def _read_words(words: Sequence[str]) -> list[str]:
-    """Return the options in a line, or in the file or process that a single word names.
+    """Return the options in a command line, or in the file or process named by a single word.
 
-    Raises BadOptions if that text has no command line of vLLM.
+    Raises BadOptions if there is no vLLM command line in it.
     """
     if len(words) != 1:
         return _find_options(words, {}, "the line")
     word = words[0]
     name = os.fsdecode(os.fsencode(word)[:NAME_BYTES])
-    # A text with spaces is the name of a file only if such a file exists.
+    # Text with spaces is taken as a file name only if that file exists.
     if len(word.split()) > 1 and not Path(name).exists():
-        # A whole line in quotes.
+        # It is an entire command line in quotes.
         return _read_text(word, "the line")
     text = _read_source(word)
     if text is not None:
         return _read_text(text, word)
-    # A number is the pid of a server that runs here, unless a file has this name.
+    # A number is the pid of a server on this machine, unless there is a file with this name.
     if word.isdecimal():
         command = read_command(Path("/proc"), int(word))
         if not command:
@@ -113,21 +115,21 @@ def _read_words(words: Sequence[str]) -> list[str]:
             raise BadOptions(f"process {word}: it runs no `vllm serve`")
         return _find_options(command, {}, f"process {word}")
     is_option = word.startswith("-")
-    # The name of a model has a slash, and no ending of a script or manifest.
+    # A model name contains a slash and does not end like a script or manifest.
     if not is_option and ("/" not in word or Path(word).suffix in FILE_SUFFIXES):
         raise BadOptions(f"-- {word}: there is no such file, and it is no `vllm serve` line")
     return _find_options(words, {}, "the line")
 
 
 def _insert_config_file(options: list[str]) -> list[str]:
-    """Return the options, with those of the YAML file that --config names placed before them.
+    """Return the options, preceded by those from the YAML file named by --config.
 
-    The keys of the file are names of options; `true` means an option without a value (vLLM 0.33,
+    The keys in the file are option names; `true` denotes an option without a value (vLLM 0.33,
     utils/argparse_utils.py, `load_config_file`). Raises BadOptions if the file cannot be read.
     """
     for index, word in enumerate(options):
         name, equals_sign, value = word.partition("=")
-        # The first --config counts, as in vLLM.
+        # As in vLLM, the first --config counts.
         if name != CONFIG_OPTION:
             continue
         if not equals_sign:
@@ -143,13 +145,13 @@ def _insert_config_file(options: list[str]) -> list[str]:
         file_options = []
         for key, setting in content.items():
             file_options += _spell_option(str(key), setting)
-        # Before the line's own options, because of two the last counts.
+        # They precede the command line's own options, because the last occurrence counts.
         return [*file_options, *options]
     return options
 
 
 def _spell_option(key: str, setting: object) -> list[str]:
-    """Return an option of a YAML file as words of a command line."""
+    """Convert an option from a YAML file to words of a command line."""
     name = f"--{key.replace('_', '-')}"
     if setting is None or setting == "true":
         return [name]
@@ -163,9 +165,9 @@ def _spell_option(key: str, setting: object) -> list[str]:
 
 
 def _read_source(word: str) -> str | None:
-    """Return the text of standard input or of a file; None if the word names neither.
+    """Return the text of standard input or a file; None if the word is neither.
 
-    Raises BadOptions if it cannot be read, or is no text.
+    Raises BadOptions if it cannot be read or is not text.
     """
     try:
         if word == STANDARD_INPUT:
@@ -182,7 +184,7 @@ def _read_source(word: str) -> str | None:
 def _read_text(text: str, name: str) -> list[str]:
     """Return the options in a manifest or a script.
 
-    Raises BadOptions if it does not run vLLM.
+    Raises BadOptions if the text does not run vLLM.
     """
     containers = list(_list_containers(text))
     for container in containers:
@@ -190,16 +192,16 @@ def _read_text(text: str, name: str) -> list[str]:
             return _find_options(container.words, container.variables, name)
     if containers:
         raise BadOptions(f"{name}: none of its containers runs vLLM")
-    # In a script, the arrays are read first, because the line that is read may use them.
+    # In a script, arrays are parsed first, because the command line may use them.
     variables: dict[str, str] = {}
     for array_name, content in ARRAY.findall(text):
         lines = [line.partition(" #")[0] for line in content.splitlines()]
         variables[array_name] = " ".join([variables.get(array_name, ""), *lines]).strip()
-    # A backslash joins the lines of one command.
+    # A backslash continues a command on the next line.
     for line in re.sub(r"\\\r?\n", " ", ARRAY.sub("", text)).splitlines():
         try:
             words = _split_line(line, has_comments=True)
-        # A line with an open quote matters only if it starts the server.
+        # An unbalanced quote matters only on the line that starts the server.
         except ValueError as error:
             if "vllm" in line:
                 raise BadOptions(f"{name}: {error} in {line[:60]!r}") from None
@@ -214,16 +216,16 @@ def _read_text(text: str, name: str) -> list[str]:
 
 
 class Container(Struct, frozen=True):
-    """A container of a manifest or compose file."""
+    """A container in a manifest or compose file."""
 
-    # The words that the container runs, after the name of its image.
+    # The words of the container's command, preceded by the name of its image.
     words: list[str]
     # The environment of the container.
     variables: dict[str, str]
 
 
 def _list_containers(text: str) -> Iterator[Container]:
-    """Yield the containers of a manifest or compose file."""
+    """Yield the containers in a manifest or compose file."""
     for document in re.split(r"(?m)^---.*$", text):
         try:
             content = parse_yaml(document.encode(), as_text=True).document
@@ -233,11 +235,11 @@ def _list_containers(text: str) -> Iterator[Container]:
 
 
 def _find_containers(content: object) -> Iterator[Container]:
-    """Yield the containers in a part of a document: mappings with an image."""
+    """Yield the containers, which are mappings with an image, in a part of a document."""
     parts: Iterable[object] = ()
     if isinstance(content, list):
         parts = content
-    # A mapping with an image is a container, wherever in the document the mapping is.
+    # A mapping with an image is a container, wherever it is in the document.
     elif isinstance(content, dict) and isinstance(content.get("image"), str):
         yield _read_container(content)
     elif isinstance(content, dict):
@@ -247,12 +249,12 @@ def _find_containers(content: object) -> Iterator[Container]:
 
 
 def _read_container(container: Mapping[str, Any]) -> Container:
-    """Return what a container runs, and its variables.
+    """Return a container's command and environment variables.
 
-    Raises BadOptions if a command has an open quote.
+    Raises BadOptions if a command has an unbalanced quote.
     """
     words: list[str] = []
-    # The fields are in the order in which the container runs their words.
+    # The fields are in the order in which their words form the command.
     for field in ("image", "entrypoint", "command", "args"):
         value = container.get(field)
         if isinstance(value, str):
@@ -266,9 +268,9 @@ def _read_container(container: Mapping[str, Any]) -> Container:
 
 
 def _split_line(line: str, *, has_comments: bool = False) -> list[str]:
-    """Return the words of a line as a shell splits it.
+    """Split a line into words as a shell does.
 
-    Raises ValueError for an open quotation, and for a line that is too long.
+    Raises ValueError if a quote is unbalanced or the line is too long.
     """
     if len(line) > LONGEST_LINE:
         raise ValueError(f"more than {LONGEST_LINE} characters")
@@ -276,9 +278,9 @@ def _split_line(line: str, *, has_comments: bool = False) -> list[str]:
 
 
 def _split_words(text: str, field: str) -> list[str]:
-    """Return the words of a container's field; raise BadOptions if it cannot be split."""
+    """Split a container's field into words; raise BadOptions if this is not possible."""
     if field == "image":
-        # The name may be a variable of Helm or Compose with spaces in it.
+        # An image name may be a Helm or Compose expression that contains spaces.
         return [text]
     try:
         return _split_line(text)
@@ -287,14 +289,14 @@ def _split_words(text: str, field: str) -> list[str]:
 
 
 def _read_variables(entries: object) -> dict[str, str]:
-    """Return an environment: a mapping, a list of Kubernetes' pairs, or a list of NAME=VALUE."""
+    """Parse an environment: a mapping, Kubernetes name-value pairs, or a list of NAME=VALUE."""
     if isinstance(entries, dict):
         return {str(name): str(value) for name, value in entries.items()}
     variables: dict[str, str] = {}
     if not isinstance(entries, list):
         return variables
     for entry in entries:
-        # The value of a pair with `valueFrom` is elsewhere.
+        # The value of a pair with `valueFrom` is not in the manifest.
         if isinstance(entry, dict) and isinstance(entry.get("value"), str):
             variables[str(entry.get("name"))] = entry["value"]
         elif isinstance(entry, str) and "=" in entry:
@@ -304,7 +306,7 @@ def _read_variables(entries: object) -> dict[str, str]:
 
 
 def _is_serving(words: Sequence[str]) -> bool:
-    """Return whether the words start a server of vLLM, directly, in a shell or in a container."""
+    """Return whether the words start a vLLM server directly, in a shell or in a container."""
     if _find_start(words) is not None:
         return True
     script = _find_script(words)
@@ -314,7 +316,7 @@ def _is_serving(words: Sequence[str]) -> bool:
 def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str) -> list[str]:
     """Return the words after the server's name, with the model as the option --model.
 
-    Raises BadOptions if there is no server.
+    Raises BadOptions if the words do not start a server.
     """
     surroundings = _read_version(words)
     script = _find_script(words)
@@ -325,12 +327,12 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
     if start is None:
         start = _find_first_argument(words, name)
     options = []
-    # The words after a separator such as `&&` are another command.
+    # The words after a separator such as `&&` belong to another command.
     for word in words[start:]:
         if LINE_END.fullmatch(word):
             break
         options += _expand_word(word, variables)
-    # vLLM takes the model as its first word too.
+    # vLLM also accepts the model as its first argument.
     if options and not options[0].startswith("-"):
         options[0] = f"--model={options[0]}"
     surroundings += _read_environment(words[:start], variables)
@@ -338,9 +340,9 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
 
 
 def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """Return the option for those variables of ENVIRONMENT that are set, by the line or around it.
+    """Return the option for the ENVIRONMENT variables that are set on the line or around it.
 
-    Returns an empty result if none of them is set.
+    Returns an empty list if none of them are set.
     """
     environment = dict(variables)
     for word in words:
@@ -356,9 +358,9 @@ def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> lis
 
 
 def _read_version(words: Sequence[str]) -> list[str]:
-    """Return the option for the release of vLLM in the tag of a container's image.
+    """Return the option for the vLLM release in the tag of a container image.
 
-    Returns an empty result without such a tag, and for a release that is not known here.
+    Returns an empty list if there is no such tag, or if the release is unknown.
     """
     for word in words:
         image = IMAGE.fullmatch(word)
@@ -374,10 +376,10 @@ def _read_version(words: Sequence[str]) -> list[str]:
 
 
 def _find_first_argument(words: Sequence[str], name: str) -> int:
-    """Return the place of the first argument, if the words do not name the server.
+    """Return the index of the first argument in words that do not name the server.
 
-    The words may be the arguments alone, for example of a container whose image starts the server.
-    Raises BadOptions if the words begin with neither an option nor the name of a model.
+    The words may be only the arguments, for example if the container's image starts the server.
+    Raises BadOptions if they begin with neither an option nor a model name.
     """
     place = 0
     while place < len(words) and ASSIGNMENT.fullmatch(words[place]) and words[place][0] != "-":
@@ -388,7 +390,7 @@ def _find_first_argument(words: Sequence[str], name: str) -> int:
 
 
 def _find_script(words: Sequence[str]) -> str | None:
-    """Return the text that a shell runs with -c; None if there is no shell."""
+    """Return the script that a shell runs with -c; None if there is no shell."""
     for index, word in enumerate(words[:-2]):
         is_shell = word.rpartition("/")[2] in SHELLS
         if is_shell and re.fullmatch(r"-[a-z]*c", words[index + 1]):
@@ -397,14 +399,14 @@ def _find_script(words: Sequence[str]) -> str | None:
 
 
 def _find_start(words: Sequence[str]) -> int | None:
-    """Return the place of the first word after the server's name; None if there is none."""
+    """Return the index of the first word after the server's name; None if there is no server."""
     for index, word in enumerate(words):
         if word.endswith(API_SERVERS):
             return index + 1
         previous_word = words[index - 1] if index else ""
         if word == "serve" and previous_word.rpartition("/")[2] == "vllm":
             return index + 1
-    # If the words lack the server's name, an image of vLLM starts the server.
+    # If the words do not contain the server's name, a vLLM image starts the server.
     for index, word in enumerate(words):
         if IMAGE.fullmatch(word):
             return index + 1
@@ -412,7 +414,7 @@ def _find_start(words: Sequence[str]) -> int | None:
 
 
 def _expand_word(word: str, variables: Mapping[str, str]) -> list[str]:
-    """Return a word with its variables' values; a variable with several options becomes words."""
+    """Expand a word's variables; a variable that contains options becomes several words."""
     variable = WHOLE_VARIABLE.fullmatch(word)
     if variable is not None:
         value = variables.get(variable[1] or variable[2], "")
@@ -425,7 +427,7 @@ def _expand_word(word: str, variables: Mapping[str, str]) -> list[str]:
 
 
 def _expand(word: str, variables: Mapping[str, str]) -> str:
-    """Return a word with its variables' values; a variable without a value stays as it is."""
+    """Expand a word's variables; a variable without a value is left unchanged."""
 
     def replace(match: re.Match[str]) -> str:
         name = match[1] or match[3] or match[4]

@@ -1,4 +1,4 @@
-"""The settings of commands that can read a model's configuration."""
+"""The settings of commands that may read a model's configuration."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ TOKENS_DIFFER: Final = (
 
 
 class ModelFile(Struct, frozen=True, kw_only=True):
-    """A model's configuration: its path, and the shape that it describes."""
+    """A model's configuration: its path and the model shape that it describes."""
 
     path: Path
     shape: ModelShape
 
 
-# Most daemons name no model, so `sizing` is imported only where it is needed.
+# Most daemons have no model configured, so `sizing` is imported only where it is needed.
 
 
 def _read_model_file(text: str) -> ModelFile:
     """Read a model's configuration.
 
-    Raises RefusedError if the configuration is bad, so that it is reported as a mistake in the
+    Raises RefusedError if the configuration is invalid, so that it is reported as a mistake in the
     settings.
     """
     from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - see above
@@ -57,7 +57,7 @@ ModelConfig = Annotated[
 
 
 def _parse_token_bytes(path: Path) -> TokenBytes | None:
-    """Return a function that counts a model's bytes per token; None for a refused configuration."""
+    """Return a function that computes a model's bytes per token; None if it is unsupported."""
     from vllm_headroom_tools.sizing.footprint import (  # noqa: PLC0415 - see above
         count_engine_bytes_per_token,
     )
@@ -68,23 +68,22 @@ def _parse_token_bytes(path: Path) -> TokenBytes | None:
 
 
 class ModelSettings(Settings):
-    """The daemon's settings, with the model's configuration read."""
+    """The daemon's settings, with the model's configuration loaded."""
 
-    # The setting is the daemon's, with another type.
+    # This is the daemon's setting, but with a different type.
     model_config_: ModelConfig | None = Settings.model_fields["model_config_"]  # type: ignore[assignment]
 
     @property
     def model_shape(self) -> ModelShape | None:
-        """Return the shape that `model_config_` describes; None if no configuration is named."""
+        """Return the model shape in `model_config_`; None if no configuration is set."""
         return None if self.model_config_ is None else self.model_config_.shape
 
     @property
     def model_reader(self) -> ModelReader:
-        """Return how the daemon finds the bytes per token of the KV cache.
+        """Return how the daemon determines the KV cache bytes per token.
 
-        With a configured model, the bytes are those of that model. Without a configured model, the
-        bytes are those of the model that the engine serves. If the operator configured the bytes,
-        no model is read.
+        They are computed from the configured model or, without one, from the model that the engine
+        serves. If the bytes themselves are configured, no model is read.
         """
         if self.model_shape is None:
             is_configured = self.kv_bytes_per_token is not None

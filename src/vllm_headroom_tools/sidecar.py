@@ -1,4 +1,4 @@
-"""A sidecar's `/snapshot.json`: the newest sample with its verdicts, and the curves of a day."""
+"""A sidecar's `/snapshot.json`: the newest sample with its verdicts, and one day of curves."""
 
 from typing import Any, Final
 
@@ -13,21 +13,22 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 FETCH_TIMEOUT_SECONDS: Final = 5.0
 
 MOST_DOCUMENT_BYTES: Final = 64 * 2**20
-"""The largest document: one of 64 engines on eight GPUs, each with the curves of a day, has 40 MB.
+"""The maximum size of a document; for 64 engines on eight GPUs, each with one day of curves, it is
+40 MB.
 """
 
 NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"
 REQUIRED_KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
 
 Document = dict[str, Any]
-"""The content of the page."""
+"""The parsed content of the page."""
 
 
 async def fetch_document(reader: PageReader, engine_name: str | None = None) -> Document | str:
     """Fetch the document; return one line with the reason if it cannot be fetched.
 
-    If a sidecar watches several engines, the document is that of `engine_name`; without a name,
-    there must be only one engine.
+    If the sidecar watches several engines, `engine_name` selects one; without a name, there must be
+    only one engine.
     """
     page = await reader.fetch()
     if isinstance(page, Failure):
@@ -42,7 +43,7 @@ async def fetch_document(reader: PageReader, engine_name: str | None = None) -> 
 
 
 def choose_document(node: Document, engine_name: str | None) -> Document:
-    """Return the document of one of several engines; raise BadInput if none can be chosen."""
+    """Select one engine's document; raise BadInput if the selection is not possible."""
     engines = node.get("engines")
     if not isinstance(engines, list):
         return {}

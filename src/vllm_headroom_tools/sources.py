@@ -1,4 +1,4 @@
-"""Settings from options, the environment and a file, with a line for each mistake in them."""
+"""Settings from options, the environment and a file, with a line for each mistake."""
 
 import os
 import re
@@ -20,31 +20,31 @@ from vllm_headroom.config import (
 from vllm_headroom.inputs import describe_refused, describe_unknown, show_url, show_urls, show_value
 
 CONFIG: Final = "config"
-"""The key of --config and HEADROOM_CONFIG, which name the file; it is not a setting itself."""
+"""The key of --config and HEADROOM_CONFIG, which name the file and are not settings themselves."""
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
 class Entry(NamedTuple):
-    """A value in its author's spelling, and the value's name in its source."""
+    """A value as it was written, and its name in its source."""
 
     name: str
     value: object
 
 
 Entries = Mapping[str, Entry]
-"""The values that one source gives, by the key of the setting."""
+"""The values from one source, by the key of the setting."""
 
 
 class SettingsSource(NamedTuple):
-    """The values from one source, and a line for each mistake in its names or its form."""
+    """The values from one source, and a line for each mistake in its names or format."""
 
     entries: Entries
     mistakes: tuple[str, ...]
 
 
 NO_SOURCE: Final = SettingsSource(entries={}, mistakes=())
-"""The source that is used if no file is named."""
+"""The source that is used if no file is given."""
 
 SERVICE_VARIABLE: Final = re.compile(
     r"HEADROOM_(?:\w+_)?"
@@ -52,11 +52,11 @@ SERVICE_VARIABLE: Final = re.compile(
     r"|HEADROOM_(?:\w+_)?PORT=(?:tcp|udp|sctp)://.*",
     re.DOTALL,
 )
-"""A variable that Kubernetes sets in every container for a Service named headroom or headroom-*."""
+"""A variable that Kubernetes sets in each container for a Service named headroom or headroom-*."""
 
 PROBE_VARIABLES: Final = frozenset({"HEADROOM_PROBE_SNAPSHOT", "HEADROOM_PROBE_PEAKS"})
-"""Variables that only the probe reads. These variables are for vLLM's environment, which the
-sidecar may share.
+"""Variables that only the probe reads. They belong in vLLM's environment, which the sidecar may
+share.
 """
 
 SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
@@ -65,19 +65,20 @@ SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
     "runbooks_url": show_url,
     "engine_headers": lambda _: "a value that is kept secret",
 }
-"""The function that shows a refused value which may contain a secret, by the key of its setting."""
+"""The functions that display rejected values which may contain a secret, by the key of the setting.
+"""
 
 
 def read_settings(
     kind: type[AnySettings], options: Entries, config: Entry | None = None
 ) -> AnySettings | tuple[str, ...]:
-    """Return the settings, or a line for each mistake in any of their sources.
+    """Return the settings, or a line for each mistake in any of the sources.
 
-    The options take precedence over the environment, in which an empty variable counts as not set.
-    The environment takes precedence over the file, which is `config`, or else HEADROOM_CONFIG. A
-    value that another source overrides is checked too.
+    Options take precedence over the environment, in which an empty variable counts as not set. The
+    environment takes precedence over the file named by `config` or else by HEADROOM_CONFIG. A value
+    that another source overrides is also checked.
     """
-    # The options, the environment and the file; each source is checked separately.
+    # The options, the environment and the file are checked separately.
     environment = _read_environment(kind)
     config = config or environment.entries.get(CONFIG)
     file = NO_SOURCE if config is None else _read_file(kind, config)
@@ -90,10 +91,10 @@ def read_settings(
     )
     if mistakes:
         return mistakes
-    # Later sources in this order replace earlier ones.
+    # Later sources in this order override earlier ones.
     merged = {**file.entries, **environment.entries, **options}
     settings = kind.model_validate(_list_values(merged))
-    # Conflicts are between settings from any sources.
+    # Settings from different sources may conflict with each other.
     return list_conflicts(settings) or settings
 
 
@@ -102,12 +103,12 @@ def _list_values(entries: Entries) -> dict[str, object]:
 
 
 def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
-    """Yield a line for each value that pydantic refuses, in the order of the entries."""
+    """Yield a line for each value that pydantic rejects, in the order of the entries."""
     try:
         kind.model_validate(_list_values(entries))
     except ValidationError as error:
-        # pydantic's own texts are written for programmers. The reason is in `ctx` if our own parser
-        # raised the error; otherwise there is none.
+        # pydantic's own messages are written for programmers. If one of our parsers raised the
+        # error, the reason is in `ctx`; otherwise there is none.
         reasons = {
             details["loc"][0]: details.get("ctx", {}).get("error")
             for details in error.errors(include_input=False)
@@ -129,7 +130,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
         if name.startswith(PREFIX) and text.strip()
     }
     values = EnvSettingsSource(kind)()
-    # HEADROOM_CONFIG is not a field of the settings, so pydantic leaves it out.
+    # HEADROOM_CONFIG is not a field of the settings, so pydantic omits it.
     values[CONFIG] = variables.get(name_variable(CONFIG))
     entries = {
         key: Entry(name_variable(key), value)
@@ -139,7 +140,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
     setting_names = [name_variable(name) for name in (*kind.model_fields, CONFIG)]
     mistakes = []
     for name, text in variables.items():
-        # A variable of Kubernetes is not a mistake of the operator.
+        # A variable set by Kubernetes is not the operator's mistake.
         is_service = SERVICE_VARIABLE.fullmatch(f"{name}={text}") is not None
         is_known = name in setting_names or name in PROBE_VARIABLES
         if not is_known and not is_service:
@@ -148,7 +149,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
 
 
 def _read_file(kind: type[Settings], config: Entry) -> SettingsSource:
-    """Read the YAML file, in which null counts as not set; a file that is not YAML is a mistake."""
+    """Read the YAML file, in which null counts as not set; invalid YAML is a mistake."""
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML costs 25 ms
 
     path = str(config.value)
@@ -176,7 +177,7 @@ def _read_file(kind: type[Settings], config: Entry) -> SettingsSource:
 
 
 def format_settings(settings: Settings) -> str:
-    """Return all settings in force as YAML that --config accepts, with stars for secrets."""
+    """Return all effective settings as YAML that --config accepts, with secrets masked by stars."""
     import yaml  # noqa: PLC0415 - YAML costs 25 ms of the start
 
     in_force = settings.model_dump(mode="json", exclude=set(settings.no_options), by_alias=True)

@@ -1,4 +1,4 @@
-"""Text for people: wrapped into lines, and drawn by rich with coloured words on a terminal."""
+"""Text for people: wrapped into lines and, on a terminal, rendered by rich with coloured words."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ STYLES: Final = {
     "ok": "green",
     "passed": "green",
 }
-"""rich's style for each word: words in capitals, and the marks at the beginning of a line.
+"""rich's style for each word: words in capitals, and the marks at the start of a line.
 
-The colour only repeats the meaning of the word.
+The colours do not carry any additional meaning.
 """
 
 
 def _match_styled(word: str) -> str:
-    """Return the pattern of a word with a style: capitals anywhere, a mark only at the start."""
+    """Return the pattern for a styled word: capitals anywhere, a mark only at a line's start."""
     if word.isupper():
         return rf"\b{word}\b".replace(" ", r"\s+")
     return f"^{word}(?=  )"
@@ -53,19 +53,20 @@ def _match_styled(word: str) -> str:
 _STYLED_WORDS: Final = re.compile("|".join(map(_match_styled, STYLES)))
 
 _LEFT_COLUMNS: Final = re.compile(r" *(?:\S+(?: \S+)* {2,}){0,2}")
-"""Matches the columns with a mark and a name; a wrapped line continues to the right of them."""
+"""Matches the columns with the mark and the name, to the right of which a wrapped line continues.
+"""
 
 _MAX_INDENT: Final = 30
-"""Our choice: the largest indent of a wrapped line, in columns."""
+"""Our choice: the maximum indent of a wrapped line, in columns."""
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a stream writes to a terminal that can do more than print lines."""
+    """Return whether a stream is a terminal that can do more than print lines."""
     return stream.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
 
 
 def build_console(stream: TextIO) -> Console:
-    """Build rich's console, which prints our words unchanged, without rich's markup.
+    """Build rich's console, with markup disabled so that our text is printed unchanged.
 
     The console respects NO_COLOR (no-color.org).
     """
@@ -75,9 +76,9 @@ def build_console(stream: TextIO) -> Console:
 
 
 def render_line(line: str, stream: TextIO, style: str = "") -> str:
-    """Return a line for a stream: wrapped and coloured for a terminal, unchanged for others.
+    """Return a line for a stream: wrapped and coloured for a terminal, otherwise unchanged.
 
-    `style` is rich's style of the whole line.
+    `style` is rich's style for the whole line.
     """
     if not is_terminal(stream):
         return line
@@ -90,7 +91,7 @@ def render_line(line: str, stream: TextIO, style: str = "") -> str:
 def wrap_line(line: str, columns: int) -> Text:
     """Return a line with its words coloured.
 
-    A line that is longer than `columns` is wrapped, and continues with an indent below its last
+    A line that is longer than `columns` is wrapped, with its continuation indented to its last
     column of text.
     """
     from rich.text import Text  # noqa: PLC0415 - see above
@@ -99,8 +100,8 @@ def wrap_line(line: str, columns: int) -> Text:
         left_columns = _LEFT_COLUMNS.match(line)
         left_width = len(left_columns[0]) if left_columns else 0
         indent = min(left_width, _MAX_INDENT, columns // 2) or 2
-        # rich's own wrapping has no indent, and breaks words, such as an address that a reader
-        # wants to copy.
+        # rich's own wrapping does not indent, and breaks words such as addresses that users want to
+        # copy.
         line = textwrap.fill(
             line,
             columns,
@@ -114,21 +115,21 @@ def wrap_line(line: str, columns: int) -> Text:
 
 
 TEXT_WIDTH: Final = 110
-"""Our choice: the width of a text in columns, unless the terminal has fewer."""
+"""Our choice: the width of text in columns, unless the terminal is narrower."""
 
 HEAD_WIDTH: Final = 9
-"""The width of the left column of a report, in characters; its words head the paragraphs."""
+"""The width in characters of a report's left column, which contains the paragraph headings."""
 
 NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is set otherwise"
 
 
 def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
-    """Return the lines of a text that begins with `head`.
+    """Wrap a text that begins with `head`.
 
-    Further lines are indented by `indent` columns, or by the length of the head if it is None.
+    Continuation lines are indented by `indent` columns, or by the length of the head if it is None.
     """
     width = TEXT_WIDTH
-    # A narrow terminal would wrap a line again, at any place.
+    # A narrow terminal would wrap the lines again at arbitrary positions.
     if is_terminal(sys.stdout):
         width = min(TEXT_WIDTH, build_console(sys.stdout).width)
     if indent is None:
@@ -144,12 +145,12 @@ def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
 
 
 def wrap_headed(head: str, body: str) -> list[str]:
-    """Return the lines of a text behind a word in the left column of a report."""
+    """Wrap a text to the right of a word in a report's left column."""
     return wrap_text(f"   {head:<{HEAD_WIDTH - 4}} ", body)
 
 
 def join_paragraphs(paragraphs: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yield the lines of all paragraphs, with an empty line between two; skip empty paragraphs."""
+    """Yield the lines of all non-empty paragraphs, separated by empty lines."""
     is_first = True
     for paragraph in paragraphs:
         lines = list(paragraph)
@@ -163,13 +164,13 @@ def join_paragraphs(paragraphs: Iterable[Iterable[str]]) -> Iterator[str]:
 
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 STEPS_PER_ROW: Final = len(BLOCKS) - 1
-"""The number of heights that a bar can have within one row of text."""
+"""The number of bar heights within one row of text."""
 
 Point = Sequence[Any]
-"""Seconds and a value; the value of a gap is None."""
+"""A time in seconds and a value; None marks a gap."""
 
 Pick = Callable[[Iterable[float]], float]
-"""Returns one value for several values, such as their least or greatest."""
+"""Selects one of several values, such as the minimum or maximum."""
 
 
 def draw_bars(
@@ -180,19 +181,19 @@ def draw_bars(
     ends: tuple[float, float] | None = None,
     pick: Pick = min,
 ) -> list[str]:
-    """Return the rows of a chart with a bar for each column, the highest row first.
+    """Return the rows of a bar chart with one bar per column, top row first.
 
-    Each column is an equal part of the curve's time. The bar of a column shows what `pick` returns
-    for the values in the column's time. Without points in that time, the bar shows the last earlier
-    value; a gap is blank. `ends` are the values of the lowest and the highest bar; by default these
-    are zero and the greatest value. An empty curve gives empty rows.
+    Each column covers an equal part of the curve's time span, and its bar shows what `pick` returns
+    for the values in that part. If there are none, the bar shows the last earlier value; a gap is
+    blank. `ends` are the values of the lowest and the highest bar, by default zero and the maximum
+    value. An empty curve results in empty rows.
     """
     columns = _pick_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
     if ends is None:
         highest = max((value for value in columns if value is not None), default=0.0)
         ends = (0.0, highest)
     low, high = ends
-    # A level curve has no span, and with any divisor its bars get the lowest step.
+    # A flat curve has no range; with any divisor, its bars get the lowest step.
     span = (high - low) or 1.0
     heights = []
     for value in columns:
@@ -200,7 +201,7 @@ def draw_bars(
             heights.append(0)
         else:
             steps = round(STEPS_PER_ROW * rows * (value - low) / span)
-            heights.append(max(1, steps))  # a height of 0 would look like a gap
+            heights.append(max(1, steps))  # height 0 would look like a gap
     lines = []
     for row in reversed(range(rows)):
         row_heights = [height - STEPS_PER_ROW * row for height in heights]
@@ -210,7 +211,7 @@ def draw_bars(
 
 
 def _pick_columns(curve: Sequence[Point], width: int, pick: Pick) -> list[float | None]:
-    """Return the value of each column, None for a gap; no columns for an empty curve."""
+    """Return the value of each column, or None for a gap; an empty curve has no columns."""
     if not curve:
         return []
     times = [float(seconds) for seconds, _ in curve]
@@ -221,7 +222,7 @@ def _pick_columns(curve: Sequence[Point], width: int, pick: Pick) -> list[float 
     ]
     columns: list[float | None] = []
     for start, end in pairwise((0, *edges, len(curve))):
-        # A stretch without points shows the last point before the stretch.
+        # A stretch without points shows the last point before it.
         stretch = curve[min(start, end - 1) : end]
         values = [float(value) for _, value in stretch if value is not None]
         columns.append(pick(values) if values else None)

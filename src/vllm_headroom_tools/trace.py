@@ -1,4 +1,4 @@
-"""A recorded trace, read from a file or standard input into snapshots."""
+"""Read a recorded trace from a file or standard input into snapshots."""
 
 import json
 import sys
@@ -68,7 +68,7 @@ from vllm_headroom_tools.progress import track_lines
 STDIN: Final = "standard input"
 
 MAX_CLOCK_STEP_SECONDS: Final = 300.0
-"""A larger step back is reported; clocks are corrected by less."""
+"""A larger backward step of the clock is reported; routine clock corrections are smaller."""
 
 CLOCK_WENT_BACK: Final = (
     "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
@@ -80,12 +80,12 @@ OTHER_FORMATS: Final = {
     b"\x28\xb5\x2f\xfd": UNPACK.format("zstd"),
     b"\xfd7zXZ": UNPACK.format("xz"),
 }
-"""Descriptions of files in other formats, by the bytes with which such files begin."""
+"""Descriptions of other file formats, by the bytes with which files of that format begin."""
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
 MAX_QUOTED_BYTES: Final = 60
-"""The number of bytes that an error message quotes from a file that is not a trace."""
+"""The number of bytes of a non-trace file that an error message quotes."""
 
 _NO_READING: Final = "the trace has no reading of the {} here"
 _GPUS_FAILED: Final = Failure(
@@ -97,16 +97,16 @@ _PROCESSES_FAILED: Final = Failure(
 
 
 def read_trace(trace: str) -> Iterator[Snapshot]:
-    """Yield the snapshots of a file, or of standard input for "-".
+    """Yield the snapshots in a file, or on standard input for "-".
 
-    Raises BadInput if it cannot be read or is not a trace. A terminal shows how much was read.
+    Raises BadInput if it cannot be read or is not a trace. Shows the progress on a terminal.
     """
     with open_lines(trace) as lines:
         yield from read_snapshots(lines, trace)
 
 
 def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
-    """Yield the snapshots in a trace's lines, and report a large step back of the trace's clock.
+    """Yield the snapshots in a trace's lines, and report a large backward step of its clock.
 
     Raises BadInput if the lines are not a trace.
     """
@@ -118,11 +118,11 @@ def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
 def open_lines(name: str) -> Iterator[Iterator[bytes]]:
     """Open the lines of a file, or of standard input for "-", as `read_lines` returns them.
 
-    Raises BadInput if the file cannot be read. A BadInput that is raised in the context gets the
-    file's name in its message. A terminal shows how much has been read.
+    Raises BadInput if the file cannot be read. The file's name is added to the message of any
+    BadInput raised in the context. Shows the progress on a terminal.
     """
-    # Closed here, so that a bar is erased before an error is reported. Python 3.13 does not close a
-    # generator at exit while an error's traceback still refers to it.
+    # The generator is closed here, so that the bar is erased before an error is reported. Python
+    # 3.13 does not close a generator at exit while a traceback still refers to it.
     if name == "-":
         lines = track_lines(read_lines(cast(BufferedReader, sys.stdin.buffer)), None)
         with closing(lines):
@@ -130,7 +130,7 @@ def open_lines(name: str) -> Iterator[Iterator[bytes]]:
         return
     try:
         with Path(name).open("rb") as stream:
-            # The size of a packed file does not show the size of its lines.
+            # The size of a compressed file does not reveal the size of its lines.
             total_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
             with closing(track_lines(read_lines(stream), total_bytes)) as lines:
                 yield lines
@@ -141,7 +141,7 @@ def open_lines(name: str) -> Iterator[Iterator[bytes]]:
 
 
 def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
-    """Yield the snapshots, and report the first large step back of the clock on standard error."""
+    """Yield the snapshots, and report the first large backward clock step on standard error."""
     newest_seconds = 0.0
     is_noted = False
     for snapshot in snapshots:
@@ -152,21 +152,21 @@ def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snap
                 f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
                 f" {format_duration(step_seconds)}: {CLOCK_WENT_BACK}"
             )
-        # The newest time so far; until the clock has caught up, the step is not reported again at
-        # each sample.
+        # The newest time so far is kept, so that the step is not reported again for each sample
+        # until the clock has caught up.
         newest_seconds = max(newest_seconds, snapshot.time_seconds)
         yield snapshot
 
 
 def _write_note(line: str) -> None:
-    with suppress(OSError):  # a failed note is no reason to stop
+    with suppress(OSError):  # a note that cannot be written is no reason to stop
         sys.stderr.write(f"{line}\n")
 
 
 def read_lines(stream: BufferedReader) -> Iterator[bytes]:
-    """Yield the lines of a file, unpacked if it is gzip; raise BadInput if it is damaged.
+    """Yield the lines of a file, decompressing gzip; raise BadInput if the file is damaged.
 
-    A line that is longer than the daemon's lines is cut into several lines.
+    A line that is longer than the daemon's maximum is split into several lines.
     """
     plain = GzipFile(fileobj=stream) if _is_packed(stream) else stream
     try:
@@ -182,11 +182,11 @@ def _is_packed(stream: BufferedReader) -> bool:
 
 
 def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snapshot]:
-    """Yield a snapshot for each sample after the header; raise BadInput at the first wrong line.
+    """Yield a snapshot for each sample after the header; raise BadInput at the first invalid line.
 
     Blank lines and further headers are skipped, so that rotated traces can be concatenated. An
     incomplete last line is skipped with a note on standard error, because the daemon exited while
-    it wrote the line, or is still writing it.
+    writing it or is still writing it.
     """
     number = 0
     remaining_lines = iter(lines)
@@ -195,12 +195,13 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
         if number == 1 and not _is_header(record):
             raise BadInput(f"line 1: {NO_TRACE}; this {_describe_content(line)}")
         if isinstance(record, str):
-            # Only the last line may be incomplete; an earlier incomplete line is damage.
+            # Only the last line may be incomplete; earlier in the file, an incomplete line is
+            # damage.
             is_incomplete = not line.endswith(b"\n") and next(remaining_lines, None) is None
             if not is_incomplete:
                 raise BadInput(f"line {number}: {record}")
             _write_note(f"{name}: line {number}, the last, is cut off and left out")
-        # A header in the middle: several traces were concatenated.
+        # A header in the middle means that several traces were concatenated.
         elif record is not None and not _is_header(record):
             try:
                 snapshot = parse_snapshot(record)
@@ -212,11 +213,11 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 
 def _describe_content(line: bytes) -> str:
-    """Return what a file that is not a trace is, from its first line, as the end of a sentence."""
+    """Describe a non-trace file by its first line, as the end of a sentence."""
     description = find_other_format(line)
     if description is not None:
         return f"is {description}"
-    # The import is here, because only an error needs it, and --help of `plan` imports this module.
+    # Imported here, because only an error needs it, and `plan --help` imports this module.
     from vllm_headroom.parse.log.reader import read_log  # noqa: PLC0415
 
     if read_log((line,)).starts:
@@ -226,7 +227,7 @@ def _describe_content(line: bytes) -> str:
 
 
 def find_other_format(line: bytes) -> str | None:
-    """Return the format of a file by its first line, and what to do; None for an unknown format."""
+    """Describe a file's format by its first line, and what to do; None if the format is unknown."""
     for beginning, description in OTHER_FORMATS.items():
         if line.startswith(beginning):
             return description
@@ -234,7 +235,7 @@ def find_other_format(line: bytes) -> str | None:
 
 
 def begins_trace(line: bytes) -> bool:
-    """Return whether a first line is the header of a trace."""
+    """Return whether this first line is the header of a trace."""
     return _is_header(_parse_record(line))
 
 
@@ -246,9 +247,9 @@ _JSON: Final = json.JSONDecoder(parse_constant=refuse_number)
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | str | None:
-    """Return the object on a line, None for a blank line, or a text that describes the problem."""
+    """Return the object on a line, None for a blank line, or a message describing the problem."""
     try:
-        # Editors of other systems write a byte order mark.
+        # Editors on other operating systems may add a byte order mark.
         content = str(line.removeprefix(BOM_UTF8), "utf-8").strip()
         if not content:
             return None
@@ -265,16 +266,16 @@ def _parse_record(line: bytes) -> dict[str, Any] | str | None:
 
 
 def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
-    """Return one sample as the daemon saw it; raise BadInput for a field with a wrong value.
+    """Return a sample as the daemon saw it; raise BadInput if a field has an invalid value.
 
     A field that is absent or null is unknown; a source that is absent or null has failed. `t` is
-    the time of both clocks. A GPU without an index, or an engine without a name, is identified by
-    its place in the list.
+    the time of both clocks. A GPU without an index or an engine without a name is identified by its
+    position in the list.
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)
     time: Any = record.get("t")
-    # type(), because True is a whole number to Python.
+    # type() is used, because isinstance(True, int) is true.
     if type(time) not in (int, float) or not 0 <= time < YEAR_10000:
         raise BadInput(str(WrongFieldError("t", time, "seconds since the epoch")))
     try:
@@ -309,12 +310,12 @@ def _build_page(
 ) -> EnginePage | Failure:
     """Return the engines as a page, or a failure if `engines` is None.
 
-    If the reason is missing, or unknown to this version, it becomes "unreachable".
+    A reason that is missing or unknown to this version becomes "unreachable".
     """
     if engines is not None:
         return EnginePage(profile="vllm", engines=engines, inputs=())
     reason = Reason.UNREACHABLE
-    # A loop, because the names of reasons differ by source.
+    # This is a loop, because the names of the reasons depend on the source.
     for known_reason in REASONS[Source.ENGINE]:
         if known_reason == reason_name:
             reason = known_reason
@@ -329,10 +330,10 @@ def _build_page(
 def _join_processes(
     processes: tuple[EngineProcess | None, ...] | None,
 ) -> tuple[EngineProcess, ...] | Failure:
-    """Return the processes, or a failure if they are absent.
+    """Return the processes, or a Failure if they are absent.
 
-    The result is a failure also if the memory of any process is unknown, because sums would be too
-    low without it.
+    Also returns a Failure if the memory of any process is unknown, because sums would be too low
+    without it.
     """
     readings = tuple(process for process in processes or () if process is not None)
     if processes is None or len(readings) < len(processes):
@@ -349,28 +350,28 @@ _FIELD_READERS: Final[Mapping[object, Any]] = {
     str | None: read_text,
     bool | None: read_truth,
 }
-"""The function that reads a field of a trace, by the type of the field in the model."""
+"""The function that reads a field of a trace, by the field's type in the model."""
 
 _FIELD_TYPES: Final[Mapping[type, Any]] = {
     kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)
 }
-"""The types of a model's fields, by model and field."""
+"""The types of each model's fields, by model and field."""
 
 _INSIDE_FIELDS: Final = {
     "granted_bytes": "granted",
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved_by_torch",
 }
-"""The names that the fields of Inside have in a trace."""
+"""The names of the fields of Inside in a trace."""
 
 
 def _read_fields(
     entry: Mapping[str, Any], kind: type, names: Iterable[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return the values of a model's fields, as keyword arguments for the model.
+    """Return the values of a model's fields as keyword arguments for the model.
 
-    `names` pairs each field with its name in the entry. A field that is absent or null is left out.
-    Raises WrongFieldError for a value of another type.
+    `names` pairs each field with its name in the entry. A field that is absent or null is omitted.
+    Raises WrongFieldError if a value has the wrong type.
     """
     values = {}
     for field, name in names:
@@ -387,26 +388,26 @@ _Member = TypeVar("_Member", bound=StrEnum)
 
 
 def _find_member(kind: type[_Member], value: str | None) -> _Member | None:
-    """Return the member with this value; None if this version has no such member."""
+    """Return the member with this value; None if this version does not have it."""
     return next((member for member in kind if member == value), None)
 
 
 NO_PID: Final = 0
-"""The PID of every process in a trace, because a trace identifies processes only by their start."""
+"""The pid of every process in a trace, which identifies processes only by their start time."""
 
 
 def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
-    """Return an engine; without a name, it is identified by its place in the list."""
+    """Return an engine; without a name, it is identified by its position in the list."""
     defaults = {"model_name": "unknown", "engine": str(place)}
     return EngineReading(**defaults | _read_fields(entry, EngineReading, ENGINE_FIELDS))
 
 
 def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
-    """Return a GPU of the engine; without an index it is identified by its place in the list.
+    """Return a GPU of the engine; without an index, it is identified by its position in the list.
 
-    The held bytes are those that are attributed to the engine. If these are unknown, they are the
-    used bytes minus those of other processes. They are None if the used bytes are unknown too.
-    Raises WrongFieldError for a field with a wrong value.
+    The held bytes are those attributed to the engine or, if these are unknown, the used bytes minus
+    those of other processes. They are None if the used bytes are also unknown. Raises
+    WrongFieldError if a field has an invalid value.
     """
     index = read_size(entry, "gpu")
     if index is None:
@@ -416,7 +417,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     other_bytes = read_size(entry, "other")
     memory = _parse_gpu_memory(entry, used_bytes)
     held_bytes = engine_bytes
-    # Without the engine's part, all bytes count that are not known to belong to other processes.
+    # Without the engine's own figure, all bytes not known to belong to other processes are counted.
     if engine_bytes is None and used_bytes is not None:
         held_bytes = max(0, used_bytes - (other_bytes or 0))
     return Gpu(
@@ -439,7 +440,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
 
 
 def _parse_gpu_memory(entry: Mapping[str, Any], used_bytes: int | None) -> GpuMemory | None:
-    """Return a GPU's memory; None if the used bytes or the total are unknown."""
+    """Return a GPU's memory; None if the used or total bytes are unknown."""
     total_bytes = read_size(entry, "total")
     reserved_bytes = read_size(entry, "reserved")
     if used_bytes is None or total_bytes is None:
@@ -453,7 +454,7 @@ def _parse_gpu_memory(entry: Mapping[str, Any], used_bytes: int | None) -> GpuMe
 
 
 def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
-    """Return a process that outlived its engine; raise WrongFieldError if its fate is unknown."""
+    """Return a process that outlived its engine; raise WrongFieldError for an unknown fate."""
     name = read_text(entry, "fate")
     fate = _find_member(Fate, name)
     if fate is None:
@@ -462,9 +463,9 @@ def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
 
 
 def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
-    """Return the probe's facts on a GPU; None if the trace has none of them.
+    """Return the probe's facts about a GPU; None if the trace contains none of them.
 
-    Parts that this version does not know are left out.
+    Parts that this version does not know are omitted.
     """
     sizes = read_within(entry, "parts", _parse_parts) or ()
     inside = Inside(parts=sizes, **_read_fields(entry, Inside, _INSIDE_FIELDS.items()))
@@ -472,7 +473,7 @@ def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
 
 
 def _parse_parts(entry: Mapping[str, Any]) -> tuple[tuple[MemoryPart, int], ...]:
-    """Return the parts of the engine's memory that an entry has, in bytes."""
+    """Return the parts of the engine's memory in an entry, in bytes."""
     parts = []
     for part in MemoryPart:
         size_bytes = read_size(entry, part)
@@ -482,14 +483,14 @@ def _parse_parts(entry: Mapping[str, Any]) -> tuple[tuple[MemoryPart, int], ...]
 
 
 def name_by_index(index: int) -> str:
-    """Return the name of a GPU without a UUID; no UUID looks like this name."""
+    """Return a name for a GPU without a UUID that cannot be mistaken for a UUID."""
     return f"index {index}"
 
 
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
     """Return a process; None if its memory is unknown.
 
-    Raises WrongFieldError if this version does not know the role, because the sums would be wrong.
+    Raises WrongFieldError if this version does not know the role, because sums would be wrong.
     """
     name = read_text(entry, "role")
     role = Role.OTHER if name is None else _find_member(Role, name)
@@ -504,8 +505,8 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
     """Return a configured pool; None if its size is unknown.
 
-    Returns None also if this version does not know its part or role. Raises WrongFieldError for a
-    field with a wrong value.
+    Also returns None if this version does not know its part or role. Raises WrongFieldError if a
+    field has an invalid value.
     """
     part = _find_member(HostPart, read_text(entry, "part"))
     role_name = read_text(entry, "role")
@@ -519,7 +520,7 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
 
 
 def parse_server(entry: Mapping[str, Any]) -> ServerReply | None:
-    """Return what the server answered; None if this version does not know the answer.
+    """Return the server's reply; None if this version does not know it.
 
     Raises WrongFieldError for a field with a wrong value.
     """
@@ -529,7 +530,7 @@ def parse_server(entry: Mapping[str, Any]) -> ServerReply | None:
 
 
 def parse_host(entry: Mapping[str, Any]) -> HostMemory:
-    """Return the host memory; a basis that this version does not know becomes None.
+    """Return the host memory; a basis unknown to this version becomes None.
 
     Raises WrongFieldError for a field with a wrong value.
     """

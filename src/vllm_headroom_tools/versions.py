@@ -1,4 +1,4 @@
-"""Versions of vLLM, and the known leaks and faults of each."""
+"""Versions of vLLM, and their known leaks and faults."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -11,17 +11,17 @@ from vllm_headroom.vocabulary import Role
 Version = tuple[int, int, int]
 
 OLDEST: Final[Version] = (0, 4, 0)
-"""The oldest version with a page that is read."""
+"""The oldest version whose page is supported."""
 
 _VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
 _PRERELEASE: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
 
 
 def parse_version(text: str) -> Version | None:
-    """Parse a version; None if the text is not a release (such as a nightly), or is too old.
+    """Parse a version; None if it is not a release (such as a nightly) or is too old.
 
-    A candidate or development version counts as the release before its own, because it may lack
-    what that release adds: 0.12.0rc1 counts as 0.11.0.
+    A release candidate or development version counts as the previous release, because it may lack
+    features of the release that it precedes: 0.12.0rc1 counts as 0.11.0.
     """
     match = _VERSION.fullmatch(text.strip())
     if match is None:
@@ -29,7 +29,7 @@ def parse_version(text: str) -> Version | None:
     major = int(match[1])
     minor = int(match[2])
     patch = int(match[3] or 0)
-    # A candidate may lack what its release adds.
+    # A release candidate may lack features of its release.
     if _PRERELEASE.match(match[4]):
         if patch:
             patch -= 1
@@ -40,7 +40,7 @@ def parse_version(text: str) -> Version | None:
 
 
 def format_version(version: Version) -> str:
-    """Return a version in vLLM's notation, such as 0.11.2."""
+    """Format a version in vLLM's notation, such as 0.11.2."""
     return ".".join(map(str, version))
 
 
@@ -48,16 +48,16 @@ class Fault(Struct, frozen=True):
     """A fault of vLLM."""
 
     issues: str
-    """The numbers of issues of vllm-project/vllm."""
+    """The issue numbers in vllm-project/vllm."""
 
     effect: str
-    """What the fault harms."""
+    """The resource or function that the fault affects."""
 
     text: str
     """The description of the fault."""
 
     options: tuple[str, ...] = ()
-    """Settings of vLLM, each of which makes the fault possible; empty if it needs none."""
+    """vLLM settings, each of which makes the fault possible; empty if none is required."""
 
     reported: str = ""
     """The month of the report; empty if it is unknown."""
@@ -65,22 +65,22 @@ class Fault(Struct, frozen=True):
     first_version: Version = OLDEST
 
     last_version: Version | None = None
-    """The newest version in which the fault was observed; None if it is unknown."""
+    """The newest version in which the fault was observed; None if unknown."""
 
     fixed_version: Version | None = None
-    """The oldest version without the fault; None if it is unknown."""
+    """The first version in which the fault is fixed; None if unknown."""
 
     role: Role | None = None
-    """The kind of process with growing host memory; None if no host memory grows."""
+    """The kind of process whose host memory grows; None if host memory does not grow."""
 
     advice: str = ""
-    """The steps against the growth; empty if no step is known to help."""
+    """The steps that stop the growth; empty if none are known to help."""
 
     def is_in(self, version: Version) -> bool:
         """Return whether this version has the fault.
 
-        A version does not have the fault if it is newer than the last in which the fault was
-        observed, and older than the one that fixed it.
+        Versions newer than the last one in which the fault was observed are assumed not to have it,
+        even if they are older than the version with the fix.
         """
         if version < self.first_version:
             return False
@@ -179,13 +179,13 @@ FAULTS: Final = (
         fixed_version=(0, 11, 1),
     ),
 )
-"""The faults in the issues and the wheels of vLLM, as read in September 2026."""
+"""The faults found in vLLM's issues and wheels, as of September 2026."""
 
 
 def list_faults(version: Version, options: Collection[str]) -> Iterator[Fault]:
-    """Yield the faults of a version that can occur with these options.
+    """Yield the faults of a version that are possible with these options.
 
-    Options have the names of vLLM's settings, for example `enforce_eager`.
+    Options are named like vLLM's settings, for example `enforce_eager`.
     """
     for fault in FAULTS:
         can_occur = not fault.options or not set(fault.options).isdisjoint(options)
@@ -194,7 +194,7 @@ def list_faults(version: Version, options: Collection[str]) -> Iterator[Fault]:
 
 
 def describe_fault(fault: Fault) -> str:
-    """Return a line on a fault: its effect, its issues, its report, and the version of its fix."""
+    """Describe a fault in one line: its effect, issues, date of report, and fixed version."""
     status = "open"
     if fault.fixed_version is not None:
         status = f"fixed in {format_version(fault.fixed_version)}"

@@ -4,22 +4,22 @@ from pathlib import Path
 from typing import Final
 
 VLLM_RELEASES: Final = "vLLM 0.19 to 0.33"
-"""The releases whose options are in the table."""
+"""The releases that the table covers."""
 
 LAST_RELEASE: Final = (0, 33)
-"""The newest of these releases."""
+"""The newest release in the table."""
 
 TABLE: Final = Path(__file__).with_name("vllm_options.tsv")
-"""All options of `vllm serve` in each of these releases: the options' names, and the values that
-they take (engine/arg_utils.py, entrypoints/openai/cli_args.py, and entrypoints/common/cli_args.py).
+"""All options of `vllm serve` in each of these releases: their names, and the values that they
+accept (engine/arg_utils.py, entrypoints/openai/cli_args.py and entrypoints/common/cli_args.py).
 """
 
 OPTIMISATION_LEVEL: Final = "-O"
-"""The level's short name, which vLLM's parser of command lines adds."""
+"""The short option for the optimisation level, which vLLM's command line parser adds."""
 
 
 def list_vllm_options() -> set[str]:
-    """Return the names of all options, and for switches also the names with --no-."""
+    """Return the names of all options, including the --no- forms of switches."""
     names = {OPTIMISATION_LEVEL}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         row_names, takes = line.split("\t")

@@ -1,4 +1,4 @@
-"""The command `watch`: a sidecar's verdicts and curves in the terminal, live."""
+"""The command `watch`, which shows a sidecar's verdicts and curves live in the terminal."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FETCH_INTERVAL_SECONDS: Final = 2.0
-"""Our choice: the pause between two fetches."""
+"""Our choice: the time between two fetches."""
 
 SNAPSHOT_STALE_SECONDS: Final = 900.0
 """Three times the longest sample interval."""
 
 FetchDocument = Callable[[], Awaitable[Document | str]]
-"""Returns the document, or one line with the reason why there is none."""
+"""Returns the document, or one line that explains why it is not available."""
 
 
 def describe_verdict(verdict: dict[str, Any]) -> str:
-    """Return a verdict's level, as a word, and its sentence."""
+    """Return a verdict's level as a word, followed by its sentence."""
     level = LEVEL_NAMES.get(verdict["level"], verdict["level"])
     return f"{level:<11}{verdict['sentence']}".translate(CONTROLS)
 
@@ -91,9 +91,9 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report | int:
-    """Return a report with --json or --exit-code; otherwise show verdicts until a signal, then 0.
+    """Return a report with --json or --exit-code; otherwise show verdicts until a signal arrives.
 
-    Raises BadOptions for two addresses, and BadInput if the sidecar does not answer.
+    Raises BadOptions if two addresses are given, and BadInput if the sidecar does not respond.
     """
     if arguments.url and arguments.headroom_url:
         raise BadOptions("URL and --headroom-url cannot both be given")
@@ -106,7 +106,8 @@ async def _run(arguments: Namespace) -> Report | int:
         ca_file=arguments.ca_file,
     )
     try:
-        # These options read the document once, because a program wants one answer.
+        # With these options, the document is read only once, because a program needs a single
+        # result.
         if arguments.json or arguments.exit_code is not None:
             document = await fetch_document(reader, arguments.engine)
             if isinstance(document, str):
@@ -121,9 +122,9 @@ async def _run(arguments: Namespace) -> Report | int:
 
 
 async def _follow(fetch: FetchDocument, host: str) -> int:
-    """Show the document until a signal; then return exit status 0.
+    """Show the document until a signal arrives; then return exit status 0.
 
-    Raises BadInput if the document is not the sidecar's.
+    Raises BadInput if the document is not from a sidecar.
     """
     show = _draw_live if is_terminal(sys.stdout) else _write_lines
     showing = asyncio.create_task(show(fetch, host))
@@ -134,7 +135,7 @@ async def _follow(fetch: FetchDocument, host: str) -> int:
     except asyncio.CancelledError:
         return 0
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
-        # Reading the fields raises these errors if the document has another structure.
+        # Reading the fields raises these errors if the document has a different structure.
         raise BadInput(NO_DOCUMENT) from None
 
 
@@ -143,14 +144,14 @@ CONCLUSIONS: Final = {
     Level.WARNING: Conclusion.NOT_GOOD,
     Level.UNKNOWN: Conclusion.CANNOT_TELL,
 }
-"""The meaning of a verdict's level for the report; every other level is good."""
+"""The conclusion for each verdict level; any other level is good."""
 
 
 def build_report(document: Document) -> Report:
-    """Return the report on a sidecar's document, which is the report's data.
+    """Return the report on a sidecar's document, with the document as its data.
 
-    The exit status is always 0, because this command only shows the verdicts. Raises BadInput if
-    the document has another structure.
+    The exit status is always 0, because this command only shows verdicts. Raises BadInput if the
+    document has a different structure.
     """
     findings = []
     try:
@@ -168,11 +169,11 @@ def build_report(document: Document) -> Report:
 
 
 def judge_leak(document: Document, within_seconds: float) -> Report:
-    """Return the report, with exit status 1 if a leak may soon end a serving engine.
+    """Return the report, with exit status 1 if a leak may soon bring down a serving engine.
 
-    The status is 1 if a leak has an alarm and its earliest time to out-of-memory is below
-    `within_seconds`. In all other cases the status is 0. Raises BadInput if the document has
-    another structure or is stale.
+    The status is 1 if there is a leak alarm whose lower bound of the time to out-of-memory is below
+    `within_seconds`, and 0 otherwise. Raises BadInput if the document is stale or has a different
+    structure.
     """
     try:
         age_seconds = document["age_seconds"]
@@ -185,13 +186,13 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
         raise BadInput(NO_DOCUMENT) from None
     if is_stale:
         raise BadInput("the sidecar has no new sample: read its log")
-    # An engine that is already down cannot be ended by a leak.
+    # A leak cannot bring down an engine that is already down.
     exit_status = 1 if is_serving and is_leaking_soon else 0
     return replace(report, lines=lines, exit_status=exit_status)
 
 
 def _list_states_within(document: Document, within_seconds: float) -> list[str]:
-    """Return the leak states of the GPUs and roles that may run out of memory within this time."""
+    """Return the leak states of GPUs and roles that may run out of memory within this time."""
     host_seconds = document["host_time_to_oom_seconds_lower"]
     leaks = [(gpu["leak_state"], gpu["time_to_oom_seconds_lower"]) for gpu in document["gpus"]]
     leaks += [(state, host_seconds) for state in (document["host_leak_state"] or {}).values()]
@@ -199,7 +200,7 @@ def _list_states_within(document: Document, within_seconds: float) -> list[str]:
 
 
 async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
-    """Draw on the whole terminal until the task is cancelled; then restore the terminal."""
+    """Draw on the full terminal until the task is cancelled, and then restore the terminal."""
     from rich.console import Group  # noqa: PLC0415 - lines and --json need no drawing
     from rich.live import Live  # noqa: PLC0415 - the same
 
@@ -211,15 +212,15 @@ async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
 
 
 async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
-    """Write all verdicts once, then each one with a changed level, alert or engine state.
+    """Write all verdicts once, and then each verdict whose level, alert or engine state changes.
 
-    The task continues until it is cancelled.
+    This continues until the task is cancelled.
     """
     previous_keys: set[str] = set()
     while True:
         document = await fetch()
-        # A text explains why there is no document. The text is its own key, so it is written once
-        # and not every time.
+        # A string explains why there is no document. It is used as its own key, so that it is
+        # written only once.
         lines = {document: document} if isinstance(document, str) else _describe_verdicts(document)
         for key, line in lines.items():
             if key not in previous_keys:
@@ -229,9 +230,9 @@ async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
 
 
 def _describe_verdicts(document: Document) -> dict[str, str]:
-    """Return the line of each verdict, by a key that changes with the verdict's level or alert.
+    """Return each verdict's line, keyed so that the key changes with its level or alert.
 
-    The key of an engine's verdict without an alert also changes with the engine's state.
+    For an engine's verdict without an alert, the key also changes with the engine's state.
     """
     lines = {}
     for verdict in document["verdicts"]:
@@ -247,9 +248,9 @@ CHART_ROWS: Final = 5
 
 
 def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Text]:
-    """Yield the lines of the screen: verdicts, free memory of each GPU and the host, and load.
+    """Yield the lines of the screen: the verdicts, the free GPU and host memory, and the load.
 
-    If `document` is a text, which explains why there is no document, only the text is yielded.
+    If `document` is a string that explains why there is no document, only the string is yielded.
     """
     if isinstance(document, str):
         yield _draw("bold red", document)
@@ -258,7 +259,7 @@ def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Tex
     for verdict in document["verdicts"]:
         yield wrap_line(describe_verdict(verdict), width)
     history = document["history"]
-    # Reversed, so that the first of two curves of one GPU is used.
+    # The list is reversed, so that the first of two curves for the same GPU is used.
     curves = {gpu["uuid"]: gpu["free_bytes"] for gpu in reversed(history["gpus"])}
     for gpu in document["gpus"]:
         is_of_engine = (gpu["info"] or {}).get("attribution")
@@ -281,14 +282,14 @@ def _describe_age(document: Document) -> str:
 
 
 def _describe_situation(document: Document) -> str:
-    """Return the level, subject and situation of the first verdict, which is the most important."""
+    """Return the level, subject and situation of the first and most important verdict."""
     verdict = document["verdicts"][0]
     situation = verdict.get("situation", "").replace("_", " ")
     return f"{LEVEL_NAMES.get(verdict['level'], '')}: {verdict['subject']} {situation}"
 
 
 def _read_host(document: Document) -> dict[str, Any]:
-    """Return the facts of the host's memory under the names of a GPU's facts."""
+    """Return the facts about host memory under the names used for a GPU."""
     limit_bytes = document["host_memory_limit_bytes"]
     used_bytes = document["host_memory_used_bytes"]
     free_bytes = None
@@ -303,14 +304,14 @@ def _read_host(document: Document) -> dict[str, Any]:
 
 
 def _draw(style: str, text: str) -> Text:
-    """Return a text in rich's style that may take several lines."""
+    """Return a text in one of rich's styles that may span several lines."""
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
     return Text(text.translate(CONTROLS), style, no_wrap=False)
 
 
 def _draw_line(style: str, text: str) -> Text:
-    """Return a text in rich's style that is cut off at the end of its line."""
+    """Return a text in one of rich's styles that is cut off at the end of the line."""
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
     return Text(text.translate(CONTROLS), style, no_wrap=True, overflow="ellipsis")
@@ -319,9 +320,9 @@ def _draw_line(style: str, text: str) -> Text:
 def _draw_free_memory(
     name: str, facts: dict[str, Any], curve: list[Point], width: int
 ) -> Iterator[Text]:
-    """Yield a heading and a chart of the free memory, on a scale that begins at 0.
+    """Yield a heading and a chart of the free memory, on a scale that starts at 0.
 
-    Yields nothing without a curve.
+    Yields nothing if there is no curve.
     """
     if not curve:
         return

@@ -70,7 +70,7 @@ class SampleExport:
     """
 
     def __init__(self, *, has_health: bool, reported_bytes: int | None = None) -> None:
-        """`has_health` is whether an absent source has failed, as it has in a trace of the daemon."""
+        """`has_health` is whether an absent source has failed, as it has in the daemon's trace."""
         self._has_health = has_health
         derivations: list[Derivation[Any]] = []
         for derivation in build_derivations(reported_bytes=reported_bytes):

@@ -1,1 +1,1 @@
-"""The command `smoke`: does vLLM serve, now that it has started?"""
+"""The command `smoke`, which tests whether vLLM serves requests after it has started."""

@@ -1,4 +1,4 @@
-"""The command `smoke`: tests whether a vLLM that was just started serves requests."""
+"""The command `smoke`, which tests whether a newly started vLLM serves requests."""
 
 import asyncio
 import time
@@ -40,9 +40,9 @@ T = TypeVar("T")
 
 
 class EngineServer:
-    """Sends requests to the server with the engine's page.
+    """Sends requests to the server that has the engine's page.
 
-    Paths are relative to that page. An error is returned as a Failure, never raised.
+    Paths are relative to the page's URL. Errors are returned as a Failure, never raised.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -50,29 +50,29 @@ class EngineServer:
         self._page = httpx.URL(settings.engine_url)
 
     def address(self, path: str) -> str:
-        """Return the URL of a path, without parts that may be secret."""
+        """Return the URL of a path, without any parts that may be secret."""
         return str(hide_secrets(self._page.join(path)))
 
     async def text(self, path: str, seconds: float) -> str | Failure:
-        """Return the text that is served at `path` within this time, or else a Failure."""
+        """Return the text served at `path`, or a Failure, within this time."""
         return await self._read(path, seconds, PageReader.fetch)
 
     async def page(self) -> EnginePage | Failure:
-        """Return the engines on the page of metrics; a Failure if it does not answer."""
+        """Return the engines on the metrics page; a Failure if the page does not respond."""
         text = await self.text("", self._settings.engine_timeout_seconds)
         return text if isinstance(text, Failure) else parse_engines(text)
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
-        """Return the answer to a POST of JSON, whatever its status; a Failure without an answer."""
+        """Return the response to a POST of JSON, of any status; a Failure if there is none."""
         return await self._read(path, seconds, lambda reader: reader.send("POST", "", body))
 
     async def _read(
         self, path: str, seconds: float, read: Callable[[PageReader], Awaitable[T | Failure]]
     ) -> T | Failure:
-        """Return what `read` reads from a path within this time; a Failure if that fails.
+        """Return the result of `read` on a path, or a Failure, within this time.
 
-        The message of a timeout is replaced, because the daemon's message has advice on another
-        time limit.
+        The message for a timeout is replaced, because the daemon's message gives advice on a
+        different time limit.
         """
         reader = build_page_reader(
             self._settings, str(self._page.join(path)), timeout_seconds=seconds
@@ -81,7 +81,7 @@ class EngineServer:
             answer = await read(reader)
         finally:
             await close_all(reader)
-        # A smoke test looks for hangs, so the message about a hang says where to look.
+        # A smoke test is meant to find hangs, so its message says where to look for the cause.
         if not isinstance(answer, Failure) or answer.reason is not Reason.TIMEOUT:
             return answer
         message = (
@@ -97,7 +97,7 @@ class SmokeStep(NamedTuple):
     verdict: Conclusion
 
     text: str
-    """What was observed, or why the step failed or was skipped, and what to do."""
+    """What was observed, or why the step failed or was skipped and what to do about it."""
 
 
 def _skip(text: str) -> SmokeStep:
@@ -117,14 +117,14 @@ VERSION_SECONDS: Final = 10.0
 
 
 async def check_version(server: EngineServer, expected: str) -> SmokeStep:
-    """Compare the version that vLLM shows at /version with the expected one."""
+    """Compare the version that vLLM reports at /version with the expected one."""
     text = await server.text(VERSION, VERSION_SECONDS)
     if isinstance(text, Failure):
         return _fail(text.message)
     version = parse_server_version(text)
     if version is None:
         return _fail(f"{server.address(VERSION)} names no version: check HEADROOM_ENGINE_URL")
-    # The answer of another server may have any length.
+    # The response of another server may be of any length.
     shown = version[:MAX_QUOTED_CHARACTERS]
     if version != expected:
         return _fail(f"it is {shown}, and {expected} is expected: check the image's tag")
@@ -138,7 +138,7 @@ PROMPTS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
     ("v1/completions", {"prompt": "Hello"}),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
 )
-"""The path and the body of a request; the second request is for a model that serves only chats."""
+"""The path and body of each request; the second is for models that serve only chats."""
 
 NOT_SERVED: Final = frozenset(
     {
@@ -148,17 +148,17 @@ NOT_SERVED: Final = frozenset(
         HTTPStatus.NOT_IMPLEMENTED,
     }
 )
-"""The statuses with which servers refuse a form of request that the model does not serve."""
+"""The statuses with which servers reject a type of request that the model does not serve."""
 
 MAX_QUOTED_CHARACTERS: Final = 200
-"""The number of an answer's characters that a step's text quotes."""
+"""The number of characters of a response that a step's text quotes."""
 
 
 async def request_completion(server: EngineServer, limit_seconds: float) -> SmokeStep:
-    """Let the first model that the server lists complete a prompt, or else answer a chat.
+    """Request a completion, or else a chat completion, from the first model that is listed.
 
-    The step fails if no model is listed, or if neither request gives tokens. The limit is for each
-    request.
+    The step fails if no model is listed, or if neither request returns tokens. The limit applies to
+    each request.
     """
     now = asyncio.get_running_loop().time
     models = await server.text(MODELS, min(MODELS_SECONDS, limit_seconds))
@@ -180,16 +180,17 @@ async def request_completion(server: EngineServer, limit_seconds: float) -> Smok
             elapsed_seconds = now() - requested_at_seconds
             return _pass(f"{model.name} gave {completion} tokens in {elapsed_seconds:.2f} s")
         problem = completion
-        # Only a refusal of this form of request leads to the other form; any other answer decides.
+        # The chat request is tried only if this type of request was rejected; any other response is
+        # final.
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
             return _fail(problem)
         problems.append(problem)
-    # Why the model refuses completions is more informative than why it refuses chats.
+    # The reason for rejecting completions is more informative than that for rejecting chats.
     return _fail(problems[0])
 
 
 def _read_completion(answer: Reply | Failure, address: str) -> int | str:
-    """Return how many tokens were completed, or a text with the problem and advice."""
+    """Return the number of completion tokens, or a message with the problem and advice."""
     if isinstance(answer, Failure):
         if answer.reason is Reason.INCOMPLETE:
             return (
@@ -202,7 +203,7 @@ def _read_completion(answer: Reply | Failure, address: str) -> int | str:
     document = parse_object(answer.text)
     usage = document.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    # Another server, or a proxy's error page, may answer 200 too.
+    # Another server or a proxy's error page may also return 200.
     has_tokens = isinstance(tokens, int) and tokens != 0
     choices = document.get("choices")
     has_choices = isinstance(choices, list) and len(choices) > 0
@@ -216,7 +217,7 @@ def _read_completion(answer: Reply | Failure, address: str) -> int | str:
 
 
 def _describe_refusal(answer: Reply, address: str) -> str:
-    """Return a text on an answer with another status than 200: its content, and advice."""
+    """Describe a response whose status is not 200: its content, and advice."""
     error = find_error(parse_object(answer.text)) or answer.text
     quoted = error.strip()[:MAX_QUOTED_CHARACTERS]
     advice = "look for the cause in the engine's log"
@@ -233,10 +234,10 @@ def _describe_refusal(answer: Reply, address: str) -> str:
 
 
 COUNTER_SECONDS: Final = 15.0
-"""Our choice: the counters may take this long to show a request.
+"""Our choice: the time that the counters may take to include a request.
 
-vLLM counts a request when the request finishes, but its web server may be busy, and the gauges of
-several web servers lag.
+vLLM counts a request when it finishes, but the web server may be busy, and with several web servers
+the gauges lag behind.
 """
 
 COUNTER_POLL_SECONDS: Final = 0.5
@@ -251,17 +252,18 @@ NO_COUNTERS: Final = (
 async def check_counters(
     server: EngineServer, old_page: EnginePage | Failure, patience_seconds: float = COUNTER_SECONDS
 ) -> tuple[SmokeStep, EnginePage | Failure]:
-    """Poll the page until a request has finished since `old_page`; return the step and that page.
+    """Poll the page until a request has finished since `old_page`; return the step and the page.
 
-    The step fails if the page cannot be read, lacks inputs, or shows no finished request in time.
+    The step fails if the page cannot be read, lacks inputs, or does not show a finished request in
+    time.
     """
-    # The count is 0 without a page; any finished request then counts as this one.
+    # Without an old page, the count is 0, and any finished request counts as this one.
     old_finished = _count_finished(old_page)
     now = asyncio.get_running_loop().time
     deadline_seconds = now() + patience_seconds
     while True:
         page = await server.page()
-        # The difference is used, because earlier requests of other clients must not count.
+        # The difference is used, so that earlier requests from other clients do not count.
         new_finished = _count_finished(page) - old_finished
         if new_finished >= 1 or now() >= deadline_seconds:
             break
@@ -277,22 +279,22 @@ async def check_counters(
 
 
 def _count_finished(page: EnginePage | Failure) -> float:
-    """Return how many requests of all engines have finished.
+    """Return the number of finished requests of all engines.
 
-    A counter that is not yet on the page counts as 0, and so does a page that cannot be read.
+    A counter that is not on the page yet counts as 0, as does a page that cannot be read.
     """
     engines = () if isinstance(page, Failure) else page.engines
     return sum(engine.finished_total or 0.0 for engine in engines)
 
 
 NEEDED_INPUTS: Final = ("requests_running", "requests_waiting", "requests_finished")
-"""The inputs of the page that this step requires."""
+"""The page inputs that this step requires."""
 
 
 def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
-    """Check that a page has the inputs that smoke needs.
+    """Check that a page contains the inputs that `smoke` needs.
 
-    `empty_problem` is the text for a page without engines.
+    `empty_problem` is the message for a page without engines.
     """
     if isinstance(page, Failure):
         return _fail(page.message)
@@ -300,7 +302,7 @@ def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
         return _fail(empty_problem)
     present = [name for name, is_present in page.inputs if is_present]
     absent = [name for name, is_present in page.inputs if not is_present]
-    # Other inputs are useful, but the image does not fail if they are absent.
+    # Other inputs are useful, but an image does not fail the test without them.
     missing = [name for name in absent if name in NEEDED_INPUTS]
     if missing:
         return _fail(
@@ -312,23 +314,24 @@ def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
 SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
 
 OTHER_GPU_RATIO: Final = -0.5
-"""A vLLM that has answered a request holds its budget on each of its GPUs.
+"""The discrepancy below which a GPU cannot be the engine's.
 
-If an engine holds less than half of its budget on a GPU, that GPU is not the engine's.
+Once vLLM has responded to a request, it holds its budget on each of its GPUs. If it holds less than
+half of the budget on a GPU, that GPU is not the engine's.
 """
 
 
 async def check_discrepancy(
     settings: Settings, page: EnginePage | Failure, limit_ratio: float
 ) -> SmokeStep:
-    """Compare the memory that the engine holds on each of its GPUs with its budget.
+    """Compare the memory that the engine holds on each of its GPUs with the budget.
 
-    The step fails if the discrepancy on any GPU is above the limit. The step is skipped if the
-    budget or the GPUs are unknown.
+    The step fails if the discrepancy on any GPU exceeds the limit, and is skipped if the budget or
+    the GPUs are unknown.
     """
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
-    # `survey_machine` expects a coroutine that returns the page; the page has been read already.
+    # `survey_machine` expects an awaitable for the page, which has already been read.
     machine = await survey_machine(settings, asyncio.sleep(0, page))
     if isinstance(machine.readings, Failure):
         return _skip(f"the GPUs cannot be read: {machine.readings.message}")
@@ -344,7 +347,7 @@ async def check_discrepancy(
         processes=(),
     )
     samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
-    # An engine without a budget gives no samples, which judge_discrepancies() judges too.
+    # An engine without a budget produces no samples, which compare_discrepancies() also handles.
     if samples or page.engines:
         return compare_discrepancies(samples, limit_ratio)
     return _skip(f"the page has no series of an engine, and so no budget: {SET_REPORTED_BYTES}")
@@ -353,8 +356,8 @@ async def check_discrepancy(
 def compare_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
     """Compare the discrepancies with the limit.
 
-    The step fails if any discrepancy is above the limit. The step is skipped if no ratio is known,
-    or if a GPU is not the engine's. The first two labels of a sample name the GPU.
+    The step fails if any discrepancy exceeds the limit, and is skipped if no ratio is known or if a
+    GPU is not the engine's. The first two labels of a sample identify the GPU.
     """
     ratios = {
         name_device(*sample.labels[:2]): sample.value
@@ -392,7 +395,7 @@ ACCEPTS_DURATION: Final = "a duration above 0, at most a day, such as 90s or 15m
 
 
 class SmokeSettings(Settings):
-    """The daemon's settings that concern the engine and its GPUs, and the smoke test's settings."""
+    """The settings of the smoke test, and the daemon's settings for the engine and its GPUs."""
 
     no_options: ClassVar = frozenset(
         name
@@ -438,23 +441,23 @@ class SmokeSettings(Settings):
 
 HEALTH: Final = "health"
 HEALTH_TIMEOUT_SECONDS: Final = 5.0
-"""The limit for one answer, so the last one may come after the deadline."""
+"""The time limit for one response; the last response may therefore arrive after the deadline."""
 
 HEALTH_POLL_SECONDS: Final = 1.0
 HEALTH_REPORT_SECONDS: Final = 30.0
-"""The message is repeated after this time without a change."""
+"""The interval at which an unchanged message is repeated."""
 
 PERMANENT_REASONS: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
-"""Failures that make waiting useless; a server that still loads its model has none of them."""
+"""Failures for which waiting does not help; they do not occur while a server loads its model."""
 
 
 async def wait_until_healthy(
     server: EngineServer, limit_seconds: float, say: Callable[[str], None]
 ) -> SmokeStep:
-    """Poll /health until it answers 200; fail after the limit, or at a permanent failure.
+    """Poll /health until it returns 200; fail after the limit or on a permanent failure.
 
-    Reports why it still waits when the reason changes, and every half minute. Raises BadInput if
-    the configured credentials cannot be used.
+    While waiting, the reason is reported every half minute and whenever it changes. Raises BadInput
+    if the configured credentials cannot be used.
     """
     now = asyncio.get_running_loop().time
     started_at_seconds = now()
@@ -467,7 +470,7 @@ async def wait_until_healthy(
         if not isinstance(answer, Failure):
             return _pass(f"healthy after {format_duration(now() - started_at_seconds)}")
         if answer.reason is Reason.CREDENTIALS:
-            # Waiting does not help if a setting is wrong.
+            # Waiting cannot fix an incorrect setting.
             raise BadInput(answer.message)
         if answer.reason in PERMANENT_REASONS:
             return _fail(answer.message)
@@ -482,13 +485,13 @@ async def wait_until_healthy(
 
 
 SERVING_STEPS: Final = frozenset({"health", "completion", "metrics"})
-"""The steps that all have to pass for vLLM to serve."""
+"""The steps that must all pass for vLLM to be considered serving."""
 
 WRONG_WHILE_SERVING: Final = {
     "version": "is not the expected version",
     "discrepancy": "holds more than its budget",
 }
-"""The problem for the headline if another step fails."""
+"""The problem that the headline reports if one of the other steps fails."""
 
 STEP_STATES: Final = {
     Conclusion.GOOD: "ok",
@@ -498,7 +501,7 @@ STEP_STATES: Final = {
 
 
 async def _run(arguments: Namespace) -> Report:
-    """Take the steps on the engine, and return the report."""
+    """Run the steps against the engine, and return the report."""
     settings: SmokeSettings = arguments.settings
     logs.configure(settings.log_format, "error")  # the readers would log what the steps report
     if settings.engines is not None:
@@ -508,7 +511,7 @@ async def _run(arguments: Namespace) -> Report:
 
 
 async def _find_url(settings: SmokeSettings) -> str:
-    """Return the URL of the chosen engine's page; raises BadInput if none can be chosen."""
+    """Return the URL of the selected engine's page; raise BadInput if none can be selected."""
     urls = {}
     for engine in await locate_engines(settings):
         if engine.page_url:
@@ -517,12 +520,12 @@ async def _find_url(settings: SmokeSettings) -> str:
 
 
 def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
-    """Return the report on the steps by name; a skipped step does not make it bad."""
+    """Return the report on the steps by name; skipped steps do not count as failures."""
     failed = [name for name, step in steps.items() if step.verdict is Conclusion.NOT_GOOD]
     serves = not SERVING_STEPS.intersection(failed)
     headline = _summarize(failed, serves=serves)
     states = {name: STEP_STATES[step.verdict] for name, step in steps.items()}
-    # In the text, a failure has to differ visibly from the other steps.
+    # In the text, failures must stand out from the other steps.
     marks = {name: state.upper() if name in failed else state for name, state in states.items()}
     return Report(
         verdict=Conclusion.NOT_GOOD if failed else Conclusion.GOOD,
@@ -544,7 +547,7 @@ def build_report(address: str, steps: Mapping[str, SmokeStep]) -> Report:
 
 
 def _summarize(failed: list[str], *, serves: bool) -> str:
-    """Return the headline for the names of the failed steps."""
+    """Return the headline for the failed steps."""
     if not failed:
         return "vLLM serves."
     if not serves:
@@ -555,10 +558,10 @@ def _summarize(failed: list[str], *, serves: bool) -> str:
 async def take_steps(
     settings: SmokeSettings, server: EngineServer, say: Callable[[str], None]
 ) -> dict[str, SmokeStep]:
-    """Take the steps one after another and return them by name.
+    """Run the steps one after another and return them by name.
 
-    If vLLM does not become healthy, the others are skipped. Raises BadInput if the settings are
-    wrong, for example if a token is refused.
+    If vLLM does not become healthy, the remaining steps are skipped. Raises BadInput if a setting
+    is wrong, for example if a token is rejected.
     """
     health = await wait_until_healthy(server, settings.deadline, say)
     if health.verdict is Conclusion.NOT_GOOD:
@@ -567,11 +570,11 @@ async def take_steps(
     steps = {"health": health}
     if settings.expect_version:
         steps["version"] = await check_version(server, settings.expect_version)
-    # The page is read before the completion, to compare its counters with those after the
-    # completion.
+    # The page is read before the completion, so that its counters can be compared with those
+    # afterwards.
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
-    # The counters can show only a request that was completed.
+    # The counters include a request only once it has been completed.
     if completion.verdict is Conclusion.GOOD:
         metrics, page = await check_counters(server, page)
     else:

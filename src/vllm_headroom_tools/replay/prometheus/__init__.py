@@ -1,1 +1,1 @@
-"""A trace from the history in a Prometheus server."""
+"""A trace reconstructed from the data in a Prometheus server."""

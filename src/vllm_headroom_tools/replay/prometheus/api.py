@@ -1,4 +1,4 @@
-"""Range queries to a Prometheus server, over a span of time."""
+"""Range queries over a time span, sent to a Prometheus server."""
 
 import json
 import math
@@ -25,19 +25,21 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.openai import parse_object
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
-"""Prometheus cancels a query after two minutes (--query.timeout): wait for that answer."""
+"""Prometheus cancels a query after two minutes (--query.timeout); this waits for that response."""
 
 _LONGEST_TEXT: Final = 300
-"""Our choice: an error quotes at most this many characters of text from elsewhere."""
+"""Our choice: the maximum number of characters of external text that an error message quotes."""
 
 _MOST_BYTES: Final = 128 * MIB
-"""The limit for an unpacked answer; 8 GPUs and their engine at steps of 15 s take 5 MB per page."""
+"""The maximum size of a decompressed response; 8 GPUs and their engine, at a step of 15 s, take 5
+MB per page.
+"""
 
 _ENCODINGS: Final = frozenset({"", "identity", "gzip"})
-"""The encodings of an answer that are read.
+"""The supported content encodings of a response.
 
-Answers are read in parts of 64 KiB. gzip expands a part to at most 64 MiB, but gzip within gzip
-could expand a part to any size.
+Responses are read in chunks of 64 KiB. gzip expands a chunk to at most 64 MiB, but nested gzip
+could expand it to any size.
 """
 
 _LESS: Final = "ask for less, by a larger --step or a narrower --match"
@@ -49,21 +51,21 @@ _ADVICE: Final = {
 
 
 class Series(Struct, frozen=True, kw_only=True):
-    """One series in an answer."""
+    """One series in a response."""
 
     name: str
 
     labels: dict[str, str]
-    """Without the name."""
+    """The labels without the metric name."""
 
     values: dict[int, float]
-    """The finite values, by milliseconds since the epoch."""
+    """The finite values, by time in milliseconds since the epoch."""
 
 
 class TimeSpan(Struct, frozen=True, kw_only=True):
-    """Evenly spaced times from `start_ms` on, in milliseconds since the epoch.
+    """Evenly spaced times starting at `start_ms`, in milliseconds since the epoch.
 
-    If a step ends at `end_ms`, that is the last of these times; no time is after `end_ms`.
+    `end_ms` itself is included if it falls on a step; no time is after `end_ms`.
     """
 
     start_ms: int
@@ -75,11 +77,11 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
         return range(self.start_ms, self.end_ms + 1, self.step_ms)
 
     def pages(self, most_steps: int) -> "list[TimeSpan]":
-        """Return the span, cut into parts of at most `most_steps` times each.
+        """Split the span into parts of at most `most_steps` times each.
 
         Each time is in exactly one part.
         """
-        # The server refuses a query with more steps.
+        # The server rejects queries with more steps.
         stride = max(1, most_steps) * self.step_ms
         starts = range(self.start_ms, self.end_ms + 1, stride)
         return [
@@ -93,13 +95,13 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
 
 
 Time = tuple[bool, float]
-"""Whether a time is relative to now, and its seconds from now or from the epoch."""
+"""Whether a time is relative to now, and its seconds from now or since the epoch."""
 
 
 def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:
     """Build the span of --start, --end and --step.
 
-    Raises BadInput without a start, or if the start is not before the end.
+    Raises BadInput if there is no start, or if the start is not before the end.
     """
     if start is None:
         raise BadInput(
@@ -123,23 +125,23 @@ def _count_ms(time: Time, now_seconds: float) -> int:
 class PrometheusApi:
     """The HTTP API of the Prometheus at `url`, or of a compatible server.
 
-    The token in `bearer_token_file` replaces the user and password of the URL; `ca_file` replaces
-    the default CAs. Raise BadInput if the token or the CAs cannot be used. `shown` is the URL
-    without the password.
+    The token in `bearer_token_file` replaces the user and password in the URL; `ca_file` replaces
+    the default CAs. Raises BadInput if the token or the CAs cannot be used. `shown` is the URL
+    without user and password.
     """
 
     def __init__(
         self, url: httpx.URL, *, bearer_token_file: Path | None = None, ca_file: Path | None = None
     ) -> None:
         base = url.copy_with(query=None, fragment=None)
-        # For messages, which must not contain a password.
+        # This is the URL for messages, which must not contain a password.
         self.shown = str(base.copy_with(userinfo=b""))
         self._address = base.copy_with(path=base.path.rstrip("/") + "/api/v1/query_range")
         headers = {"User-Agent": "vllm-headroom", "Accept-Encoding": "gzip"}
         try:
             if bearer_token_file is not None:
                 headers["Authorization"] = f"Bearer {read_token(bearer_token_file)}"
-                # httpx would send a user and password of the URL in place of our header.
+                # httpx would send the user and password in the URL instead of our header.
                 self._address = self._address.copy_with(userinfo=b"")
             verify = load_trust(ca_file)
         except UnusableCredentials as error:
@@ -147,9 +149,9 @@ class PrometheusApi:
         self._client = httpx.Client(verify=verify, timeout=_TIMEOUT, headers=headers)
 
     def query_range(self, expression: str, span: TimeSpan) -> list[Series]:
-        """Return the series of a PromQL `expression` over the span; empty if there are none.
+        """Return the series of a PromQL `expression` over the span; the list may be empty.
 
-        Raise BadInput if the server does not answer, or with anything but a complete result.
+        Raises BadInput if the server does not respond with a complete result.
         """
         form = {
             "query": expression,
@@ -183,7 +185,7 @@ class PrometheusApi:
         self._client.close()
 
     def _parse_answer(self, response: httpx.Response, body: bytes) -> list[Series]:
-        """Return the series of an answer; raise BadInput for a refusal or a partial result."""
+        """Return the series in a response; raise BadInput for an error or a partial result."""
         answer = parse_object(body)
         if response.status_code != HTTPStatus.OK or answer.get("status") != "success":
             raise BadInput(self._explain_refusal(response, answer))
@@ -194,14 +196,14 @@ class PrometheusApi:
         try:
             return [_parse_series(row) for row in answer["data"]["result"]]
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            # Reading JSON of another structure raises these errors.
+            # These errors are raised if the JSON has a different structure.
             raise BadInput(
                 f"{self.shown} does not answer a range query with a range: check that it is"
                 " Prometheus"
             ) from None
 
     def _explain_refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
-        """Return a line on an answer that is not a result, with advice."""
+        """Describe an error response in one line, with advice."""
         answered = describe_answer(response, self.shown)
         if answer.get("status") == "error":
             return f"{answered} to a query: {_shorten(answer.get('error'))}"
@@ -226,10 +228,10 @@ class PrometheusApi:
 
 
 def _parse_series(row: Mapping[str, Any]) -> Series:
-    """Parse one series of an answer; values that are not finite are left out.
+    """Parse one series in a response, omitting values that are not finite.
 
-    JSON of another structure raises KeyError, TypeError, ValueError, AttributeError or
-    OverflowError.
+    Raises KeyError, TypeError, ValueError, AttributeError or OverflowError if the JSON has a
+    different structure.
     """
     labels = dict(row["metric"])
     values: dict[int, float] = {}
@@ -242,5 +244,5 @@ def _parse_series(row: Mapping[str, Any]) -> Series:
 
 
 def _shorten(text: object) -> str:
-    """Return the beginning of a text from elsewhere, in one line."""
+    """Return the beginning of an external text as a single line."""
     return " ".join(str(text).split())[:_LONGEST_TEXT]

@@ -1,4 +1,4 @@
-"""The exporters from which a history may come, and their series as records of a trace."""
+"""The exporters that may have produced the data, and the conversion of their series to a trace."""
 
 import json
 import re
@@ -21,107 +21,109 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series, TimeSpan
 
 SeriesValue = tuple[Series, float]
-"""A series, and its value at the time of the sample."""
+"""A series and its value at the time of the sample."""
 
 Side = list[dict[str, Any]]
-"""One side of a sample: its GPUs, its engines or its processes."""
+"""One side of a sample: its GPUs, engines or processes."""
 
 
 class Exporter(Struct, frozen=True, kw_only=True):
-    """The series of one exporter for one side of a sample."""
+    """The series that one exporter provides for one side of a sample."""
 
     side: str
-    """The key of this side in a trace's line: `gpus`, `engines` or `processes`."""
+    """The key of this side in a line of a trace: `gpus`, `engines` or `processes`."""
 
     lead: tuple[str, ...]
-    """Names of series; at least one of them exists if this exporter is scraped."""
+    """Metric names, at least one of which exists if this exporter is scraped."""
 
     names: tuple[str, ...]
-    """Names of all series that are read."""
+    """The names of all metrics that are read."""
 
     identity: frozenset[str]
-    """The labels that the exporter itself writes; a scrape adds others.
+    """The labels that the exporter itself writes; scrapes add further labels.
 
-    Series with the same name and the same values of these labels belong to one thing.
+    Series with the same name and the same values of these labels belong to the same object.
     """
 
     sample: Callable[[Iterable[SeriesValue]], Side]
-    """Returns the side of one sample, from the values at its time."""
+    """Builds this side of a sample from the values at the sample's time."""
 
     has_start_time: bool = False
-    """Whether the exporting process is the engine itself; if so, its start time is the engine's."""
+    """Whether the engine itself is the exporter, so that the exporter's start time is the engine's.
+    """
 
 
 _LATE_SCRAPES: Final = 1.5
-"""The highest age of a value, in scrape intervals. A late scrape is allowed, but a missing scrape
+"""The maximum age of a value, in scrape intervals. A late scrape is tolerated, but a missed scrape
 leaves a gap.
 """
 
 _START_TIME: Final = "process_start_time_seconds"
 _MOST_VALUES: Final = 5
-"""Our choice: an error lists at most this many values of a label."""
+"""Our choice: the maximum number of label values that an error message lists."""
 
 
 class Scraped(Struct, frozen=True, kw_only=True):
-    """An exporter whose series are in the history."""
+    """An exporter whose series are in the server's data."""
 
     kind: Exporter
 
     matchers: tuple[str, ...]
-    """The operator's label matchers for its series."""
+    """The operator's label matchers for the exporter's series."""
 
     lead: str
-    """The name of the exporter's leading series."""
+    """The name of the leading metric that was found."""
 
     interval_ms: int
-    """The scrape interval of the exporter."""
+    """The interval at which the exporter is scraped."""
 
     @property
     def window_ms(self) -> int:
-        """Return the highest age of a value of this source."""
+        """Return the maximum age of a value from this source."""
         return round(self.interval_ms * _LATE_SCRAPES)
 
 
 def build_selector(names: Sequence[str], matchers: Sequence[str]) -> str:
-    """Build the PromQL selector of the series with these names and matchers."""
+    """Build the PromQL selector for the series with these names and matchers."""
     return "{" + ",".join((f'__name__=~"{"|".join(names)}"', *matchers)) + "}"
 
 
 def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Series]:
-    """Return the series of the source over the page, without the labels that scrapes add.
+    """Return the source's series over the page, without the labels that scrapes add.
 
     Raises BadInput if the series cannot be read or are ambiguous. The query uses `last_over_time`,
-    which bounds the age of a value. A plain selector would repeat the last value of an ended series
-    for five minutes, unless the series ends with a staleness marker. The memory of a dead engine
-    would then look level.
+    which limits the age of a value. A plain selector would repeat the last value of a series that
+    has ended for five minutes unless it ends with a staleness marker, and the memory of a dead
+    engine would look constant.
     """
     selector = build_selector(source.kind.names, source.matchers)
     series = api.query_range(_select_latest(selector, source.window_ms), page)
     if source.kind.has_start_time:
         lead_series = [one_series for one_series in series if one_series.name == source.lead]
         series += _read_start_times(api, source, page, lead_series)
-    # An ended series still has values until the highest age is reached; the number is rounded up.
+    # A series that has ended still has values until the maximum age is reached; the number of steps
+    # is rounded up.
     overlap_steps = -(-source.window_ms // page.step_ms)
     return _merge_series(source.kind, series, overlap_steps)
 
 
 def _select_latest(selected: str, window_ms: int) -> str:
-    """Return a query for the newest value of each series that is not older than the window."""
+    """Return a query for each series' newest value, limited to values within the window."""
     return f"last_over_time({selected}[{window_ms}ms])"
 
 
 def _read_start_times(
     api: PrometheusApi, source: Scraped, page: TimeSpan, lead_series: Sequence[Series]
 ) -> list[Series]:
-    """Return the start time of each engine's process, with the labels of the engine's series.
+    """Return the start time of each engine process, with the labels of the engine's series.
 
-    Every target of Prometheus may export a series of that name, so only the engines' targets are
+    Any Prometheus target may export a series with this name, so only the engines' targets are
     queried. Returns an empty list if there are no engines.
     """
     if not lead_series:
         return []
     matchers: list[str] = []
-    # By job and instance, because the process's own series have no labels of the model.
+    # The match is by job and instance, because the process series do not have the model's labels.
     for label in ("job", "instance"):
         targets = sorted({series.labels.get(label, "") for series in lead_series})
         pattern = "|".join(map(re.escape, targets))
@@ -132,17 +134,17 @@ def _read_start_times(
         replace(start, labels=lead.labels)
         for lead in lead_series
         for start in start_series
-        # All series of a target have its labels, and the start time has no other labels.
+        # All series of a target have the target's labels, and the start time has no others.
         if start.labels.items() <= lead.labels.items()
     ]
 
 
 def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: int) -> list[Series]:
-    """Join series of one identity that follow each other in time; return one series for each.
+    """Join series with the same identity that follow one another; return one per identity.
 
-    For example, the scrapes of a pod have a new label after the pod restarts. If two series
-    overlap, the later one counts. Two series may overlap by `overlap_steps`, the highest age of a
-    value. If two series overlap for longer, they are two different things, which raises BadInput.
+    For example, a scrape label changes when a pod is recreated. If two series overlap, the later
+    one takes precedence. They may overlap by up to `overlap_steps`, the maximum age of a value.
+    Series that overlap for longer belong to two different objects, and BadInput is raised.
     """
     groups: dict[tuple[str, ...], list[Series]] = {}
     for series in all_series:
@@ -151,7 +153,7 @@ def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: i
         groups.setdefault(key, []).append(series)
     joined: list[Series] = []
     for group in groups.values():
-        # The series are in the order of time, so that later values replace earlier values.
+        # The series are sorted by time, so that later values replace earlier ones.
         group.sort(key=lambda series: min(series.values, default=0))
         values: dict[int, float] = {}
         for series in group:
@@ -169,13 +171,13 @@ def _pick_identity(kind: Exporter, series: Series) -> dict[str, str]:
 
 
 def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
-    """Return the error text for different things with the same identity.
+    """Return the error message for different objects with the same identity.
 
-    The text says which labels of the scrapes differ, and which option would choose one series.
+    It names the scrape labels that differ, and the option that would select one of the series.
     """
     metric = group[0].name
     differing: dict[str, list[str]] = {}
-    # Only the labels of the scrapes differ; the labels of the identity are equal.
+    # Only the scrape labels differ; the identity labels are the same.
     for name in sorted({name for series in group for name in series.labels} - kind.identity):
         texts = sorted({series.labels.get(name, "") for series in group})
         if len(texts) > 1:
@@ -209,18 +211,18 @@ _MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
 def _sample_gpus(
     fields: Mapping[str, str], uuid_label: str, unit_bytes: int, values: Iterable[SeriesValue]
 ) -> Side:
-    """Return a trace's entry for each device, by UUID.
+    """Return a trace entry for each device, sorted by UUID.
 
     If this project's exporter has attributed the devices, only the engine's devices are returned.
-    `fields` gives the fact of a series by the series' name; if the series has the label `holder`,
-    the fact is that of this holder. Values are in `unit_bytes`.
+    `fields` maps a metric name to its fact; for a series with the label `holder`, the label's value
+    is the fact. Values are in `unit_bytes`.
     """
     devices: dict[str, dict[str, float]] = {}
     is_engines_own: dict[str, bool] = {}
     for series, value in values:
         uuid = series.labels.get(uuid_label, "")
         if series.name == catalog.GPU_INFO.name:
-            # A device has two such series for a while after its attribution has changed.
+            # For a while after its attribution changes, a device has two such series.
             is_attributed = bool(series.labels.get("attribution"))
             is_engines_own[uuid] = is_engines_own.get(uuid, False) or is_attributed
             continue
@@ -232,16 +234,16 @@ def _sample_gpus(
     return [
         _build_device(uuid, facts, unit_bytes)
         for uuid, facts in sorted(devices.items())
-        # Without an attribution, all devices of the selection count.
+        # Without attribution, all selected devices count.
         if is_engines_own.get(uuid, True)
     ]
 
 
 def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
-    """Build a trace's entry for a device; unknown facts are None.
+    """Build a trace entry for a device; unknown facts are None.
 
     If the total is not exported, it is the sum of used, free and reserved memory. If reserved
-    memory is not exported either, the sum lacks it, but the free memory is still right.
+    memory is not exported either, the total is too low, but the free memory is still correct.
     """
     memory: dict[str, int] = {}
     for fact in (*_MEMORY_FACTS, "free"):
@@ -257,9 +259,9 @@ def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dic
 
 
 def _describe_gpus(fields: Mapping[str, str], *identity: str, unit_bytes: int = 1) -> Exporter:
-    """Return an exporter of GPUs.
+    """Return an exporter of GPU metrics.
 
-    `fields` gives the fact of each series by its name; `identity` are the exporter's own labels.
+    `fields` maps each metric name to its fact; `identity` are the exporter's own labels.
     """
     uuid_label = next(label for label in identity if label.lower() == "uuid")
     return Exporter(
@@ -302,14 +304,14 @@ SMI_GPUS: Final = _describe_gpus(
 
 
 _ENGINE_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
-"""The facts that the detector and the picture need; each further series would cost the server a
-query.
+"""The facts that the detector and the picture need; each additional metric would put load on the
+server.
 """
 
 SUMMED_LABELS: Final = frozenset({"finished_reason", "is_streaming"})
-"""Labels that split a counter into several series; the sum of these series is the count."""
+"""Labels that split a counter into several series, which are summed."""
 
-# The names of our own exporter's series, by the name of the fact that each gives.
+# The fact that each of our own exporter's metrics provides, by metric name.
 _OWN_FIELDS: Final = {
     reading.metric: field
     for field, reading in INPUTS.items()
@@ -320,10 +322,9 @@ _OWN_FIELDS: Final = {
 def _sample_own(
     labels: Mapping[str, str], fields: Mapping[str, str], values: Iterable[SeriesValue]
 ) -> Side:
-    """Return a trace's entry for each engine or process of this project's exporter.
+    """Return a trace entry for each engine or process of this project's exporter.
 
-    `labels` gives the entry's key for each label that identifies the entry; `fields` gives its key
-    for each series' name.
+    `labels` maps each identifying label to a key of the entry; `fields` does so for metric names.
     """
     entries: dict[tuple[str, ...], dict[str, Any]] = {}
     for series, value in values:
@@ -335,7 +336,7 @@ def _sample_own(
 
 
 def _sample_engines(profile: Profile, values: Iterable[SeriesValue]) -> Side:
-    """Return a trace's entry for each engine, as from its own page; empty without engines."""
+    """Return a trace entry for each engine, as if read from its own page; empty without engines."""
     samples = [Sample(series.name, dict(series.labels), value) for series, value in values]
     page = build_page(profile, samples)
     if isinstance(page, Failure):
@@ -344,10 +345,9 @@ def _sample_engines(profile: Profile, values: Iterable[SeriesValue]) -> Side:
 
 
 def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
-    """Return the names of the series from whose values these fields are read.
+    """Return the names of the metrics whose values provide these fields.
 
-    The names are in the order of the profile. Returns an empty result if a field is read from
-    labels only.
+    The names are in the order of the profile. A field that is read only from labels has none.
     """
     families: dict[str, None] = {}
     for fact in profile.facts:
@@ -357,14 +357,14 @@ def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
 
 
 def _list_labels(profile: Profile) -> frozenset[str]:
-    """Return the labels that the engine itself writes on its series; a scrape adds other labels."""
+    """Return the labels that the engine itself writes on its series; scrapes add further labels."""
     labels = {
         profile.model_label,
         profile.engine_label,
         *profile.repeat_labels,
         *profile.replica_labels,
     }
-    # `where` is a label and its value, which distinguish series with the same name.
+    # `where` is a label and its value that distinguish series with the same name.
     labels |= {fact.where[0] for fact in profile.facts if fact.where is not None}
     return frozenset(labels | SUMMED_LABELS) - {""}
 
@@ -399,6 +399,6 @@ ENGINES: Final = tuple(
     for profile in PROFILES
     if _list_names(profile, "running")
 )
-"""The exporters of all engines that export their running requests, which are the load that the
-detector needs.
+"""The exporters of all kinds of engines that export the number of running requests, which is the
+load that the detector needs.
 """

@@ -1,4 +1,4 @@
-"""The records of a trace from the history in Prometheus."""
+"""The records of a trace, built from data in Prometheus."""
 
 import argparse
 import time
@@ -31,16 +31,16 @@ from vllm_headroom_tools.replay.prometheus.join import (
 )
 
 MOST_STEPS: Final = 10_000
-"""The most times of one query: Prometheus refuses more than 11,000 points per series."""
+"""The maximum number of steps in a query; Prometheus rejects more than 11,000 points per series."""
 
 _STRIDE_MS: Final = 600_000
-"""Our choice: the step of the queries that look for sources."""
+"""Our choice: the step of the queries that search for sources."""
 
 _WINDOW_MS: Final = 595_000
-"""The time over which samples are counted: slightly less than the stride.
+"""The window over which samples are counted, which is slightly shorter than the stride.
 
-With scrapes every 5, 10, 15, 20, 30 or 60 s, such a window has at most stride / interval samples,
-whether or not it includes its ends.
+With a scrape interval of 5, 10, 15, 20, 30 or 60 s, such a window contains at most stride /
+interval samples, whether or not its ends are included.
 """
 
 _GPUS: Final = (OWN_GPUS, DCGM_GPUS, SMI_GPUS)
@@ -49,9 +49,9 @@ _HISTORIES: Final = (
     (OWN_GPUS, OWN_ENGINES),
     *((gpus, engine) for gpus in (DCGM_GPUS, SMI_GPUS) for engine in ENGINES),
 )
-"""The pairs of sources that make a history, the best pair first.
+"""The pairs of sources from which a trace can be built, best pair first.
 
-Only this project's series show who holds the memory.
+Only this project's series show which process holds the memory.
 """
 
 
@@ -61,16 +61,16 @@ def find_sources(
     gpu_matchers: tuple[str, ...],
     engine_matchers: tuple[str, ...],
 ) -> list[Scraped]:
-    """Return the sources of the best history in the span: GPUs, engines, then any processes.
+    """Return the best sources in the span: GPUs, engines, and processes if there are any.
 
-    Raises BadInput if the span has no source of GPUs, or none of engines.
+    Raises BadInput if there is no source of GPUs or no source of engines in the span.
     """
-    # The search ends at the span's end and begins at or after its start, in whole strides.
+    # The search covers whole strides: it ends at the span's end and begins at or after its start.
     start_ms = span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS
     search = TimeSpan(start_ms=start_ms, end_ms=span.end_ms, step_ms=_STRIDE_MS)
     gpu_names = _find_present(api, search, _GPUS, gpu_matchers)
     engine_names = _find_present(api, search, (*_ENGINES, OWN_PROCESSES), engine_matchers)
-    # The best history is first: this project's own series have the most facts.
+    # The best pair comes first: this project's own series contain the most facts.
     for gpus, engines in _HISTORIES:
         if not gpu_names.intersection(gpus.lead) or not engine_names.intersection(engines.lead):
             continue
@@ -100,7 +100,7 @@ def _format_time(time_ms: int) -> str:
 def _find_present(
     api: PrometheusApi, search: TimeSpan, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
 ) -> frozenset[str]:
-    """Return those of the exporters' leading series that exist in the span, by name."""
+    """Return the names of the exporters' leading metrics that exist in the span."""
     selected = build_selector([name for kind in kinds for name in kind.lead], matchers)
     expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
     return frozenset(
@@ -117,7 +117,7 @@ def _build_source(
     names: frozenset[str],
     matchers: tuple[str, ...],
 ) -> Scraped:
-    """Build a source; its scrape interval is the shortest in the span, estimated by a count."""
+    """Build a source; its scrape interval is the shortest in the span, estimated from a count."""
     lead = next(name for name in kind.lead if name in names)
     expression = f"max(count_over_time({build_selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
     scrape_count = 1.0
@@ -131,7 +131,7 @@ def _build_source(
 def _explain_missing(
     side: str, place: str, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
 ) -> str:
-    """Return the error text if a history lacks a GPU or an engine, with what was looked for."""
+    """Return the error message for missing GPUs or engines, with the metrics searched for."""
     wanted = " or ".join(kind.lead[0] for kind in kinds)
     if not matchers:
         return f"no {side} {place}: looked for {wanted}"
@@ -140,21 +140,23 @@ def _explain_missing(
 
 
 _LONGEST_PAGE_MS: Final = 6 * 3600 * 1000
-"""The longest page, since a page is held in memory.
+"""The maximum time span of a page, because a page is held in memory.
 
-A page of 8 GPUs and their engine at steps of 15 s has 5 MB of JSON.
+A page of 8 GPUs and their engine at a step of 15 s is 5 MB of JSON.
 """
 
 _INTERVAL_ERROR: Final = 1.1
-"""The scrape interval is estimated from a count of scrapes, and may be too long by this factor."""
+"""The factor by which the scrape interval may be overestimated, because it comes from a count of
+scrapes.
+"""
 
 
 def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the records of a trace over the span, without a header.
+    """Yield the records of a trace that covers the span, without a header.
 
-    If a side has no values at a time, that side is None in the record. A value is at most one and a
-    half scrape intervals old. The step is the scrape interval of the GPUs if that is longer than
-    --step. Raises BadInput if the history cannot be read or lacks a side.
+    A side that has no values at a time is None in the record. Values are at most one and a half
+    scrape intervals old. If the scrape interval of the GPUs is longer than --step, it is used as
+    the step. Raises BadInput if the data cannot be read or a side is missing.
     """
     span = build_span(args.start, args.end, args.step, time.time())
     gpu_matchers = (*args.match, *args.match_gpu)
@@ -165,12 +167,12 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with closing(api):
         sources = find_sources(api, span, gpu_matchers, engine_matchers)
         gpu_interval_ms = sources[0].interval_ms
-        # Finer steps than the scrapes would only repeat values.
+        # Steps shorter than the scrape interval would only repeat values.
         if gpu_interval_ms > span.step_ms * _INTERVAL_ERROR:
             span = replace(span, step_ms=gpu_interval_ms)
         pages = span.pages(min(MOST_STEPS, _LONGEST_PAGE_MS // span.step_ms))
         shown = track(pages, "Reading history", len(pages), lambda _: 1, patience_seconds=0.0)
-        # Closed here, so that the bar is erased before an error is reported.
+        # The generator is closed here, so that the bar is erased before an error is reported.
         with closing(shown):
             for page in shown:
                 sides = [(source.kind, read_series(api, source, page)) for source in sources]
@@ -179,7 +181,7 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _build_record(sides: list[tuple[Exporter, list[Series]]], time_ms: int) -> dict[str, Any]:
-    """Return the trace's record of one time; a side without values is None."""
+    """Return the trace record for one time; a side without values is None."""
     record: dict[str, Any] = {
         "t": time_ms / 1000,
         "gpus": None,
