@@ -15,7 +15,7 @@ class Clock(Protocol):
         """Return seconds that never go backwards."""
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until that time, and never shorter; if it has passed, only yield to other tasks."""
+        """Wait until the given time, never less; if it has passed, only yield to other tasks."""
 
 
 class SystemClock:
@@ -32,7 +32,7 @@ class SystemClock:
         return time.monotonic()
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until that time, and never shorter; if it has passed, only yield to other tasks."""
+        """Wait until the given time, never less; if it has passed, only yield to other tasks."""
         # uvloop's timers count whole milliseconds and may fire early, in which case a step would
         # run twice.
         while True:

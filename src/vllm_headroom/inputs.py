@@ -191,7 +191,7 @@ def redact_urls(engines: object) -> object:
 
 
 def show_urls(value: object) -> str:
-    """Return refused URLs without user, password and query; "no text" for any other value."""
+    """Return refused URLs without users, passwords and queries; "no text" for any other value."""
     if not isinstance(value, str):
         return "no text"
     return show_value(",".join(redact_url(url) for url in value.split(",")))
@@ -235,7 +235,7 @@ def show_value(value: object) -> str:
 
 
 def show_url(value: object) -> str:
-    """Return a refused URL without user, password and query; "no text" for any other value."""
+    """Return a refused URL without its user, password and query; "no text" for any other value."""
     if not isinstance(value, str):
         return "no text"
     return show_value(redact_url(value))

@@ -197,7 +197,7 @@ class ServerAnswer(StrEnum):
     """Nothing answers."""
 
     UNCLEAR = "unclear"
-    """The answer proves neither, as with a login page."""
+    """The answer shows neither health nor a fault of the server, as with a login page."""
 
 
 class IncidentKind(StrEnum):
@@ -286,7 +286,7 @@ class LeakLocation(StrEnum):
 
 
 class LeakState(StrEnum):
-    """The leak detector's state of one series; the values of the label `state`."""
+    """The leak detector's state for one series; the values of the label `state`."""
 
     UNKNOWN = "unknown"
     WARMING_UP = "warming_up"

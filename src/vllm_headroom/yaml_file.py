@@ -16,8 +16,8 @@ MAX_FILE_BYTES: Final = 2**20
 /dev/zero never ends."""
 
 MOST_ENTRIES: Final = 10_000
-"""A file with more lines and commas than this is not read. Parsing this many takes two seconds. A
-file with a thousand users has a thousand.
+"""A file with more lines and commas than this is not read, because parsing this many takes two
+seconds. A file with a thousand users has a thousand.
 """
 
 NULL_TAG: Final = "tag:yaml.org,2002:null"

@@ -1,1 +1,1 @@
-"""Pure derivations: one question per file, each a function of its state and the snapshot."""
+"""Pure derivations, one question per file. Each is a function of its state and the snapshot."""

@@ -89,14 +89,14 @@ def _update_batch(batch: BatchEvidence, engine: EngineReading) -> BatchEvidence:
 
 
 def _fits_one_more(engine: EngineReading) -> bool:
-    """Return whether the KV cache has room for one more request of the average size."""
+    """Return whether the KV cache has room for one more request of average size."""
     if not engine.running or engine.kv_used_ratio is None:
         return False
     return engine.running > 0 and engine.kv_used_ratio * (1 + 1 / engine.running) <= 1
 
 
 def _count_additional(engine: EngineReading, batch: BatchEvidence) -> float | None:
-    """Return how many more requests of the average size can run; None if that is unknown."""
+    """Return how many more requests of average size can run; None if that is unknown."""
     if not engine.running or not engine.kv_used_ratio:
         return None
     limit = None

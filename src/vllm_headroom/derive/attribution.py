@@ -38,7 +38,7 @@ WHAT_TO_DO: Final = {
 
 
 def is_alive(pid: int, processes: ProcessReadings) -> bool:
-    """Return whether a process with this pid exists and runs."""
+    """Return whether a process with this pid exists and is running."""
     if pid in processes.zombies or pid in processes.exiting:
         return False
     return pid in processes.visible_pids
@@ -141,7 +141,9 @@ class AttributionState(Struct, frozen=True, kw_only=True):
     """The UUIDs of these devices; empty until one has been seen."""
 
     holders: frozenset[tuple[int, float]] = frozenset()
-    """The pids and start times of the engine's processes that were last seen on these devices."""
+    """The pids and start times of the engine's processes when they were last seen on these
+    devices.
+    """
 
     has_ledger: bool = False
     """Whether the driver has ever reported memory for an engine process. If it has, a reading

@@ -19,7 +19,7 @@ HOST_NAME: Final = "the host"
 
 
 class Gate(Struct, frozen=True):
-    """The answer of /gate/ready, and whether the pod should be evicted."""
+    """The answer at /gate/ready, and whether the pod should be evicted."""
 
     reason: str | None = None
     """Why the gate is closed; None while it is open."""
@@ -107,7 +107,7 @@ def _find_gate_reason(
 def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardrail) -> str | None:
     """Return why the pod should be evicted; None if it should not.
 
-    The pod is evicted if the engine serves, is known to leak, and may soon be out of memory.
+    The pod is evicted if the engine is serving, is known to leak, and may soon run out of memory.
     """
     status = snapshot.engine_status
     if status is None or status.state is not EngineState.SERVING:

@@ -13,7 +13,7 @@ class HealthState(Struct, frozen=True, kw_only=True):
     """The failures and successes of the sources since the daemon started."""
 
     failures: dict[tuple[str, str], int]
-    """How often each source failed for each reason, by the labels `source` and `reason`."""
+    """How often each source has failed for each reason, by the labels `source` and `reason`."""
 
     last_success_seconds: dict[Source, float]
     """When each source was last read successfully, in seconds since the epoch."""

@@ -249,7 +249,7 @@ def _measure_processes(
 
     All figures are None if there is no process, or if the private memory of one is unknown.
     """
-    # Mapped files are left out, because the kernel can drop them.
+    # Mapped files are excluded, because the kernel can drop them.
     private_bytes = sum_known(process.anonymous_bytes for process in engine)
     if private_bytes is None:
         return HostMemory()

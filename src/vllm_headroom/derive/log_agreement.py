@@ -11,7 +11,7 @@ TOLERANCE_BYTES: Final = 64 * MIB
 """Our choice: a smaller difference is ignored, because vLLM rounds to 0.01 GiB."""
 
 TOLERANCE_SHARE: Final = 0.02
-"""Our choice: a difference below this share of the size is ignored too."""
+"""Our choice: a difference below this share of the size is also ignored."""
 
 TOLERANCE_RATIO: Final = 0.005
 """Half a unit of the last digit that values of vLLM's options usually have."""

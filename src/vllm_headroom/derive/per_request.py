@@ -14,8 +14,8 @@ from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 from vllm_headroom.units import DAY_SECONDS
 
 COMPARABLE_FACTOR: Final = 1.1
-"""Two loads are comparable if they differ by at most this factor. The alert has the same threshold,
-1.1. In the post-mortem, memory rose from 9.5 to 10.5 MB per request.
+"""Two loads are comparable if they differ by at most this factor. The alert uses the same
+threshold, 1.1. In the post-mortem, memory rose from 9.5 to 10.5 MB per request.
 """
 
 BASELINE_READINGS: Final = 60

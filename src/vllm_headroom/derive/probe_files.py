@@ -42,7 +42,7 @@ def classify_probe(
     others = []
     for file in _list_newest(files, now):
         is_running = any(_is_same_process(file, process) for process in shown)
-        # If no process is visible, a fresh file is enough proof.
+        # If no process is visible, a fresh file is sufficient proof.
         may_run = is_running or not shown
         if file.stopped is not None:
             others.append(file)

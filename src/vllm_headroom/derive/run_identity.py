@@ -53,6 +53,6 @@ def is_new_run(
 
 
 def _find_latest_start(run_id: str) -> tuple[int, str]:
-    """Return a sortable key of the latest start; a process has its pid before its start."""
+    """Return a sortable key for the latest start; the pid of a process precedes its start time."""
     starts = [name.rpartition(":")[2] for name in run_id.split(",")]
     return max((len(start), start) for start in starts)

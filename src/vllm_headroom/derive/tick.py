@@ -163,7 +163,7 @@ def run_unguarded(name: str, step: Callable[[], T], fallback: F) -> T | F:
 
 
 class TickRules(Struct, frozen=True, kw_only=True):
-    """The operator's settings for the evaluation of a tick."""
+    """The operator's settings that apply to the evaluation of a tick."""
 
     selection: Selection
     derivations: tuple[Derivation[Any], ...]
@@ -183,7 +183,7 @@ class TickRules(Struct, frozen=True, kw_only=True):
     configured.
     """
     read_guardrail: Callable[[], Guardrail] | None = None
-    """Returns the guardrail's settings and state; None if this pod is never evicted."""
+    """Returns the guardrail's settings and state; None if this pod must never be evicted."""
 
 
 class TickReadings(Struct, frozen=True, kw_only=True):

@@ -121,8 +121,8 @@ class GrowthAlerts(Struct, frozen=True, kw_only=True):
     """The alert for a leak that leaves less than an hour."""
 
     day: str
-    """The alert for a leak that leaves less than a day, or for a possible leak that leaves less
-    than an hour.
+    """The alert for a leak that leaves less than a day, or a possible leak that leaves less than an
+    hour.
     """
 
     later: str

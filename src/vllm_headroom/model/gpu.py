@@ -302,7 +302,7 @@ def name_device(index: int | str, uuid: str) -> str:
 
 
 class Fate(StrEnum):
-    """What became of a process that holds GPU memory and whose engine has exited."""
+    """What has become of a process that holds GPU memory and whose engine has exited."""
 
     ORPHANED = "orphaned"
     """The process is still running although its engine has exited."""

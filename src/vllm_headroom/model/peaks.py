@@ -108,7 +108,7 @@ class PeakReadings(Struct, frozen=True, kw_only=True):
     """The maximum number of requests running at once: max_num_seqs."""
 
     stopped: str | None = None
-    """The error that ended the measurement; None while the measurement continues."""
+    """The error that ended the measurement; None while the measurement is running."""
 
 
 class StepAtError(Struct, frozen=True, kw_only=True):

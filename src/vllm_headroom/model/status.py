@@ -119,7 +119,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def recent_growth_bytes(self) -> int | None:
-        """Return how far the engine's memory has grown in the last minutes; None if unknown."""
+        """Return how far the engine's memory has grown in the last few minutes; None if unknown."""
         return _subtract(self.earlier_held_bytes, self.last_engine_bytes)
 
     @property

@@ -124,7 +124,7 @@ def _group_by_engine(
     `sample_keys` has the model and the engine from each sample's labels, with "" for a missing one.
     A sample without a model is shared by all engines that it belongs to, see `build_page`.
     """
-    # An engine has an entry even if all its samples are shared.
+    # An engine has an entry even if all of its samples are shared.
     families: dict[_EngineKey, dict[str, list[Sample]]] = {key: {} for key in keys}
     keys_by_engine: dict[str, list[_EngineKey]] = {"": keys}
     for key in keys:
@@ -272,7 +272,7 @@ def _combine_samples(
 
 
 def _has_contradiction(samples: Collection[Sample]) -> bool:
-    """Return whether one series has samples with different values."""
+    """Return whether any series has samples with different values."""
     readings = {(frozenset(sample.labels.items()), sample.value) for sample in samples}
     return len(readings) > len({series for series, _ in readings})
 

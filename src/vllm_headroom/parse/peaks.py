@@ -1,4 +1,4 @@
-"""Parse the peaks in the probe's file of one process."""
+"""Parse the peaks that the probe's file for one process contains."""
 
 from collections.abc import Mapping
 from functools import partial

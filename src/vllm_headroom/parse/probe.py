@@ -27,7 +27,7 @@ FORMAT_FIELD: Final = "headroom_probe"
 FORMAT_VERSION: Final = 1
 
 LONGEST_LABEL: Final = 200
-"""The number of characters of a text that are kept."""
+"""The maximum number of characters kept from a text."""
 
 MOST_LINES: Final = 10
 """The number of lines of code that are kept from a snapshot; the probe reports no more."""

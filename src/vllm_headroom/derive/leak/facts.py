@@ -140,7 +140,7 @@ class Growth(Struct, frozen=True, kw_only=True):
     """The retained memory at each of these blocks, which never falls from one block to the next."""
 
     rises_bytes: tuple[float, ...]
-    """The rise from block i to block i + 1; 0 if there was none."""
+    """The rise from block i to block i + 1; 0 if memory did not rise."""
 
     grown_bytes: float
     """The sum of the rises."""
@@ -374,7 +374,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
     oom_seconds: float | None = None
     """The expected time until out-of-memory."""
     oom_seconds_lower: float | None = None
-    """The lower bound of the time until out-of-memory."""
+    """A lower bound on the time until out-of-memory."""
 
 
 class TrackClock(Struct, frozen=True, kw_only=True):

@@ -427,7 +427,7 @@ def _find_reaching_ring(rings: tuple[Ring, ...], seconds: float) -> Ring:
 
 
 def _has_just_ended(ring: Ring, track: Track) -> bool:
-    """Return whether a block of the ring has ended with this reading."""
+    """Return whether a block of the ring has just ended, with this reading."""
     return bool(ring.blocks) and ring.blocks[-1].seconds == track.clock.now_seconds
 
 
@@ -853,7 +853,7 @@ def is_fading(track: Track) -> bool:
 
 
 def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
-    """Return whether growth has lasted for so much of the time left that no odds are needed."""
+    """Return whether growth has lasted for so much of the time left that odds are not needed."""
     left_share = SOON_SHARE if growth.lasted_seconds < LEAKING_SECONDS else LATE_SHARE
     return left_share * left_seconds <= growth.lasted_seconds
 

@@ -401,7 +401,8 @@ def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
         blocks = (*ring.blocks, replace(closed, floor_bytes=floor_bytes))
         highest_bytes = ring.highest_bytes
         if len(blocks) > RING_BLOCKS:
-            # A dropped block still counts, because memory that returns to its height has not grown.
+            # A dropped block is still considered, because memory that returns to its height has not
+            # grown.
             highest_bytes = max(highest_bytes, blocks[0].floor_bytes)
             blocks = blocks[1:]
         updated[number] = Ring(blocks=blocks, highest_bytes=highest_bytes, verdict=ring.verdict)

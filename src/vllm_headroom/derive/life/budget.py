@@ -65,7 +65,7 @@ WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryP
 
 
 class GpuBudget(Struct, frozen=True, kw_only=True):
-    """The memory of one GPU compared with the engine's budget, since the run's first work.
+    """The memory of one GPU compared with the engine's budget, since the run first did work.
 
     Times are on the monotonic clock.
     """
@@ -157,7 +157,7 @@ def _update_budget(
 def _add_level(
     levels: tuple[tuple[float, int], ...], now: float, held_bytes: int
 ) -> tuple[tuple[float, int], ...]:
-    """Return the levels of the last minutes; a new one is added once a slot has passed."""
+    """Return the levels of the last few minutes; a new one is added once a slot has passed."""
     if levels and 0 <= now - levels[-1][0] < REST_SLOT_SECONDS:
         return levels
     recent_levels = [level for level in levels if 0 <= now - level[0] <= REST_SECONDS]

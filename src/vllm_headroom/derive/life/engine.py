@@ -182,7 +182,7 @@ def update_engine(
     if update.exited_run is not None:
         event = _build_exit(update.exited_run, evidence, memory.record)
         runs = _count_exit(runs, event)
-    # Values of the previous run must not be compared with this run.
+    # Values of the previous run must not be compared with those of this run.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
     # An exit explains the stall that it ends, and a continuing stall is a single event.
@@ -233,7 +233,7 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
     # Without a page, the next run is still loading, and clients have lost this run. If a kubelet
-    # restarts a container within a second, no sample shows the engine without a process.
+    # restarts a container within a second, no sample shows the engine without processes.
     is_replaced = record.page.is_answering and evidence.answer is PageAnswer.GIVEN
     reason = _find_exit_reason(run, evidence, gpus, is_replaced=is_replaced)
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)

@@ -448,7 +448,7 @@ def update_activity(
     *,
     is_without_work: bool,
 ) -> ActivityTrack:
-    """Return the track with one more sample; `is_without_work`: the page shows no work."""
+    """Return the track with one more sample; `is_without_work` is set if the page shows no work."""
     now = snapshot.monotonic_seconds
     cpu_seconds = _sum_cpu_seconds(processes)
     gpu_ratio = _find_gpu_ratio(snapshot)

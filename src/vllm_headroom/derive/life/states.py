@@ -879,7 +879,7 @@ def read_symptom(
 
 
 def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
-    """Return for how many seconds something has been missing; 0 while it is present."""
+    """Return how many seconds something has been missing for; 0 while it is present."""
     if since_seconds is None:
         return 0.0
     return evidence.snapshot.monotonic_seconds - since_seconds
@@ -899,7 +899,7 @@ def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
 
 
 def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: Progress) -> Symptom:
-    """Return what an answering page and the processes behind it show."""
+    """Return what an answering page shows, and what the processes behind it show."""
     if not page.engines:
         # Once a page has shown an engine, it shows the engine for the rest of the run.
         has_shown_engine = run.page_run_id is not None or run.finished_total is not None
@@ -990,8 +990,8 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
     """Return whether the API server uses CPU time and may still answer.
 
-    If the server answers, the activity of the core, the workers and the GPUs counts too. If it is
-    silent, they may be spinning while they hang, as NCCL does.
+    If the server answers, the activity of the core, the workers and the GPUs is considered too. If
+    it is silent, they may be spinning while they hang, as NCCL does.
     """
     if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
         return True

@@ -351,7 +351,7 @@ VLLM_LINES: Final = (
         "0.6",
         text="device_name",
     ),
-    # The engine at work.
+    # The engine while it is working.
     _line(
         "initialised",
         r"init engine \(profile, create kv cache, warmup model\) took",

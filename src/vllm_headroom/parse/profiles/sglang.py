@@ -6,8 +6,9 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.units import GIB
 
 _TOTAL: Final = ("priority", ("",))
-"""With priority scheduling each priority has a series beside the total
-(`_log_gauge_queue_count`)."""
+"""With priority scheduling, each priority has a series in addition to the total
+(`_log_gauge_queue_count`).
+"""
 
 _PREFILLED: Final = ("prefill_effective_tokens_total",)
 _HITS: Final = ("device_hit", "host_hit", "storage_hit")
