@@ -1,4 +1,4 @@
-"""The state that the page and the snapshot show, and the history of the last week."""
+"""The state shown by the page and the snapshot, and the history of the last week."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -25,42 +25,41 @@ CURVE_STEP_SECONDS: Final = 60
 """The time between two points of a curve."""
 
 CURVE_POINTS: Final = 1440
-"""The number of points of a day. The day's curves of eight GPUs take 109 kB, and 146 kB on disk."""
+"""The number of points per day. The day curves of eight GPUs take 109 kB, and 146 kB on disk."""
 
 WEEK_STEP_MINUTES: Final = 10
-"""The minutes between two points of a week's curve. A week with a point per minute would take ten
-times the memory, and a picture has fewer columns than a thousand.
+"""The minutes between two points of a week curve. A week with one point per minute would take ten
+times the memory, although a picture has fewer than a thousand columns.
 """
 
 WEEK_POINTS: Final = 7 * 24 * 60 // WEEK_STEP_MINUTES
-"""The number of points of a week. The week's curves of eight GPUs take 77 kB, and 102 kB on disk.
-"""
+"""The number of points per week. The week curves of eight GPUs take 77 kB, and 102 kB on disk."""
 
 MOST_MINUTES_BACK: Final = 5
-"""If the clock is set back by no more than this, the history is kept. Until the clock has caught
-up, samples are added to the newest minute.
+"""If the clock is set back by no more than this, the history is kept, and samples are added to the
+newest minute until the clock has caught up.
 """
 
 MOST_CURVE_GPUS: Final = 64
-"""Our choice: at most this many GPUs, or parts of GPUs, have curves."""
+"""The maximum number of GPUs, or parts of GPUs, with curves (our choice)."""
 
 MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 3
-"""There are two curves for each GPU, and those of the host, the running requests and the KV cache.
-"""
+"""There are two curves per GPU, plus those of the host, the running requests and the KV cache."""
 
 MOST_HISTORY_EVENTS: Final = 50
-"""Our choice: this many events are kept. The page shows the newest ten, and the snapshot shows all.
+"""The number of events kept (our choice). The page shows the newest ten, and the snapshot shows
+all.
 """
 
 MOST_STARTS: Final = 5
-"""Our choice: the durations of this many starts of the engine are kept."""
+"""The number of engine starts whose durations are kept (our choice)."""
 
 FLOAT_TYPECODE: Final = "f"
-"""The type of a curve's values: four bytes, exact to 8 KiB at 80 GiB."""
+"""The type of a curve's values: four bytes, accurate to 8 KiB at 80 GiB."""
 
 
 class HistoryEvent(Struct, frozen=True, kw_only=True):
-    """A verdict that is new at a sample."""
+    """A verdict that first appeared in a sample."""
 
     seconds: float
     """The time of the sample, in seconds since the epoch."""
@@ -70,43 +69,41 @@ class HistoryEvent(Struct, frozen=True, kw_only=True):
 
 
 VerdictKey = tuple[str, Level, str | None]
-"""The subject of a verdict, its level, and its alert. If there is no alert, the third value is the
-state of the engine for a verdict on the engine, and None for any other verdict.
+"""The subject, level and alert of a verdict. If there is no alert, the third value is the engine's
+state for a verdict on the engine, and None for any other verdict.
 """
 
 
 class VerdictStart(Struct, frozen=True, kw_only=True):
-    """Since when a verdict holds."""
+    """The time since when a verdict has held."""
 
     key: VerdictKey
     seconds: float
-    """The time of the first sample that had the verdict, in seconds since the epoch."""
+    """The time of the first sample with the verdict, in seconds since the epoch."""
     is_exact: bool
-    """The value is False if that was the first sample of all, because the verdict may have held
-    before.
-    """
+    """False if that was the very first sample, because the verdict may have held before it."""
 
 
 class SavedHistory(Struct, frozen=True, kw_only=True):
-    """The history as it is saved in a state file."""
+    """The history as saved in a state file."""
 
     minute: int | None = None
     """The newest minute, counted since the epoch; None before the first sample."""
     curves: dict[str, bytes] = field(default_factory=dict)
-    """A day's values of each curve, as floats of 32 bits, by the curve's name."""
+    """The values of each curve for a day, as 32-bit floats, by the curve's name."""
     week_curves: dict[str, bytes] = field(default_factory=dict)
-    """The values of a week, in the same form."""
+    """The values for a week, in the same form."""
     events: tuple[HistoryEvent, ...] = ()
     verdict_starts: tuple[VerdictStart, ...] | None = None
     """The verdicts of the last sample; None before the first sample."""
     start_durations_seconds: tuple[float, ...] = ()
-    """How long the engine's last starts took, the oldest first."""
+    """How long the engine's last starts took, oldest first."""
 
 
 class _Rings:
     """The curves of the newest `points` steps.
 
-    A curve is a ring of floats. NaN means that there is no value.
+    Each curve is a ring of floats, in which NaN means that there is no value.
     """
 
     def __init__(self, step_minutes: int, points: int) -> None:
@@ -115,17 +112,15 @@ class _Rings:
         self._newest_step: int | None = None
         """The step of the newest minute, counted since the epoch; None before the first minute."""
         self.curves: dict[str, array[float]] = {}
-        """The curves by name. The value of a step is at the place of its number modulo the points.
+        """The curves by name. A step's value is at the index of its number modulo the number of
+        points.
         """
 
     def move_to(self, minute: int) -> None:
-        """Make this the newest minute.
-
-        Steps that were left out have no value.
-        """
+        """Make this the newest minute; steps that were skipped have no value."""
         step = minute // self._step_minutes
         newest_step = step if self._newest_step is None else self._newest_step
-        # After a pause longer than the ring, each point of the ring is cleared once.
+        # After a pause longer than the ring, each of its points is cleared only once.
         first_step = max(newest_step, step - self._points) + 1
         skipped_steps = range(first_step, step + 1)
         for curve in self.curves.values():
@@ -136,7 +131,7 @@ class _Rings:
     def add(self, name: str, value: float, choose: Callable[[float, float], float]) -> None:
         """Add a value to a curve's newest step.
 
-        If the step has a value, `choose` picks which of the two is kept.
+        If the step already has a value, `choose` picks which of the two is kept.
         """
         if name not in self.curves:
             self.curves[name] = array(FLOAT_TYPECODE, [nan]) * self._points
@@ -148,7 +143,7 @@ class _Rings:
             curve[slot] = choose(curve[slot], value)
 
     def read(self, name: str) -> Curve:
-        """Return one curve from its first known value on; empty if nothing is known."""
+        """Return one curve, from its first known value; empty if nothing is known."""
         ring = self.curves.get(name)
         newest_step = self._newest_step
         if ring is None or newest_step is None:
@@ -157,8 +152,8 @@ class _Rings:
         start = oldest_step % self._points
         floats = (ring[start:] + ring[:start]).tolist()
         values: Sequence[float | None] = floats
-        # This is the fast path: usually no value is missing. An infinite value, such as for a page
-        # with 1e39 requests, counts as missing.
+        # This is the fast path: usually, no value is missing. An infinite value, such as from a
+        # page with 1e39 requests, counts as missing.
         if not isfinite(sum(floats)):
             values = [value if isfinite(value) else None for value in floats]
         unknown_points = next(
@@ -177,10 +172,7 @@ class _Rings:
         return {name: curve.tobytes() for name, curve in self.curves.items()}
 
     def restore(self, saved: dict[str, bytes], minute: int | None) -> None:
-        """Continue saved curves at their newest minute.
-
-        Curves of another length are left out.
-        """
+        """Continue saved curves from their newest minute; curves of another length are left out."""
         self._newest_step = None if minute is None else minute // self._step_minutes
         curve_bytes = self._points * array(FLOAT_TYPECODE).itemsize
         self.curves = {
@@ -198,17 +190,16 @@ class _Rings:
 class History:
     """The curves of the last day and week, the newest events, and how long starts took.
 
-    A day's curve has a point for each minute, and a week's curve for each ten minutes. The curves
-    are the lowest free memory of each GPU, the same at the peaks between two samples, the lowest
-    free memory of the host, the highest number of running requests, and the highest use of a KV
-    cache.
+    A day curve has one point per minute, and a week curve one per ten minutes. The curves are each
+    GPU's lowest free memory, its lowest free memory at the peaks between samples, the host's lowest
+    free memory, the highest number of running requests, and the highest KV cache usage.
     """
 
     def __init__(self) -> None:
         self.events: tuple[HistoryEvent, ...] = ()
-        """The events, the oldest first."""
+        """The events, oldest first."""
         self.start_durations_seconds: tuple[float, ...] = ()
-        """How long the engine's last starts took, the oldest first."""
+        """How long the engine's last starts took, oldest first."""
         self._minute: int | None = None
         """The newest minute, counted since the epoch; None before the first sample."""
         self._day = _Rings(1, CURVE_POINTS)
@@ -216,7 +207,7 @@ class History:
         self._verdict_starts: dict[VerdictKey, VerdictStart] | None = None
         """The verdicts of the last sample; None before the first sample."""
         self._state: EngineState | None = None
-        """The state of the engine at the last sample; None if unknown."""
+        """The engine's state in the last sample; None if unknown."""
 
     def step(
         self,
@@ -225,10 +216,10 @@ class History:
         running: float | None,
         kv_used_ratio: float | None = None,
     ) -> None:
-        """Add one tick, with the running requests and the use of the fullest KV cache.
+        """Add one tick, with the running requests and the usage of the fullest KV cache.
 
-        `running` or `kv_used_ratio` is None if it is unknown. If the clock was set back by more
-        than MOST_MINUTES_BACK, all curves start over.
+        `running` and `kv_used_ratio` are None if unknown. If the clock was set back by more than
+        MOST_MINUTES_BACK, all curves start over.
         """
         self._move_to(int(snapshot.time_seconds // CURVE_STEP_SECONDS))
         gpus = snapshot.owned_gpus[:MOST_CURVE_GPUS]
@@ -243,21 +234,21 @@ class History:
         self._add_events(snapshot, verdicts)
 
     def read_curve(self, name: str, past_seconds: float | None = None) -> Curve:
-        """Return one curve from its first known value on; empty if nothing is known.
+        """Return one curve, from its first known value; empty if nothing is known.
 
-        The names are: `free UUID` and `peak UUID` for the free memory of a GPU in bytes, `host` for
-        that of the host, `running` for the number of running requests, and `kv_cache` for the use
-        of the fullest KV cache as a ratio. If more than a day of the past is wanted, the result is
-        the week's curve. Otherwise it is the day's curve.
+        The names are `free UUID` and `peak UUID` for a GPU's free memory in bytes, `host` for the
+        host's, `running` for the number of running requests, and `kv_cache` for the usage of the
+        fullest KV cache as a ratio. The result is the week curve if `past_seconds` is more than a
+        day, and the day curve otherwise.
         """
         if past_seconds is not None and past_seconds > DAY_SECONDS:
             return self._week.read(name)
         return self._day.read(name)
 
     def find_start(self, verdict: Verdict, state: EngineState | None) -> VerdictStart | None:
-        """Return since when a verdict of the last sample holds; None if that is unknown.
+        """Return since when a verdict in the last sample has held; None if unknown.
 
-        `state` is that of the engine.
+        `state` is the engine's state.
         """
         return (self._verdict_starts or {}).get(_build_verdict_key(verdict, state))
 
@@ -276,10 +267,7 @@ class History:
         )
 
     def restore(self, saved: SavedHistory) -> None:
-        """Continue the history of an earlier daemon.
-
-        Curves of another length are left out.
-        """
+        """Continue an earlier daemon's history; curves of another length are left out."""
         self._minute = saved.minute
         self._day.restore(saved.curves, saved.minute)
         self._week.restore(saved.week_curves, saved.minute)
@@ -293,8 +281,8 @@ class History:
     def _move_to(self, minute: int) -> None:
         """Make this the newest minute.
 
-        Skipped minutes have no value. If the minute is a few minutes back, the newest minute stays.
-        If it is far back, all curves are dropped.
+        Skipped minutes have no value. If the given minute is a few minutes back, the newest minute
+        does not change. If it is further back, all curves are dropped.
         """
         if self._minute is not None and minute < self._minute - MOST_MINUTES_BACK:
             self._day.clear()
@@ -306,7 +294,7 @@ class History:
         self._week.move_to(minute)
 
     def _drop_curves_of_others(self, uuids: set[str]) -> None:
-        """If there are too many curves, drop those of all other GPUs, or parts of GPUs."""
+        """If there are too many curves, drop those of all other GPUs or parts of GPUs."""
         # A curve's name is "free UUID" or "peak UUID", or one word without a UUID.
         kept_uuids = {"", *uuids}
         for rings in (self._day, self._week):
@@ -318,7 +306,7 @@ class History:
                 }
 
     def _add_gpu(self, gpu: GpuReading) -> None:
-        """Add the free memory of a GPU, now and at its peak, as far as known."""
+        """Add a GPU's free memory, now and at its peak, if known."""
         if gpu.memory is None:
             return
         self._add(f"free {gpu.uuid}", gpu.memory.free_bytes, min)
@@ -329,9 +317,9 @@ class History:
         self._add(f"peak {gpu.uuid}", free_at_peak_bytes, min)
 
     def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
-        """Add a value to the newest point of a curve's day and week; None adds nothing.
+        """Add a value to the newest point of a day and week curve; None adds nothing.
 
-        If the point has a value, `choose` picks which of the two is kept.
+        If the point already has a value, `choose` picks which of the two is kept.
         """
         if value is None:
             return
@@ -339,7 +327,7 @@ class History:
         self._week.add(name, value, choose)
 
     def _add_start_duration(self, snapshot: Snapshot) -> None:
-        """Add how long a start took, at the first sample in which the engine serves."""
+        """Add how long a start took, in the first sample in which the engine is serving."""
         status = snapshot.engine_status
         state = None if status is None else status.state
         has_started = self._state is EngineState.STARTING and state is EngineState.SERVING
@@ -350,9 +338,10 @@ class History:
         self._state = state
 
     def _add_events(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
-        """Add an event for each verdict that the last sample did not have, by its key.
+        """Add an event for each verdict whose key was not in the last sample.
 
-        A verdict keeps its key if only its figures have changed. The first sample adds no events.
+        A verdict keeps its key if only its figures have changed. The first sample does not add any
+        events.
         """
         state = None if snapshot.engine_status is None else snapshot.engine_status.state
         verdicts_by_key = {_build_verdict_key(verdict, state): verdict for verdict in verdicts}
@@ -373,7 +362,7 @@ class History:
                 key=key, seconds=snapshot.time_seconds, is_exact=not is_first
             )
         if state is EngineState.ASLEEP:
-            # These alerts pause while the engine sleeps, so they are not new when it wakes.
+            # These alerts pause while the engine is asleep, so they are not new when it wakes up.
             starts |= {
                 key: start for key, start in previous_starts.items() if _is_paused_by_sleep(key)
             }
@@ -388,7 +377,7 @@ def _build_verdict_key(verdict: Verdict, state: EngineState | None) -> VerdictKe
 
 
 def _is_paused_by_sleep(key: VerdictKey) -> bool:
-    """Return whether a verdict has an alert that does not fire while the engine sleeps."""
+    """Return whether a verdict's alert does not fire while the engine is asleep."""
     subject, _, alert = key
     return subject != "engine" and alert is not None
 
@@ -400,27 +389,24 @@ class LastIncident(Struct, frozen=True, kw_only=True):
     """When the incident began, in seconds since the epoch."""
     kind: str
     reason: str | None
-    """The reason of an exit; None for a stall."""
+    """The reason for an exit; None for a stall."""
     sentence: str | None
-    """The cause of the incident, and how certain the cause is; None if unknown."""
+    """The cause of the incident and how certain it is; None if unknown."""
     file: str
     """The path of the incident's file."""
 
     @property
     def command(self) -> str:
-        """Return the command that explains the incident.
-
-        Run it where the file is.
-        """
+        """Return the command that explains the incident; it must be run where the file is."""
         return f"vllm-headroom postmortem {self.file}"
 
 
 def find_no_name(_pid: int) -> None:
-    """Return None, because no process has a name here."""
+    """Return None, because the names of processes are not available."""
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """The newest sample, and everything else that the page and the snapshot show with it."""
+    """The newest sample, and everything else shown with it by the page and the snapshot."""
 
     version: str
     interval_seconds: float
@@ -428,7 +414,7 @@ class View(Struct, frozen=True, kw_only=True):
     host: str = ""
     """The name of the sidecar's pod or machine."""
     pod: EnginePod | None = None
-    """The engine's pod. The value is None outside of Kubernetes, or if it is not known."""
+    """The engine's pod; None outside of Kubernetes, or if unknown."""
     engine_url: str = ""
     snapshot: Snapshot | None = None
     """The snapshot of the sample; None before the first sample."""
@@ -439,10 +425,10 @@ class View(Struct, frozen=True, kw_only=True):
     stall_reason: str | None = None
     """Why the sampling loop is unhealthy; None while it is healthy."""
     notice: str = ""
-    """A line for people at the top of the page; empty without one."""
+    """A line for people at the top of the page; empty if there is none."""
     runbooks: str | None = None
-    """The URL of the runbooks. If the URL contains `{alert}`, the alert's name replaces it.
-    Otherwise the name is appended. The value is None if no URL is configured.
+    """The URL of the runbooks; None if not configured. If the URL contains `{alert}`, this is
+    replaced with the alert's name; otherwise, the name is appended.
     """
     last_incident: LastIncident | None = None
     find_process_name: Callable[[int], str | None] = find_no_name
@@ -450,7 +436,7 @@ class View(Struct, frozen=True, kw_only=True):
 
     @property
     def engine_status(self) -> EngineStatus | None:
-        """Return the status of the engine at the newest sample; None if unknown."""
+        """Return the engine's status in the newest sample; None if unknown."""
         return None if self.snapshot is None else self.snapshot.engine_status
 
     def find_start(self, verdict: Verdict) -> VerdictStart | None:
@@ -462,7 +448,7 @@ class View(Struct, frozen=True, kw_only=True):
     def shown_verdicts(self) -> tuple[Verdict, ...]:
         """Return the verdicts to show now.
 
-        While the sampling loop is unhealthy, the first verdict is an alarm about that, and all
+        While the sampling loop is unhealthy, the first verdict is an alarm about the loop, and all
         others have the level UNKNOWN.
         """
         if self.stall_reason is None:
@@ -479,7 +465,7 @@ class View(Struct, frozen=True, kw_only=True):
         return (stall, *outdated)
 
     def find_runbook(self, alert: str | None) -> str | None:
-        """Return the URL of an alert's runbook; None if there is no alert or no configured URL."""
+        """Return the URL of an alert's runbook; None without an alert or a configured URL."""
         if alert is None or self.runbooks is None:
             return None
         if "{alert}" in self.runbooks:

@@ -1,1 +1,1 @@
-"""The formats of the recorded past: the trace, the flight record and incidents."""
+"""The formats of recorded data: the trace, the flight record and incidents."""

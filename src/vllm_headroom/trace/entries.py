@@ -19,30 +19,30 @@ _ENGINE_NAMES: Final = {
     "gpu_memory_utilization_ratio": "gpu_memory_utilization",
     "started_at_seconds": "started_at",
 }
-"""The fields of EngineReading that have another name in the format."""
+"""The fields of EngineReading that have a different name in the format."""
 
 ENGINE_FIELDS: Final = tuple(
     (field, _ENGINE_NAMES.get(field, field)) for field in EngineReading.__struct_fields__
 )
-"""Each field of EngineReading, and its name in a trace."""
+"""Each field of EngineReading and its name in a trace."""
 
 HOST_FIELDS: Final = tuple(
     (field, field.removesuffix("_bytes"))
     for field in HostMemory.__struct_fields__
     if field != "basis"
 )
-"""Each figure of HostMemory, and its name in a trace."""
+"""Each figure in HostMemory and its name in a trace."""
 
 PROCESS_FIELDS: Final = tuple(
     (field, field.removesuffix("_bytes").removesuffix("_seconds").removesuffix("_ratio"))
     for field in EngineProcess.__struct_fields__
     if field not in {"pid", "role", "since_boot_seconds"}
 )
-"""Each recorded field of EngineProcess except its role, and the field's name in a trace."""
+"""Each recorded field of EngineProcess, except its role, and the field's name in a trace."""
 
 
 def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
-    """Return all known facts of an engine, by their names in a trace."""
+    """Return all known facts about an engine, by their names in a trace."""
     return drop_unreadable({name: getattr(engine, field) for field, name in ENGINE_FIELDS})
 
 
@@ -50,7 +50,7 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
     """Return the record of one of the engine's GPUs, without unknown values.
 
     While the engine's share of `used` is unknown, `used` is left out, because readers of a trace
-    take it for the engine's memory.
+    would take it for the engine's memory.
     """
     entry = {
         "gpu": gpu.reading.index,
@@ -69,7 +69,7 @@ def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
         drop_unreadable({"fate": leftover.fate, "used": leftover.used_bytes})
         for leftover in gpu.leftovers
     ]
-    # Without the probe, all fields of an empty Inside are None, and are dropped.
+    # Without the probe, all fields of the empty Inside are None and are dropped.
     inside = gpu.inside or Inside()
     return drop_unreadable(
         {
@@ -102,9 +102,9 @@ def build_host_entry(host: HostMemory) -> dict[str, Any]:
 
 
 def drop_unreadable(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry without None and without numbers above LARGEST, which readers refuse.
+    """Return an entry without None and without numbers above LARGEST, which readers reject.
 
-    If a text is not printable, it is escaped.
+    Text that is not printable is escaped.
     """
     readable = {}
     for field, value in entry.items():
@@ -128,12 +128,12 @@ HEADER: Final = {"headroom_trace": 1}
 """The first line of a trace, with the version of the format."""
 
 LONGEST_LINE_BYTES: Final = 2**20
-"""At most this many bytes of a line are read, so that a file without line breaks is not read into
+"""The maximum number of bytes read of a line, so that a file without line breaks is not read into
 memory.
 """
 
 YEAR_10000: Final = 253_402_300_800
-"""The first second of the year 10000, since the epoch. Later times cannot be shown as dates."""
+"""The start of the year 10000, in seconds since the epoch. Later times cannot be shown as dates."""
 
 
 def encode_line(record: dict[str, Any]) -> bytes:
@@ -144,8 +144,8 @@ def encode_line(record: dict[str, Any]) -> bytes:
 def build_record(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot's record for a trace.
 
-    It has the engine's GPUs, the engines of the page, their processes, the configured pools and the
-    host memory. If a source failed, the GPUs, engines or processes from it are None.
+    It contains the engine's GPUs, the engines on the page, their processes, the configured pools
+    and the host memory. If a source failed, the GPUs, engines or processes from it are None.
     """
     record: dict[str, Any] = {
         "t": round(snapshot.time_seconds, 3),
@@ -155,17 +155,17 @@ def build_record(snapshot: Snapshot) -> dict[str, Any]:
     }
     gpus = snapshot.gpus
     if not isinstance(gpus, Failure):
-        # On a large machine, the GPUs of other engines would fill the record.
+        # On a large machine, other engines' GPUs would fill up the record.
         record["gpus"] = [build_gpu_entry(gpu) for gpu in gpus if gpu.attribution is not None]
     page = snapshot.engines
     if isinstance(page, Failure):
-        # In a replay, the reason of the failure decides whether the engine was down.
+        # In a replay, the failure's reason determines whether the engine was down.
         record["engines_failure"] = page.reason
         if page.http_status is not None:
             record["engines_status"] = page.http_status
     else:
         record["engines"] = [build_engine_entry(engine) for engine in page.engines]
-    # Most samples have none of the following fields, and an absent field costs no bytes.
+    # Most samples have none of the following fields, and an absent field takes no space.
     if snapshot.has_silent_core:
         record["silent_core"] = True
     if snapshot.server is not None:

@@ -1,4 +1,4 @@
-"""The flight record on disk: the last hours as a trace of two files, and its incidents."""
+"""The flight record on disk: the last few hours as a trace in two files, and incidents."""
 
 import json
 import os
@@ -19,77 +19,78 @@ from vllm_headroom.units import HOUR_SECONDS, MIB, to_datetime
 log = Log(__name__)
 
 FLIGHT: Final = "flight.jsonl"
-"""The newer file of the record. The name of the older file has `.1` at its end."""
+"""The name of the record's newer file. The older file has the suffix `.1`."""
 
 SPOILED: Final = f"spoiled-{FLIGHT}"
-"""The name for a file of the record that is not a trace. The pattern flight.jsonl*, with which
-people join the record's two files, does not match this name.
+"""The name given to a record file that is not a trace. The pattern flight.jsonl*, with which people
+join the record's two files, does not match this name.
 """
 
 INCIDENTS: Final = "incidents"
-"""The folder of the incidents, beside the record."""
+"""The folder that contains the incidents, next to the record."""
 
 INCIDENT_KEY: Final = "incident"
-"""The key of an incident's facts, in the header of its trace."""
+"""The key of an incident's facts in the header of its trace."""
 
 INCIDENT_NAME: Final = "%Y-%m-%dT%H-%M-%SZ.jsonl"
-"""The file name of an incident, by the time when the incident began. So the names sort by time."""
+"""The file name of an incident, which is the time when it began, so that the names sort by time."""
 
 FLIGHT_BYTES: Final = 22 * MIB
-"""The largest size of each of the record's two files. They hold a day of one GPU with a sample
+"""The maximum size of each of the record's two files. They hold a day of one GPU with a sample
 every 5 s, or hours of eight GPUs with a sample every second.
 """
 
 INCIDENT_BYTES: Final = 2 * MIB
-"""The largest size of an incident's file, so that MOST_INCIDENTS fit beside the record."""
+"""The maximum size of an incident's file, so that MOST_INCIDENTS fit next to the record."""
 
 MOST_INCIDENTS: Final = 8
-"""This many incidents are kept. With the record they take 60 MiB, so that a volume of 64 MiB also
-holds an incident that is being written.
+"""The number of incidents kept. Together with the record, they take 60 MiB, so that a 64 MiB volume
+has room for an incident that is being written.
 """
 
 ROOMY_BYTES: Final = 128 * MIB
-"""If a volume is smaller than this, all these sizes shrink in proportion, so that record and
-incidents take half of it. The volume of the Kustomize components has 16 MiB: hours of one GPU with
-a sample every 5 s.
+"""On a volume smaller than this, all these sizes shrink proportionally, so that the record and the
+incidents take half of it. The volume in the Kustomize components has 16 MiB, enough for hours of
+one GPU with a sample every 5 s.
 """
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS
-"""An incident's file has this much of the record before the incident. The leak detector needs an
-hour or two, and the header has a leak that was found earlier.
+"""How much of the record before an incident its file contains. The leak detector needs an hour or
+two, and the header contains any leak that was found earlier.
 """
 
 DENSE_SECONDS: Final = 600.0
-"""An incident's file has every sample of this time before the incident."""
+"""The period before an incident for which its file contains every sample."""
 
 SPARSE_SECONDS: Final = 15.0
-"""Before DENSE_SECONDS, an incident's file has one sample per interval of this length. This shows
-the course of memory, and takes 1.5 MiB for six hours.
+"""Before DENSE_SECONDS, an incident's file contains one sample per interval of this length, which
+shows how memory developed and takes 1.5 MiB for six hours.
 """
 
 _SAMPLE_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
-"""The start of each sample, with its time, so that the rest need not be parsed."""
+"""The start of each sample, which contains its time, so that the rest need not be parsed."""
 
 
 def locate_incident(folder: Path, seconds: float) -> Path:
-    """Return the file of an incident beside a record."""
+    """Return the file for an incident next to a record."""
     name = to_datetime(seconds).strftime(INCIDENT_NAME)
     return folder / INCIDENTS / name
 
 
 def list_incidents(folder: Path) -> list[Path]:
-    """Return the files of incidents in a folder, the newest last; raises OSError.
+    """Return the incident files in a folder, newest last; raise OSError if it cannot be read.
 
-    Files with other names are left out, and so are pipes and devices.
+    Files with other names, pipes and devices are left out.
     """
     incidents = [file for file in folder.glob("*.jsonl") if parse_start(file) is not None]
     return sorted(file for file in incidents if file.is_file())
 
 
 def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest incident beside a record, and its facts; raises OSError.
+    """Return the newest incident next to a record, and its facts.
 
-    Returns None if there is no incident with a header that can be read.
+    Returns None if there is no incident with a readable header. Raises OSError if a file cannot be
+    read.
     """
     for file in reversed(list_incidents(folder / INCIDENTS)):
         with file.open("rb") as stream:
@@ -104,7 +105,7 @@ def _is_time(value: object) -> bool:
 
 
 def parse_start(file: Path) -> float | None:
-    """Return the time of an incident by its file name; None for other files."""
+    """Return the time of an incident from its file name; None for other files."""
     try:
         return datetime.strptime(file.name, INCIDENT_NAME).replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -116,7 +117,7 @@ def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
     try:
         header = json.loads(first_line)
         facts = header.get(INCIDENT_KEY) if isinstance(header, dict) else None
-        # Python also reads NaN and infinity, which JSON does not have. The encoder refuses them.
+        # Python also accepts NaN and infinity, which JSON does not have. The encoder rejects them.
         encode_line({INCIDENT_KEY: facts})
     except (ValueError, RecursionError):
         return None
@@ -124,16 +125,16 @@ def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
 
 
 def append_to_record(folder: Path, line: bytes) -> None:
-    """Append a line to the record in a folder, and create the folder if it is missing.
+    """Append a line to the record in a folder, creating the folder if needed.
 
-    If a file is not a trace, it is set aside. After a crash of the machine it may contain zeros,
-    and on a bad disk anything. Raises OSError, and ValueError if the file is a link.
+    A file that is not a trace is set aside: after a machine crash it may contain zeros, and on a
+    bad disk anything. Raises OSError if writing fails, and ValueError if the file is a link.
     """
     make_folder(folder)
     file = folder / FLIGHT
-    if file.is_symlink():  # A link in the daemon's folder is an attack.
+    if file.is_symlink():  # A link in the daemon's folder indicates an attack.
         raise ValueError(NOT_A_TRACE)
-    # The share is read each time, because a volume can be resized while the daemon runs.
+    # The share is computed each time, because a volume can be resized while the daemon is running.
     max_bytes = int(find_size_share(folder) * FLIGHT_BYTES)
     try:
         append(file, line, max_bytes)
@@ -146,14 +147,15 @@ def append_to_record(folder: Path, line: bytes) -> None:
 def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
     """Create or replace the incident of that time from the current record, atomically.
 
-    At least half of the file's size is for samples. If there are too many samples, the oldest are
-    left out. If there are too many incidents, one is deleted. Raises OSError.
+    At least half of the file's maximum size is for samples. If there are too many samples, the
+    oldest are left out. If there are too many incidents, one is deleted. Raises OSError if reading
+    or writing fails.
     """
     max_bytes = int(find_size_share(folder) * INCIDENT_BYTES)
     # The facts get at most half of the size, so that they never displace all samples.
     header = _build_header(facts, max_bytes // 2)
     samples_bytes = max(max_bytes // 2, max_bytes - len(header))
-    # The samples get the space that a short header leaves.
+    # The samples also get any space left over by a short header.
     samples = _select_samples(_read_lines(folder), seconds, samples_bytes)
     incidents = folder / INCIDENTS
     make_folder(folder)
@@ -164,11 +166,11 @@ def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
 
 
 def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
-    """Return the first line of an incident's file, which has the facts.
+    """Return the first line of an incident's file, which contains the facts.
 
-    While this line is longer than `max_bytes`, the longest field of `before` is left out. The line
-    may still be longer without any of these fields. Readers read at most LONGEST_LINE_BYTES of this
-    line.
+    As long as the line is longer than `max_bytes`, the longest field of `before` is left out. Even
+    without any of these fields, the line may be longer. Readers read at most LONGEST_LINE_BYTES of
+    it.
     """
     before_fields = dict(facts.get("before", {}))
     while True:
@@ -181,9 +183,10 @@ def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
 
 
 def find_size_share(folder: Path) -> float:
-    """Return the share of the usual sizes that the volume of a folder allows, at most 1.
+    """Return the share of the usual sizes that a folder's volume allows, at most 1.
 
-    Half of a small volume is left for the state files. Raises OSError.
+    Half of a small volume is left for the state files. Raises OSError if the volume cannot be
+    examined.
     """
     volume = os.statvfs(folder)
     return min(1.0, volume.f_blocks * volume.f_frsize / ROOMY_BYTES)
@@ -192,8 +195,8 @@ def find_size_share(folder: Path) -> float:
 def _make_room(incidents: Path, newest: Path) -> None:
     """Delete incidents until there are at most MOST_INCIDENTS; `newest` is never deleted.
 
-    The incident that followed the previous one soonest is deleted first, so that the first exits of
-    a crash loop stay.
+    The incident that most closely followed the previous one is deleted first, so that the first
+    exits of a crash loop are kept.
     """
     starts_seconds = {file: parse_start(file) or 0.0 for file in list_incidents(incidents)}
     while len(starts_seconds) > MOST_INCIDENTS:
@@ -202,17 +205,17 @@ def _make_room(incidents: Path, newest: Path) -> None:
             for previous_file, file in pairwise(starts_seconds)
             if file != newest
         ]
-        # In a crash loop this leaves fewer of the later exits.
+        # In a crash loop, this removes some of the later exits.
         _, closest_file = min(gaps)
         closest_file.unlink(missing_ok=True)
         del starts_seconds[closest_file]
 
 
 def _read_lines(folder: Path) -> Iterator[bytes]:
-    """Yield the lines of the record, those of the older file first; raises OSError.
+    """Yield the lines of the record, starting with the older file.
 
-    A line that is too long is yielded in parts. If a pipe or device is in place of a file, it is
-    skipped.
+    A line that is too long is yielded in parts. A pipe or device in place of a file is skipped.
+    Raises OSError if a file cannot be read.
     """
     for file in (folder / f"{FLIGHT}.1", folder / FLIGHT):
         if file.is_file():
@@ -221,9 +224,9 @@ def _read_lines(folder: Path) -> Iterator[bytes]:
 
 
 def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> Iterable[bytes]:
-    """Return the lines of the samples from INCIDENT_LEAD_SECONDS before a time on.
+    """Return the sample lines starting INCIDENT_LEAD_SECONDS before a time.
 
-    Before the last DENSE_SECONDS, one sample is taken for each SPARSE_SECONDS. If the samples
+    Except for the last DENSE_SECONDS, one sample per SPARSE_SECONDS is selected. If the samples
     exceed `max_bytes`, the oldest are left out.
     """
     samples: deque[bytes] = deque()
@@ -233,7 +236,7 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
         sample_seconds = _parse_sample_time(line)
         if sample_seconds is None or sample_seconds < seconds - INCIDENT_LEAD_SECONDS:
             continue
-        # The first sample of each slot is kept. Of the last minutes, every sample is kept.
+        # The first sample in each slot is kept, and in the last minutes every sample.
         slot = int(sample_seconds // SPARSE_SECONDS)
         is_repeated = slot == previous_slot
         previous_slot = slot
@@ -247,7 +250,7 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
 
 
 def _parse_sample_time(line: bytes) -> float | None:
-    """Return the time of a sample; None for any other line, and for a line without its end."""
+    """Return the time of a sample; None for any other line, or for an incomplete one."""
     match = _SAMPLE_TIME.match(line)
     if match is None or not line.endswith(b"\n"):
         return None

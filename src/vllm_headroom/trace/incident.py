@@ -1,4 +1,4 @@
-"""Build and read the header of an incident: the facts that its samples do not show."""
+"""Build and read an incident's header: the facts that its samples do not show."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, get_args, get_origin
@@ -30,20 +30,19 @@ ByteCount = Annotated[int, Meta(ge=0, le=LARGEST)]
 """A size in bytes."""
 
 MOST_SHOWN: Final = 100
-"""Our choice: this many of the newest entries of a list in a header are shown."""
+"""The number of newest entries shown of a list in a header (our choice)."""
 
 LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
-"""The rank of a verdict on a leak. Any other state has the rank 0. The verdict with the higher rank
-counts.
+"""The rank of a leak verdict. Any other state has rank 0. The verdict with the higher rank counts.
 """
 
 FATAL_ERROR_SECONDS: Final = 60.0
-"""An OutOfMemoryError within this time before the end is the one that ended the engine. A core that
-raises it exits at once, and its server exits within seconds.
+"""An OutOfMemoryError that occurred within this time before the end is the one that ended the
+engine. A core that raises it exits immediately, and its server exits within seconds.
 """
 
 PEAK_BEFORE_SECONDS: Final = 60.0
-"""The highest use within this time before the newest sample counts as that sample's peak."""
+"""The highest usage within this time before the newest sample counts as that sample's peak."""
 
 
 class EngineEvent(Struct, frozen=True, kw_only=True):
@@ -89,7 +88,7 @@ class TorchMemory(Struct, frozen=True, kw_only=True):
 
 
 class ProbedMemory(Struct, frozen=True, kw_only=True):
-    """A process with a probe, by its last file."""
+    """A process with a probe, according to its last file."""
 
     pid: int | None = None
     role: str | None = None
@@ -109,7 +108,7 @@ class MappingGrowth(Struct, frozen=True, kw_only=True):
 
 
 class LastInService(Struct, frozen=True, kw_only=True):
-    """The facts at the last sample in service."""
+    """The facts from the last sample in service."""
 
     verdicts: tuple[RecordedVerdict, ...] = ()
     leaks: tuple[GpuLeak, ...] = ()
@@ -117,11 +116,11 @@ class LastInService(Struct, frozen=True, kw_only=True):
     probe: tuple[ProbedMemory, ...] = ()
     mappings: tuple[MappingGrowth, ...] = ()
     used: dict[str, tuple[tuple[EpochSeconds, ByteCount], ...]] = field(default_factory=dict)
-    """Times and the memory in use between samples, by the UUID of the GPU."""
+    """Times and the memory in use between samples, by GPU UUID."""
 
 
 class Xid(Struct, frozen=True, kw_only=True):
-    """An error of the driver."""
+    """A driver error."""
 
     t: EpochSeconds
     uuid: str
@@ -129,7 +128,7 @@ class Xid(Struct, frozen=True, kw_only=True):
 
 
 class Oom(Struct, frozen=True, kw_only=True):
-    """An OutOfMemoryError of torch, recorded by the probe; a size is None if unknown."""
+    """An OutOfMemoryError raised by torch and recorded by the probe; a size is None if unknown."""
 
     t: EpochSeconds | None = None
     uuid: str | None = None
@@ -141,8 +140,8 @@ class Oom(Struct, frozen=True, kw_only=True):
     """The step that raised the error; None if unknown."""
 
     def describe(self) -> str:
-        """Return the error in a sentence."""
-        # If a process ran out of memory at its start, it may not have had its GPU's UUID yet.
+        """Return a sentence that describes the error."""
+        # A process that runs out of memory on startup may not know its GPU's UUID yet.
         place = "" if self.uuid is None else f" on {self.uuid}"
         sentence = (
             f"torch raised OutOfMemoryError{place}: "
@@ -158,11 +157,11 @@ class Oom(Struct, frozen=True, kw_only=True):
 
 
 class HeldLine(Struct, frozen=True, kw_only=True):
-    """The memory that one line of code held in torch's allocator."""
+    """The memory held by one line of code in torch's allocator."""
 
     bytes: ByteCount
     file: str | None = None
-    """The end of the file's path; None for memory allocated before torch kept its history."""
+    """The end of the file's path; None for memory allocated before torch recorded a history."""
     line: ByteCount | None = None
     count: ByteCount | None = None
     """The number of the line's blocks."""
@@ -170,7 +169,7 @@ class HeldLine(Struct, frozen=True, kw_only=True):
     """When the oldest block was allocated; None if the history no longer showed it."""
 
     def describe(self) -> str:
-        """Return the line, its memory and since when it held it, in a sentence."""
+        """Return a phrase with the line, its memory and since when it has held it."""
         place = "allocated before the history began"
         if self.file is not None:
             place = f"{self.file}:{self.line or 0}"
@@ -194,21 +193,22 @@ class SnapshotFile(Struct, frozen=True, kw_only=True):
     problem: str | None = None
     """Why the file was not written; None if it was written."""
     largest: tuple[HeldLine, ...] = ()
-    """The lines of code that held most memory, the largest first."""
+    """The lines of code that held the most memory, largest first."""
 
 
 def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
-    """Return the event that decides the cause of an incident; `events` must not be empty.
+    """Return the event that determines the cause of an incident; `events` must not be empty.
 
-    This is the first event. If an exit for lack of memory follows within SAME_END_SECONDS, that
-    exit decides.
+    This is the first event, unless an exit for lack of memory follows within SAME_END_SECONDS, in
+    which case it is that exit.
     """
     earliest = events[0]
     exits = [event for event in events if event.what is IncidentKind.ENDED]
     if not exits:
         return earliest
     seconds_between = exits[0].t - earliest.t
-    # A server answers for some seconds after its core has exited, which may look like a stall.
+    # A server keeps responding for some seconds after its core has exited, which may look like a
+    # stall.
     is_same_end = 0 <= seconds_between <= SAME_END_SECONDS
     if is_same_end and exits[0].reason in MEMORY_REASONS:
         return exits[0]
@@ -216,10 +216,10 @@ def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
 
 
 class Incident(EngineEvent, frozen=True, kw_only=True):
-    """The facts of an incident: its decisive event, the cause, and the facts before the event.
+    """The facts about an incident: its decisive event, the cause, and the facts before the event.
 
-    The fields are the schema of the header. If a field is missing in the header, or has another
-    type there, it gets its default, because other versions may write more or fewer fields.
+    The fields are the schema of the header. A field that is missing from the header, or has a
+    different type in it, gets its default, because other versions may write more or fewer fields.
     """
 
     version: str | None = None
@@ -233,18 +233,18 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     ooms: tuple[Oom, ...] = ()
     snapshots: tuple[SnapshotFile, ...] = ()
     engine_log: LogEnding | None = None
-    """What the engine's own log reports about the incident; None if the log was not read, or
-    reports nothing.
+    """What the engine's own log reports about the incident; None if the log was not read or reports
+    nothing.
     """
     log: tuple[str, ...] = ()
 
 
-# Before a thread uses it: see StateFile.
+# The type is completed before a thread uses it: see StateFile.
 msgspec.json.Decoder(Incident)
 
 
 def read_incident(header: Mapping[str, Any]) -> Incident | None:
-    """Return the facts of an incident; None if its time or kind is missing.
+    """Return the facts about an incident; None if its time or kind is missing.
 
     Values that do not fit the schema are left out.
     """
@@ -264,11 +264,11 @@ def build_header(
     engine_log: LogEnding | None,
     log_lines: Sequence[str],
 ) -> dict[str, Any]:
-    """Return an incident's facts and the most likely cause, for JSON.
+    """Return an incident's facts and its most likely cause, for JSON.
 
-    `ending` is the decisive event of `events`, with what happened before it. `before` has the facts
-    at the last sample in service. `xids` and `ooms` are the errors that may explain the incident.
-    `snapshots` describes what the allocator held at these errors.
+    `ending` is the decisive event of `events` and what happened before it. `before` contains the
+    facts from the last sample in service. `xids` and `ooms` are the errors that may explain the
+    incident. `snapshots` describes what the allocator held when these errors occurred.
     """
     header = {
         **drop_unknown(find_decisive(events)),
@@ -284,8 +284,8 @@ def build_header(
     if engine_log is not None:
         header["engine_log"] = drop_unknown(engine_log)
     header["log"] = list(log_lines)
-    # The cause is judged from the header itself, so that a command that reads the header finds the
-    # same cause.
+    # The cause is determined from the header itself, so that a command that reads the header finds
+    # the same cause.
     facts = read_incident(header)
     if facts is not None:
         ending = add_evidence(ending, facts)
@@ -294,7 +294,7 @@ def build_header(
 
 
 def _encode_oom(oom: Oom) -> dict[str, Any]:
-    """Return an OutOfMemoryError for JSON; a step that is not known is left out."""
+    """Return an OutOfMemoryError for JSON; an unknown step is left out."""
     record: dict[str, Any] = to_builtins(oom)
     del record["step"]
     if oom.step is not None:
@@ -305,7 +305,7 @@ def _encode_oom(oom: Oom) -> dict[str, Any]:
 def drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
     """Return a struct as a dictionary without fields that are None, at any depth.
 
-    A tuple becomes a list. Any other value is returned as it is.
+    Tuples become lists. Any other value is returned unchanged.
     """
     if isinstance(value, Struct):
         fields = asdict(value).items()
@@ -332,8 +332,8 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
 
 
 def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a value of the kind
-    """Return a struct with the fields that fit; None if a field without a default does not."""
-    # A value that is not an object counts as an empty object, so that all fields get their
+    """Return a struct with the fields that fit; None if a field without a default does not fit."""
+    # A value that is not an object is treated as an empty object, so that all fields get their
     # defaults.
     document = value if isinstance(value, Mapping) else {}
     fields = {}
@@ -365,17 +365,17 @@ def _fit_values(value: object, kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a
 
 
 def format_amount(n_bytes: int | None) -> str:
-    """Format an amount of memory; None is an amount that is not known."""
+    """Format an amount of memory; None means that the amount is unknown."""
     return "an amount not known" if n_bytes is None else format_size(n_bytes)
 
 
 def add_evidence(end: Ending, incident: Incident) -> Ending:
-    """Return the end with the facts of its incident that the samples do not show.
+    """Return the end with the facts from its incident that the samples do not show.
 
-    These facts are peaks between samples, verdicts on leaks, XIDs, failed allocations, and GPUs
-    that could not be read.
+    These facts are peaks between samples, leak verdicts, XIDs, failed allocations, and GPUs that
+    could not be read.
     """
-    # The daemon observed the stall from its beginning, but the samples may begin later.
+    # The daemon observed the stall from the beginning, but the samples may begin later.
     hung_seconds = end.hung_seconds
     if hung_seconds is not None:
         hung_seconds = incident.progress_age_seconds or hung_seconds
@@ -396,7 +396,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
 
 
 def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None:
-    """Return the step that raised an OutOfMemoryError right before the end; None if unknown."""
+    """Return the step that raised an OutOfMemoryError shortly before the end; None if unknown."""
     for oom in reversed(ooms):
         if oom.t is not None and oom.step is not None:
             seconds_before = end_seconds - oom.t
@@ -406,7 +406,7 @@ def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None
 
 
 def _describe_highest_peak(context: LastInService) -> str | None:
-    """Return the highest peak of the last minute in service; None if none was measured."""
+    """Return the highest peak in the last minute in service; None if none was measured."""
     peaks = [
         (work.recent, work.work)
         for process in context.probe
@@ -422,16 +422,17 @@ def _describe_highest_peak(context: LastInService) -> str | None:
 
 
 def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
-    """Add to the GPU the peak after its last samples, and the more certain of two leak verdicts."""
+    """Add to a GPU the peak after its last samples, and the more certain of two leak verdicts."""
     peak_begin_seconds = gpu.newest_seconds - PEAK_BEFORE_SECONDS
     late_bytes = [
         used_bytes
         for at_seconds, used_bytes in context.used.get(gpu.uuid, ())
         if at_seconds >= peak_begin_seconds
     ]
-    # Memory may have filled after the last sample of the record.
+    # Memory may have filled up after the record's last sample.
     gpu = gpu.raise_peak(max(late_bytes, default=0))
-    # The samples may be too few for the detector. The daemon's verdict had a longer record.
+    # There may be too few samples for the detector. The daemon's verdict is based on a longer
+    # record.
     leaks = {leak.uuid: leak for leak in context.leaks}
     leak = leaks.get(gpu.uuid)
     if leak is None or LEAK_RANKS.get(leak.state, 0) <= LEAK_RANKS.get(gpu.leak, 0):

@@ -15,31 +15,31 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 WRITE_SECONDS: Final = 1.0
-"""A write may take this long. A line takes microseconds. If the volume hangs, one tick is delayed
-by this time, and no later tick.
+"""The time limit for a write. Writing a line takes microseconds. If the volume hangs, one tick is
+delayed by this time, but no later ones.
 """
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder if it is missing; raises OSError, even if a link is in its place."""
+    """Create a folder if it is missing; raise OSError on failure or if it is a link."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "a link is in the place of the folder")
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None:
-    """Replace a file atomically; raises OSError.
+    """Replace a file atomically; raise OSError if that fails.
 
-    The content is written to `unfinished`, which is flushed to the disk and then renamed. A crash
-    of the machine leaves the whole old content or the whole new one.
+    The content is written to `unfinished`, which is flushed to disk and then renamed. After a
+    machine crash, either the complete old content or the complete new content remains.
     """
-    # A process that was killed may have left this file. The file may also be a link, which must not
+    # A killed process may have left this file behind. The file may also be a link, which must not
     # be followed.
     unfinished.unlink(missing_ok=True)
     try:
         with unfinished.open("xb") as stream:
             stream.writelines(content)
-            # The flush comes before the rename, because otherwise a crash of the machine could
+            # The file is flushed before it is renamed, because otherwise a machine crash could
             # leave an empty file.
             stream.flush()
             os.fsync(stream.fileno())
@@ -51,7 +51,7 @@ def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None
 class FileWriter:
     """Runs file operations on a thread, each for at most `seconds`.
 
-    `name` and `file` name the file in the log.
+    `name` and `file` identify the file in the log.
     """
 
     def __init__(self, name: str, file: Path, seconds: float = WRITE_SECONDS) -> None:
@@ -66,10 +66,10 @@ class FileWriter:
     async def do(self, operation: Callable[[], None]) -> bool:
         """Run the operation; return whether it succeeded, and log when that changes.
 
-        The operation fails by an OSError, a ValueError or a timeout. Any other error is raised.
+        OSError, ValueError and a timeout count as failures. Any other error is raised.
         """
         previous_problem = self._problem
-        # It runs on a thread, because a write to a volume that hangs never returns.
+        # The operation runs on a thread, because a write to a hung volume never returns.
         _, self._problem = await self._worker.attempt(operation, self._seconds)
         if self._problem is not None and previous_problem is None:
             log.warning(self._failure_text, file=str(self._file), problem=self._problem)
@@ -79,11 +79,11 @@ class FileWriter:
 
 
 NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name another"
-"""The message if a file exists and cannot be continued as a trace."""
+"""The message if a file exists that cannot be continued as a trace."""
 
 
 class Recorder:
-    """Appends snapshots to `file`; at `max_bytes` it becomes `file`.1, and a new file begins."""
+    """Appends snapshots to `file`, which becomes `file`.1 at `max_bytes` and is started again."""
 
     def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
         self._file = file
@@ -91,18 +91,18 @@ class Recorder:
         self._writer = FileWriter("trace", file, seconds)
 
     async def record(self, snapshot: Snapshot) -> None:
-        """Append one line for the snapshot; never raise: a failure is logged."""
+        """Append one line for the snapshot; never raise, but log any failure."""
         await self._writer.do(
             lambda: append(self._file, encode_line(build_record(snapshot)), self._max_bytes)
         )
 
 
 def append(file: Path, line: bytes, max_bytes: int) -> None:
-    """Append a line to a trace; write the header first if the file is new.
+    """Append a line to a trace, after the header if the file is new.
 
     If the file would exceed `max_bytes`, it becomes `file`.1, and the line begins a new file. The
-    file is opened for each line, because it may be moved or deleted at any time. Raises OSError.
-    Raises ValueError if the file is not a trace.
+    file is opened for each line, because it may be moved or deleted at any time. Raises OSError if
+    writing fails, and ValueError if the file is not a trace.
     """
     with file.open("a+b") as stream:
         size_bytes = _cut_incomplete_line(stream)
@@ -117,9 +117,9 @@ def append(file: Path, line: bytes, max_bytes: int) -> None:
 
 
 def _cut_incomplete_line(stream: BinaryIO) -> int:
-    """Cut off the last line if its end is missing; return the size of the trace, 0 for a new one.
+    """Cut off the last line if it is incomplete; return the size of the trace, 0 for a new one.
 
-    A crash may have interrupted the writing. Raises ValueError if the file is not a trace.
+    A crash may have interrupted a write. Raises ValueError if the file is not a trace.
     """
     size_bytes = stream.seek(0, os.SEEK_END)
     if size_bytes == 0:
@@ -133,7 +133,7 @@ def _cut_incomplete_line(stream: BinaryIO) -> int:
     stream.seek(size_bytes - 1)
     if stream.read() == b"\n":
         return size_bytes
-    # The end of the last line is missing. No line is longer than the part that is read.
+    # The last line is incomplete. No line is longer than the part that is read.
     tail_start = stream.seek(max(0, size_bytes - LONGEST_LINE_BYTES))
     end = tail_start + stream.read().rfind(b"\n") + 1
     return stream.truncate(end)
@@ -142,8 +142,8 @@ def _cut_incomplete_line(stream: BinaryIO) -> int:
 def is_trace_start(first_line: bytes) -> bool:
     """Return whether a file with this first line is a trace that may be continued.
 
-    Returns True also for an incomplete header, because its write may have been interrupted. Returns
-    False for an incident, whose header has more fields.
+    Also returns True for an incomplete header, because its write may have been interrupted. Returns
+    False for an incident, whose header has additional fields.
     """
     if encode_line(HEADER).startswith(first_line):
         return True

@@ -1,4 +1,4 @@
-"""Read web.config.yml with the keys and meanings of Prometheus's exporter-toolkit.
+"""Read web.config.yml, with the same keys and semantics as in Prometheus's exporter-toolkit.
 
 https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md
 """
@@ -16,10 +16,7 @@ from vllm_headroom.inputs import show_value
 
 
 class WebConfigError(ValueError):
-    """The file cannot be used.
-
-    `lines` has one line per mistake.
-    """
+    """The file cannot be used; `lines` contains one line per mistake."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines: Final = tuple(lines)
@@ -33,7 +30,7 @@ HEADERS: Final = (
     "X-XSS-Protection",
     "Strict-Transport-Security",
 )
-"""The headers that the toolkit accepts."""
+"""The headers accepted by the toolkit."""
 
 CLIENT_AUTH: Final = {
     "": ssl.CERT_NONE,
@@ -41,12 +38,12 @@ CLIENT_AUTH: Final = {
     "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
-"""The values of client_auth_type, and what each means to OpenSSL."""
+"""The values of client_auth_type, and the OpenSSL mode of each."""
 
 TLS_VERSIONS: Final = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _BCRYPT: Final = re.compile(r"\$2[aby]?\$(?:0[4-9]|1[0-6])\$[./A-Za-z0-9]{53}", re.ASCII)
-"""A bcrypt hash with a cost from 4 (the lowest) to 16. Each further cost doubles the time of a
-check, from 4 s with cost 16 to a day with cost 31. No other login is checked during that time.
+"""A bcrypt hash with a cost from 4 (the minimum) to 16. Each increment of the cost doubles the time
+of a check, from 4 s at cost 16 to a day at cost 31, during which no other login is checked.
 """
 
 _FILE_KEYS: Final = ("cert_file", "key_file", "client_ca_file")
@@ -64,10 +61,10 @@ _CHOICES: Final = {
     "min_version": _Choice(meanings=TLS_VERSIONS, default="TLS12"),
     "max_version": _Choice(meanings=TLS_VERSIONS, default="TLS13"),
 }
-"""The keys with one of a few values."""
+"""The keys that accept only a few values."""
 
 _WHOLE_FILE: Final = ""
-"""The section name of the file itself."""
+"""The section name that refers to the file itself."""
 
 _KEYS: Final = {
     _WHOLE_FILE: ("tls_server_config", "http_server_config", "basic_auth_users"),
@@ -85,22 +82,24 @@ _REFUSED_KEYS: Final = {
     "prefer_server_cipher_suites": "those of OpenSSL's default are offered",
     "rate_limit": "the number of connections is bounded in any case",
 }
-"""Keys of the toolkit that are not supported here, and why. They are refused and not ignored,
-because protection must not be weaker than the file requests.
+"""Keys of the toolkit that are not supported here, and why. They are refused rather than ignored,
+because protection must not be weaker than what the file requests.
 """
 
 
 class Tls(Struct, frozen=True, kw_only=True):
-    """The TLS settings, by the names of their keys."""
+    """The TLS settings, named after their keys."""
 
     cert_file: Path
     key_file: Path
     client_auth: ssl.VerifyMode = ssl.CERT_NONE
     """Whether clients may or must present a certificate."""
     client_ca_file: Path | None = None
-    """The authorities that sign clients' certificates; None if no certificate is requested."""
+    """The authorities that sign client certificates; None if no certificate is requested."""
     client_allowed_sans: tuple[str, ...] = ()
-    """The names of which a client's certificate must have one; empty if any name is accepted."""
+    """The allowed names, one of which a client's certificate must have; empty if any name is
+    accepted.
+    """
     min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
     max_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
 
@@ -112,7 +111,7 @@ class WebConfig:
     tls: Tls | None = None
     """The TLS settings; None for plain HTTP."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """The headers that are added to every answer."""
+    """The headers added to every response."""
     users: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The bcrypt hashes by user; empty if no login is required."""
 
@@ -120,11 +119,11 @@ class WebConfig:
 def read_web_config(path: Path) -> WebConfig:
     """Return the file's settings.
 
-    Relative paths in the file are relative to its folder. Raises WebConfigError with all mistakes.
-    If keys are repeated, it is raised with these only. WebConfigError is also raised if the file
-    cannot be read or is not YAML.
+    Relative paths in the file are resolved against its folder. Raises WebConfigError if the file
+    cannot be read, is not YAML, or contains mistakes. The error lists all mistakes or, if keys are
+    repeated, only the repeated keys.
     """
-    # The import is here, because YAML takes 15 ms and 1 MiB.
+    # YAML is imported here because it takes 15 ms and 1 MiB.
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415
 
     try:
@@ -135,8 +134,8 @@ def read_web_config(path: Path) -> WebConfig:
         raise WebConfigError([f"it is not YAML{error.place} ({error.problem})"]) from None
     top: Any = {} if document is None else document
     mistakes = [f"{name}: given twice" for name in repeated_keys]
-    # If a key is given twice, only one of its values was read, and checking this value could
-    # mislead.
+    # If a key is given twice, only one of its values was read, so checking that value could be
+    # misleading.
     if not mistakes:
         mistakes = list(_find_mistakes(top))
     if mistakes:
@@ -152,9 +151,9 @@ def read_web_config(path: Path) -> WebConfig:
 
 
 def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
-    """Return the TLS settings of a section without mistakes; `folder` is the file's."""
+    """Return the TLS settings of a section without mistakes; `folder` is the file's folder."""
     files: dict[str, Any] = {}
-    # Paths are relative to the file, as in Prometheus' own configuration.
+    # Paths are relative to the file, as in Prometheus's own configuration.
     for name in _FILE_KEYS:
         if tls.get(name):
             files[name] = folder / tls[name]
@@ -168,10 +167,9 @@ def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
 
 
 def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
-    """Return what the value of this key means.
+    """Return the meaning of this key's value, or of its default if it has none.
 
-    Without a value, return what its default means. Returns None if the value is not one of the
-    accepted ones.
+    Returns None if the value is not one of the accepted ones.
     """
     choice = _CHOICES[name]
     value = tls.get(name)
@@ -200,9 +198,9 @@ def _find_mistakes(top: object) -> Iterator[str]:
 
 
 def _check_keys(section_name: str, section: object) -> Iterator[str]:
-    """Yield a line for each key of a section that is refused or unknown; none if it is missing.
+    """Yield a line for each refused or unknown key of a section; none if the section is missing.
 
-    If the section is not a mapping, yield one line.
+    If the section is not a mapping, a single line is yielded.
     """
     if section is None:
         return
@@ -219,14 +217,14 @@ def _check_keys(section_name: str, section: object) -> Iterator[str]:
 
 
 def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each wrong value, then one for each pair of contradicting keys."""
+    """Yield a line for each wrong value, then one for each pair of contradictory keys."""
     for name in _FILE_KEYS:
         path = tls.get(name)
         is_path = isinstance(path, str) and path.isprintable()
         if path and not is_path:
             yield f"tls_server_config.{name}: not the path of a file"
     for name, choice in _CHOICES.items():
-        # None means that the value is not one of the choices. Without a value the default counts.
+        # None means that the value is not one of the choices. A missing value means the default.
         if _choose(tls, name) is None:
             value = show_value(tls[name])
             accepted = ", ".join(filter(None, choice.meanings))
@@ -237,7 +235,7 @@ def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each key that another key needs or contradicts."""
+    """Yield a line for each key that another key requires or contradicts."""
     client_auth = _choose(tls, "client_auth_type")
     has_authority = bool(tls.get("client_ca_file"))
     if client_auth and not has_authority:
@@ -247,7 +245,7 @@ def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
         yield f"tls_server_config.client_auth_type: {problem}"
     lowest_version = _choose(tls, "min_version")
     highest_version = _choose(tls, "max_version")
-    # If the value of a version was refused, the version is None, and it has a line already.
+    # A version whose value was refused is None, and already has a line.
     if lowest_version and highest_version and lowest_version > highest_version:
         yield "tls_server_config.max_version: below min_version, which lets nobody in"
     if not (tls.get("cert_file") and tls.get("key_file")):
@@ -269,7 +267,7 @@ def _check_http(http: dict[str, Any]) -> Iterator[str]:
         if name not in HEADERS:
             accepted = ", ".join(HEADERS)
             yield f"http_server_config.headers.{name}: not a header, accepts {accepted}"
-        # A line break in the value would begin another header.
+        # A line break in the value would start another header.
         if not (value.isascii() and value.isprintable()):
             yield f"http_server_config.headers.{name}: HTTP cannot carry its value"
 
@@ -289,7 +287,7 @@ def _check_users(users: object) -> Iterator[str]:
         return
     for name, password_hash in users.items():
         if not isinstance(name, str):
-            # YAML reads `yes` as true, 007 as 7 and `~` as nothing, so the name would not be the
+            # YAML reads `yes` as true, 007 as 7 and `~` as null, so the name would not be the
             # intended one.
             yield f"basic_auth_users.{name}: not a text, write the name in quotes"
         elif not _BCRYPT.fullmatch(str(password_hash)):

@@ -1,4 +1,4 @@
-"""Admit clients by a web configuration file that may change while the daemon runs."""
+"""Admit clients according to a web configuration file that may change at runtime."""
 
 import asyncio
 import ssl
@@ -19,28 +19,28 @@ from vllm_headroom.worker import Worker
 log = Log(__name__)
 
 RELOAD_SECONDS: Final = 5.0
-"""Our choice: the files are checked for changes once in this time."""
+"""The interval at which the files are checked for changes (our choice)."""
 
 READ_SECONDS: Final = 2.0
-"""Our choice: a check of the files may take this long, because a volume may hang."""
+"""The time limit for a check of the files (our choice), because a volume may hang."""
 
 
 class _LoadedConfig(Struct, frozen=True, kw_only=True):
-    """A valid version of the file, with its TLS context and the state of its files when read."""
+    """A valid version of the file, with its TLS context and the state of the files when read."""
 
     config: WebConfig
     tls: ssl.SSLContext | None
     """The TLS context; None for plain HTTP."""
     file_states: tuple[object, ...]
-    """The states of the files, as `_stat_files` returns them."""
+    """The states of the files, as returned by `_stat_files`."""
 
 
 class Door:
     """Admits clients by the web configuration in `file`, and reloads the file when it changes.
 
-    If a later version of the file has a mistake, it is not applied, and the last valid version
-    stays. File access may hang, and password checks are slow on purpose. So each of the two has its
-    own thread.
+    A later version of the file that contains a mistake is not applied, and the last valid version
+    remains in effect. File access may hang, and password checks are slow on purpose, so each of the
+    two has its own thread.
     """
 
     def __init__(self, file: Path) -> None:
@@ -55,8 +55,8 @@ class Door:
     def is_admitted(self, certificate: dict[str, Any] | None) -> bool:
         """Return whether the client's verified certificate has one of the allowed names.
 
-        Returns True if the configuration has no allowed names. `certificate` is None if the client
-        sent no certificate.
+        Returns True if the configuration does not restrict the names. `certificate` is None if the
+        client did not send one.
         """
         tls = self.loaded.config.tls
         if tls is None or not tls.client_allowed_sans:
@@ -67,10 +67,10 @@ class Door:
         return any(name in tls.client_allowed_sans for name in names)
 
     async def find_refusal(self, request: Request, client: str) -> Response | None:
-        """Return the refusal of a request: status 401 without a valid login, 429 without time.
+        """Return the refusal of a request: 401 without a valid login, 429 if it was not checked.
 
-        Returns None if the login is valid or the configuration has no users. Status 429 means that
-        too many other logins are waiting. `client` is the client's address.
+        Status 429 means that too many other logins are waiting. `client` is the client's address.
+        Returns None if the login is valid or the configuration has no users.
         """
         users = self.loaded.config.users
         if not users:
@@ -85,13 +85,13 @@ class Door:
         return respond_text(401, "Unauthorized", ("WWW-Authenticate", "Basic"))
 
     def add_headers(self, answer: Response) -> Response:
-        """Return the answer with the file's headers, which replace headers of the same name."""
+        """Return the response with the file's headers, which replace headers of the same name."""
         headers = self.loaded.config.headers
         own_headers = [(name, value) for name, value in answer.headers if name not in headers]
         return replace(answer, headers=(*own_headers, *headers.items()))
 
     async def watch(self, drop_clients: Callable[[], None]) -> None:
-        """Reload the configuration, forever, whenever its file or a file that it names has changed.
+        """Forever reload the configuration whenever its file, or a file that it names, has changed.
 
         `drop_clients` is called after each reload, because open connections were admitted under the
         previous version.
@@ -109,7 +109,7 @@ class Door:
                 self.loaded = reloaded
                 log.info("web configuration read again", file=str(self._file))
                 drop_clients()
-            # A problem is logged when it changes, and not at each check.
+            # A problem is logged when it changes, not on every check.
             if problem is not None and problem != self.problem:
                 log.warning(
                     "web configuration not read again, the last one holds",
@@ -120,10 +120,7 @@ class Door:
 
 
 def _load(file: Path) -> _LoadedConfig:
-    """Read the file and the files that it names.
-
-    Raises WebConfigError.
-    """
+    """Read the file and the files that it names; raise WebConfigError if any is unusable."""
     config = read_web_config(file)
     return _LoadedConfig(
         config=config,
@@ -135,8 +132,9 @@ def _load(file: Path) -> _LoadedConfig:
 def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
     """Return the new version of the file; `current` if no file has changed.
 
-    Raises WebConfigError for a mistake, and also if the new version would protect less. A file that
-    was emptied by mistake must not remove TLS or the login of a running daemon.
+    Raises WebConfigError for a mistake, and also if the new version would provide less protection,
+    because a file that was emptied by mistake must not remove TLS or the login from a running
+    daemon.
     """
     if _stat_files(file, current.config) == current.file_states:
         return current
@@ -150,7 +148,7 @@ def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
 
 
 def _is_tls_weaker(tls: Tls | None, current: Tls | None) -> bool:
-    """Return whether `tls` removes TLS, or requires client certificates less than `current`."""
+    """Return whether `tls` removes TLS, or is less strict about client certificates."""
     if current is None:
         return False
     return tls is None or tls.client_auth < current.client_auth
@@ -159,7 +157,7 @@ def _is_tls_weaker(tls: Tls | None, current: Tls | None) -> bool:
 def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
     """Return a state of each file that changes when the file is written or replaced.
 
-    If the file cannot be examined, the state is an error number. A link is followed, because
+    If a file cannot be examined, its state is an error number. Links are followed, because
     Kubernetes replaces the files of a Secret by changing a link.
     """
     files = [file]
@@ -179,10 +177,7 @@ def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
 
 
 def _build_context(tls: Tls) -> ssl.SSLContext:
-    """Return the TLS context.
-
-    Raises WebConfigError if a file cannot be used.
-    """
+    """Return the TLS context; raise WebConfigError if a file cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = tls.min_version
     context.maximum_version = tls.max_version
@@ -191,7 +186,7 @@ def _build_context(tls: Tls) -> ssl.SSLContext:
     context.set_alpn_protocols(["http/1.1"])
     problem = "cert_file, key_file: no pair that can be used"
     try:
-        # Without this argument, OpenSSL would ask for a password on the terminal.
+        # Without the argument `password`, OpenSSL would ask for a password on the terminal.
         context.load_cert_chain(
             _refuse_pipe(tls.cert_file), _refuse_pipe(tls.key_file), password=""
         )
@@ -205,10 +200,7 @@ def _build_context(tls: Tls) -> ssl.SSLContext:
 
 
 def _refuse_pipe(file: Path) -> Path:
-    """Return the file.
-
-    Raises OSError for a pipe, because OpenSSL would wait on it forever.
-    """
+    """Return the file; raise OSError for a pipe, because OpenSSL would wait on it forever."""
     if file.is_fifo():
         raise OSError(ESPIPE, "a pipe cannot be read again")
     return file

@@ -1,4 +1,4 @@
-"""Check logins one after another, so that guesses cost little and delay nobody else."""
+"""Check logins one at a time, so that guesses cost little and do not delay others."""
 
 import asyncio
 import base64
@@ -14,39 +14,39 @@ from msgspec import Struct
 from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
-"""A login may wait this long for its check. After that the client gets status 429. A check of the
-usual cost takes 60 ms, so only many guesses of other clients can delay a login for so long.
+"""How long a login may wait for its check before the client gets status 429. A check of the usual
+cost takes 60 ms, so only many guesses from other clients can delay a login this long.
 """
 
 REST_FACTOR: Final = 4
-"""After a wrong password, checks pause for this many times as long as the check took. So guesses
+"""The pause after a wrong password, as a multiple of the time that its check took, so that guesses
 use at most a fifth of a core.
 """
 
 MOST_WAITING_LOGINS: Final = 256
 """If more logins than this are waiting, the one with the most mistakes is given up. This is also
-the highest number of connections. If fewer logins could wait, a client whose login is given up
-early could guess again at once.
+the maximum number of connections. If fewer logins could wait, a client whose login is given up
+early could guess again immediately.
 """
 
 MOST_REMEMBERED_REQUESTS: Final = 4096
-"""The time of the first request is remembered for this many logins without an outcome. At most
-MOST_WAITING_LOGINS come in CHECK_SECONDS. So times are remembered for 80 s, which is longer than
-the usual scrape interval.
+"""The number of logins without an outcome whose first request's time is remembered. At most
+MOST_WAITING_LOGINS arrive within CHECK_SECONDS, so times are remembered for 80 s, which is longer
+than the usual scrape interval.
 """
 
 MOST_CACHED_OUTCOMES: Final = 1000
-"""This many outcomes are cached, by a keyed hash as in exporter-toolkit. So a scrape or a repeated
-mistake does not cost 60 ms each time.
+"""The number of outcomes cached by a keyed hash, as in exporter-toolkit, so that a scrape or a
+repeated mistake does not cost 60 ms each time.
 """
 
 MOST_COUNTED_CLIENTS: Final = 1000
-"""Our choice: mistakes are counted for at most this many clients and names that they tried. Beyond
-this, all counts restart at zero.
+"""The maximum number of clients, and names tried by them, for which mistakes are counted (our
+choice). Beyond it, all counts restart at zero.
 """
 
 BCRYPT_BYTES: Final = 72
-"""bcrypt reads only this many bytes of a password. Newer libraries refuse longer passwords."""
+"""The number of bytes of a password that bcrypt reads. Newer libraries refuse longer passwords."""
 
 
 COST_DIGITS: Final = slice(4, 6)
@@ -54,40 +54,39 @@ COST_DIGITS: Final = slice(4, 6)
 
 
 class _Login(Struct, frozen=True, kw_only=True):
-    """A login that waits for its check."""
+    """A login that is waiting to be checked."""
 
     client: str
     """The address of the client that sent the login."""
     name: str
     first_seconds: float
-    """When the same login was first requested, on the loop's clock."""
+    """When the same login was first requested, on the event loop's clock."""
     check: Callable[[], bool]
-    """Checks the password. This is slow, because it computes a bcrypt hash."""
+    """Checks the password, which is slow because it computes a bcrypt hash."""
     outcome: asyncio.Future[bool | None]
-    """Whether the password is right; None if the check was given up."""
+    """Whether the password is correct; None if the check was given up."""
 
 
 class Users:
-    """Checks logins on a thread; those of clients and names with the fewest mistakes come first."""
+    """Checks logins on a thread, giving priority to clients and names with the fewest mistakes."""
 
     def __init__(self) -> None:
         self._worker = Worker[bool]("passwords")
         self._key = secrets.token_bytes(32)
-        """The key of the hash, different in each process."""
+        """The key of the hash, which differs between processes."""
         self._outcomes: dict[bytes, bool] = {}
-        """The value is False for each wrong password, by a keyed hash of name, password hash and
-        password.
+        """False for each wrong password, by a keyed hash of the name, password hash and password.
         """
         self._right_logins: dict[str, bytes] = {}
-        """The keyed hash of each user's right password, by name. Guesses do not displace these
+        """The keyed hash of each user's correct password, by name. Guesses do not displace these
         entries.
         """
         self._first_requests: dict[bytes, float] = {}
         """When each login without an outcome was first requested, by the same keyed hash."""
         self._is_turn_of_oldest = False
-        """Whether the next check is for the login that was first requested earliest."""
+        """Whether the next login to check is the one that was first requested earliest."""
         self._mistakes: Counter[tuple[str, ...]] = Counter()
-        """The number of wrong logins, by client, and by client and name."""
+        """The number of wrong logins, by client and by client and name."""
         self._waiting: list[_Login] = []
         self._checking: asyncio.Task[None] | None = None
         """The task of `_check_all`; None before the first login."""
@@ -95,23 +94,23 @@ class Users:
     async def is_login_valid(
         self, users: Mapping[str, str], authorization: str, client: str
     ) -> bool | None:
-        """Return whether the Authorization header names a user with the right password.
+        """Return whether the Authorization header contains a user and the correct password.
 
-        Returns None if the check was given up, because too many other logins wait or it took too
-        long. `users` are bcrypt hashes by name.
+        `users` contains bcrypt hashes by name. Returns None if the check was given up because too
+        many other logins were waiting or it took too long.
         """
         credentials = _parse_credentials(authorization)
         if credentials is None:
             return False
         name, password = credentials
-        # An unknown name is checked too, so that the time does not show which names exist.
+        # Unknown names are checked too, so that the timing does not reveal which names exist.
         costliest = _find_costliest(users)
         password_hash = users.get(name) or costliest
         cache_key = hashlib.blake2b(
             b"\0".join((name.encode(), password_hash.encode(), password[:BCRYPT_BYTES])),
             key=self._key,
         ).digest()
-        # This is the fast path. bcrypt takes a tenth of a second, and Prometheus logs in at each
+        # This is the fast path: bcrypt takes a tenth of a second, and Prometheus logs in on every
         # scrape.
         if name in users and self._right_logins.get(name) == cache_key:
             return True
@@ -132,7 +131,7 @@ class Users:
         if is_right and name in users:
             self._right_logins[name] = cache_key
             return True
-        # The oldest guess is removed to make room. Right passwords are kept elsewhere.
+        # The oldest guess is removed to make room. Correct passwords are kept elsewhere.
         if len(self._outcomes) >= MOST_CACHED_OUTCOMES:
             oldest = next(iter(self._outcomes))
             del self._outcomes[oldest]
@@ -142,8 +141,8 @@ class Users:
     def _note_request(self, cache_key: bytes, now_seconds: float) -> float:
         """Return when this login was first requested.
 
-        A client that knows the password sends the same login again, and a guesser sends a new one
-        each time.
+        A client that knows the password sends the same login again, whereas a guesser sends a new
+        one each time.
         """
         if len(self._first_requests) >= MOST_REMEMBERED_REQUESTS:
             oldest = next(iter(self._first_requests))
@@ -151,14 +150,14 @@ class Users:
         return self._first_requests.setdefault(cache_key, now_seconds)
 
     async def _wait(self, login: _Login) -> bool | None:
-        """Queue a login and return whether its password is right.
+        """Queue a login and return whether its password is correct.
 
-        Returns None if the login was given up: after CHECK_SECONDS, or in favour of logins with
+        Returns None if the login was given up, after CHECK_SECONDS or in favour of logins with
         fewer mistakes.
         """
         self._waiting.append(login)
         if len(self._waiting) > MOST_WAITING_LOGINS:
-            # Of several logins with equally many mistakes, the newest is given up.
+            # If several logins have the most mistakes, the newest of them is given up.
             worst = max(reversed(self._waiting), key=self._rank)
             self._waiting.remove(worst)
             if not worst.outcome.done():
@@ -172,9 +171,9 @@ class Users:
             return None
 
     def _rank(self, login: _Login) -> tuple[int, int, float]:
-        """Return how many mistakes this client made, with any name and with this one, and the time.
+        """Return the client's number of mistakes, in total and with this name, and the time.
 
-        Logins of a low rank are checked first.
+        Logins with a low rank are checked first.
         """
         return (
             self._mistakes[(login.client,)],
@@ -183,7 +182,7 @@ class Users:
         )
 
     def _choose_next(self) -> _Login:
-        """Return the next login to check: alternately the one of lowest rank and the oldest one.
+        """Return the next login to check: alternately the lowest-ranking one and the oldest one.
 
         If only the rank counted, guessers could lock out a valid login from the same address.
         """
@@ -194,21 +193,21 @@ class Users:
         return min(self._waiting, key=self._rank)
 
     async def _check_all(self) -> None:
-        """Check the waiting logins one after another, until none waits.
+        """Check the waiting logins one after another until none is left.
 
-        If a check did not find the right password, a mistake is counted and a pause follows. A
-        check that was given up counts as a mistake too. The outcome is None if the check took too
-        long or no thread could be started.
+        After a wrong password, a mistake is counted and a pause follows. A check that was given up
+        also counts as a mistake. The outcome is None if the check took too long or no thread could
+        be started.
         """
         loop = asyncio.get_running_loop()
         while self._waiting:
             login = self._choose_next()
             self._waiting.remove(login)
-            if login.outcome.done():  # The client has left, or has waited for too long.
+            if login.outcome.done():  # The client has left or has waited too long.
                 continue
             start_seconds = loop.time()
             is_right = None
-            # TimeoutError is an OSError too.
+            # TimeoutError is also an OSError.
             with contextlib.suppress(OSError):
                 is_right = await self._worker.call(login.check, CHECK_SECONDS)
             if not login.outcome.done():
@@ -224,12 +223,12 @@ class Users:
 
 
 def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
-    """Return name and password of a header; None if it is no valid basic authentication."""
+    """Return the name and password in a header; None if it is not valid basic authentication."""
     scheme, _, token = authorization.partition(" ")
     try:
         raw_name, colon, password = base64.b64decode(token, validate=True).partition(b":")
         name = raw_name.decode()
-    except ValueError:  # The header is no base64, no UTF-8, or not even ASCII.
+    except ValueError:  # The header is not base64, not UTF-8, or not even ASCII.
         return None
     if scheme.lower() != "basic" or not colon:
         return None
@@ -237,7 +236,7 @@ def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
 
 
 def _find_costliest(users: Mapping[str, str]) -> str:
-    """Return the hash whose check takes longest, by the cost, which follows `$2b$` in a hash.
+    """Return the hash with the highest cost, which follows `$2b$` in a hash.
 
     There must be at least one user.
     """
@@ -245,10 +244,10 @@ def _find_costliest(users: Mapping[str, str]) -> str:
 
 
 def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
-    """Return whether a password is right; a wrong one takes as long as with the costliest hash.
+    """Return whether a password is correct; a wrong one takes as long as with the costliest hash.
 
-    Otherwise the time would show which names exist. Each cost takes twice the time of the cost
-    below it. So one more check for each cost from this one up takes as long as a check at the
+    Otherwise, the timing would reveal which names exist. Each cost takes twice as long as the one
+    below it, so one additional check at each cost from this one up takes as long as a check at the
     highest cost.
     """
     if _is_right(password, password_hash.encode()):
@@ -260,7 +259,7 @@ def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
 
 
 def _is_right(password: bytes, password_hash: bytes) -> bool:
-    """Return whether the password fits the hash; False for a hash that is none of bcrypt's."""
+    """Return whether the password matches the hash; False if it is not a bcrypt hash."""
     import bcrypt  # noqa: PLC0415 - most daemons have no users
 
     try:
