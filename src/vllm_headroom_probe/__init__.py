@@ -1,7 +1,7 @@
-"""The probe that vLLM loads into each of its processes, to write its memory figures to a file.
+"""The probe that vLLM loads into each of its processes to write memory figures to a file.
 
-The probe never raises into vLLM, blocks vLLM or initialises CUDA. The probe runs in vLLM's Python,
-3.9 or newer, without packages.
+The probe never raises into vLLM, blocks vLLM or initialises CUDA. It runs in vLLM's Python, version
+3.9 or later, without any other packages.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 
 
 def register() -> None:
-    """Start to write into HEADROOM_PROBE_DIR; vLLM calls this plugin without catching errors."""
+    """Start writing to HEADROOM_PROBE_DIR; vLLM calls this plugin without catching errors."""
     try:
         folder = os.environ.get("HEADROOM_PROBE_DIR")
         if folder:
-            # The import is here, so that the plugin costs nothing without a folder, and errors are
-            # caught.
+            # The import is here so that the plugin costs nothing without a folder, and so that
+            # errors are caught.
             from vllm_headroom_probe.hooks import begin  # noqa: PLC0415
 
             # The callers' frames hold the objects that vLLM is building.

@@ -1,4 +1,4 @@
-"""Find out what a step of vLLM's runner computes, from the scheduler's output."""
+"""Determine from the scheduler's output what a step of vLLM's runner computes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ ADAPTER = "adapter"
 OTHER = "other"
 
 MAX_ADAPTERS = 1024
-"""This many adapters are remembered as loaded. If there are more, all are forgotten, and the next
-step with an adapter counts as loading it.
+"""The maximum number of adapters remembered as loaded. If there are more, all are forgotten, and
+the next step with an adapter counts as loading it.
 """
 
 NEXT_LOGPROBS_SHARE = 0.4
-"""While vLLM computes the prompt logprobs of the next request, it still holds this share of the
-memory of the previous request's. These are logprobs of four bytes, of ten bytes in all
-(_get_prompt_logprobs_dict in vllm/v1/worker/gpu_model_runner.py). The measured share is 0.41.
+"""The share of the previous request's prompt logprobs memory that vLLM still holds while it
+computes those of the next request: the logprobs take four of ten bytes (_get_prompt_logprobs_dict
+in vllm/v1/worker/gpu_model_runner.py). The measured share is 0.41.
 """
 
 COLOURS = 3
-"""The values per pixel in an image's tensor."""
+"""The number of values per pixel in an image's tensor."""
 
 PATCH_FRAMES = (1, 2)
-"""A flattened patch may have this many frames. Models for video repeat an image in two frames."""
+"""The possible numbers of frames in a flattened patch. Video models repeat an image in two frames.
+"""
 
 
 class Step(NamedTuple):
-    """What a step of the runner computes."""
+    """The work that one step of the runner computes."""
 
     kind: str
     """The kind of work in its forward pass."""
@@ -39,9 +40,9 @@ class Step(NamedTuple):
     logprobs_requests: int
     """The number of requests with prompt logprobs."""
     logprobs_tokens: int
-    """The tokens of the largest of these requests, because vLLM computes one after the other."""
+    """The tokens of the largest of these requests, because vLLM computes them one after another."""
     logprobs_size: int
-    """The same number, plus the share of the second largest request that vLLM may hold at the same
+    """`logprobs_tokens` plus the share of the second largest request that vLLM may hold at the same
     time.
     """
     images: int
@@ -49,10 +50,11 @@ class Step(NamedTuple):
     adapters: int
     """The number of adapters that the step loads."""
     drafts: int
-    """The drafted tokens that it verifies."""
+    """The number of drafted tokens that the step verifies."""
     is_repeatable: bool
-    """Whether it only computes the next tokens of its requests. Most steps do, and the next step is
-    likely to repeat it."""
+    """Whether the step only computes its requests' next tokens. Most steps do, and the next step is
+    likely to repeat such a step.
+    """
 
 
 NO_STEP = Step(
@@ -69,7 +71,7 @@ NO_STEP = Step(
     drafts=0,
     is_repeatable=False,
 )
-"""The step before the first."""
+"""The step before the first one."""
 
 
 class Prompt:
@@ -79,28 +81,27 @@ class Prompt:
 
     def __init__(self, tokens: int | None, *, has_logprobs: bool) -> None:
         self.tokens = tokens
-        """The number of tokens that are not computed yet; None if unknown, as after a preemption.
-        """
+        """The number of tokens not computed yet; None if unknown, as after a preemption."""
         self.has_logprobs = has_logprobs
 
 
 class Batch:
-    """Follows the scheduler's orders to the runner, to know what each step computes."""
+    """Follows the scheduler's orders to the runner, to determine what each step computes."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, Prompt] = {}
         """The requests whose prompt is being computed, by request id."""
         self._earlier_ids: set[str] | None = None
-        """The requests that already ran at the first observed step and still run; None before that
-        step. It is unknown what these requests compute.
+        """The requests that were already running in the first observed step and still are; None
+        before that step. It is unknown what these requests compute.
         """
         self._pixels: dict[str, list[int]] = {}
-        """The pixels of each image of the requests with images."""
+        """The number of pixels in each image, by the ID of the request."""
         self._adapters: set[int] = set()
-        """The adapters that were loaded."""
+        """The adapters that have been loaded."""
 
     def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return what an ordered step computes, if the step does not repeat the last one."""
+        """Return what an ordered step computes; steps that repeat the last one may be skipped."""
         scheduled_tokens: dict[str, int] = order.num_scheduled_tokens
         for request_id in order.finished_req_ids:
             self._prompts.pop(request_id, None)
@@ -180,7 +181,7 @@ class Batch:
         return 1
 
     def _admit_resumed(self, order: Any) -> None:  # noqa: ANN401
-        """Start following requests again that continue after a preemption, which restarts them."""
+        """Start again to follow requests that resume after a preemption, which restarts them."""
         resumed_ids = getattr(order.scheduled_cached_reqs, "resumed_req_ids", ())
         for request_id in resumed_ids:
             self._prompts[request_id] = Prompt(None, has_logprobs=False)
@@ -188,7 +189,7 @@ class Batch:
     def _follow_earlier(
         self, scheduled_tokens: dict[str, int], new_ids: list[str], finished_ids: set[str]
     ) -> bool:
-        """Return whether the step has a request that began before the first observed step."""
+        """Return whether the step contains a request from before the first observed step."""
         if self._earlier_ids is None:
             self._earlier_ids = set(scheduled_tokens).difference(new_ids)
         if self._earlier_ids:
@@ -196,10 +197,9 @@ class Batch:
         return bool(self._earlier_ids)
 
     def _advance(self, request_id: str, prompt: Prompt, tokens: int, order: Any) -> bool:  # noqa: ANN401
-        """Count a request's tokens of this step; return whether they are of its prompt."""
+        """Count a request's tokens in this step; return whether they belong to its prompt."""
         if prompt.tokens is None:
-            # A decode has one token and its drafts. With more tokens the request is being
-            # recomputed.
+            # A decode has one token plus drafts. With more tokens, the request is being recomputed.
             is_prompt = tokens > 1 and request_id not in order.scheduled_spec_decode_tokens
             if tokens and not is_prompt:
                 del self._prompts[request_id]
@@ -211,7 +211,7 @@ class Batch:
 
 
 def count_pixels(feature: Any) -> int:  # noqa: ANN401 - vLLM's MultiModalFeatureSpec
-    """Return the pixels that the encoder computes for one image; 0 if they are unknown."""
+    """Return the number of pixels that the encoder computes for one image; 0 if unknown."""
     data = getattr(feature, "data", None)
     if data is None or "pixel_values" not in data:
         return 0
@@ -220,7 +220,7 @@ def count_pixels(feature: Any) -> int:  # noqa: ANN401 - vLLM's MultiModalFeatur
     for length in shape:
         values *= length
     if "image_grid_thw" in data and len(shape) > 1:
-        # A row is a flattened patch, a square of pixels in three colours.
+        # Each row is a flattened patch, a square of pixels in three colours.
         for frames in PATCH_FRAMES:
             patch_pixels, remainder = divmod(shape[-1], COLOURS * frames)
             side = round(patch_pixels**0.5)

@@ -1,4 +1,4 @@
-"""Read the attributes of the worker and the core of vLLM 0.9 to 0.33."""
+"""Read attributes of the worker and the engine core in vLLM 0.9 to 0.33."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ HOLDERS = {
     "worker_main": "worker",
     "run_engine_core": "engine_core",
 }
-"""Functions of vLLM that have a variable with the worker or the core of a process, and the
-variable's name.
+"""vLLM functions that have a variable with the process's worker or core, and the variable's name.
 """
 
 LOOPS = {"worker_main", "run_engine_core"}
-"""The functions of HOLDERS that run as long as the process does. Reading the few variables of these
-functions from another thread keeps no tensor alive.
+"""The functions in HOLDERS that run for as long as the process. Reading their few variables from
+another thread does not keep any tensor alive.
 """
 
 WORKER_CLASSES = {"WorkerWrapperBase", "WorkerProc", "WorkerBase"}
 CORE_CLASS = "EngineCore"
 FULL_ATTENTION_CLASS = "FullAttentionSpec"
-"""The class of layers that keep every token of a request in the cache. Layers with a window release
-old tokens."""
+"""The class of layers that keep every token of a request in the cache. Sliding-window layers
+release old tokens.
+"""
 
 WAITING_QUEUES = ("waiting", "kv_holding_waiting", "skipped_waiting")
-"""The scheduler's queues of waiting requests. Only newer versions have the second and third."""
+"""The scheduler's queues of waiting requests. Only newer versions have the second and third ones.
+"""
 
 DIVIDING_SIZES = (
     "pipeline_parallel_size",
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
-"""The sizes of the kinds of parallelism in which a token's bytes differ by layer, position or
-rank."""
+"""The sizes of the kinds of parallelism with which a token's bytes depend on the layer, position or
+rank.
+"""
 
 MAX_BLOCKS = 100_000
-"""At most this many blocks of live requests are counted. This takes about 10 ms."""
+"""The maximum number of blocks of live requests that are counted, which takes about 10 ms."""
 
 AMOUNT_LIMIT = 1 << 63
-"""Our choice: a number is an amount only if it is below this."""
+"""A number counts as an amount only if it is below this (our choice)."""
 
 
 def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
     """Return an instance attribute by its dotted path; None if a part of the path is missing.
 
-    No property and no `__getattr__` is called, because they could run vLLM's code.
+    Properties and `__getattr__` are not called, because they could run vLLM's code.
     """
     value = owner
     for name in path.split("."):
@@ -60,16 +62,16 @@ def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of v
 
 
 def to_integer(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
-    """Return a number as an integer; None for a negative or huge number, and for anything else."""
+    """Return a number as an integer; None for negative or huge numbers, and for anything else."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return int(value) if 0 <= value < AMOUNT_LIMIT else None
 
 
 class EngineObjects:
-    """The worker and the core of this process.
+    """The worker and core of this process.
 
-    The references are weak, so that vLLM can free them.
+    The references are weak, so that vLLM can free the objects.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class EngineObjects:
         self._core: Callable[[], Any] = lambda: None
 
     def search(self, frame: FrameType | None) -> None:
-        """Search a stack for worker and core, from this frame to its callers."""
+        """Search a stack for the worker and core, from this frame up through its callers."""
         while frame is not None:
             name = HOLDERS.get(frame.f_code.co_name)
             if name is not None:
@@ -85,9 +87,9 @@ class EngineObjects:
             frame = frame.f_back
 
     def search_main(self) -> None:
-        """Search the main thread's stack for worker or core.
+        """Search the main thread's stack for the worker or core.
 
-        In a forked process this is the only way, because vLLM does not call the plugin there.
+        This is the only way in a forked process, because vLLM does not call the plugin in it.
         """
         frames = sys._current_frames()  # noqa: SLF001 - documented
         frame = frames.get(threading.main_thread().ident or 0)
@@ -97,7 +99,7 @@ class EngineObjects:
             self._remember(frame.f_locals.get(HOLDERS[frame.f_code.co_name]))
 
     def _remember(self, candidate: object) -> None:
-        """Keep a reference to the object if it is a worker or a core."""
+        """Keep a reference to the object if it is a worker or core."""
         class_names = _list_class_names(candidate)
         if class_names & WORKER_CLASSES:
             self._worker = weakref.ref(candidate)
@@ -106,14 +108,14 @@ class EngineObjects:
 
     @property
     def core(self) -> Any:  # noqa: ANN401 - vLLM's
-        """Return the engine core; None if this process has none, or if it was not found yet."""
+        """Return the engine core; None if this process has none or it has not been found yet."""
         return self._core()
 
     @property
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
         """Return the worker without vLLM's wrappers; None if this process has none.
 
-        With one GPU, the worker is in the core's process, and the core refers to it.
+        With a single GPU, the worker is in the core's process, and the core has a reference to it.
         """
         worker = self._worker() or read_own(self.core, "model_executor.driver_worker")
         wrapped = read_own(worker, "worker")
@@ -124,7 +126,7 @@ class EngineObjects:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether worker or core was found, so that the search is over."""
+        """Return whether the worker or core has been found, so that the search is over."""
         return self.core is not None or self._worker() is not None
 
 
@@ -146,7 +148,8 @@ def find_role(engine: EngineObjects, process_name: str) -> str:
 def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
     """Return the ranks of this process; a rank is None if unknown."""
     parallel = read_own(engine.worker or engine.core, "vllm_config.parallel_config")
-    # Without experts, every data-parallel engine has data_parallel_rank 0, so the index is better.
+    # Without experts, data_parallel_rank is 0 in every data-parallel engine, so the index is
+    # preferred.
     data_parallel_rank = read_own(parallel, "data_parallel_index")
     if data_parallel_rank is None:
         data_parallel_rank = read_own(parallel, "data_parallel_rank")
@@ -158,7 +161,7 @@ def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
 
 
 def count_requests(core: object) -> dict[str, int | None]:
-    """Return how many requests run and wait; None if unknown."""
+    """Return the numbers of running and waiting requests; None if unknown."""
     scheduler = read_own(core, "scheduler")
     running = read_own(scheduler, "running")
     queues = [read_own(scheduler, name) for name in WAITING_QUEUES]
@@ -172,14 +175,14 @@ def count_requests(core: object) -> dict[str, int | None]:
 
 
 def read_scheduler(core: object) -> dict[str, int | None] | None:
-    """Return the state and the limits of the scheduler; None before there is a scheduler."""
+    """Return the state and limits of the scheduler; None before there is one."""
     scheduler = read_own(core, "scheduler")
     if scheduler is None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
-    # The scheduler continues during these readings. If it moves a block meanwhile, the block counts
-    # as free, or is live in one of the two readings before and after.
+    # The scheduler keeps running during these readings. A block that it moves in the meantime
+    # counts as free, or is live in one of the two readings before and after.
     live_earlier = _find_live_blocks(scheduler)
     free_blocks = to_integer(read_own(pool, "free_block_queue.num_free_blocks"))
     live_later = _find_live_blocks(scheduler)
@@ -189,8 +192,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
-    # If a token's bytes depend on the layer, a block may lack its first tokens. Then tokens cannot
-    # be counted.
+    # If a token's bytes depend on the layer, a block may lack its first tokens, in which case
+    # tokens cannot be counted.
     live_tokens = None
     if live_later is not None and bytes_per_token is not None:
         live_tokens = live_later.tokens
@@ -219,7 +222,7 @@ class LiveBlocks(NamedTuple):
 def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
     """Return the blocks that requests hold.
 
-    Returns None if there are too many blocks, and before vLLM 0.9.1.
+    Returns None if there are too many blocks, or if vLLM is older than 0.9.1.
     """
     requests = read_own(scheduler, "requests")
     managers = read_own(scheduler, "kv_cache_manager.coordinator.single_type_managers")
@@ -227,7 +230,7 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
         return None
     holdings: list[tuple[object, list[Any]]] = []
     for manager in managers:
-        # The dictionary is copied, because the scheduler's thread changes it at the same time.
+        # The dictionary is copied, because the scheduler's thread may change it at the same time.
         for request_id, blocks in list(manager.req_to_blocks.items()):
             if request_id in requests:
                 holdings.append((requests.get(request_id), list(blocks)))
@@ -242,19 +245,20 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
         block_ids.update(request_block_ids)
         computed_tokens = to_integer(read_own(request, "num_computed_tokens"))
         if block_size and computed_tokens is not None:
-            # Only the end of a request's blocks can be without tokens.
+            # Only the end of a request's blocks can be empty.
             empty_tokens.append(len(request_block_ids) * block_size - computed_tokens)
     if not block_size or len(empty_tokens) < len(holdings):
         return LiveBlocks(block_ids, tokens=None)
-    # If several requests share a block, it counts once.
+    # A block that several requests share counts once.
     tokens = len(block_ids) * block_size - sum(empty_tokens)
     return LiveBlocks(block_ids, tokens=max(0, tokens))
 
 
 def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int | None:
-    """Return the bytes of a token in the KV cache on all ranks together.
+    """Return the bytes per token in the KV cache, on all ranks together.
 
-    Returns None if tokens differ in bytes, or if the configuration is unknown.
+    Returns None if not all tokens take the same number of bytes, or if the configuration is
+    unknown.
     """
     groups: list[Any] = read_own(cache_config, "kv_cache_groups") or []
     if len(groups) != 1:
@@ -265,7 +269,7 @@ def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int |
             return None
     spec = groups[0].kv_cache_spec
     specs = [spec] * len(groups[0].layer_names)
-    # This is for layers that differ but are all in one group.
+    # Layers that differ may all be in one group.
     specs_by_layer = read_own(spec, "kv_cache_specs")
     if specs_by_layer:
         specs = list(specs_by_layer.values())

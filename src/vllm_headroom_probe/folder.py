@@ -1,4 +1,4 @@
-"""Write the folder that vLLM's processes and the sidecar share: a file per process."""
+"""Write to the folder that vLLM's processes and the sidecar share: one file per process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from itertools import islice
 from typing import Any
 
 MAX_DOCUMENT_BYTES = 16 * 1024
-"""The largest file of a process; the sidecar reads no larger one."""
+"""The maximum size of a process's file; the sidecar does not read larger ones."""
 
 MAX_KEPT_FILES = 64
-"""This many files are kept. A file stays when its process exits. A server has a few dozen files,
-and a crash loop must not fill the volume.
+"""The number of files kept. A file remains when its process exits. A server has a few dozen files,
+and a crash loop must not fill up the volume.
 """
 
 FILE_NAME = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record)?\.json\.tmp")
@@ -23,16 +23,16 @@ FILE_NAME = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record
 name a folder with models."""
 
 MAX_ENTRIES = 4096
-"""At most this many entries of the folder are read. Hundreds of runs leave fewer."""
+"""The maximum number of folder entries that are read. Hundreds of runs leave fewer."""
 
 START_TICKS_FIELD = 19
-"""The position of the start time in /proc/self/stat after the name, see proc(5)."""
+"""The position of the start time after the name in /proc/self/stat (see proc(5))."""
 
 
 def read_start() -> tuple[float, float]:
-    """Return when this process started: in seconds since the boot, and since the epoch.
+    """Return when this process started, in seconds since boot and in seconds since the epoch.
 
-    The second figure changes when the clock is set. Raises OSError or ValueError if /proc cannot be
+    The second value changes when the clock is set. Raises OSError or ValueError if /proc cannot be
     read.
     """
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is a millisecond of imports
@@ -42,7 +42,7 @@ def read_start() -> tuple[float, float]:
 
 
 def _read_boot_time() -> int:
-    """Return when the machine started, in seconds since the epoch; raise OSError or ValueError."""
+    """Return when the machine booted, in seconds since the epoch; raise OSError or ValueError."""
     with open("/proc/stat", "rb") as file:  # noqa: PTH123
         for line in file:
             if line.startswith(b"btime "):
@@ -55,21 +55,21 @@ def write_document(
 ) -> None:
     """Write the document as a file, atomically.
 
-    Raises OSError. Raises ValueError if the document is too large or has a number that is not
-    finite.
+    Raises OSError if writing fails, and ValueError if the document is too large or contains a
+    number that is not finite.
     """
     content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     if len(content) > max_bytes:
         raise ValueError(f"{len(content)} bytes for a file of at most {max_bytes}")
     unfinished = os.path.join(folder, f".{name}.tmp")  # noqa: PTH118
     try:
-        # The old file is removed first, because a pipe in its place would block, and a link would
+        # Any old file is removed first, because a pipe in its place would block, and a link would
         # be followed.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)  # noqa: PTH108
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(unfinished, flags, 0o644), "wb") as file:  # noqa: PTH123
-            # The mode lets the sidecar's user read the file, whatever vLLM's umask is.
+            # The mode allows the sidecar's user to read the file, regardless of vLLM's umask.
             os.fchmod(file.fileno(), 0o644)
             file.write(content)
         os.replace(unfinished, os.path.join(folder, name))  # noqa: PTH105, PTH118
@@ -80,7 +80,7 @@ def write_document(
 
 
 def prune(folder: str, max_files: int = MAX_KEPT_FILES) -> None:
-    """Remove the oldest files of the probe until `max_files` are left.
+    """Remove the probe's oldest files until `max_files` are left.
 
     Other processes may do the same at the same time. Raises OSError if the folder cannot be read.
     """

@@ -13,15 +13,15 @@ from vllm_headroom_probe.engine import read_own, to_integer
 
 CALLBACK_OPTIONS = ("enable_sleep_mode", "enable_cumem_allocator")
 """Options with which vLLM's allocator calls Python while torch's allocator is locked. Another
-thread that reads torch's figures would wait for this lock while it holds the GIL. This would
+thread that reads torch's figures would wait for this lock while holding the GIL, which would
 deadlock the engine (vllm/csrc/cumem_allocator.cpp).
 """
 
 ALLOCATOR_FIGURES = ("allocated", "reserved", "inactive_split")
-"""The figures that are read from torch's statistics, by their names there."""
+"""The names in torch's statistics of the figures that are read."""
 
 MAX_TAG_CHARACTERS = 32
-"""This many characters of a tag of the sleep pool are kept."""
+"""The number of characters kept of a tag in the sleep pool."""
 
 
 def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
@@ -48,23 +48,22 @@ def find_cuda() -> Any:  # noqa: ANN401 - torch's
 
 
 def read_pinned() -> int | None:
-    """Return the host memory that torch has pinned, whether in use or cached.
+    """Return the host memory pinned by torch, whether in use or cached.
 
-    Returns None before torch 2.7.
-
-    torch's allocator of pinned memory has its own locks, and never waits for Python.
+    torch's allocator for pinned memory has its own locks and never waits for Python. Returns None
+    before torch 2.7.
     """
     torch_cuda = find_cuda()
     if torch_cuda is None:
         return None
     stats = torch_cuda.host_memory_stats_as_nested_dict()
-    # torch 2.7 to 2.9 name the memory in use `allocated_bytes`, and all of it `reserved_bytes`.
+    # torch 2.7 to 2.9 call the memory in use `allocated_bytes`, and all of it `reserved_bytes`.
     owned = stats.get("reserved_bytes") or stats.get("allocated_bytes") or {}
     return to_integer(owned.get("current"))
 
 
 class MeasuredModel(NamedTuple):
-    """A model, by its identity in this process, and the bytes of its tensors."""
+    """A model's identity in this process and the size of its tensors."""
 
     identity: int
     size_bytes: int
@@ -75,19 +74,19 @@ class WorkerGpu:
 
     def __init__(self) -> None:
         self.call_seconds = 0.0
-        """How long the last call of torch's allocator took, in seconds."""
+        """How long the last call to torch's allocator took, in seconds."""
         self._graphs_bytes: int | None = None
         """The memory of captured graphs at the last reading; None if torch does not report it."""
         self._model: MeasuredModel | None = None
-        """The model whose tensors were measured last."""
+        """The model whose tensors were last measured."""
         self._constant_facts: dict[str, Any] = {}
         """The device's UUID and total memory; empty before the first reading."""
 
     def read_device(self, worker: object) -> dict[str, Any] | None:
         """Return torch's facts about the device.
 
-        Returns None without a GPU, without a known worker, or without the device's UUID. If reading
-        torch's allocator is not safe, the facts are only UUID and total memory.
+        If reading torch's allocator is not safe, the only facts are the UUID and total memory.
+        Returns None if there is no GPU, the worker is unknown, or the device's UUID is unknown.
         """
         index = to_integer(getattr(read_own(worker, "device"), "index", None))
         torch_cuda = find_cuda()
@@ -99,7 +98,7 @@ class WorkerGpu:
                 "uuid": _format_uuid(properties),
                 "total": to_integer(properties.total_memory),
             }
-        # Without the UUID, the sidecar could not know to which GPU the figures belong.
+        # Without the UUID, the sidecar could not tell which GPU the figures belong to.
         if self._constant_facts["uuid"] is None:
             return None
         if not can_read_torch(worker):
@@ -108,12 +107,12 @@ class WorkerGpu:
 
     def _read_allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
         """Return torch's figures for a device; a figure is None if torch does not report it."""
-        # The device is chosen by its index, because the current device of this thread may be
-        # another one.
+        # The device is selected by its index, because this thread's current device may be a
+        # different one.
         start_seconds = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - start_seconds
-        # torch reports vLLM's pool of CUDA graphs since 2.13.
+        # torch has reported vLLM's CUDA graph pool since 2.13.
         pool = getattr(type(read_own(worker, "current_platform")), "_global_graph_pool", None)
         graphs = stats.get("reserved_bytes_by_private_pools", {}).get(pool)
         self._graphs_bytes = None if graphs is None else to_integer(graphs["all"]["current"])
@@ -131,7 +130,7 @@ class WorkerGpu:
             return None
         caches = read_own(worker, "model_runner.kv_caches")
         cache_bytes = None
-        # The tensors of a sleep pool must not be touched.
+        # Tensors in a sleep pool must not be touched.
         if caches and can_read_torch(worker):
             cache_bytes = _sum_bytes(list(_list_tensors(caches)))
         return {
@@ -145,10 +144,10 @@ class WorkerGpu:
         }
 
     def _measure_weights(self, worker: object) -> int | None:
-        """Return the model's memory as vLLM measured it.
+        """Return the model's memory as measured by vLLM or, failing that, the size of its tensors.
 
-        If vLLM did not, return the bytes of its tensors. For example, vLLM measures nothing on a
-        CPU. Returns None without a model, or if its tensors must not be read.
+        On a CPU, for example, vLLM does not measure it. Returns None if there is no model or its
+        tensors must not be read.
         """
         measured_bytes = to_integer(read_own(worker, "model_runner.model_memory_usage"))
         if measured_bytes:
@@ -156,7 +155,7 @@ class WorkerGpu:
         model = read_own(worker, "model_runner.model")
         if model is None or not can_read_torch(worker):
             return None
-        # Each model is measured once.
+        # Each model is measured only once.
         if self._model is None or self._model.identity != id(model):
             size_bytes = _sum_bytes([*model.parameters(), *model.buffers()])
             self._model = MeasuredModel(id(model), size_bytes)
@@ -164,13 +163,13 @@ class WorkerGpu:
 
 
 def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
-    """Return a device's UUID as the driver's tools write it; None before torch 2.5.
+    """Return a device's UUID in the notation of the driver's tools; None before torch 2.5.
 
-    In the environment of a MIG instance, it is the instance's UUID.
+    In the environment of a MIG instance, this is the instance's UUID.
     """
     uuid = getattr(properties, "uuid", None)
     digits = bytes.fromhex(str(uuid or "").replace("-", ""))
-    # HIP fills the bytes with the text of an AMD card's id (hip_device.cpp).
+    # HIP fills the bytes with the text of an AMD card's ID (hip_device.cpp).
     if re.fullmatch(rb"[0-9a-f]{16}", digits):
         return f"GPU-{digits.decode()}"
     if uuid is None:
@@ -181,9 +180,9 @@ def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
 
 
 def _read_sleep_pool() -> dict[str, Any]:
-    """Return the sleep pool's bytes by tag, and whether a part of the pool is asleep.
+    """Return the sleep pool's bytes by tag, and whether part of the pool is asleep.
 
-    Memory that is asleep counts as 0 bytes. The result is empty without a pool, or if vLLM does not
+    Sleeping memory counts as 0 bytes. The result is empty if there is no pool, or if vLLM does not
     mark which memory is asleep.
     """
     pool = find_sleep_pool()
@@ -204,7 +203,7 @@ def _read_sleep_pool() -> dict[str, Any]:
 
 
 def _list_tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, nested by kind of layer
-    """Yield the tensors of caches that may be nested lists."""
+    """Yield the tensors in caches, which may be nested lists."""
     for cache in caches:
         if isinstance(cache, (list, tuple)):
             yield from _list_tensors(cache)
@@ -213,7 +212,7 @@ def _list_tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, neste
 
 
 def _sum_bytes(tensors: list[Any]) -> int:
-    """Return the bytes of the storages of tensors, each storage once."""
+    """Return the total size of the tensors' storages, counting each storage once."""
     sizes_bytes: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

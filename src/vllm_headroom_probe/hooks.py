@@ -13,19 +13,19 @@ from types import FrameType
 from vllm_headroom_probe.probe import Probe
 
 UNSUPPORTED_VERSION = re.compile(r"0\.[0-8]\.\d")
-"""Versions of vLLM before 0.9, whose attributes are unknown. The version of a build from source,
-"0.1.dev1", does not match."""
+"""vLLM versions before 0.9, whose attributes are unknown. The version of a source build,
+"0.1.dev1", does not match.
+"""
 
 _probe: Probe | None = None
-"""The one probe of this process. It is module state because forks and torch's callback need it."""
+"""The only probe in this process. It is module state because forks and torch's callback need it."""
 
 
 def begin(folder: str, frame: FrameType | None) -> None:
-    """Start this process's probe at the first call.
+    """Start this process's probe on the first call; look for vLLM's worker or core on each call.
 
-    At each call, look for vLLM's worker or core. `frame` is the caller's frame, which is needed
-    because vLLM calls while it builds the worker or core. Nothing starts in an unsupported version
-    of vLLM.
+    `frame` is the caller's frame, which is needed because vLLM calls this function while it is
+    building the worker or core. Nothing is started in an unsupported version of vLLM.
     """
     global _probe  # noqa: PLW0603 - see above
     vllm = sys.modules.get("vllm")
@@ -51,7 +51,7 @@ def _warn_too_old(version: str) -> None:
 
 
 def _before_fork() -> None:
-    """End the probe's thread, because a child process inherits the locks that it holds."""
+    """End the probe's thread, because a child process would inherit the locks that it holds."""
     with contextlib.suppress(Exception):
         if _probe is not None:
             _probe.pause()
@@ -64,7 +64,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    """Start a new probe in a forked process, because vLLM does not load its plugins there again."""
+    """Start a new probe in a forked process, because vLLM does not load its plugins again in it."""
     global _probe  # noqa: PLW0603 - see above
     with contextlib.suppress(Exception):
         if _probe is not None:

@@ -1,4 +1,4 @@
-"""Read the host memory of the container, which only a process inside the container can read."""
+"""Read the container's host memory, which only a process inside the container can do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class CgroupFiles(NamedTuple):
-    """The names of a cgroup version's files, and of the entries of its memory.stat."""
+    """The names of a cgroup version's files and of the entries in its memory.stat."""
 
     used: str
     limit: str
@@ -32,11 +32,13 @@ V2 = CgroupFiles(
 )
 
 NO_LIMIT_BYTES = 1 << 60
-"""A limit of this size or more is no limit. Without a limit, cgroup v1 shows 2^63 minus a page."""
+"""A limit of this size or more counts as no limit. Without a limit, cgroup v1 shows 2^63 minus one
+page.
+"""
 
 
 def read_host(root: str = "/") -> dict[str, Any]:
-    """Return the memory of this process's cgroup and of /dev/shm; None for what is unreadable.
+    """Return the memory of this process's cgroup and of /dev/shm; unreadable values are None.
 
     `root` is the root of the file system; tests use another folder.
     """
@@ -54,9 +56,9 @@ def _read_shm(path: str) -> dict[str, int] | None:
 
 
 def _read_cgroup(root: str) -> dict[str, int | None] | None:
-    """Return the memory that counts against the limit; `file` is the page cache's part of it.
+    """Return the memory that counts against the limit; `file` is the page cache's share of it.
 
-    Returns None if the cgroup is not visible. A figure is None if it cannot be read.
+    Values that cannot be read are None. Returns None if the cgroup is not visible.
     """
     cgroup = _find_cgroup(root)
     if cgroup is None:
@@ -70,7 +72,7 @@ def _read_cgroup(root: str) -> dict[str, int | None] | None:
     shared_bytes = stat.get(files.shared_entry)
     file_bytes = None
     if cache_bytes is not None and shared_bytes is not None:
-        # The kernel counts shared memory as cache, but cannot reclaim it.
+        # The kernel counts shared memory as cache but cannot reclaim it.
         file_bytes = cache_bytes - shared_bytes
     return {
         "used": _parse_number(_read_text(folder, files.used)),
@@ -81,7 +83,7 @@ def _read_cgroup(root: str) -> dict[str, int | None] | None:
 
 
 def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
-    """Return the folder of this process's memory cgroup, and the names of its files.
+    """Return the folder of this process's memory cgroup and the names of its files.
 
     Returns None if the cgroup is not visible.
     """
@@ -97,7 +99,7 @@ def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
             mount = os.path.join(root, "sys/fs/cgroup")  # noqa: PTH118
         else:
             continue
-        # In a container, the folder at which cgroups are mounted is the container's cgroup itself.
+        # In a container, the cgroup mount point is the container's own cgroup.
         for folder in (mount + path, mount):
             if _read_text(folder, files.used):
                 return folder, files
@@ -108,7 +110,7 @@ def _read_text(folder: str, name: str) -> str:
     """Return a file's text; empty if it cannot be read."""
     try:
         path = os.path.join(folder, name)  # noqa: PTH118
-        # A cgroup's name may be invalid UTF-8, and may contain a carriage return.
+        # A cgroup's name may be invalid UTF-8 and may contain a carriage return.
         with open(path, errors="replace", newline="\n") as file:  # noqa: PTH123
             return file.read()
     except OSError:
@@ -116,7 +118,7 @@ def _read_text(folder: str, name: str) -> str:
 
 
 def _parse_number(text: str) -> int | None:
-    """Return a whole number, 0 or more; None for any other text."""
+    """Return a non-negative integer; None for any other text."""
     return int(text) if text.strip().isdecimal() else None
 
 

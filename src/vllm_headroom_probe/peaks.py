@@ -1,4 +1,4 @@
-"""Measure the highest memory of each step of vLLM's runner, by kind of work."""
+"""Measure the peak memory of each step of vLLM's runner, by kind of work."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ SAMPLING = "sampling"
 
 BUCKET_SECONDS = 5
 RECENT_BUCKETS = 12
-"""The highest peak of each of the newest twelve buckets is kept, which covers the last minute."""
+"""The number of newest buckets whose highest peak is kept. Twelve buckets cover the last minute."""
 
 MAX_SIZE_CLASSES = 20
-"""The file has this many of the largest size classes of a kind. There are two classes per doubling.
+"""The number of size classes per kind in the file, which are the largest ones. There are two
+classes per doubling of the size.
 """
 
 MAX_REASON_CHARACTERS = 200
-"""The file has this many characters of an error."""
+"""The number of characters of an error in the file."""
 
 REPEATED_STEPS = 32
-"""Of steps that repeat the previous one, one in so many is measured."""
+"""One in this many steps that repeat the previous one is measured."""
 
 MIN_INTERVAL_NS = 100_000_000
-"""A step that is no larger than those measured so far is measured only this long after the last
-measured step. A measured step takes 0.15 milliseconds: three readings of torch's figures, and code
-that has to come from memory again. So the hook's share of the time is bounded: 0.15 %.
+"""The minimum time between two measured steps, unless a step is larger than those measured so far.
+Measuring a step takes 0.15 milliseconds: three readings of torch's figures, and code that must be
+fetched from memory again. The hook's share of the time is thus limited to 0.15 %.
 """
 
 Call = Callable[..., Any]
@@ -43,14 +44,14 @@ class Peak(NamedTuple):
 
     transient_bytes: int
     size: int
-    """The size on which the memory depends: tokens, rows or pixels."""
+    """The size that the memory depends on: tokens, rows or pixels."""
     step: Step
     at_seconds: float
     """When the step began, in seconds since the epoch."""
 
 
 class Memory(NamedTuple):
-    """torch's figures of its allocator, in bytes."""
+    """torch's allocator figures, in bytes."""
 
     allocated: int
     peak: int
@@ -63,15 +64,15 @@ NO_MEMORY = Memory(allocated=0, peak=0, reserved=0, inactive_split=0)
 
 
 class KindTable:
-    """The peaks of one kind of work, in bounded number."""
+    """A bounded number of peaks for one kind of work."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.highest: Peak | None = None
         self.recent: dict[int, Peak] = {}
-        """The highest peak of each bucket of time, by the bucket's number."""
+        """The highest peak in each time bucket, by the bucket's number."""
         self.by_class: dict[int, tuple[Peak, int]] = {}
-        """The highest peak of each size class, and how many steps the class has had."""
+        """The highest peak in each size class, and the number of steps in the class."""
 
     def add(self, peak: Peak) -> None:
         """Count a step."""
@@ -81,8 +82,7 @@ class KindTable:
         bucket = int(peak.at_seconds // BUCKET_SECONDS)
         bucket_peak = self.recent.get(bucket)
         if bucket_peak is None:
-            # The dictionary is new, because the probe's thread may read the old one at the same
-            # time.
+            # A new dictionary is created, because the probe's thread may be reading the old one.
             self.recent = {
                 number: highest
                 for number, highest in self.recent.items()
@@ -91,7 +91,7 @@ class KindTable:
             self.recent[bucket] = peak
         elif peak.transient_bytes > bucket_peak.transient_bytes:
             self.recent[bucket] = peak
-        # The square of the size has twice as many binary digits, which gives two classes per
+        # The square of the size has twice as many binary digits, which results in two classes per
         # doubling.
         size_class = (peak.size * peak.size).bit_length()
         highest, count = self.by_class.get(size_class, (peak, 0))
@@ -100,7 +100,7 @@ class KindTable:
         self.by_class[size_class] = (highest, count + 1)
 
     def describe(self, now_seconds: float) -> dict[str, Any]:
-        """Return the table for the file; `recent` is absent without a step in the last minute."""
+        """Return the table for the file; `recent` is absent if no step ran in the last minute."""
         oldest_bucket = int(now_seconds // BUCKET_SECONDS) - RECENT_BUCKETS
         recent = [peak for bucket, peak in list(self.recent.items()) if bucket > oldest_bucket]
         classes = sorted(self.by_class.items())[-MAX_SIZE_CLASSES:]
@@ -125,7 +125,7 @@ def describe_peak(peak: Peak) -> dict[str, Any]:
 
 
 def describe_step(step: Step, at_seconds: float) -> dict[str, Any]:
-    """Return a step for the file, without figures that are 0."""
+    """Return a step for the file, without values that are 0."""
     facts = {
         "t": round(at_seconds, 3),
         "requests": step.requests,
@@ -142,17 +142,17 @@ def describe_step(step: Step, at_seconds: float) -> dict[str, Any]:
 
 
 class Peaks:
-    """The peaks of this process's worker, measured around the runner's two methods per step."""
+    """The peaks of this process's worker, measured around the runner's two methods for a step."""
 
     def __init__(self) -> None:
         self.step: Step = NO_STEP
-        """The newest step that began. If it repeats an earlier step, that earlier step."""
+        """The last step that began or, if it repeats an earlier step, that earlier step."""
         self.kind: str | None = None
-        """The kind of work that runs now; None between two steps."""
+        """The kind of work that is running now; None between two steps."""
         self._forward_kind: str | None = None
-        """The kind of work of the newest step's first half; None if nothing is computed."""
+        """The kind of work in the first half of the newest step; None if nothing is computed."""
         self._sampling_kind: str | None = None
-        """The kind of work of its second half."""
+        """The kind of work in the second half of the newest step."""
         self._batch = Batch()
         self._tables: dict[str, KindTable] = {}
         self._runner: Any = None
@@ -162,9 +162,9 @@ class Peaks:
         self._began_at = 0.0
         """When the newest measured step began, in seconds since the epoch."""
         self._resting = NO_MEMORY
-        """torch's figures when it began."""
+        """torch's figures when that step began."""
         self._is_measured = False
-        """Whether the newest step is measured."""
+        """Whether the newest step is being measured."""
         self._wrappers: dict[str, Call] = {}
         """The methods that replace the runner's, by name."""
         self._is_over = False
@@ -173,29 +173,30 @@ class Peaks:
         """The error that ended the measurement; None if there was none."""
         self._limits: dict[str, int | None] = {}
         self._largest_tokens: dict[str, int] = {}
-        """The most tokens of a measured step, by the kind of work."""
+        """The highest number of tokens in a measured step, by kind of work."""
         self._largest_rows = 0
-        """The most rows that a measured step sampled."""
+        """The highest number of rows sampled by a measured step."""
         self._measured_at_ns = 0
-        """When the last measured step began, by the monotonic clock."""
-        # The step that the next one is compared with: plain numbers, as each look-up costs time.
+        """When the last measured step began, on the monotonic clock."""
+        # The step that the next one is compared with, as plain numbers because each lookup costs
+        # time.
         self._repeatable_tokens: int | None = None
-        """The tokens of the newest step; None if it is not repeatable."""
+        """The number of tokens in the newest step; None if it is not repeatable."""
         self._repeatable_requests = 0
         # The cost of the hook.
         self._steps = 0
         self._measured_steps = 0
         self._repeated_steps = 0
-        """How many steps have repeated the newest step that was followed."""
+        """How many steps have repeated the last step that was followed."""
         self._hook_ns = 0
-        """The time of the hook in the measured steps, in nanoseconds."""
+        """The hook's time in measured steps, in nanoseconds."""
 
     def attach(self, worker: object) -> None:
         """Measure the worker's steps from now on.
 
-        Before vLLM has its KV cache, nothing is done, because until then vLLM measures the same
-        peaks for its own profile. Nothing is done either if torch's figures must not be read, or if
-        the hook has failed.
+        Does nothing before vLLM has its KV cache, because until then vLLM measures the same peaks
+        for its own profiling. Also does nothing if torch's figures must not be read, or if the hook
+        has failed.
         """
         runner = read_own(worker, "model_runner")
         if runner is None or runner is self._runner or self._is_over:
@@ -220,11 +221,11 @@ class Peaks:
         self._replace("execute_model", self._wrap_forward(runner.execute_model))
 
     def detach(self) -> None:
-        """Measure no further step, and restore the runner's own methods."""
+        """Stop measuring steps, and restore the runner's own methods."""
         self._is_over = True
         for name, wrapper in self._wrappers.items():
-            # If another plugin has wrapped the wrapper, the wrapper stays, and only passes calls
-            # on.
+            # If another plugin has wrapped the wrapper, the wrapper remains and only passes on
+            # calls.
             if vars(self._runner).get(name) is wrapper:
                 delattr(self._runner, name)
         self._forget_step()
@@ -235,11 +236,12 @@ class Peaks:
         setattr(self._runner, name, wrapper)
 
     # Whatever the measurement raises, the wrapped methods run, and their results and errors are
-    # unchanged. Most steps repeat the previous one and are not measured. For them the wrappers do
-    # little, because after vLLM's own work each line of code has to come from memory again.
+    # unchanged. Most steps repeat the previous one and are not measured. For these, the wrappers do
+    # very little, because after vLLM's own work each line of code must be fetched from memory
+    # again.
 
     def _wrap_forward(self, call: Call) -> Call:
-        """Return the method of a step's first half with the measurement around it."""
+        """Return the method for a step's first half, wrapped in the measurement."""
 
         def execute_model(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
             self._is_measured = False
@@ -269,7 +271,7 @@ class Peaks:
         return execute_model
 
     def _wrap_sampling(self, call: Call) -> Call:
-        """Return the method of a step's second half with the measurement around it."""
+        """Return the method for a step's second half, wrapped in the measurement."""
 
         def sample_tokens(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
             self.kind = self._sampling_kind
@@ -293,13 +295,13 @@ class Peaks:
             logger.warning("headroom probe: peaks are not measured: %s", self._stop_reason)
 
     def _begin_forward(self, order: Any, *_arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        """Follow the scheduler's output, and start to measure the forward pass if that is due.
+        """Follow the scheduler's output, and start measuring the forward pass if that is due.
 
         If there are no tokens and no images, nothing is computed.
         """
         if self._is_over:
             return
-        # vLLM's second runner profiles itself with this method, and then reads the same peak.
+        # vLLM's second runner profiles itself with this method and then reads the same peak.
         if options.get("dummy_run"):
             self._forget_step()
             return
@@ -327,11 +329,11 @@ class Peaks:
         self._hook_ns += time.perf_counter_ns() - start_ns
 
     def _is_due(self, step: Step, now_ns: int) -> bool:
-        """Return whether to measure a step, and note its size if so."""
+        """Return whether to measure a step, and record its size if so."""
         rows = step.requests + step.drafts
         largest_tokens = self._largest_tokens.get(step.kind, 0)
         is_larger = step.total_tokens > largest_tokens or rows > self._largest_rows
-        # Their memory does not depend on the tokens alone.
+        # The memory of these steps does not depend on tokens alone.
         is_special = step.logprobs_requests or step.images or step.adapters
         if not is_larger and not is_special and now_ns - self._measured_at_ns < MIN_INTERVAL_NS:
             return False
@@ -340,7 +342,7 @@ class Peaks:
         return True
 
     def _forget_step(self) -> None:
-        """Note that the runner computes nothing that is measured."""
+        """Record that the runner is not computing anything that is measured."""
         self.step = NO_STEP
         self._repeatable_tokens = None
         self._forward_kind = None
@@ -361,7 +363,7 @@ class Peaks:
             self._add_peak(SAMPLING, self.step.requests + self.step.drafts)
 
     def _run(self, part: Callable[[], None]) -> None:
-        """Run a part of the measurement, and count its time; an error ends the measurement."""
+        """Run a part of the measurement and count its time; an error ends the measurement."""
         start_ns = time.perf_counter_ns()
         try:
             part()
@@ -370,7 +372,7 @@ class Peaks:
         self._hook_ns += time.perf_counter_ns() - start_ns
 
     def _add_peak(self, kind: str, size: int) -> None:
-        """Add the peak since the last reset to the table of a kind of work, which has ended."""
+        """Add the peak since the last reset to the table of the kind of work that has ended."""
         transient_bytes = max(0, self._read_memory().peak - self._resting.allocated)
         table = self._tables.get(kind)
         if table is None:
@@ -389,7 +391,7 @@ class Peaks:
         )
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the peaks for the probe's file; None while no step was measured."""
+        """Return the peaks for the probe's file; None if no step has been measured."""
         if not self._measured_steps:
             return None
         resting = self._resting
@@ -411,7 +413,7 @@ class Peaks:
         }
 
     def describe_current(self) -> dict[str, Any] | None:
-        """Return the step that runs now and its kind; None between two steps."""
+        """Return the step that is running now and its kind; None between two steps."""
         kind = self.kind
         if kind is None:
             return None

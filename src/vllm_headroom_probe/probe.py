@@ -29,40 +29,40 @@ INTERVAL_SECONDS = 5.0
 """The time between two readings."""
 
 SLOW_SECONDS = 0.05
-"""A reading is slow if it takes more CPU time than this, or if the allocator's call takes longer
-than this. Both hold the GIL.
+"""A reading is slow if it takes more CPU time than this, or if the call to the allocator takes
+longer than this. Both hold the GIL.
 """
 
 MAX_SLOW_READINGS = 2.5
-"""If the count of slow readings exceeds this number, the probe stops. So the third slow reading
-stops it.
+"""The probe stops if the count of slow readings exceeds this number, which means at the third slow
+reading.
 """
 
 FORGIVEN_PER_READING = 0.01
-"""A fast reading lowers the count of slow ones by this much. So a hundred fast readings cancel a
-slow one, and slow readings in weeks of service do not add up.
+"""How much a fast reading reduces the count of slow ones. A hundred fast readings cancel a slow
+one, so that slow readings do not add up over weeks of service.
 """
 
 MAX_FORK_WAIT_SECONDS = 0.2
-"""A fork of vLLM waits at most this long for the thread to end."""
+"""How long a fork in vLLM waits at most for the thread to end."""
 
 MAX_OOM_WAIT_SECONDS = 0.05
-"""An OutOfMemoryError waits at most this long for the file to be written, which takes 0.1 ms."""
+"""How long an OutOfMemoryError waits at most for the file to be written, which takes 0.1 ms."""
 
 MAX_SNAPSHOT_WAIT_SECONDS = 12.0
-"""An OutOfMemoryError waits at most this long for the snapshot to be written. Writing itself ends
+"""How long an OutOfMemoryError waits at most for the snapshot to be written. Writing itself ends
 after 10 s.
 """
 
 MAX_NAME_CHARACTERS = 64
-"""The file has this many characters of a process's name, or of a package's version."""
+"""The number of characters of a process's name, or of a package's version, in the file."""
 
 MAX_REASON_CHARACTERS = 200
-"""The file has this many characters of the reason for stopping."""
+"""The number of characters of the reason for stopping in the file."""
 
 
 def read_or_none(read: Callable[[], T | None]) -> T | None:
-    """Return what `read` returns; None if it raises, as in unknown versions of vLLM or torch."""
+    """Return what `read` returns; None if it raises, as with unknown versions of vLLM or torch."""
     try:
         return read()
     except Exception:  # noqa: BLE001 - with any error the fact is absent, and vLLM continues to serve
@@ -92,22 +92,22 @@ class Probe:
         self._identity: dict[str, Any] = {}
         """The facts that never change; empty before the first reading."""
         self._document: dict[str, Any] = {}
-        """The content of the file as it was last written."""
+        """The content of the file as last written."""
         self._oom: dict[str, Any] | None = None
         """The newest OutOfMemoryError; None if there was none."""
-        # The fields about the cost of the probe.
+        # The fields about the probe's cost.
         self._slow_readings = 0.0
-        """The number of slow readings, minus what fast readings have cancelled."""
+        """The number of slow readings, minus those cancelled by fast readings."""
         self._longest_seconds = 0.0
-        """The time of the slowest reading."""
+        """The duration of the slowest reading."""
         self._cpu_seconds = 0.0
         """The CPU time of all readings."""
 
     def start(self) -> None:
         """Start the thread, or restart it after `pause`.
 
-        If a thread did not end in `pause`, it hangs. In that case no other thread is started, and
-        the probe stops.
+        A thread that did not end in `pause` is hanging, in which case no other thread is started
+        and the probe stops.
         """
         if self._thread is not None and self._thread.is_alive():
             self._mark_stopped("a write hung while vLLM forked")
@@ -125,10 +125,10 @@ class Probe:
             self._thread.join(MAX_FORK_WAIT_SECONDS)
 
     def begin_history(self, frame: FrameType | None) -> None:
-        """Make torch keep its memory history, if snapshots are requested.
+        """Make torch record its memory history, if snapshots are requested.
 
-        torch calls this when it initialises CUDA. `frame` is the caller's frame. The worker or the
-        core, which have the configuration, are on its stack.
+        torch calls this when it initialises CUDA. `frame` is the caller's frame, on whose stack is
+        the worker or core, which has the configuration.
         """
         if self.snapshots is not None:
             self.engine.search(frame)
@@ -139,8 +139,8 @@ class Probe:
     ) -> None:
         """Write the file with torch's figures before torch raises an OutOfMemoryError.
 
-        torch calls this in the thread that needs the memory. The thread waits at most
-        MAX_OOM_WAIT_SECONDS for the write. Without a running probe nothing is written.
+        torch calls this in the thread that needs the memory, which waits at most
+        MAX_OOM_WAIT_SECONDS for the write. Nothing is written if the probe is not running.
         """
         worker = self.engine.worker
         gpu: dict[str, Any] = {}
@@ -179,7 +179,7 @@ class Probe:
             taken_snapshot.is_settled.wait(MAX_SNAPSHOT_WAIT_SECONDS)
 
     def _run(self) -> None:
-        """Read and write at every interval, until paused or stopped; any error stops the probe."""
+        """Read and write once per interval until paused or stopped; any error stops the probe."""
         try:
             while not self._is_paused and self._stop_reason is None:
                 self._wake.wait(max(0.0, self._due_seconds - time.monotonic()))
@@ -193,7 +193,7 @@ class Probe:
             self._stop(f"{type(error).__name__}: {error}")
 
     def _tick(self) -> None:
-        """Read the facts, write the file and continue the recording; stop if readings are slow."""
+        """Read the facts, write the file and continue any recording; stop if readings are slow."""
         start_seconds = time.thread_time()
         self.gpu.call_seconds = 0.0
         document = self._read_document()
@@ -219,7 +219,7 @@ class Probe:
             )
 
     def _tick_snapshots(self, snapshots: Snapshots) -> None:
-        """Begin the history, or write a snapshot; name a new snapshot in the file."""
+        """Begin the history, or write a snapshot and add it to the probe's file."""
         owner = self.engine.worker or self.engine.core
         rank = self._document.get("rank")
         snapshot = read_or_none(lambda: snapshots.tick(self.folder, self._name, rank, owner))
@@ -232,7 +232,7 @@ class Probe:
             snapshot.is_settled.set()
 
     def _rate_reading(self, reading_seconds: float) -> None:
-        """Count a slow reading; a fast one cancels a part of an earlier slow one."""
+        """Count a slow reading; a fast one cancels part of an earlier slow one."""
         self._longest_seconds = max(self._longest_seconds, reading_seconds)
         if reading_seconds > SLOW_SECONDS:
             self._slow_readings += 1
@@ -276,7 +276,7 @@ class Probe:
         return {} if facts is None else {"snapshot": facts}
 
     def _read_identity(self) -> dict[str, Any]:
-        """Return the facts that never change; also remove old files and set the file's name.
+        """Return the facts that never change, remove old files, and set the file's name.
 
         Raises OSError or ValueError if /proc or the folder cannot be read.
         """
@@ -297,7 +297,7 @@ class Probe:
         }
 
     def _stop(self, reason: str) -> None:
-        """Stop for good, and write the reason to the file if that is possible."""
+        """Stop for good, and write the reason to the file if possible."""
         self._mark_stopped(reason)
         with contextlib.suppress(Exception):
             if self._document:
@@ -305,10 +305,7 @@ class Probe:
                 write_document(self.folder, f"{self._name}.json", document)
 
     def _mark_stopped(self, reason: str) -> None:
-        """Set the reason, which ends the thread.
-
-        Log it, and end any recording.
-        """
+        """Set and log the reason, which ends the thread, and end all recording."""
         self._stop_reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
         with contextlib.suppress(Exception):
             logger = logging.getLogger("vllm.headroom_probe")
@@ -324,7 +321,7 @@ class Probe:
 
 
 def _build_peaks() -> Peaks | None:
-    """Return what measures the peaks of steps; None if it is not configured."""
+    """Return the object that measures peaks of steps; None if it is not configured."""
     if os.environ.get("HEADROOM_PROBE_PEAKS") != "on":
         return None
     # The import is here, so that the probe loads it only if it is configured.
@@ -334,7 +331,7 @@ def _build_peaks() -> Peaks | None:
 
 
 def _build_snapshots() -> Snapshots | None:
-    """Return the keeper of torch's memory history; None if it is not configured."""
+    """Return the object that manages torch's memory history; None if it is not configured."""
     folder = os.environ.get("HEADROOM_PROBE_SNAPSHOT")
     if not folder:
         return None

@@ -14,49 +14,49 @@ from vllm_headroom_probe.folder import write_document
 from vllm_headroom_probe.gpu import can_read_torch, find_cuda
 
 REQUEST_NAME = "record.json"
-"""The file in the shared folder with which a command requests a recording."""
+"""The file in the shared folder through which a command requests a recording."""
 
 FORMAT_FIELD = "headroom_record"
-"""The field that identifies such a request. Its value is the version of the format."""
+"""The field that identifies such a request; its value is the version of the format."""
 
 MAX_RECORDING_SECONDS = 3600
-"""A recording lasts at most this long, whatever the request says."""
+"""The maximum duration of a recording, regardless of the request."""
 
 UNATTENDED_SECONDS = 60
-"""The command touches its request every few seconds. If a request was not touched for this time, it
-has lapsed, and its recording ends.
+"""A request that has not been touched for this long has lapsed, and its recording ends. The command
+touches its request every few seconds.
 """
 
 MAX_FRAMES = 8
-"""This many frames of a stack are recorded."""
+"""The number of frames recorded per stack."""
 
 MAX_STACKS = 20
-"""An answer has this many stacks, which are those with most memory."""
+"""The number of stacks in an answer, which are the ones that hold the most memory."""
 
 MAX_LINE_CHARACTERS = 200
-"""This many characters of a frame are kept: the end of its path, and its line number."""
+"""The number of characters kept of a frame: the end of its path, and its line number."""
 
 MAX_ANSWER_BYTES = 256 * 1024
-"""The largest file with an answer."""
+"""The maximum size of an answer file."""
 
 MAX_REQUEST_BYTES = 4096
-"""This much of a request's file is read."""
+"""The number of bytes read of a request file."""
 
 MAX_ID_CHARACTERS = 64
-"""This many characters of a request's id are kept."""
+"""The number of characters kept of a request's ID."""
 
 MAX_TRACER_BYTES = 128 << 20
-"""tracemalloc itself may take at most this much memory, which is enough for about a million
+"""The maximum amount of memory for tracemalloc itself, which is enough for about a million
 allocations. Copying them at the end holds the GIL for about a second.
 """
 
 
 class RequestFile(NamedTuple):
-    """The start of a request's file."""
+    """The start of a request file."""
 
     content: bytes
     changed_at: float
-    """The time of the file's last change (mtime), in seconds since the epoch."""
+    """The time of the file's last modification (mtime), in seconds since the epoch."""
 
 
 class Recording:
@@ -67,7 +67,7 @@ class Recording:
         self._request: dict[str, Any] = {}
         """The request of the current recording; empty if there is none."""
         self._answered_id = ""
-        """The id of the last request that was answered."""
+        """The ID of the last request that was answered."""
         self._started_at = 0.0
         """When the recording started, in seconds since the epoch."""
         self._notes: list[str] = []
@@ -76,9 +76,9 @@ class Recording:
         self._is_gpu_traced = False
 
     def tick(self, name: str, role: str, worker: object) -> None:
-        """Start, continue or end the recording that the folder's request describes.
+        """Start, continue or end the recording described by the request in the folder.
 
-        `name` and `role` are those of this process. The answer's file has this name.
+        `name` and `role` are those of this process. The answer file is named after `name`.
         """
         request = read_request(self._folder, REQUEST_NAME, FORMAT_FIELD)
         if self._request and request.get("id") != self._request["id"]:
@@ -107,7 +107,7 @@ class Recording:
         self._stop_tracing()
 
     def _stop_tracing(self) -> None:
-        """Stop the tracing that this recording has started."""
+        """Stop any tracing started by this recording."""
         if self._is_host_traced:
             tracemalloc.stop()
         if self._is_gpu_traced:
@@ -116,7 +116,7 @@ class Recording:
         self._is_gpu_traced = False
 
     def _start(self, request: dict[str, Any], worker: object) -> None:
-        """Start to trace host memory, GPU memory or both, as the request says."""
+        """Start tracing host memory, GPU memory or both, according to the request."""
         self._request = request
         self._started_at = time.time()
         self._notes = []
@@ -126,7 +126,7 @@ class Recording:
             self._trace_gpu(worker)
 
     def _trace_host(self) -> None:
-        """Start tracemalloc, unless vLLM or its user has started it already."""
+        """Start tracemalloc, unless vLLM or its user has already started it."""
         if tracemalloc.is_tracing():
             self._notes.append("tracemalloc was on before and was left alone")
         else:
@@ -161,9 +161,9 @@ class Recording:
         write_document(self._folder, f"{name}.record.json", answer, MAX_ANSWER_BYTES)
 
     def _end(self) -> dict[str, Any]:
-        """End the tracing; return the stacks whose allocations since the start hold most memory.
+        """End the tracing; return the stacks that hold the most memory allocated since the start.
 
-        Memory that was freed again does not count.
+        Memory that has been freed does not count.
         """
         start_cpu_seconds = time.thread_time()
         # Copying the traced allocations holds the GIL, so its duration is reported as the pause.
@@ -191,13 +191,13 @@ class Recording:
 
 
 def is_history_on() -> bool:
-    """Return whether torch keeps its memory history already; False if it does not report this."""
+    """Return whether torch already records its memory history; False if it does not report this."""
     is_on = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_isHistoryEnabled", None)
     return is_on is not None and bool(is_on())
 
 
 def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
-    """Return the request in a file of the folder.
+    """Return the request in a file in the folder.
 
     The result is empty if there is no valid request, or if the command no longer keeps it alive.
     """
@@ -218,7 +218,7 @@ def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
 def _read_start(path: str) -> RequestFile:
     """Return the start of a file and its mtime.
 
-    Raises OSError if the file cannot be read, and for a symlink. A FIFO is opened without waiting.
+    A FIFO is opened without waiting. Raises OSError if the file cannot be read or is a symlink.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags)
@@ -230,7 +230,7 @@ def _read_start(path: str) -> RequestFile:
 
 
 def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
-    """Return the stacks of Python's largest allocations, without those of the probe."""
+    """Return the stacks of Python's largest allocations, without the probe's own."""
     probe_folder = os.path.dirname(__file__)  # noqa: PTH120
     stacks: list[dict[str, Any]] = []
     for statistic in snapshot.statistics("traceback"):
@@ -244,9 +244,9 @@ def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
 
 
 def _list_gpu_stacks(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the stacks with most memory in torch's blocks that are in use.
+    """Return the stacks that hold the most memory in torch's blocks in use.
 
-    If a block was allocated before the recording, it has no stack and is left out.
+    A block allocated before the recording has no stack and is left out.
     """
     sizes_bytes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for segment in snapshot["segments"]:

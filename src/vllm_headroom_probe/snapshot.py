@@ -1,6 +1,6 @@
-"""Make torch keep its memory history, and write its snapshot when it runs out of memory.
+"""Make torch record its memory history, and write its snapshot when it runs out of memory.
 
-The file is a pickle for memory_viz. Without HEADROOM_PROBE_SNAPSHOT, this module is not imported.
+The file is a pickle for memory_viz. This module is imported only if HEADROOM_PROBE_SNAPSHOT is set.
 """
 
 from __future__ import annotations
@@ -23,50 +23,51 @@ from vllm_headroom_probe.gpu import can_read_torch, find_cuda
 from vllm_headroom_probe.record import is_history_on, read_request
 
 REQUEST_NAME = "snapshot.json"
-"""The file in the probe's folder with which a command requests a snapshot."""
+"""The file in the probe's folder through which a command requests a snapshot."""
 
 FORMAT_FIELD = "headroom_snapshot"
-"""The field that identifies such a request. Its value is the version of the format."""
+"""The field that identifies such a request; its value is the version of the format."""
 
 MAX_HISTORY_EVENTS = 10_000
-"""Our choice: torch keeps this many of the newest allocations and releases for each GPU. This
-number bounds the memory of the history, and the time that a snapshot takes.
+"""The number of newest allocations and releases that torch keeps per GPU (our choice). It limits
+the memory that the history takes and the time that a snapshot takes.
 """
 
 MAX_SNAPSHOT_BYTES = 64 << 20
-"""The largest snapshot. A snapshot with a full history and 3,000 blocks has 1.5 MiB."""
+"""The maximum size of a snapshot. A snapshot with a full history and 3,000 blocks takes 1.5 MiB."""
 
 MAX_WRITE_SECONDS = 10.0
-"""A snapshot is written for at most this long, and an OutOfMemoryError waits for it for at most
-this long.
-"""
+"""The time limit for writing a snapshot, during which an OutOfMemoryError waits for it."""
 
 MAX_KEPT_SNAPSHOTS = 16
-"""This many of the newest snapshots are kept, so that a crash loop does not fill the volume."""
+"""The number of newest snapshots kept, so that a crash loop does not fill up the volume."""
 
 FILE_NAME = re.compile(r"(oom|requested)-(rank[0-9]+-)?[0-9]+-[0-9]+\.pickle(\.tmp)?")
 """The names of snapshots. No other file is ever removed."""
 
 MAX_ENTRIES = 4096
-"""At most this many entries of the folder are read."""
+"""The maximum number of folder entries that are read."""
 
 MAX_LARGEST = 10
-"""The probe's file names this many lines of code, which are those that hold most memory."""
+"""The number of lines of code listed in the probe's file, which are the ones that hold the most
+memory.
+"""
 
 MAX_PATH_CHARACTERS = 120
-"""This many characters at the end of such a line's path are kept."""
+"""The number of characters kept from the end of such a line's path."""
 
 MAX_REPORT_BYTES = 3000
-"""The facts on one snapshot may take this much of the probe's file. The whole file may have 16 KiB,
-and the probe stops if it exceeds that. Ten lines take 2,000 bytes.
+"""The maximum number of bytes that the facts about one snapshot may take in the probe's file. The
+entire file is limited to 16 KiB, and the probe stops if it exceeds that. Ten lines take 2,000
+bytes.
 """
 
 MAX_PROBLEM_CHARACTERS = 200
-"""This many characters of an error's text are kept."""
+"""The number of characters kept of an error's text."""
 
 TORCH_CODE = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
 """Matches the paths of torch itself and of the code that it generates. The line that calls such
-code is more informative about who holds the memory.
+code says more about who holds the memory.
 """
 
 PICKLE_PROTOCOL = 4
@@ -74,39 +75,39 @@ PICKLE_PROTOCOL = 4
 
 
 class TakenSnapshot(NamedTuple):
-    """A snapshot of torch that is not written yet."""
+    """A snapshot from torch that has not been written yet."""
 
     kind: str
     """Why the snapshot was taken: "oom" or "requested"."""
     taken_at: float
     """When it was taken, in seconds since the epoch."""
     pause_seconds: float
-    """How long torch took. No Python code ran meanwhile."""
+    """How long torch took, during which no Python code ran."""
     content: dict[str, Any]
     request_id: str | None
     is_settled: threading.Event
-    """Set when the snapshot is written, or has failed."""
+    """Set when the snapshot has been written or has failed."""
 
 
 class Snapshots:
-    """The memory history of this process, and the snapshots of it in `folder`."""
+    """The memory history of this process, and its snapshots in `folder`."""
 
     def __init__(self, folder: str) -> None:
         self._folder = os.path.abspath(folder)  # noqa: PTH100 - see folder
         self._began_at: float | None = None
         """When the history began, in seconds since the epoch; None if there is none."""
         self._is_ours = False
-        """Whether the probe began the history, and not vLLM's user."""
+        """Whether the history was started by the probe rather than by vLLM's user."""
         self._has_failed = False
-        """Whether keeping a history has failed."""
+        """Whether recording a history has failed."""
         self._has_taken_oom = False
-        """Whether the one snapshot of an OutOfMemoryError was taken."""
+        """Whether the only snapshot of an OutOfMemoryError has been taken."""
         self._answered_id = ""
-        """The id of the last request that was answered."""
+        """The ID of the last request that was answered."""
         self._taken_oom: TakenSnapshot | None = None
-        """The snapshot of an OutOfMemoryError that `tick` has to write."""
+        """The snapshot of an OutOfMemoryError that `tick` must write."""
         self._reports: dict[str, dict[str, Any]] = {}
-        """The facts on each kind of snapshot for the probe's file."""
+        """The facts about each kind of snapshot, for the probe's file."""
 
     def describe(self) -> dict[str, Any] | None:
         """Return the facts for the probe's file; None if there is no history."""
@@ -119,9 +120,9 @@ class Snapshots:
         }
 
     def begin(self, owner: object) -> None:
-        """Make torch keep its history, once CUDA is initialised and the configuration allows it.
+        """Make torch record its history, once CUDA is initialised and the configuration allows it.
 
-        `owner` is the worker or the core, which has the configuration.
+        `owner` is the worker or core, which has the configuration.
         """
         if self._began_at is not None or self._has_failed or not can_read_torch(owner):
             return
@@ -133,7 +134,8 @@ class Snapshots:
             _warn("no history is kept: %s is no folder that vLLM can write", self._folder)
             return
         try:
-            # If vLLM's user keeps a history, it is left alone, and serves the purpose too.
+            # If vLLM's user already records a history, it is left alone, because it serves the
+            # purpose too.
             if not is_history_on():
                 self._is_ours = True
                 torch_cuda.memory._record_memory_history(  # noqa: SLF001 - torch's documented name
@@ -146,7 +148,7 @@ class Snapshots:
         self._began_at = time.time()
 
     def end(self) -> None:
-        """Stop torch's history, unless vLLM's user began it."""
+        """Stop torch's history, unless vLLM's user started it."""
         if self._is_ours:
             find_cuda().memory._record_memory_history(None)  # noqa: SLF001 - torch's documented name
         self._has_failed = True
@@ -155,8 +157,8 @@ class Snapshots:
     def take_oom(self, owner: object) -> TakenSnapshot | None:
         """Take the snapshot of an OutOfMemoryError, for `tick` to write.
 
-        torch calls its observers without the allocator's lock. Returns None if no history is kept,
-        and from the second error on.
+        torch calls its observers without holding the allocator's lock. Returns None if no history
+        is recorded, and for any error after the first.
         """
         if self._began_at is None or self._has_taken_oom or not can_read_torch(owner):
             return None
@@ -167,10 +169,10 @@ class Snapshots:
     def tick(
         self, probe_folder: str, name: str, rank: int | None, owner: object
     ) -> TakenSnapshot | None:
-        """Write the snapshot that was taken, or one that a command requests; return which.
+        """Write the snapshot that was taken, or one requested by a command, and return it.
 
-        `name` and `rank` of this process are used in the file's name. Returns None if there is
-        nothing to write.
+        The file's name contains this process's `name` and `rank`. Returns None if there is nothing
+        to write.
         """
         self.begin(owner)
         snapshot = self._taken_oom or self._take_requested(probe_folder, owner)
@@ -180,7 +182,7 @@ class Snapshots:
         return snapshot
 
     def _save(self, snapshot: TakenSnapshot, place: str) -> None:
-        """Write the file, and store the facts on it for the probe's file."""
+        """Write the file, and store the facts about it for the probe's file."""
         path = os.path.join(self._folder, f"{snapshot.kind}-{place}.pickle")  # noqa: PTH118
         report: dict[str, Any] = {
             "t": snapshot.taken_at,
@@ -199,12 +201,12 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - without the snapshot the probe goes on
             report["problem"] = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
             _warn("no snapshot: %s", report["problem"])
-        # Paths with letters outside ASCII take up to six times as many bytes.
+        # Paths with non-ASCII letters take up to six times as many bytes.
         while report["largest"] and len(json.dumps(report)) > MAX_REPORT_BYTES:
             report["largest"].pop()
 
     def _take_requested(self, probe_folder: str, owner: object) -> TakenSnapshot | None:
-        """Take the snapshot that the probe folder's request describes; None without a request."""
+        """Take the snapshot requested in the probe's folder; return None if there is no request."""
         if self._began_at is None or not can_read_torch(owner):
             return None
         request = read_request(probe_folder, REQUEST_NAME, FORMAT_FIELD)
@@ -216,9 +218,9 @@ class Snapshots:
 
 
 def find_torch_cuda() -> Any:  # noqa: ANN401 - torch's
-    """Return torch.cuda; None if CUDA is not initialised, not even by the calling thread."""
+    """Return torch.cuda; None if CUDA is not initialised or being initialised by this thread."""
     module = read_own(sys.modules.get("torch"), "cuda")
-    # While torch initialises CUDA, it runs the calls that were queued for that, such as ours.
+    # While torch initialises CUDA, it runs the calls queued for that moment, such as ours.
     is_initialising = getattr(getattr(module, "_tls", None), "is_initializing", False)
     return module if is_initialising else find_cuda()
 
@@ -245,7 +247,7 @@ class Holding:
     def add(self, block: dict[str, Any], allocated_seconds: float | None) -> None:
         """Add a block.
 
-        The time is None if the block's allocation is older than the history's events.
+        The time is None if the block was allocated before the oldest event in the history.
         """
         self.size_bytes += block["size"]
         self.n_blocks += 1
@@ -256,7 +258,7 @@ class Holding:
 
 
 def list_largest(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines of code that hold most of torch's memory, the largest first.
+    """Return the lines of code that hold the most torch memory, largest first.
 
     For memory allocated before the history, `file` and `line` are None.
     """
@@ -292,7 +294,7 @@ def _list_allocation_times(snapshot: dict[str, Any]) -> dict[int | None, float]:
 
 
 def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 - torch's
-    """Return the path and number of the innermost line outside torch; None without frames."""
+    """Return the path and number of the innermost line outside torch; None if there is none."""
     own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))
     frame = next(own_frames, frames[0] if frames else None)
     if frame is None:
@@ -301,9 +303,9 @@ def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 -
 
 
 class BoundedFile:
-    """A file to which a pickler writes.
+    """A file that a pickler writes to.
 
-    If a snapshot is too large or too slow, an error ends it.
+    If a snapshot is too large or takes too long, an error aborts it.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -312,10 +314,7 @@ class BoundedFile:
         self._end_seconds = time.monotonic() + MAX_WRITE_SECONDS
 
     def write(self, chunk: bytes) -> int:
-        """Write a chunk.
-
-        Raises ValueError or TimeoutError at the bounds.
-        """
+        """Write a chunk; raise ValueError or TimeoutError if a limit is exceeded."""
         self.size_bytes += len(chunk)
         if self.size_bytes > MAX_SNAPSHOT_BYTES:
             raise ValueError(f"it has more than {MAX_SNAPSHOT_BYTES >> 20} MiB")
@@ -325,10 +324,10 @@ class BoundedFile:
 
 
 def _write(path: str, snapshot: dict[str, Any]) -> int:
-    """Write the snapshot as a file, atomically and for this user only; return its bytes."""
+    """Write the snapshot to a file, atomically and only for this user; return its size in bytes."""
     unfinished = f"{path}.tmp"
     try:
-        # The old file is removed first, because a pipe in its place would block, and a link would
+        # Any old file is removed first, because a pipe in its place would block, and a link would
         # be followed.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)  # noqa: PTH108
@@ -354,9 +353,9 @@ def _prune(folder: str, max_files: int) -> None:
 
 
 def _list_snapshots(entries: Iterator[os.DirEntry[str]]) -> Iterator[tuple[float, str]]:
-    """Yield the time and the path of each snapshot, finished or not."""
+    """Yield the time and path of each snapshot, finished or not."""
     for entry in islice(entries, MAX_ENTRIES):
-        # Another process may remove it meanwhile.
+        # Another process may have removed it in the meantime.
         with contextlib.suppress(OSError):
             if FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 yield entry.stat(follow_symlinks=False).st_mtime, entry.path

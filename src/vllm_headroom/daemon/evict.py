@@ -300,7 +300,7 @@ class Evictor:
         return dict(budget)
 
     async def _check_budget(self) -> None:
-        """Raise NotNowError unless all pods in the pod's PodDisruptionBudget are healthy."""
+        """Raise NotNowError if the pod's PodDisruptionBudget counts any of its pods as missing."""
         budget = await self._find_budget()
         if _counts_missing_pods(budget):
             healthy, expected = _count_pods(budget)

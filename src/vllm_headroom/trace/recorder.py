@@ -83,7 +83,7 @@ NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name a
 
 
 class Recorder:
-    """Appends snapshots to `file`, which becomes `file`.1 at `max_bytes` and is started again."""
+    """Appends snapshots to `file`; at `max_bytes`, it becomes `file`.1 and a new file is begun."""
 
     def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
         self._file = file
