@@ -59,7 +59,7 @@ LARGEST_T: Final = 2.2
 class PeakLine(Struct, frozen=True, kw_only=True):
     """A line of bytes over size, fitted by weighted least squares, with the data for its interval.
 
-    Large peaks scatter more than small ones, so each peak is weighted by its own size.
+    Large peaks scatter more than small ones, so the weight of a peak decreases with its size.
     """
 
     base_bytes: float

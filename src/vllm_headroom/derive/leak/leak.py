@@ -301,8 +301,8 @@ def update_residues(
 
     `residues_bytes` is the memory kept during the newest sleep. A track begins during a sleep.
     While the engine is awake, each sample adds the memory that was kept during the previous sleep.
-    No reading is added during a sleep, because the room is different then, or if another process
-    may hold part of the memory.
+    No reading is added during a sleep, because the room is different then. The same applies while
+    another process may hold part of the memory.
     """
     tracks = {uuid: track for uuid, track in asleep.items() if uuid in residues_bytes}
     for gpu, observation in observations:

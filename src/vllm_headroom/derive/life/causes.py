@@ -229,7 +229,7 @@ def is_shutdown(end: Ending) -> bool:
 
 
 def _fit_kill(end: Ending) -> CauseFit | None:
-    """Return the cause that the kernel killed the engine because host memory ran out.
+    """Judge whether the kernel killed the engine because host memory ran out.
 
     Returns None if the kernel counted no such kill in the engine's container at this exit.
     """
@@ -239,7 +239,7 @@ def _fit_kill(end: Ending) -> CauseFit | None:
 
 
 def _fit_failed_start(end: Ending) -> CauseFit | None:
-    """Return the cause that the engine never fitted: it exited before it served.
+    """Judge whether the engine never fitted, so that it exited before it served.
 
     Returns None if the engine has served, or if its GPU had plenty of room and no neighbour. The
     cause is sure if the GPU was full.
@@ -273,7 +273,7 @@ def _grade(*, is_sure: bool) -> Sureness:
 
 
 def _fit_neighbour(end: Ending) -> CauseFit | None:
-    """Return the cause that other processes took most of a full GPU's lost room.
+    """Judge whether other processes took most of a full GPU's lost room.
 
     If the memory of other processes is unknown, a new process on the GPU is sufficient. Returns
     None if no GPU was full, or if other processes took little.
@@ -312,7 +312,7 @@ def is_over_budget(end: Ending) -> bool:
 
 
 def _fit_over_budget(end: Ending) -> CauseFit | None:
-    """Return the cause that the engine exceeded its budget ever since it first did work.
+    """Judge whether the engine has exceeded its budget ever since it first did work.
 
     Returns None if the engine kept its budget, or if enough memory was left. The cause is sure if
     the GPU was full and later growth took much less than the excess. It is possible if a single
@@ -364,7 +364,7 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
 
 
 def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
-    """Return the GPU with the least room on which the engine never kept its budget.
+    """Return the fullest of the GPUs on which the engine never kept its budget.
 
     Returns None if something else explains the end: growth, other processes, a GPU fault, a kill, a
     hang or a stop.
@@ -424,7 +424,7 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def _fit_leak(end: Ending) -> CauseFit | None:
-    """Return the cause that the engine leaked: its memory grew over the whole run, or in a line.
+    """Judge whether the engine leaked: its memory grew over the whole run, or in a line.
 
     Returns None if no GPU was full, or if the room was taken by a burst, by other processes or by
     an excess over the budget. The cause is sure if the leak detector raised an alarm and nothing
@@ -483,7 +483,7 @@ FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch
 
 
 def _fit_burst(end: Ending) -> CauseFit | None:
-    """Return the cause that memory ran out in a burst: within minutes, or by one allocation.
+    """Judge whether memory ran out in a burst: within minutes, or by one allocation.
 
     Returns None if the room was taken by growth in a straight line, by other processes or by an
     excess over the budget.
@@ -510,7 +510,7 @@ def _fit_burst(end: Ending) -> CauseFit | None:
 
 
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
-    """Return whether the engine alone filled the GPU within minutes, after level memory.
+    """Return whether the engine alone filled the GPU within minutes, after a level phase.
 
     Also returns True if the probe observed the step that raised the error right before the end.
     """
@@ -528,7 +528,7 @@ def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
 
 
 def _fit_failed_allocation(end: Ending) -> CauseFit | None:
-    """Return the cause that an allocation failed although no GPU was full.
+    """Judge whether an allocation failed although no GPU was full.
 
     The cause is sure if the probe observed the step that raised an OutOfMemoryError right before
     the end. It is likely if torch counted such an error. It is possible if requests were running
@@ -589,7 +589,7 @@ def _describe_search(room_bytes: int) -> str:
 
 
 def _fit_hang(end: Ending) -> CauseFit | None:
-    """Return the cause that the engine hung: it had work but made no progress.
+    """Judge whether the engine hung: it had work but made no progress.
 
     Returns None if the engine did not hang, never served, or was shutting down. The cause is sure
     if the engine's page answered and showed running requests.
@@ -610,7 +610,7 @@ def _fit_hang(end: Ending) -> CauseFit | None:
 
 
 def _fit_shutdown(end: Ending) -> CauseFit | None:
-    """Return the cause of a requested shutdown: the server closed its port and kept running.
+    """Judge whether a shutdown was requested: the server closed its port and kept running.
 
     Returns None for any other kind of end.
     """
@@ -624,7 +624,7 @@ def _fit_shutdown(end: Ending) -> CauseFit | None:
 
 
 def _fit_idle_exit(end: Ending) -> CauseFit | None:
-    """Return the cause that all processes of an idle engine exited at once, for no visible reason.
+    """Judge whether all processes of an idle engine exited at once, for no visible reason.
 
     Returns None if the engine was working, exited one process after another, had a full GPU, had
     hung, or had a GPU fault.
@@ -647,7 +647,7 @@ def _fit_idle_exit(end: Ending) -> CauseFit | None:
 
 
 def _fit_crash(end: Ending) -> CauseFit | None:
-    """Return the cause of a crash: the engine exited for a reason other than memory.
+    """Judge whether the engine crashed: it exited for a reason other than memory.
 
     Returns None if a GPU was full, an allocation failed, or the engine hung. The cause is sure only
     if there is a fatal XID.
@@ -902,7 +902,7 @@ def _add_refusal(
 
 
 def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
-    """Return what other processes took since the engine began to serve, by torch's own message.
+    """Return what other processes took since the engine began to serve, from torch's message.
 
     The samples do not show a process that started after the last sample. Returns None if the
     refused allocation would not have fitted even without that process, or if the memory is too
@@ -983,7 +983,7 @@ def _cite(failure: LogFailure) -> str:
 def _begin_lower(sentence: str) -> str:
     """Return a sentence with its first letter in lower case, for use inside another sentence.
 
-    A sentence that begins with a capitalized name or with an option is not changed.
+    A sentence that begins with an option, or with a name in capitals, is not changed.
     """
     first_word = sentence.split(" ", 1)[0]
     if first_word.isupper() and first_word not in {"A", "I"}:
