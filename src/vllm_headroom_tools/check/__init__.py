@@ -1,1 +1,1 @@
-"""The gate for CI: does this version of vLLM take or leak more memory than allowed?"""
+"""The CI gate, which checks whether a vLLM version takes or leaks more memory than allowed."""

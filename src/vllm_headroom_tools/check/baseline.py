@@ -1,4 +1,4 @@
-"""Judge a trace against a baseline: an older version's trace, under the same load."""
+"""Judge a trace against a baseline, which is an older version's trace under the same load."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -25,8 +25,8 @@ from vllm_headroom_tools.check.record import (
 from vllm_headroom_tools.conclusion import Conclusion
 
 SAME_SIZE_RATIO: Final = 0.01
-"""GPUs whose sizes differ by at most this share count as the same kind, because the memory that
-drivers reserve varies.
+"""GPUs whose sizes differ by at most this share are considered the same kind, because the memory
+reserved by drivers varies.
 """
 
 COMPARED_PARTS: Final = (
@@ -35,23 +35,23 @@ COMPARED_PARTS: Final = (
     MemoryPart.OTHER_TENSORS,
     MemoryPart.OUTSIDE_TORCH,
 )
-"""The parts of GPU memory that are compared. The KV cache is not compared as a part, because it
-takes what the other parts leave; it has its own limit. Cached and fragmented memory is not compared
-either, because it varies with load.
+"""The parts of GPU memory that are compared. The KV cache is not among them, because it takes
+whatever the other parts leave; it has a separate limit. Cached and fragmented memory is not
+compared either, because it varies with load.
 """
 
 
 def judge_growths(
     record: TraceRecord, baseline: TraceRecord | None, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge the growth over the baseline of each GPU, role and part of GPU memory at the same load.
+    """Judge how much each GPU, role and part of GPU memory grew over the baseline at the same load.
 
-    Judge also by how much each KV cache became smaller. A role or an engine cannot be judged if
-    only one of the traces has it. Nothing is yielded if there is no baseline.
+    Also judge by how much each KV cache shrank. A role or an engine that is in only one of the
+    traces cannot be judged. Yields nothing if there is no baseline.
     """
     if baseline is None:
         return
-    # If models or engine differ, nothing can be compared.
+    # If the models or engines differ, nothing can be compared.
     mismatch = _find_mismatch(record, baseline)
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         doubt = mismatch or _find_doubt(record, gpu, baseline, baseline_gpu)
@@ -101,7 +101,7 @@ def _find_doubt(
         return ONLY_BASELINE
     if baseline_series is None:
         return NOT_IN_BASELINE
-    # The doubts are in order from the series to the whole trace, so that the first doubt is the
+    # Doubts are checked from the series up to the whole trace, so that the first one found is the
     # most specific.
     doubt = _find_size_mismatch(series, baseline_series)
     if doubt is not None:
@@ -116,7 +116,7 @@ def _find_doubt(
 def _find_size_mismatch(series: MemorySeries, baseline_series: MemorySeries) -> str | None:
     """Return a text if two GPUs have different sizes.
 
-    Returns None if they have the same size, or any size is unknown.
+    Returns None if they have the same size, or if either size is unknown.
     """
     total_bytes = series.total_bytes
     baseline_bytes = baseline_series.total_bytes
@@ -137,10 +137,10 @@ def _judge_growth(
     limit_ratio: float,
     doubt: str | None,
 ) -> Judgement:
-    """Judge the largest growth of a series among the loads that both traces have.
+    """Judge the largest growth of a series among the loads that both traces have in common.
 
-    A series cannot be judged if there is a doubt, if one of the two series is missing, or if the
-    two have no load in common.
+    A series cannot be judged if there is a doubt, if either of the two series is missing, or if
+    they have no load in common.
     """
     judgement = Judgement(
         limit=limit_name,
@@ -172,14 +172,14 @@ def _judge_growth(
 def _find_largest_growth(
     series: MemorySeries, baseline_series: MemorySeries
 ) -> tuple[Cost, Cost] | None:
-    """Return the cost here and in the baseline, at the load whose memory grew most.
+    """Return the cost here and in the baseline, at the load whose memory grew the most.
 
-    Among loads with equal growth, the highest counts. Returns None if the two have no load in
-    common.
+    If several loads have the same growth, the highest load is used. Returns None if the two series
+    have no load in common.
     """
     costs = series.costs
     baseline_costs = baseline_series.costs
-    # Loads fall into bands, and costs are compared only within the same band.
+    # Loads are grouped into bands, and costs are only compared within the same band.
     pairs = [(costs[band], baseline_costs[band]) for band in costs.keys() & baseline_costs.keys()]
 
     def rank(pair: tuple[Cost, Cost]) -> tuple[float, float]:
@@ -190,7 +190,7 @@ def _find_largest_growth(
 
 
 def _describe_loads(series: MemorySeries) -> str:
-    """Return the lowest and the highest load of a series, as text."""
+    """Return the lowest and highest loads of a series as text."""
     running = [f"{cost.running:.3g}" for cost in series.costs.values()]
     if not running:
         return "none that lasted"
@@ -204,9 +204,9 @@ def _judge_capacity(
     limit_ratio: float,
     mismatch: str | None,
 ) -> Judgement:
-    """Judge whether an engine's KV cache is smaller than the baseline's by more than the limit.
+    """Judge whether an engine's KV cache has shrunk from the baseline's by more than the limit.
 
-    Within a fixed budget, a KV cache shrinks by the growth of other memory.
+    Within a fixed budget, the KV cache shrinks by as much as other memory grows.
     """
     doubt = mismatch
     if doubt is None and tokens is None:
@@ -216,7 +216,7 @@ def _judge_capacity(
     lowest_allowed = None
     if doubt is None and baseline_tokens is not None:
         lowest_allowed = baseline_tokens * (1 - limit_ratio)
-    # compare() knows only upper bounds, so both sides are negated
+    # the comparison only supports upper bounds, so both sides are negated
     loss = None if tokens is None else -tokens
     highest_loss = None if lowest_allowed is None else -lowest_allowed
     return Judgement(
@@ -234,7 +234,7 @@ def _judge_capacity(
 
 
 def _format_change(value: float | None, baseline: float | None, unit: Unit) -> str | None:
-    """Return a figure and its change in percent; None if either is unknown or the base is 0."""
+    """Return a figure and its change in percent; None if either is unknown or the baseline is 0."""
     if value is None or not baseline:
         return None
     return f"{format_figure(value, unit)}, {value / baseline - 1:+.2%}"
@@ -243,14 +243,14 @@ def _format_change(value: float | None, baseline: float | None, unit: Unit) -> s
 def _judge_parts(
     gpu: MemorySeries, baseline_gpu: MemorySeries, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge the growth of each part of a GPU's memory that both traces have.
+    """Judge the growth of each part of a GPU's memory that is in both traces.
 
-    A part may grow by the limit's share of all parts together, because the same share of a small
+    A part may grow by the limit's share of all parts combined, because the same share of a small
     part would be almost nothing.
     """
     parts_bytes = _average_parts(gpu)
     baseline_parts_bytes = _average_parts(baseline_gpu)
-    # The share is of all parts, so that a small part may grow by some MiB.
+    # The share applies to the sum of all parts, so that a small part may grow by a few MiB.
     allowance_bytes = limit_ratio * sum(baseline_parts_bytes.values())
     for part in COMPARED_PARTS:
         if part not in parts_bytes or part not in baseline_parts_bytes:
@@ -270,5 +270,5 @@ def _judge_parts(
 
 
 def _average_parts(gpu: MemorySeries) -> dict[MemoryPart, float]:
-    """Return the mean bytes of each part of a GPU's memory; empty without the probe."""
+    """Return the mean size of each part of a GPU's memory; empty without the probe."""
     return {part: fmean(readings) for part, readings in gpu.parts.items()}

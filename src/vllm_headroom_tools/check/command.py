@@ -54,13 +54,13 @@ SIZE: Final = size_value("1MiB")
 NUMBER: Final = Value(read=bounded(parse_number, 0, 1.7e308), accepts="a number, 0 or more")
 
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
-"""A function that yields a judgement on each GPU, role or engine, from a trace, its baseline and
+"""A function that yields a judgement on each GPU, role or engine, given a trace, its baseline and
 the bound.
 """
 
 
 class Limit(Struct, frozen=True, kw_only=True):
-    """A limit that the operator may set, and its option."""
+    """A limit that the operator can set, and its option."""
 
     name: str  # in the report
     judge: Judge
@@ -120,15 +120,16 @@ LIMITS: Final = {
         help="restarts of the engine during the trace; 0 if not given",
     ),
 }
-"""Each limit by its option."""
+"""The limits by option."""
 
 
 def judge_limits(
     bounds: Mapping[str, float], record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[Judgement]:
-    """Yield the judgements on each limit; `bounds` are by the limits' options.
+    """Yield the judgements for each limit; `bounds` maps the limits' options to their values.
 
-    If the trace has no GPU or process for a limit, the limit yields one judgement, "cannot tell".
+    If the trace has no GPU or process to which a limit applies, the limit yields a single
+    judgement, "cannot tell".
     """
     for option, bound in bounds.items():
         limit = LIMITS[option]
@@ -137,14 +138,14 @@ def judge_limits(
             yield from judgements
             continue
         subject = "process" if limit.name == HOST_LEAK else "GPU"
-        # The trace has no GPU or no process of the engine, and without a judgement that would look
-        # like a pass.
+        # The trace has no GPU or process of the engine. Without a judgement, that would look like a
+        # pass.
         reason = f"the trace has no {subject} of the engine's"
         yield Judgement(limit=limit.name, verdict=Conclusion.CANNOT_TELL, reason=reason)
 
 
 def read_limits(options: Namespace) -> dict[str, float]:
-    """Return the bounds of the limits by option: those that were given, and that on restarts.
+    """Return the bounds by option: those that were given, plus the one on restarts.
 
     Raises BadOptions if no limit is set, or if options conflict.
     """
@@ -156,12 +157,12 @@ def read_limits(options: Namespace) -> dict[str, float]:
     problems = list(_find_conflicts(options, bounds))
     if problems:
         raise BadOptions(*problems)
-    # our choice: without the option no restart is allowed
+    # our choice: without the option, no restart is allowed
     return {"max_restarts": 0, **bounds}
 
 
 def _find_conflicts(options: Namespace, bounds: Mapping[str, float]) -> Iterator[str]:
-    """Yield a line for each combination of options that cannot be used."""
+    """Yield a line for each invalid combination of options."""
     if not bounds:
         yield "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
     if "max_growth_over_baseline" in bounds and options.baseline is None:
@@ -175,7 +176,7 @@ def _find_conflicts(options: Namespace, bounds: Mapping[str, float]) -> Iterator
 
 
 def _add_options(parser: Parser) -> None:
-    """Declare the options of `check`: the traces, the limits, and the files for its report."""
+    """Declare the options of `check`: the traces, the limits and the report files."""
     traces = parser.add_argument_group("traces")
     traces.add_argument("--trace", metavar="FILE", type=TRACE, help="what is judged; - for stdin")
     traces.add_argument(
@@ -216,9 +217,9 @@ def _add_options(parser: Parser) -> None:
 
 
 def _compare_logs(options: Namespace) -> Report:
-    """Compare the starts of two logs, write a requested JUnit file, and return the report.
+    """Compare the starts in two logs, write the JUnit file if requested, and return the report.
 
-    Raises BadOptions if an option only concerns traces, and BadInput if a file is not a log.
+    Raises BadOptions if an option only applies to traces, and BadInput if a file is not a log.
     """
     names = [*options.logs]
     if options.newer_log is not None:
@@ -228,12 +229,12 @@ def _compare_logs(options: Namespace) -> Report:
         problems.append(f"--log: needs two files, got {len(names)}: --log OLDER NEWER")
     if names.count("-") > 1:
         problems.append("--log: both logs cannot be standard input")
-    # An option that only a trace can answer must not be ignored silently.
+    # An option that only applies to traces must not be silently ignored.
     trace_options = ("trace", "baseline", "gpu_memory_utilization", "reported_bytes", *LIMITS)
     problems += [
         f"{name_option(name)} is about traces and cannot be given with --log"
         for name in trace_options
-        # The limit on growth is the only one that both kinds of comparison have.
+        # The limit on growth is the only one that both kinds of comparison support.
         if name != GROWTH_LIMIT and getattr(options, name) is not None
     ]
     if options.json and options.format is not None:
@@ -249,7 +250,7 @@ def _compare_logs(options: Namespace) -> Report:
             suite = build_suite([("log", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=names)
             raise BadInput(problem) from error
-        # A log may have several starts; the newest one is compared.
+        # A log may contain several starts; the latest one is compared.
         starts.append((name, log.starts[-1]))
     judgements = judge_starts(starts[0][1], starts[1][1], options.max_growth_over_baseline)
     save(options.junit, build_junit(judgements), inputs=names)
@@ -258,11 +259,11 @@ def _compare_logs(options: Namespace) -> Report:
 
 LOGS: Final = 2
 GROWTH_LIMIT: Final = "max_growth_over_baseline"
-"""The one limit on starts."""
+"""The only limit that applies to starts."""
 
 
 def _run(options: Namespace) -> Report:
-    """Judge the trace, write a requested JUnit file, and return the report."""
+    """Judge the trace, write the JUnit file if requested, and return the report."""
     if options.logs:
         return _compare_logs(options)
     # A positional argument may be a log only together with --log.
@@ -276,7 +277,7 @@ def _run(options: Namespace) -> Report:
     budget = Budget(
         reported_bytes=options.reported_bytes, utilization_ratio=options.gpu_memory_utilization
     )
-    # only the limits on leaks run the detector again, and need the readings, which take memory
+    # only the leak limits rerun the detector and need the readings, which take up memory
     keeps_readings = any(LIMITS[option].name in (LEAK, HOST_LEAK) for option in bounds)
     inputs = (options.trace, options.baseline)
     traces = []
@@ -289,7 +290,7 @@ def _run(options: Namespace) -> Report:
                 record.step(snapshot)
         except BadInput as error:
             problem = f"{flag}: {error}"
-            # otherwise the file of an earlier build would stay, and its result would be shown
+            # otherwise, the file from an earlier build would remain and its result would be shown
             suite = build_suite([("trace", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=inputs)
             raise BadInput(problem) from error

@@ -29,40 +29,40 @@ class Unit(StrEnum):
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """The result of one limit on one GPU, role or engine, or on all of them together."""
+    """The result of applying one limit to a GPU, role or engine, or to all of them together."""
 
     limit: str
     subject: str = ""  # the GPU, role or engine; empty for all of them together
     verdict: Conclusion
     unit: Unit = Unit.BYTES
-    # These figures are in `unit`; a figure is None if it is unknown or does not apply.
+    # These figures are in `unit`; a figure that is unknown or does not apply is None.
     value: float | None = None
     highest_allowed: float | None = None
     lowest_allowed: float | None = None
     baseline: float | None = None
-    # The texts of the value, the bound and the baseline; if a text is None, the formatted figure
-    # replaces it.
+    # The texts of the value, the bound and the baseline; a text that is None defaults to the
+    # formatted figure.
     value_text: str | None = None
     bound_text: str | None = None
     baseline_text: str | None = None
     reason: str = ""  # the basis of the verdict, or what is missing
-    # for a limit on leaks, the detector's result for the whole trace; None for any other limit
+    # for a leak limit, the detector's result for the whole trace; None for any other limit
     leak_verdict: LeakVerdict | None = None
 
     @property
     def name(self) -> str:
-        """Return the name of the limit, with its subject if it has one."""
+        """Return the name of the limit, including its subject if it has one."""
         return f"{self.limit}, {self.subject}" if self.subject else self.limit
 
     @property
     def has_no_bound(self) -> bool:
-        """Return whether a figure is only shown, because no limit was given."""
+        """Return whether the figure is only shown because no limit was given."""
         is_unlimited = self.highest_allowed is None and self.lowest_allowed is None
         return self.verdict is Conclusion.GOOD and is_unlimited
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """Return value, bound and baseline as text; an unknown bound or baseline is empty."""
+        """Return the value, bound and baseline as text; empty for an unknown bound or baseline."""
         return (
             self.value_text or format_figure(self.value, self.unit) or "unknown",
             self.bound_text or format_figure(self.highest_allowed, self.unit),
@@ -71,7 +71,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
 
 def format_figure(figure: float | None, unit: Unit) -> str:
-    """Return a figure as text with its unit; an empty text for None."""
+    """Format a figure with its unit; return an empty string for None."""
     if figure is None:
         return ""
     match unit:
@@ -92,8 +92,8 @@ def compare_with_limit(
 ) -> Conclusion:
     """Compare a value with its limit; "cannot tell" if either is unknown.
 
-    A value above the limit fails even with a doubt. A value up to the limit passes only without a
-    doubt, because a missing part of the trace may contain a higher value.
+    A value above the limit fails even if there is a doubt. A value within the limit passes only if
+    there is none, because a missing part of the trace may contain a higher value.
     """
     if value is None or highest_allowed is None:
         return Conclusion.CANNOT_TELL

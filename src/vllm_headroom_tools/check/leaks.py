@@ -1,4 +1,4 @@
-"""Judge the limits on leaks: would the detector have found a leak at the limit?"""
+"""Judge the limits on leaks by whether the detector would have found a leak at the limit."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -50,7 +50,7 @@ def _judge_leak(
     baseline_series: MemorySeries | None,
     limit_bytes: float,
 ) -> Judgement:
-    """Judge a series by its alarm or, without an alarm, by what would have been detected."""
+    """Judge a series by its alarm or, if there is none, by what would have been detected."""
     begin_seconds, end_seconds = record.replay.span
     leak_verdict, leak_reason = judge_course(series.course, end_seconds - begin_seconds)
     draft = Judgement(
@@ -67,7 +67,7 @@ def _judge_leak(
             baseline=_compute_per_thousand(baseline_series.course.newest),
             baseline_text=_describe_course(baseline_series.course),
         )
-    # If there are several alarms, the last one has the best estimate.
+    # If there are several alarms, the last one provides the best estimate.
     alarm = series.course.last_alarm
     if alarm is not None:
         return _judge_alarm(draft, alarm, limit_bytes)
@@ -79,8 +79,8 @@ def _judge_leak(
 def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgement:
     """Judge an alarm by its estimated leak per request.
 
-    The series fails if the estimate is above the limit, or if there is no estimate. The series
-    passes only if the whole 95 % interval is within the limit; otherwise it cannot be judged.
+    The series fails if the estimate is above the limit, or if there is no estimate. It passes only
+    if the entire 95 % interval is within the limit; otherwise, it cannot be judged.
     """
     per_thousand_bytes = _compute_per_thousand(alarm)
     rate = alarm.bytes_per_second or 0.0
@@ -88,14 +88,14 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
     upper_rate = alarm.bytes_per_second_upper
     leaked_bytes = alarm.leaked_bytes
     reason = "the detector's alarm: it grows while no requests finish"
-    # Memory that grows without requests exceeds any limit by requests.
+    # Memory that grows without requests exceeds any per-request limit.
     if per_thousand_bytes is None or leaked_bytes is None:
         return replace(draft, verdict=Conclusion.NOT_GOOD, value_text="a leak", reason=reason)
     if rate <= 0 or lower_rate is None or upper_rate is None:
         return replace(draft, verdict=Conclusion.NOT_GOOD, value_text="a leak", reason=reason)
 
-    # The detector has an interval only for the rate by time. The interval by requests has the same
-    # relative width.
+    # The detector only provides an interval for the rate over time. The interval per request has
+    # the same relative width.
     lower_bytes = per_thousand_bytes * lower_rate / rate
     upper_bytes = per_thousand_bytes * upper_rate / rate
     bounds = f"{format_size(lower_bytes)} to {format_size(upper_bytes)}"
@@ -112,7 +112,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
 
 
 def _judge_warning(draft: Judgement, course: LeakCourse, reason: str) -> Judgement:
-    """Judge early warnings: they neither pass nor fail, whatever the limit."""
+    """Judge early warnings, which neither pass nor fail regardless of the limit."""
     if course.warning is not None:
         reason = "an early warning; steady growth takes an hour or more to become an alarm"
     return replace(
@@ -126,16 +126,16 @@ def _judge_warning(draft: Judgement, course: LeakCourse, reason: str) -> Judgeme
 def _judge_quiet(
     draft: Judgement, record: TraceRecord, series: MemorySeries, limit_bytes: float
 ) -> Judgement:
-    """Judge a series without an alarm and without an early warning that counts.
+    """Judge a series without an alarm and without a relevant early warning.
 
-    The series passes if the detector would have found a leak as large as the limit. The series
-    cannot be judged if there is a doubt, or if the detector would not have found such a leak.
+    The series passes if the detector would have found a leak as large as the limit. It cannot be
+    judged if there is a doubt, or if the detector would not have found such a leak.
     """
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:
         return replace(draft, reason=doubt)
 
-    # The limit is for a thousand requests, the detector works by single ones.
+    # The limit is per thousand requests, but the detector works with single requests.
     limit_per_request = limit_bytes / THOUSAND
     visible_per_request = find_smallest_visible(series.readings, limit_per_request)
     span = format_duration(record.coverage.seconds)
@@ -152,7 +152,7 @@ def _judge_quiet(
 
 
 def _describe_course(course: LeakCourse) -> str:
-    """Return the detector's result on a series as text, with the rate if it is known."""
+    """Return the detector's result for a series as text, including the rate if it is known."""
     per_thousand_bytes = _compute_per_thousand(course.newest)
     if course.last_alarm is not None:
         return "a leak" if per_thousand_bytes is None else format_size(per_thousand_bytes)
@@ -166,7 +166,7 @@ def _describe_course(course: LeakCourse) -> str:
 def _compute_per_thousand(moment: Moment | None) -> float | None:
     """Return the leak in bytes per thousand requests.
 
-    Returns None without a moment, or if the leak per request is unknown or not above 0.
+    Returns None if there is no moment, or if the leak per request is unknown or not above 0.
     """
     if moment is None or moment.bytes_per_request is None or moment.bytes_per_request <= 0:
         return None
@@ -174,22 +174,23 @@ def _compute_per_thousand(moment: Moment | None) -> float | None:
 
 
 ALLOCATION_BYTES: Final = 2 * MIB
-"""The least that an allocator takes at a time (cudaMalloc, torch's small pool): a leak grows in
-such steps."""
+"""The smallest amount that an allocator takes at a time (cudaMalloc, torch's small pool). Leaks
+grow in steps of this size.
+"""
 
 DOUBLINGS: Final = 10
-"""Our choice: the added leak is doubled at most this many times until the detector finds it."""
+"""Our choice: the added leak is doubled at most this many times before the search gives up."""
 
 
 def find_smallest_visible(
     readings: Sequence[DetectorInput], bytes_per_request: float
 ) -> float | None:
-    """Return the smallest leak per request that the detector would have found in these readings.
+    """Return the smallest leak per request that the detector would find in these readings.
 
-    The function adds a steady leak to the readings and runs the detector on them, first with
-    `bytes_per_request`, then with doubled leaks. The drift of the later half is subtracted from the
-    added leak, because the drift may be a missed leak, or may hide one. Returns None if the
-    detector finds no such leak, or if the drift is unknown.
+    A steady leak is added to the readings and the detector is run on the result, first with
+    `bytes_per_request` and then with successively doubled leaks. The drift in the second half is
+    subtracted from the added leak, because the drift may be a missed leak or may hide one. Returns
+    None if the detector does not find any such leak, or if the drift is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:
@@ -202,14 +203,14 @@ def find_smallest_visible(
 
 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
-    """Return by how many bytes per request the floor moved, up or down, over the later half.
+    """Return by how many bytes per request the floor moved, up or down, in the second half.
 
-    A floor is the least memory within an eighth of the readings. Returns None without memory
-    readings or without requests.
+    A floor is the lowest memory within an eighth of the readings. Returns None if there are no
+    memory readings or no requests.
     """
     eighth = len(readings) // 8
     half = len(readings) // 2
-    # Only the later half counts, because warm-up moves the floor in the earlier half.
+    # Only the second half counts, because warm-up moves the floor in the first half.
     middle_floor_bytes = _find_floor(readings[half - eighth : half])
     last_floor_bytes = _find_floor(readings[len(readings) - eighth :])
     if middle_floor_bytes is None or last_floor_bytes is None:
@@ -222,7 +223,7 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
 
 
 def _find_floor(readings: Sequence[DetectorInput]) -> int | None:
-    """Return the least bytes held in any reading; None if all are unknown."""
+    """Return the fewest bytes held in any reading; None if all are unknown."""
     held_bytes = [
         observation.held_bytes for observation, _ in readings if observation.held_bytes is not None
     ]
@@ -230,7 +231,7 @@ def _find_floor(readings: Sequence[DetectorInput]) -> int | None:
 
 
 def _can_see(readings: Sequence[DetectorInput], bytes_per_request: float) -> bool:
-    """Return whether the detector finds a steady leak that is added to the readings."""
+    """Return whether the detector finds a steady leak added to the readings."""
     track = start_track(readings[0][0].seconds)
     for observation, requests in readings:
         leaked_bytes = ceil(requests * bytes_per_request / ALLOCATION_BYTES) * ALLOCATION_BYTES
@@ -241,7 +242,7 @@ def _can_see(readings: Sequence[DetectorInput], bytes_per_request: float) -> boo
 
 
 def _add_leak(observation: Observation, leaked_bytes: int) -> Observation:
-    """Return an observation with this much more memory held, and less free."""
+    """Return an observation with this much more memory held and less memory free."""
     held_bytes = observation.held_bytes
     room_bytes = observation.room_bytes
     return replace(

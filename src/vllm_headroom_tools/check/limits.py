@@ -1,4 +1,4 @@
-"""Judge the limits that need no baseline, except the limits on leaks."""
+"""Judge the limits that do not need a baseline, except those on leaks."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ from vllm_headroom_tools.conclusion import Conclusion
 def judge_discrepancies(
     record: TraceRecord, baseline: TraceRecord | None, limit: float
 ) -> Iterator[Judgement]:
-    """Judge the highest discrepancy of each GPU from its budget.
+    """Judge each GPU's highest discrepancy from its budget.
 
     A GPU without a budget cannot be judged.
     """
@@ -62,14 +62,14 @@ def judge_discrepancies(
 
 
 def _has_budget(record: TraceRecord) -> bool:
-    """Return whether there is a budget, the operator's or the engine's own."""
+    """Return whether there is a budget, either the operator's or the engine's own."""
     if record.budget != Budget():
         return True
     return any(gpu.highest_discrepancy is not None for gpu in record.gpus)
 
 
 def _describe_discrepancy(discrepancy: SignedDiscrepancy | None) -> str:
-    """Return the highest discrepancy in bytes and its time; an empty text without one."""
+    """Return the highest discrepancy in bytes and its time; an empty string if there is none."""
     if discrepancy is None:
         return ""
     size = format_size(abs(discrepancy.n_bytes))
@@ -81,9 +81,9 @@ def _describe_discrepancy(discrepancy: SignedDiscrepancy | None) -> str:
 def judge_costs(
     record: TraceRecord, baseline: TraceRecord | None, limit_bytes: float
 ) -> Iterator[Judgement]:
-    """Judge the memory per running request on each GPU, at the highest load that lasted.
+    """Judge the memory per running request on each GPU at the highest sustained load.
 
-    The memory cannot be judged if the trace is too short, or if no load lasted.
+    The memory cannot be judged if the trace is too short, or if no load was sustained.
     """
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         cost = gpu.busiest_cost
@@ -95,8 +95,8 @@ def judge_costs(
                 "run each for longer"
             )
         value = None if cost is None else cost.bytes_per_request
-        # In a trace that is too short, few requests run at once. The cost per request is then high,
-        # and must not fail.
+        # In a trace that is too short, few requests run at once, which makes the cost per request
+        # high. This must not count as a failure.
         comparable_value = None if find_shortfall(record) else value
         reason = doubt or ""
         if cost is not None and doubt is None:
@@ -115,7 +115,7 @@ def judge_costs(
 
 
 def _format_cost(cost: Cost | None) -> str | None:
-    """Return the memory of a running request, for the report; None if it was not measured."""
+    """Return the memory per running request for the report; None if it was not measured."""
     if cost is None:
         return None
     return f"{format_size(cost.bytes_per_request)} at {cost.running:.3g} running"
@@ -126,8 +126,8 @@ def judge_preemptions(
 ) -> Iterator[Judgement]:
     """Judge the preemptions per thousand requests.
 
-    If the trace has fewer requests than a limit needs, it fails only if the rate would be too high
-    even if the missing requests finished without another preemption.
+    If the trace has fewer requests than the limit needs, it fails only if the rate would still be
+    too high with the missing requests finishing without another preemption.
     """
     doubt = find_doubt(record, record.engine_coverage, "the engine")
     value = compute_preemption_rate(record)
@@ -137,7 +137,7 @@ def judge_preemptions(
     else:
         preemptions = record.preemptions.total or 0.0
         requests = record.finished_requests.total or 0.0
-        # The rate if no further preemption occurred until enough requests had finished.
+        # The rate if no more preemptions occurred until enough requests had finished.
         value_after_enough = 1000 * preemptions / max(requests, LEAST_REQUESTS)
         verdict = compare_with_limit(value_after_enough, limit, doubt)
         counts = f"{preemptions:,.0f} in all, of {requests:,.0f} requests"
@@ -160,7 +160,7 @@ def judge_preemptions(
 def compute_preemption_rate(record: TraceRecord) -> float | None:
     """Return the preemptions per thousand requests.
 
-    Returns None if they are not reported, or no request finished.
+    Returns None if preemptions are not reported, or if no request finished.
     """
     requests = record.finished_requests.total
     preemptions = record.preemptions.total

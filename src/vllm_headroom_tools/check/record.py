@@ -1,4 +1,4 @@
-"""The figures of a trace for which there are limits."""
+"""The figures from a trace to which limits apply."""
 
 from array import array
 from collections import defaultdict
@@ -23,15 +23,15 @@ from vllm_headroom.vocabulary import MemoryPart, Role
 from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, LeakCourse, LeakReplay, Rise
 
 DetectorInput = tuple[Observation, float]
-"""An observation that the detector received, and the detector's count of requests finished by then.
+"""An observation that the detector received, and its count of requests finished up to that point.
 """
 
 
 class Budget(Struct, frozen=True, kw_only=True):
-    """The operator's budget for the engine on each GPU, in bytes or as a share.
+    """The operator's budget for the engine on each GPU, either in bytes or as a share.
 
-    The budget replaces the one that the engine reports. Both fields are None if the operator set no
-    budget.
+    It replaces the budget that the engine reports. Both fields are None if the operator did not set
+    a budget.
     """
 
     reported_bytes: int | None = None
@@ -39,7 +39,7 @@ class Budget(Struct, frozen=True, kw_only=True):
 
 
 class SignedDiscrepancy(Struct, frozen=True):
-    """The memory held on a GPU minus its budget, at one sample: negative below the budget."""
+    """The memory held on a GPU minus its budget in one sample; negative if below the budget."""
 
     ratio: float  # of the budget
     n_bytes: float
@@ -51,10 +51,10 @@ def find_discrepancies(
 ) -> Iterator[tuple[str, SignedDiscrepancy]]:
     """Yield the UUID and the discrepancy of each GPU that has a budget.
 
-    The daemon's derivation computes it. The operator's budget replaces the engine's own on the page
-    that the derivation reads.
+    The discrepancy is computed by the daemon's derivation. The operator's budget replaces the
+    engine's own on the page that the derivation reads.
     """
-    # The derivation reads the engine's page, so the operator's budget is put there.
+    # The derivation reads the engine's page, so put the operator's budget on that page.
     page = snapshot.engines
     if budget != Budget() and not isinstance(page, Failure):
         engines = tuple(
@@ -68,7 +68,7 @@ def find_discrepancies(
         )
         snapshot = replace(snapshot, engines=replace(page, engines=engines))
     samples = derive_discrepancy(snapshot, configured_bytes=budget.reported_bytes)
-    # The samples of ratio and bytes have the same labels.
+    # The ratio and byte samples have the same labels.
     n_bytes = {
         sample.labels: sample.value
         for sample in samples
@@ -84,7 +84,7 @@ def find_discrepancies(
 
 
 class Coverage(Struct):
-    """The time for which something was read, without the gaps."""
+    """The total time during which something could be read, excluding gaps."""
 
     seconds: float = 0.0
     newest_seconds: float | None = None  # the time of the newest reading
@@ -92,7 +92,7 @@ class Coverage(Struct):
     def step(self, now_seconds: float) -> None:
         """Add a reading.
 
-        The time since the previous one counts, unless it is a gap or the clock went back.
+        The time since the previous reading counts, unless it is a gap or the clock went backwards.
         """
         if self.newest_seconds is not None:
             step_seconds = now_seconds - self.newest_seconds
@@ -102,7 +102,7 @@ class Coverage(Struct):
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """Mean memory and mean running requests over the readings of one load band."""
+    """The mean memory and mean number of running requests over the readings in one load band."""
 
     held_bytes: float
     running: float
@@ -114,7 +114,7 @@ class Cost(Struct, frozen=True, kw_only=True):
 
 
 class _LoadReadings:
-    """The readings of one load band: held bytes and running requests, at the same indices."""
+    """The readings in one load band: held bytes and running requests at matching indices."""
 
     def __init__(self) -> None:
         self.held_bytes: array[float] = array("d")
@@ -129,12 +129,12 @@ class MemorySeries:
         self.name = name
         self.course = course  # the detector's states over the trace
         self.coverage = Coverage()
-        # the detector's input; empty unless `keeps_readings`, since it takes memory
+        # the detector's input; empty unless `keeps_readings` is set, because it takes up memory
         self.readings: list[DetectorInput] = []
         self._keeps_readings = keeps_readings
         self._loads: defaultdict[int, _LoadReadings] = defaultdict(_LoadReadings)
-        # Only for a GPU: its size, the probe's readings of its parts, the highest discrepancy, and
-        # the time for which a discrepancy was known.
+        # For GPUs only: the size, the probe's readings of the parts, the highest discrepancy, and
+        # the time during which a discrepancy was known.
         self.total_bytes: int | None = None
         self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
         self.highest_discrepancy: SignedDiscrepancy | None = None
@@ -147,10 +147,11 @@ class MemorySeries:
         requests: float,
         running: float | None,
     ) -> None:
-        """Add a reading, and the observation of the reading that the detector received.
+        """Add a reading, along with the observation that the detector received from it.
 
-        The observation is None if the detector did not receive this reading. `requests` is the
-        detector's count. `running` is the load; None leaves the reading out of the costs.
+        `detector_observation` is None if the detector did not receive this reading. `requests` is
+        the detector's count. `running` is the load; if it is None, the reading is left out of the
+        costs.
         """
         if self._keeps_readings and detector_observation is not None:
             self.readings.append((detector_observation, requests))
@@ -158,14 +159,14 @@ class MemorySeries:
         if held_bytes is None:
             return
         self.coverage.step(observation.seconds)
-        # nothing is held if the engine exited after its page was read
+        # no memory is held if the engine exited after its page was read
         if running and held_bytes:
             load = self._loads[find_load_band(running)]
             load.held_bytes.append(held_bytes)
             load.running.append(running)
 
     def add_discrepancy(self, discrepancy: SignedDiscrepancy) -> None:
-        """Add a discrepancy of this GPU; only the highest is stored."""
+        """Add a discrepancy on this GPU; only the highest is kept."""
         self.budget_coverage.step(discrepancy.seconds)
         highest = self.highest_discrepancy
         if highest is None or discrepancy.ratio > highest.ratio:
@@ -173,7 +174,8 @@ class MemorySeries:
 
     @property
     def costs(self) -> dict[int, Cost]:
-        """Return the cost in each load band of the daemon with enough readings, by rising load."""
+        """Return the cost in each load band of the daemon with enough readings, lowest load first.
+        """
         return {
             band: Cost(held_bytes=fmean(load.held_bytes), running=fmean(load.running))
             for band, load in sorted(self._loads.items())
@@ -187,16 +189,16 @@ class MemorySeries:
 
 
 class TraceRecord:
-    """Collects the figures of a whole trace.
+    """Collects the figures from a whole trace.
 
-    `host` has the series of each role. `capacity_tokens` has the smallest size of each engine's KV
-    cache.
+    `host` holds the series of each role. `capacity_tokens` holds the smallest size of each engine's
+    KV cache.
     """
 
     def __init__(self, budget: Budget, *, keeps_readings: bool) -> None:
         self.budget = budget
         self.replay = LeakReplay()
-        self.coverage = Coverage()  # of all samples, with any content
+        self.coverage = Coverage()  # of all samples, regardless of content
         self.engine_coverage = Coverage()  # of samples with the engine's page
         self.finished_requests = Rise()
         self.preemptions = Rise()
@@ -209,9 +211,9 @@ class TraceRecord:
 
     @property
     def span_seconds(self) -> float:
-        """Return the time from the first sample to the last; at least the time that was covered.
+        """Return the time from the first sample to the last, or the covered time if that is longer.
 
-        The covered time is longer if the clock was set back.
+        The covered time can be longer if the clock was set back.
         """
         begin, end = self.replay.span
         return max(end - begin, self.coverage.seconds)
@@ -228,15 +230,15 @@ class TraceRecord:
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample to the detector and to all figures."""
-        # The detector judges only memory that was held while the engine served, so the detector's
-        # observations come from `served_snapshot`. The other figures include every reading.
+        # The detector only judges memory held while the engine was serving, so its observations
+        # come from `served_snapshot`. The other figures include all readings.
         served_snapshot = keep_service(self.replay.step(snapshot))
 
         self.coverage.step(snapshot.time_seconds)
         page = snapshot.page
         if page is not None and list_named(page):
             self._add_page(page, snapshot.time_seconds)
-        # the first requests use kernels for the first time, and their memory is not due to load
+        # the first requests load kernels, so their memory is not due to the load
         is_warm = (count_finished(page) or 0.0) >= WARM_REQUESTS
         running = count_running(page) if is_warm else None
         detector_gpus = {
@@ -259,7 +261,7 @@ class TraceRecord:
         detector_observation: Observation | None,
         running: float | None,
     ) -> None:
-        """Add a reading of a GPU to its series; the first reading creates the series."""
+        """Add a GPU reading to its series, which the first reading creates."""
         uuid = gpu.reading.uuid
         if uuid not in self._gpus:
             self._gpus[uuid] = self._build_series(uuid, gpu.reading.display_name)
@@ -278,7 +280,7 @@ class TraceRecord:
         detector_observation: Observation | None,
         running: float | None,
     ) -> None:
-        """Add a reading of a role to its series; the first reading creates the series."""
+        """Add a role's reading to its series, which the first reading creates."""
         if role not in self.host:
             self.host[role] = self._build_series(role, role)
         requests = self.replay.requests(role)
@@ -289,29 +291,29 @@ class TraceRecord:
         return MemorySeries(key, name, course, keeps_readings=self._keeps_readings)
 
     def _add_page(self, page: EnginePage, now_seconds: float) -> None:
-        """Add the counters, models and KV caches of a page."""
+        """Add the counters, models and KV caches from a page."""
         self.engine_coverage.step(now_seconds)
         has_restarted = self.restarts != self._restarts
         self._restarts = self.restarts
         engines = list_named(page)
         self.finished_requests.step(count_finished(page), restarted=has_restarted)
-        # After a restart, counters begin at 0, so their whole value is a rise.
+        # After a restart, counters begin at 0, so their whole value counts as an increase.
         preemptions = sum_known(engine.preemptions_total for engine in engines)
         self.preemptions.step(preemptions, restarted=has_restarted)
         for engine in engines:
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
                 tokens = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
-                # The smallest of all starts, because another start may have had less room.
+                # Keep the smallest of all starts, because another start may have had less room.
                 self.capacity_tokens[engine.engine] = min(tokens, engine.kv_capacity_tokens)
 
 
 def pair_gpus(
     record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
-    """Yield each GPU of a trace with its counterpart in the baseline, or None without one.
+    """Yield each GPU in a trace with its counterpart in the baseline, or None if there is none.
 
-    The counterpart has the same UUID. If no GPU has the same UUID, for example on another machine,
+    The counterpart has the same UUID. If no UUIDs match, for example because the machines differ,
     the counterpart is the GPU at the same position by index.
     """
     baseline_gpus = () if baseline is None else baseline.gpus
@@ -324,21 +326,21 @@ def pair_gpus(
 
 
 LEAST_REQUESTS: Final = WARM_REQUESTS
-"""The requests that a trace needs to be judged. By then, the engine has used its kernels for the
-first time; memory before that does not predict later memory.
+"""The number of requests that a trace needs in order to be judged. By then, the engine has loaded
+its kernels; earlier memory usage does not predict later usage.
 """
 
 LEAST_SHARE: Final = 0.9
-"""Our choice: a figure must be known for this share of the trace, because the rest of the trace may
-hide a peak.
+"""Our choice: a figure must be known for this share of the trace, because the rest may hide a peak.
 """
 
 
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
     """Return why a subject cannot be judged; None if it can be judged.
 
-    The trace may be too short. The engine's page may have been read for too little of the time, and
-    so may the subject itself, by its `coverage`. A subject without `coverage` was never read.
+    The trace may be too short, or the engine's page or the subject itself (according to `coverage`)
+    may have been read for too little of the time. If `coverage` is None, the subject was never
+    read.
     """
     return (
         find_shortfall(record)
@@ -348,7 +350,7 @@ def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> 
 
 
 def find_shortfall(record: TraceRecord) -> str | None:
-    """Return why the trace is too short in samples, time or requests; None if it is not."""
+    """Return why the trace does not have enough samples, time or requests; None if it does."""
     if not record.replay.samples:
         return "the trace has no samples"
     watched_seconds = record.coverage.seconds
@@ -366,7 +368,7 @@ def find_shortfall(record: TraceRecord) -> str | None:
 
 
 def find_gap(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
-    """Return a text if a subject could not be read for too much of the trace; else None."""
+    """Return a text if a subject could not be read for too much of the trace; otherwise None."""
     read_seconds = 0.0 if coverage is None else coverage.seconds
     if read_seconds >= LEAST_SHARE * record.span_seconds:
         return None

@@ -1,4 +1,4 @@
-"""Report the judgements on a trace as text, JSON, JUnit XML and annotations of GitHub."""
+"""Report the judgements on a trace as text, JSON, JUnit XML and GitHub annotations."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -15,18 +15,18 @@ MARKS: Final = {
     Conclusion.NOT_GOOD: "FAILED",
     Conclusion.CANNOT_TELL: "cannot tell",
 }
-"""The first cell of a row of the table."""
+"""The first cell of a table row, by verdict."""
 
 OUTCOMES: Final = {
     Conclusion.GOOD: "passed",
     Conclusion.NOT_GOOD: "failed",
     Conclusion.CANNOT_TELL: "cannot_tell",
 }
-"""The `outcome` of --json, by verdict."""
+"""The `outcome` in --json, by verdict."""
 
 HEADINGS: Final = ("", "limit", "of", "found", "at most", "baseline")
 INDENT: Final = " " * 13
-"""The indent is as wide as the column of marks, so that a reason is below the limit's name."""
+"""An indent as wide as the column of marks, so that a reason appears below the limit's name."""
 
 COLUMN_GAP: Final = "  "
 
@@ -37,9 +37,9 @@ def build_report(
     *,
     for_github: bool = False,
 ) -> Report:
-    """Return the report on named traces: the judged one, then any baseline.
+    """Return the report on named traces: the one being judged, then any baseline.
 
-    With `for_github`, GitHub's annotations follow the table.
+    With `for_github`, GitHub annotations follow the table.
     """
     lines = format_table(traces, judgements)
     if for_github:
@@ -57,13 +57,13 @@ def build_report(
 
 
 def summarize(judgements: Sequence[Judgement]) -> str:
-    """Return one line with how many limits are exceeded, cannot be judged and are kept."""
+    """Return one line that says how many limits are exceeded, cannot be judged, and are kept."""
     verdicts = [judgement.verdict for judgement in judgements]
     failed = verdicts.count(Conclusion.NOT_GOOD)
     unknown = verdicts.count(Conclusion.CANNOT_TELL)
     passed = verdicts.count(Conclusion.GOOD)
     total = len(judgements)
-    # Failures come first, then limits that cannot be judged.
+    # Failures come first, followed by limits that cannot be judged.
     if failed:
         addition = f", {unknown} cannot be judged" if unknown else ""
         return f"FAILED: {failed} of {total} limits exceeded{addition}."
@@ -75,9 +75,9 @@ def summarize(judgements: Sequence[Judgement]) -> str:
 def format_table(
     traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]
 ) -> list[str]:
-    """Return a line for each trace, a row for each judgement, and the summary.
+    """Return one line per trace, one row per judgement, and the summary.
 
-    The reason of a judgement is below its row.
+    The reason for a judgement appears below its row.
     """
     heading_line, *judgement_lines = format_rows(judgements)
     lines = [_describe_trace(name, record) for name, record in traces]
@@ -89,9 +89,9 @@ def format_table(
 
 
 def format_rows(judgements: Sequence[Judgement]) -> list[str]:
-    """Return the headings and a row for each judgement, as lines with aligned columns.
+    """Return the headings and one row per judgement, as lines with aligned columns.
 
-    The column of the baseline is left out if no row has a baseline.
+    The baseline column is left out if no row has a baseline.
     """
     rows: list[tuple[str, ...]] = [HEADINGS]
     for judgement in judgements:
@@ -111,7 +111,7 @@ def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _describe_trace(name: str, record: TraceRecord) -> str:
-    """Return the line on one trace: its length, and the number of its requests."""
+    """Return a line describing one trace: its length and its number of requests."""
     finished = record.finished_requests.total
     requests = "requests unknown"
     if finished is not None:
@@ -123,7 +123,7 @@ def _describe_trace(name: str, record: TraceRecord) -> str:
 def _build_data(
     traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]
 ) -> dict[str, Any]:
-    """Return the report as JSON; with two traces the second is the baseline."""
+    """Return the report's JSON data; if there are two traces, the second is the baseline."""
     trace, *baselines = [
         {
             "file": name,
@@ -157,7 +157,7 @@ def _build_data(
 
 
 def format_message(judgement: Judgement) -> str:
-    """Return one line with the value, and with the bound and the baseline if there are any."""
+    """Return one line with the value and, if there are any, the bound and the baseline."""
     value, bound, baseline = judgement.texts
     message = f"{judgement.name}: {value}"
     if bound:
@@ -168,19 +168,19 @@ def format_message(judgement: Judgement) -> str:
 
 
 SUITE: Final = "vllm-headroom check"
-"""The name of the JUnit suite, and the title of GitHub's annotations."""
+"""The name of the JUnit suite and the title of the GitHub annotations."""
 
 CASE_CLASS: Final = "vllm_headroom_tools.check"
-"""The class of the JUnit cases; CI systems group the cases by it."""
+"""The class of the JUnit cases, by which CI systems group them."""
 
 JUNIT_ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
-"""The JUnit element of a verdict. A limit that cannot be judged is an error, because CI systems
-would count a skipped test as good.
+"""The JUnit element for each verdict. A limit that cannot be judged is an error, because CI systems
+would count a skipped test as passed.
 """
 
 
 def build_junit(judgements: Iterable[Judgement]) -> str:
-    """Return a JUnit file with a test for each judgement."""
+    """Return a JUnit file with one test per judgement."""
     return build_suite(
         (judgement.name, judgement.verdict, format_message(judgement), judgement.reason)
         for judgement in judgements
@@ -188,9 +188,9 @@ def build_junit(judgements: Iterable[Judgement]) -> str:
 
 
 def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
-    """Return a JUnit file with a test for each case: its name, verdict, message and reason.
+    """Return a JUnit file with one test per case, given as name, verdict, message and reason.
 
-    The body of a passed test is its message and reason; the body of any other test is its reason.
+    The body of a passed test is its message and reason; for any other test, it is the reason.
     """
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", {"name": SUITE, "skipped": "0"})
@@ -201,7 +201,7 @@ def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
         else:
             problem = ET.SubElement(case, JUNIT_ELEMENTS[verdict], {"message": message})
             problem.text = reason or message
-    # JUnit viewers show these counts and not the number of cases.
+    # JUnit viewers show these counts instead of the number of cases.
     for element in (root, suite):
         element.set("tests", str(len(suite)))
         element.set("failures", str(len(suite.findall("testcase/failure"))))
@@ -214,10 +214,10 @@ ANNOTATION_LEVELS: Final = {Conclusion.NOT_GOOD: "error", Conclusion.CANNOT_TELL
 
 
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
-    """Yield an error for each exceeded limit, and a warning for each that cannot be judged.
+    """Yield an error for each exceeded limit and a warning for each that cannot be judged.
 
-    If all limits are kept, the function yields one notice for all, because GitHub shows at most ten
-    annotations of a level in each step.
+    If all limits are kept, yields a single notice for all of them, because GitHub shows at most ten
+    annotations of each level per step.
     """
     is_all_kept = True
     for judgement in judgements:
@@ -232,6 +232,6 @@ def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
 
 
 def _format_annotation(level: str, message: str) -> str:
-    # escaped as GitHub's toolkit does (actions/toolkit, command.ts)
+    # escaped in the same way as in GitHub's toolkit (actions/toolkit, command.ts)
     escaped = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return f"::{level} title={SUITE}::{escaped}"

@@ -1,4 +1,4 @@
-"""Compare two starts of an engine by their logs: what each part takes in each version."""
+"""Compare two starts of an engine by their logs, showing what each part takes in each version."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -18,10 +18,11 @@ PARTS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     (StartPart.NON_TORCH, ("non_torch_bytes",)),
     (StartPart.CUDA_GRAPHS, ("graphs_bytes", "graphs_estimated_bytes")),
 )
-"""The parts that a newer version may enlarge, and the figures of each part in a log."""
+"""The parts that a newer version may enlarge, with each part's figures in a log."""
 
 ROUNDING_BYTES: Final = GIB / 50
-"""vLLM logs sizes in hundredths of a GiB, so two sizes may differ by this much without a change."""
+"""vLLM logs sizes in hundredths of a GiB, so two sizes may differ by this much without any change.
+"""
 
 SETTINGS: Final = (
     "model",
@@ -39,21 +40,21 @@ SETTINGS: Final = (
     "enforce_eager",
     "cpu_offload_gb",
 )
-"""Options that change what a start takes. Starts that differ in one are not compared by version."""
+"""Options that affect the memory of a start. Starts that differ in any of these are not judged."""
 
 EQUAL_CARDS_BYTES: Final = GIB // 8
-"""Cards whose sizes differ by less than this are of the same kind: two H100 of 80 GB differ by
-0.1 GiB.
+"""Cards whose sizes differ by less than this are considered the same kind: two H100 cards with 80
+GB differ by 0.1 GiB.
 """
 
 
 def judge_starts(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None
 ) -> tuple[Judgement, ...]:
-    """Return the judgements on the memory of the newer start, compared with the older one.
+    """Return the judgements on the newer start's memory, compared with the older start's.
 
-    A part may grow, and the KV cache shrink, by the share `limit_ratio`. Without a limit, each
-    figure is only shown.
+    A part may grow, and the KV cache may shrink, by the share `limit_ratio`. Without a limit, the
+    figures are only shown.
     """
     failure = newer.root_failure
     if failure is not None and not newer.has_served:
@@ -62,7 +63,7 @@ def judge_starts(
             limit="the start", verdict=Conclusion.NOT_GOOD, value_text="failed", reason=reason
         )
         return (judgement,)
-    # Different settings explain a difference, so the difference is shown and not judged.
+    # Different settings explain a difference, so it is shown but not judged.
     doubt = "; ".join(list_differences(older, newer)) if limit_ratio is not None else ""
     judgements = []
     for part, fields in PARTS:
@@ -79,7 +80,7 @@ def judge_starts(
 
 
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
-    """Return the largest of the ranks' figures, from the first of these fields that is known.
+    """Return the largest of the ranks' figures, using the first of these fields that is known.
 
     Returns None if no field is known.
     """
@@ -101,7 +102,7 @@ def _judge_part(
     highest_bytes = None
     bound_text = ""
     if limit_ratio is not None and older_bytes is not None:
-        # vLLM rounds sizes in its log, so the last digit must not decide.
+        # vLLM rounds the sizes in its log, so the last digit must not be decisive.
         highest_bytes = (1 + limit_ratio) * older_bytes + ROUNDING_BYTES
         bound_text = f"{100 * limit_ratio:.3g}% more"
     is_over = highest_bytes is not None and newer_bytes is not None and newer_bytes > highest_bytes
@@ -120,8 +121,8 @@ def _judge_part(
 def _judge_cache(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None, doubt: str
 ) -> Iterator[Judgement]:
-    """Judge by how much the smallest rank's KV cache became smaller."""
-    # Both bytes and tokens are tried, because a log may have only one of them.
+    """Judge by how much the smallest rank's KV cache shrank."""
+    # Try both bytes and tokens, because a log may contain only one of them.
     for field, unit in (("kv_cache_bytes", Unit.BYTES), ("kv_cache_tokens", Unit.TOKENS)):
         older_size = older.find_smallest(field)
         newer_size = newer.find_smallest(field)
@@ -154,7 +155,7 @@ def _conclude(
     *,
     is_over: bool,
 ) -> Conclusion:
-    """Return the verdict on one figure; a figure that is only shown is good."""
+    """Return the verdict on one figure; a figure that is only shown counts as good."""
     if limit_ratio is None:
         return Conclusion.GOOD
     if doubt or older_size is None or newer_size is None:
@@ -163,7 +164,7 @@ def _conclude(
 
 
 def _describe_change(older_size: float | None, newer_size: float | None, unit: Unit) -> str | None:
-    """Return a figure with its change; None if the figure is unknown."""
+    """Return a figure and its change; None if the figure is unknown."""
     if newer_size is None:
         return None
     text = format_figure(newer_size, unit)
@@ -179,7 +180,7 @@ def _explain_missing(older_size: float | None, newer_size: float | None) -> str:
 
 
 def list_differences(older: EngineStart, newer: EngineStart) -> Iterator[str]:
-    """Yield a text for each setting in which the starts differ, and for a different card."""
+    """Yield a text for each setting in which the starts differ, and for the card if it differs."""
     older_bytes = older.find_largest("total_bytes")
     newer_bytes = newer.find_largest("total_bytes")
     are_known = older_bytes is not None and newer_bytes is not None
@@ -204,14 +205,14 @@ def build_start_report(
     *,
     for_github: bool,
 ) -> Report:
-    """Return the report on named starts: the older, then the newer."""
+    """Return the report on named starts: the older one, then the newer one."""
     lines = [_describe_start(name, start) for name, start in starts]
     (_, older), (_, newer) = starts
     differences = list(list_differences(older, newer))
     for difference in differences:
         lines += wrap_text("note: ", difference)
     headline = summarize(judgements)
-    # Without a limit nothing was judged, so the headline counts differences.
+    # Without a limit, nothing was judged, so the headline gives the number of differences.
     if all(judgement.has_no_bound for judgement in judgements):
         changed = sum(judgement.value != judgement.baseline for judgement in judgements)
         headline = f"Compared {len(judgements)} figures without a limit: {changed} differ."

@@ -1,1 +1,1 @@
-"""The command `load`: put a bounded load on a named server, and watch the server's memory."""
+"""The command `load`, which puts a bounded load on a server and watches the server's memory."""

@@ -1,4 +1,4 @@
-"""Limits on the streams that this process can hold at once."""
+"""Limits on the number of streams that this process can keep open at once."""
 
 import contextlib
 import resource
@@ -11,26 +11,27 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import write_note
 
 OWN_DESCRIPTORS: Final = 64
-"""Descriptors reserved for files other than streams: the sampler's, /proc, the trace."""
+"""Descriptors reserved for files other than streams: the sampler's, /proc and the trace."""
 
 STREAM_BYTES: Final = 16 * 2**10
-"""The memory of a stream over http: twice the sum of two parts, 6 KiB in this process (measured)
-and the kernel's memory for a socket.
+"""The memory per stream over http: twice the sum of 6 KiB in this process (measured) and the
+kernel's memory for a socket.
 """
 
 TLS_STREAM_BYTES: Final = 128 * 2**10
-"""The memory of a stream over https: as over http, but 47 KiB in this process (measured), because
-each connection has buffers for encryption.
+"""The memory per stream over https: as over http, but with 47 KiB in this process (measured),
+because each connection has encryption buffers.
 """
 
 UNLIMITED_DESCRIPTORS: Final = 2**31
-"""Used as the limit if there is none."""
+"""The value used if there is no limit."""
 
 
 def raise_descriptors() -> int:
-    """Raise the soft limit of open files to the hard limit; return the soft limit then in force."""
+    """Raise the soft limit on open files to the hard limit; return the resulting soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # setrlimit fails if the kernel's own limit is below the hard one; the soft limit then stays
+    # setrlimit fails if the kernel's own limit is below the hard one; the soft limit is then
+    # unchanged
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -40,11 +41,11 @@ def raise_descriptors() -> int:
 def list_limits(
     descriptors: int, *, uses_tls: bool, proc: Path = Path("/proc")
 ) -> list[tuple[int, str]]:
-    """Return how many streams to one address each limit allows, with its name; lowest first.
+    """Return how many streams to one address each limit allows, with its name, lowest first.
 
-    A limit is left out if it cannot be read. The limit of open files is always included.
+    Limits that cannot be read are left out. The limit on open files is always included.
     """
-    # Descriptors that are open already: standard streams, the trace and libraries.
+    # Descriptors that are already open: standard streams, the trace and libraries.
     open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
     free_descriptors = max(0, descriptors - open_descriptors - OWN_DESCRIPTORS)
     limits = [(free_descriptors, f"ulimit -n {descriptors}")]
@@ -62,10 +63,10 @@ def list_limits(
 
 
 def _read_free_memory(proc: Path) -> int | None:
-    """Return the bytes of memory that this process may still use.
+    """Return how many more bytes of memory this process may use.
 
-    The result is the machine's available memory, or the free part of the container's limit if that
-    is less. Returns None if neither figure is known. May raise OSError.
+    The result is the smaller of the machine's available memory and the unused part of the
+    container's limit. Returns None if neither figure is known. May raise OSError.
     """
     reading = read_host(proc, read_own_pid(proc))
     free_bytes = []
@@ -80,11 +81,11 @@ def _read_free_memory(proc: Path) -> int | None:
 
 
 def check_capacity(concurrency: int, streams: int, *, uses_tls: bool) -> None:
-    """Note on standard error how many streams this process can hold.
+    """Report on standard error how many streams this process can keep open.
 
-    Raises BadInput if `--concurrency` needs more `streams` than that.
+    Raises BadInput if `--concurrency` needs more `streams` than this.
     """
-    # The usual limit of 1,024 open files is too low for most loads, so the limit is raised first.
+    # The usual limit of 1,024 open files is too low for most loads, so raise it first.
     held_streams, limit_name = list_limits(raise_descriptors(), uses_tls=uses_tls)[0]
     if streams > held_streams:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Concurrent clients; each sends its next request after an answer, or when its turn comes."""
+"""Concurrent clients, which send their next request after an answer or when their turn comes."""
 
 import asyncio
 import contextlib
@@ -11,18 +11,18 @@ from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import Tally
 
 PAUSE_SECONDS: Final = 1.0
-"""Our choice: a client waits for this long after a failed request, so that the clients do not flood
-a server that refuses requests.
+"""Our choice: a client waits this long after a failed request, to avoid flooding a server that
+refuses requests.
 """
 
 
 class Clients:
     """Runs the clients of each step.
 
-    Requests that are still open `grace_seconds` after the step's end are cancelled; `stop` cancels
-    requests at once. `most_requests` caps the requests of all steps together; None means no cap.
-    With `requests_per_second`, the loop is open: requests begin as a Poisson process and do not
-    wait for the answers to others.
+    Requests that are still open `grace_seconds` after the end of a step are cancelled; `stop`
+    cancels requests immediately. `most_requests` caps the total number of requests in all steps;
+    None means no cap. With `requests_per_second`, the loop is open: requests begin as a Poisson
+    process without waiting for answers to earlier ones.
     """
 
     def __init__(
@@ -45,19 +45,18 @@ class Clients:
 
     @property
     def is_used_up(self) -> bool:
-        """Return whether as many requests have begun as the cap allows."""
+        """Return whether the cap on requests has been reached."""
         return self._remaining_requests == 0
 
     async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
-        """Run a step of `count` clients for some seconds, at a share of the rate.
+        """Run a step with `count` clients for some seconds, at a share of the rate.
 
-        The method returns when all requests of the step have ended or were cancelled; `tally`
-        counts them.
+        Returns once all requests of the step have ended or been cancelled; `tally` counts them.
         """
         self._next_seconds = monotonic()
         end_seconds = self._next_seconds + seconds
         self.rate = None if self._full_rate is None else share * self._full_rate
-        # the timeout cancels the clients' requests, which count as unfinished
+        # the timeout cancels the clients' requests, which then count as unfinished
         with contextlib.suppress(TimeoutError):
             async with (
                 asyncio.timeout(seconds + self._grace_seconds) as self._deadline,
@@ -71,7 +70,7 @@ class Clients:
         """Send one request after another until the step ends."""
         while not self.is_stopped and await self.wait_turn(end_seconds):
             outcome = await self._sender.send(tally)
-            # with a rate, the turns already keep the clients from flooding the server
+            # with a rate, waiting for turns already keeps clients from flooding the server
             has_to_pause = outcome is not Outcome.SUCCEEDED and self.rate is None
             if has_to_pause:
                 if monotonic() + PAUSE_SECONDS >= end_seconds:
@@ -79,19 +78,19 @@ class Clients:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def wait_turn(self, end_seconds: float) -> bool:
-        """Wait until a client may begin a request, and return True.
+        """Wait until a client may begin a request, then return True.
 
-        Returns False at once if the client's turn is not before `end_seconds`, or if the cap is
-        reached.
+        Returns False immediately if the client's turn is not before `end_seconds`, or if the cap
+        has been reached.
         """
         now_seconds = monotonic()
         turn_seconds = now_seconds
         if self.rate is not None:
-            # the gaps of a Poisson process are exponential
+            # the gaps in a Poisson process are exponentially distributed
             turn_seconds = self._next_seconds + self._random.expovariate(self.rate)
         if turn_seconds >= end_seconds or self.is_used_up:
             return False
-        # The turn is taken before the wait, so that clients that wait do not exceed the cap.
+        # Take the turn before waiting, so that waiting clients do not exceed the cap.
         self._next_seconds = turn_seconds
         if self._remaining_requests is not None:
             self._remaining_requests -= 1
@@ -100,7 +99,7 @@ class Clients:
         return True
 
     def stop(self) -> None:
-        """Cancel all open requests, and begin no more."""
+        """Cancel all open requests and do not begin any more."""
         self.is_stopped = True
         if self._deadline is not None:
             with contextlib.suppress(RuntimeError):  # the timeout has already expired

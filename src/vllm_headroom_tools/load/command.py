@@ -31,7 +31,7 @@ from vllm_headroom_tools.options import (
 )
 
 PROBE_DIR: Final = "HEADROOM_PROBE_DIR"
-"""The variable that configures the probe, and the default of --probe-dir."""
+"""The environment variable that configures the probe and provides the default for --probe-dir."""
 
 
 def add_options(parser: Parser) -> None:
@@ -44,7 +44,7 @@ def add_options(parser: Parser) -> None:
 
 
 def _add_server_options(parser: Parser) -> None:
-    """Add the options for the server (address, API, model, credentials) and for the clients."""
+    """Add the options for the server (address, API, model, credentials) and the clients."""
     parser.add_argument(
         "--engine-url",
         dest="url",
@@ -93,7 +93,7 @@ def _add_server_options(parser: Parser) -> None:
 
 
 def _add_request_options(parser: Parser) -> None:
-    """Add the options for the content of a request: prompt, answer and image."""
+    """Add the options for a request's content: prompt, answer and image."""
     lengths = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
     parser.add_argument(
         "--prompts",
@@ -135,7 +135,7 @@ def _add_request_options(parser: Parser) -> None:
 
 
 def _add_pace_options(parser: Parser) -> None:
-    """Add the options for times and for the number of requests."""
+    """Add the options for timing and for the number of requests."""
     for name, field, default, meaning in (
         ("--duration", "seconds", "60s", "how long each step lasts"),
         ("--grace", "grace_seconds", "30s", "how long requests may go on after their step"),
@@ -169,7 +169,7 @@ def _add_pace_options(parser: Parser) -> None:
 
 
 def _add_gate_options(parser: Parser) -> None:
-    """Add the latency limits above which the load is not good."""
+    """Add the options for latency limits above which the load is "not good"."""
     for name, field, meaning in (
         ("--max-ttft-p99", "most_first_token_seconds", "the time to the first token"),
         ("--max-latency-p99", "most_request_seconds", "the time of a whole request"),
@@ -205,7 +205,7 @@ def _add_sampling_options(parser: Parser) -> None:
         default=os.environ.get(PROBE_DIR) or None,
         help=f"where the probe inside vLLM writes; without it {PROBE_DIR}",
     )
-    # The time is in UTC, and has no colons, because some file systems refuse colons.
+    # The time is in UTC and without colons, which some file systems do not allow.
     time = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     parser.add_argument(
         "--trace",
@@ -229,7 +229,7 @@ async def _run(options: Namespace) -> Report:
     from vllm_headroom.daemon import logs  # noqa: PLC0415
     from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415
 
-    # otherwise the readers would log what the report already contains
+    # otherwise, the readers would log what the report already contains
     logs.configure("logfmt", "error")
     return await run_load(read_order(options))
 

@@ -36,21 +36,21 @@ from vllm_headroom_tools.load.sender import RequestSender
 from vllm_headroom_tools.load.target import Target, fetch_model, find_target
 
 SAMPLE_SECONDS: Final = 1.0
-"""Our choice: how often a load is sampled; a step takes a minute."""
+"""Our choice: the interval at which a load is sampled; a step takes a minute."""
 
 PAGE_TIMEOUT_SECONDS: Final = 10.0
-"""Longer than the daemon's timeout, because an overloaded server answers late."""
+"""Longer than the daemon's timeout, because an overloaded server responds slowly."""
 
 
 async def run_load(order: LoadOrder) -> Report:
     """Put the load on the server and return the report.
 
-    Raises BadInput if the load cannot begin: there is no server, the credentials cannot be used,
-    this machine can hold too few streams, or the trace exists. SIGINT or SIGTERM ends the load
-    early; a second signal ends the process.
+    Raises BadInput if the load cannot begin, because there is no server, the credentials cannot be
+    used, this machine cannot keep enough streams open, or the trace already exists. SIGINT or
+    SIGTERM ends the load early; a second signal ends the process.
     """
     try:
-        # The files are read first, so that no load begins if a file has a mistake.
+        # Read the files first, so that the load does not begin if one of them is invalid.
         tls = load_trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
     except UnusableCredentials as error:
@@ -59,7 +59,7 @@ async def run_load(order: LoadOrder) -> Report:
     target = await find_target(order.url, order.api, tls, bearer)
     check_capacity(order.concurrency, count_streams(order.concurrency), uses_tls=tls is not None)
     model = await _choose_model(order, target)
-    # The trace is created before the first request, so that an hour's load is not lost because it
+    # Create the trace before the first request, so that an hour's load is not lost because it
     # cannot be recorded.
     create_trace(order.trace)
     sampling = Sampling(
@@ -84,7 +84,7 @@ async def run_load(order: LoadOrder) -> Report:
     )
 
     def stop() -> None:
-        # after a second Ctrl-C nobody wants to wait for the report
+        # after a second Ctrl-C, do not make the operator wait for the report
         if clients.is_stopped:
             os._exit(128 + signal.SIGINT)
         clients.stop()
@@ -96,7 +96,7 @@ async def run_load(order: LoadOrder) -> Report:
     finally:
         await sender.close()
         await sampling.close()
-    # clients are also stopped if the engine has ended, which is no interruption
+    # clients are also stopped if the engine has ended, which is not an interruption
     is_interrupted = clients.is_stopped and not run.has_lost_engine
     return build_report(
         order,
@@ -109,15 +109,16 @@ async def run_load(order: LoadOrder) -> Report:
 
 
 async def _choose_model(order: LoadOrder, target: Target) -> str:
-    """Return the name of the model for the requests: the configured one, or the server's first.
+    """Return the name of the model to request: the configured one, or else the server's first.
 
-    Raises BadInput if the server lists no model, or if requests are too long for the first one.
+    Raises BadInput if the server does not list any model, or if requests are too long for the first
+    one.
     """
     if order.model is not None:
         return order.model
     model = await fetch_model(order.url, target)
     longest_tokens = order.output_tokens.longest
-    # Prompts of a file have their own lengths.
+    # Prompts from a file have their own lengths.
     if not order.prompts:
         longest_tokens += order.prompt_tokens.longest
     if model.max_tokens is not None and longest_tokens > model.max_tokens:
@@ -132,11 +133,11 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
 def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     """Return the sources to sample.
 
-    If the server is on another machine, its processes and probe cannot be read here. Its GPUs
-    cannot be read either, unless the order names them.
+    If the server is on another machine, its processes and probe cannot be read from here, and
+    neither can its GPUs, unless the order names them.
     """
     is_local = is_here(target.address[0])
-    # If the server is on another machine, the GPUs of this one are not the engine's.
+    # If the server is on another machine, this machine's GPUs are not the engine's.
     gpus: Gpus | UnavailableSource = UnavailableSource(Source.NVML, Reason.NO_DEVICES)
     if is_local or order.gpus != "auto":
         gpus = Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
@@ -150,7 +151,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     page_reader = PageReader(
         url=str(order.page_url),
         timeout_seconds=PAGE_TIMEOUT_SECONDS,
-        # the token is the server's, and is not sent to another page
+        # the token is for the server, so it is not sent to a different page
         bearer_token_file=None if order.metrics_url else order.bearer_token_file,
         ca_file=order.ca_file,
     )
@@ -160,11 +161,11 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
 
 
 def _build_body_maker(order: LoadOrder, model: str, prompts: Sequence[str]) -> Callable[[], bytes]:
-    """Return a function that makes the body of a request.
+    """Return a function that builds the body of a request.
 
-    The prompt is a random one of `prompts`; without prompts, it consists of random words.
+    The prompt is picked at random from `prompts`; if there are none, it consists of random words.
     """
-    # The seed comes from the system's entropy, so that two loads never send the same prompts.
+    # Seed from the system's entropy, so that two loads never send the same prompts.
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets
     make_prompt = build_prompt_maker(order.shared_ratio, random)
 

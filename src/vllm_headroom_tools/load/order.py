@@ -1,4 +1,4 @@
-"""The order of a load: the values of its options."""
+"""A load order, which holds the values of the options."""
 
 import re
 from pathlib import Path
@@ -11,13 +11,13 @@ from vllm_headroom.inputs import parse_http_url
 from vllm_headroom_tools.load.prompts import CompletionApi
 
 MOST_PIXELS: Final = 2**24
-"""Our choice: an image of 4096 by 4096."""
+"""Our choice: an image of 4096 by 4096 pixels."""
 
 LENGTHS_TEXT: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
 
 
 class Lengths(Struct, frozen=True, kw_only=True):
-    """A log-uniform distribution of numbers of tokens: many short ones, few long ones.
+    """A log-uniform distribution of token counts: many short ones and few long ones.
 
     For example, lengths between 256 and 512 are as likely as lengths between 512 and 1024.
     """
@@ -26,7 +26,7 @@ class Lengths(Struct, frozen=True, kw_only=True):
     longest: int
 
     def draw(self, chance: float) -> int:
-        """Return the length for `chance`, a random number that is at least 0 and below 1."""
+        """Return the length for `chance`, a random number of at least 0 and below 1."""
         length = int(self.shortest * ((self.longest + 1) / self.shortest) ** chance)
         return min(self.longest, length)
 
@@ -37,7 +37,7 @@ class Lengths(Struct, frozen=True, kw_only=True):
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Return the distribution of a text such as `512` or `256..2048`; raises ValueError."""
+    """Parse a distribution such as `512` or `256..2048`; raise ValueError for any other text."""
     match = LENGTHS_TEXT.fullmatch(text.strip())
     if match is None:
         raise ValueError
@@ -49,9 +49,9 @@ def parse_lengths(text: str) -> Lengths:
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Return width and height, in pixels, of a text such as `1280x720`.
+    """Parse a size such as `1280x720` into width and height in pixels.
 
-    Raises ValueError for other texts and for more than `MOST_PIXELS`.
+    Raises ValueError for any other text, and for more than `MOST_PIXELS` pixels.
     """
     width, height = map(int, text.strip().lower().split("x"))
     if min(width, height) < 1 or width * height > MOST_PIXELS:
@@ -60,9 +60,9 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 def parse_base_url(text: str) -> httpx.URL:
-    """Return an http or https URL without the final /v1 that OpenAI's clients need.
+    """Parse an http or https URL, removing the trailing /v1 that OpenAI clients need.
 
-    Raises ValueError for other texts, and for a URL with a query, a user or a password.
+    Raises ValueError for any other text, and for a URL with a query, a user or a password.
     """
     url = parse_http_url(text)
     if url.query or url.userinfo:
@@ -71,12 +71,12 @@ def parse_base_url(text: str) -> httpx.URL:
 
 
 def join_path(url: httpx.URL, path: str) -> httpx.URL:
-    """Return the URL of a path below the server's base URL."""
+    """Return the URL of a path relative to the server's base URL."""
     return url.copy_with(path=url.path.rstrip("/") + path)
 
 
 class LoadOrder(Struct, frozen=True, kw_only=True):
-    """The options of a load; a field is None if its option was not given and has no default."""
+    """The options of a load; a field is None if its option has no default and was not given."""
 
     url: httpx.URL
     metrics_url: str | None
@@ -103,7 +103,7 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
 
     @property
     def page_url(self) -> httpx.URL:
-        """Return the URL of the engine's metrics page: the configured one, else the server's."""
+        """Return the URL of the engine's metrics page: the configured one, or else the server's."""
         if self.metrics_url:
             return httpx.URL(self.metrics_url)
         return join_path(self.url, "/metrics")

@@ -1,4 +1,4 @@
-"""The prompts of a load, and the bodies of its requests."""
+"""The prompts of a load and the bodies of its requests."""
 
 import base64
 import json
@@ -15,24 +15,24 @@ from vllm_headroom.text_file import read_file
 from vllm_headroom_tools.bad_input import BadInput
 
 PROMPTS_LIMIT_BYTES: Final = 2**30
-"""The most bytes that are read of a dataset: ShareGPT has 0.6 GiB, and a device such as /dev/zero
-has no end.
+"""The maximum number of bytes to read from a dataset: ShareGPT has 0.6 GiB, and a device such as
+/dev/zero never ends.
 """
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:
-    """Return the prompts of a dataset: ShareGPT's JSON, JSON lines, or lines of text.
+    """Return the prompts in a dataset, which may be ShareGPT's JSON, JSON lines, or lines of text.
 
-    Raises BadInput if the file cannot be read or has no prompt.
+    Raises BadInput if the file cannot be read or does not contain any prompts.
     """
     try:
         content = read_file(file, PROMPTS_LIMIT_BYTES)
-        # ShareGPT is one JSON document; JSON lines fail here and are read below.
+        # ShareGPT is a single JSON document; JSON lines fail here and are read below.
         entries = json.loads(content)
     except OSError as error:
         raise BadInput(f"--prompts {file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
-        # the whole file is not JSON, so each line is an entry
+        # the file as a whole is not JSON, so each line is an entry
         entries = [_parse_line(line) for line in content.decode(errors="replace").splitlines()]
     prompts: tuple[str, ...] = ()
     if isinstance(entries, list):
@@ -51,9 +51,9 @@ def _parse_line(line: str) -> object:
 
 
 def find_prompt(entry: object) -> str:
-    """Return the prompt of a dataset's entry, or an empty text if the entry has no prompt.
+    """Return the prompt in a dataset entry, or an empty string if there is none.
 
-    An entry is a text, or an object with a prompt or a conversation.
+    An entry is either a string or an object with a prompt or a conversation.
     """
     text = entry
     if isinstance(entry, dict):
@@ -64,9 +64,9 @@ def find_prompt(entry: object) -> str:
 
 
 def _find_first_message(entry: dict[str, Any]) -> object:
-    """Return an entry's prompt, or the first message of its conversation: a text or an object.
+    """Return an entry's prompt or the first message of its conversation: a string or an object.
 
-    Returns an empty text if the entry has neither.
+    Returns an empty string if the entry has neither.
     """
     for key in ("prompt", "conversations", "messages"):
         if key not in entry:
@@ -86,41 +86,41 @@ _TEXT: Final = (
     "over know water than call first people may down side been now find"
 )
 WORDS: Final = tuple(_TEXT.split())
-"""Words so common that tokenizers have one token for each word with the space before it. 1,000 of
-these words are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and Tekken (measured).
+"""Words so common that tokenizers have a single token for each word with its leading space. 1,000
+of these words are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and Tekken (measured).
 """
 
 RING_WORDS: Final = 8192
-"""Our choice: this many words are drawn once, and each prompt is a part of their list. Drawing
-every word of a long prompt would take too long.
+"""Our choice: this many words are drawn once, and each prompt is a slice of the resulting list.
+Drawing every word of a long prompt would take too long.
 """
 
 FRESH_WORDS: Final = 5
-"""The number of words that are drawn for each prompt. Five words give 10**10 beginnings, so no
-prompt is in a prefix cache.
+"""The number of words drawn for each prompt. Five words give 10**10 possible beginnings, so prompts
+do not hit a prefix cache.
 """
 
 
 def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], str]:
-    """Return a function that makes a prompt of a number of words; a word is about a token.
+    """Return a function that builds a prompt with a given number of words, each about one token.
 
-    The first `shared_ratio` of a prompt is the same in all prompts. The rest begins with words that
-    are new in each.
+    The first `shared_ratio` of each prompt is the same in all prompts. The rest begins with words
+    that are new in each prompt.
     """
     shared_ring = random.choices(WORDS, k=RING_WORDS)
     own_ring = random.choices(WORDS, k=RING_WORDS)
 
     def make_prompt(word_count: int) -> str:
         # Measured in words; a word is about a token.
-        """Return a prompt of so many words; a share of the words is the same in every prompt."""
+        """Return a prompt with this many words, a share of which is the same in every prompt."""
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]
-        # Without fresh words, a prompt that begins like an earlier one would hit the prefix cache.
+        # Without fresh words, a prompt that begins like an earlier one would hit a prefix cache.
         fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
         own_count = word_count - shared_count - len(fresh_words)
         start = random.randrange(RING_WORDS)
-        # the ring is repeated, and a start near its end needs one more repetition
+        # the ring is repeated, with one extra repetition in case the start is near its end
         own_words = (own_ring * (rings + 1))[start : start + own_count]
         return " ".join((*shared_words, *fresh_words, *own_words))
 
@@ -128,23 +128,22 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
 
 
 BLOCK_PIXELS: Final = 32
-"""Our choice: the side length of a square of one colour."""
+"""Our choice: the side length of a single-colour square."""
 
 
 def draw_image(size: tuple[int, int], random: Random) -> bytes:
-    """Return a PNG of squares in random colours, so that no cache of the server has the image.
+    """Return a PNG of randomly coloured squares, so that none of the server's caches contains it.
 
-    `size` is its width and height in pixels.
+    `size` is the width and height in pixels.
     """
     width, height = size
     pixels = b""
     for top in range(0, height, BLOCK_PIXELS):
         squares = [random.randbytes(3) * BLOCK_PIXELS for _ in range(0, width, BLOCK_PIXELS)]
         row = b"".join(squares)[: 3 * width]
-        # each line begins with its filter: 0, none
+        # each line begins with its filter type: 0 means none
         pixels += (b"\0" + row) * min(BLOCK_PIXELS, height - top)
-    # The image has eight bits per channel, is RGB, and is not interlaced (PNG specification,
-    # 11.2.1).
+    # The image is 8-bit RGB and not interlaced (PNG specification, 11.2.1).
     header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
     chunks = (
         _build_chunk(b"IHDR", header),
@@ -155,14 +154,14 @@ def draw_image(size: tuple[int, int], random: Random) -> bytes:
 
 
 def _build_chunk(kind: bytes, data: bytes) -> bytes:
-    """Return a chunk of a PNG: its length, kind, data and checksum."""
+    """Return a PNG chunk: its length, type, data and checksum."""
     length = struct.pack(">I", len(data))
     checksum = struct.pack(">I", zlib.crc32(kind + data))
     return length + kind + data + checksum
 
 
 class CompletionApi(StrEnum):
-    """The API by which a request asks for tokens."""
+    """The API used to request tokens."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -177,11 +176,11 @@ PATHS: Final = {
 def build_request_body(
     api: CompletionApi, model: str, prompt: str, output_tokens: int, image: bytes | None = None
 ) -> bytes:
-    """Return the JSON body of a request for exactly `output_tokens`, streamed.
+    """Return the JSON body of a streaming request for exactly `output_tokens` tokens.
 
-    `ignore_eos` is vLLM's own field; without that field, the model would decide where its answer
-    ends. `include_usage` asks the server to report its own count of tokens. An image, in PNG, needs
-    the chat API.
+    `ignore_eos` is specific to vLLM; without this field, the model would decide where its answer
+    ends. `include_usage` makes the server report its own token counts. An image, which must be a
+    PNG, requires the chat API.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -199,7 +198,7 @@ def build_request_body(
 
 
 def _build_content(prompt: str, image: bytes | None) -> str | Sequence[object]:
-    """Return the content of a chat's message: the prompt, or its parts if there is an image."""
+    """Return the content of a chat message: the prompt, or a list of parts if there is an image."""
     if image is None:
         return prompt
     url = f"data:image/png;base64,{base64.b64encode(image).decode()}"

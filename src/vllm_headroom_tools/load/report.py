@@ -18,11 +18,11 @@ from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import QUANTILES
 
 GATED_QUANTILE: Final = 0.99
-"""The quantile that --max-ttft-p99 and --max-latency-p99 limit."""
+"""The quantile limited by --max-ttft-p99 and --max-latency-p99."""
 
 TOLERATED_RATIO: Final = 0.01
-"""Our choice: the share of requests that may fail. A higher share is a fault, but one broken
-connection among hundreds is not the server's fault.
+"""Our choice: the share of requests that may fail. A higher share is a fault, but the server is not
+to blame for one broken connection among hundreds.
 """
 
 
@@ -35,11 +35,11 @@ def build_report(
     *,
     is_interrupted: bool,
 ) -> Report:
-    """Return the report; unknown figures are None in its data.
+    """Return the report; in its data, unknown figures are None.
 
-    `overall` and the detector have received all samples. The verdict is "not good" with any fault.
+    `overall` and the detector have received all samples. Any fault makes the verdict "not good".
     """
-    # Summed over all steps; a step's own figures are in its column.
+    # Totals over all steps; each step's own figures are in its column.
     outcomes = sum((stage.tally.outcomes for stage in stages), Counter[Outcome]())
     texts = sum((stage.tally.texts for stage in stages), Counter[tuple[Outcome, str]]())
     gpus = _describe_gpus(overall, detector)
@@ -89,17 +89,17 @@ def build_report(
 def _explain_engine_end(
     stages: Sequence[Stage], overall: LoadObservation, detector: LeakReplay
 ) -> str | None:
-    """Return how the engine ended during the load, with the cause if the detector saw the end.
+    """Return how the engine ended during the load, with the cause if the detector observed it.
 
     Returns None if the engine did not end.
     """
-    # The web server may outlive its engine and still answer, so the server's error texts count too.
+    # The web server may outlive its engine and still respond, so check its error messages as well.
     engine_end = overall.engine_end
     if engine_end is None and any(stage.tally.is_engine_dead for stage in stages):
         engine_end = "the engine died: its web server says so"
     if engine_end is None:
         return None
-    # The detector knows causes that the page alone does not show.
+    # The detector knows causes that are not visible on the page alone.
     for event in detector.events:
         if event.kind is IncidentKind.ENDED:
             cause = judge_ending(event)[0]
@@ -114,19 +114,19 @@ def list_load_faults(
     *,
     is_interrupted: bool,
 ) -> Iterator[str]:
-    """Yield a text for each fault: failed requests, the engine's end, and memory that leaks."""
+    """Yield a text for each fault: failed requests, the engine's end, and memory leaks."""
     out_of_memory = outcomes[Outcome.OUT_OF_MEMORY]
     succeeded = outcomes[Outcome.SUCCEEDED]
     if out_of_memory:
         yield f"{out_of_memory} answers were out of memory"
     if engine_end is not None:
         yield engine_end
-    # A request that this machine could not send, or that was cancelled at the stop, is no fault.
+    # Requests that this machine could not send, or that a stop cancelled, are not a fault.
     served_or_failed = outcomes.total() - outcomes[Outcome.NOT_SENT]
     if is_interrupted:
         served_or_failed -= outcomes[Outcome.UNFINISHED]
     unserved = served_or_failed - succeeded - out_of_memory
-    # If not a single request succeeded, that is a fault in any case.
+    # It is always a fault if not a single request succeeded.
     if served_or_failed and not succeeded:
         yield "no request succeeded"
     elif unserved > TOLERATED_RATIO * served_or_failed:
@@ -137,12 +137,12 @@ def list_load_faults(
 
 
 def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
-    """Yield a text for each step up to 100 % in which requests were slower than the order allows.
+    """Yield a text for each step up to 100 % whose requests were slower than the order allows.
 
-    A step without a successful request is left out, because it is a fault already, or is not over.
+    A step without a successful request is left out, because it is already a fault or is incomplete.
     """
     for stage in stages:
-        # A step above 100 % only shows what happens under more load than planned.
+        # A step above 100 % only shows what happens when the load is higher than planned.
         if stage.share > 1:
             continue
         for name, times, most_seconds in (
@@ -167,17 +167,17 @@ def _name_series(series: Mapping[str, Any]) -> str:
 def _judge_load(
     outcomes: Counter[Outcome], faults: Sequence[str], *, is_interrupted: bool
 ) -> Conclusion:
-    """Return "not good" with faults, "cannot tell" for an incomplete load, else "good"."""
+    """Return "not good" with faults, "cannot tell" if the load is incomplete, else "good"."""
     if faults:
         return Conclusion.NOT_GOOD
-    # a load cut short is never good
+    # a load that was cut short is never good
     if is_interrupted or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]:
         return Conclusion.CANNOT_TELL
     return Conclusion.GOOD
 
 
 def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> str:
-    """Return the headline of a load without faults: what succeeded, or why nothing is known."""
+    """Return the headline for a load without faults: what succeeded, or why there is no verdict."""
     succeeded = outcomes[Outcome.SUCCEEDED]
     not_sent = outcomes[Outcome.NOT_SENT]
     if not_sent:
@@ -190,9 +190,9 @@ def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> st
 
 
 def _list_unread(overall: LoadObservation, page_url: str) -> Iterator[str]:
-    """Yield a text for each source that failed in some samples, with the newest reason.
+    """Yield a text for each source that failed in some samples, with the latest reason.
 
-    Yields another text if the GPUs were read, but none could be attributed to the engine.
+    Yields an additional text if the GPUs were read but none could be attributed to the engine.
     """
     for source, (count, failure) in overall.failures.items():
         problem = failure.message
@@ -201,7 +201,7 @@ def _list_unread(overall: LoadObservation, page_url: str) -> Iterator[str]:
         yield f"{source} in {count} of {overall.samples} samples: {problem}"
     if overall.newest_snapshot is None:
         return
-    # Attribution can fail although all sources answer.
+    # Attribution can fail even if all sources respond.
     gpus = overall.newest_snapshot.devices
     if gpus and all(gpu.attribution is None for gpu in gpus):
         yield "nvml: which of them are the engine's is not known: name them with --gpus"
@@ -215,9 +215,9 @@ def _count_requests(outcomes: Counter[Outcome]) -> dict[str, int]:
 
 
 def _describe_stage(stage: Stage) -> dict[str, Any]:
-    """Return a step's part of the report's data."""
+    """Return the part of the report's data that describes a step."""
     tally = stage.tally
-    # if the server gave no counts for some answer, the sums would be too low
+    # if the server did not report counts for some answers, the sums would be too low
     tokens = None
     prompt_tokens = None
     if tally.uncounted_answers == 0:
@@ -259,7 +259,7 @@ def _describe_stage(stage: Stage) -> dict[str, Any]:
 
 
 def _divide(count: float | None, divisor: float | None) -> float | None:
-    """Return a quotient; None if the count or the divisor is unknown or 0."""
+    """Return a quotient; None if either figure is unknown or 0."""
     if not count or not divisor:
         return None
     return count / divisor
@@ -303,7 +303,7 @@ def _describe_host(overall: LoadObservation, detector: LeakReplay) -> list[dict[
 def _describe_memory(
     summary: SeriesSummary, overall: LoadObservation, course: LeakCourse
 ) -> dict[str, Any]:
-    """Return the memory that a GPU or a role's processes held, and the leak detector's verdict.
+    """Return the memory held on a GPU or by a role's processes, and the leak detector's verdict.
 
     Figures per request are None if no request finished, or if the number of requests is unknown.
     """

@@ -11,10 +11,10 @@ from vllm_headroom_tools.load.tally import QUANTILES
 from vllm_headroom_tools.terminal import join_paragraphs
 
 ReportDocument = Mapping[str, Any]
-"""The report as JSON, or a part of it."""
+"""The report as JSON, or a part of the report."""
 
 Row = tuple[str, list[str]]
-"""A label, and a cell for each step."""
+"""A label and one cell per step."""
 
 OUTCOME_LABELS: Final = {
     Outcome.SUCCEEDED: "succeeded",
@@ -33,19 +33,19 @@ LATENCY_LABELS: Final = {
     "inter_token_seconds": "between two tokens (ITL)",
     "end_to_end_seconds": "to the end",
 }
-"""The label of each latency, by its field. Names and meanings are as in vLLM's own benchmark."""
+"""The label of each latency, by field. Names and meanings are the same as in vLLM's own benchmark.
+"""
 
 GROWTH_LABELS: Final = {"leaking": "LEAKING", "growing": "growing", "no_leak": "no leak"}
 TIME_UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
-"""The units of time: the shortest time that is shown in the unit, the unit in seconds, and its
-name.
-"""
+"""The units of time: the shortest time shown in the unit, the unit in seconds, and its name."""
 
 NO_FIGURE: Final = "-"
-"""The text of an unknown figure."""
+"""The text that represents an unknown figure."""
 
 LATE_SECONDS: Final = 0.05
-"""The figures are affected if this process is late by more than this in one case of a hundred."""
+"""The figures are affected if this process's delay exceeds this value in one case out of a hundred.
+"""
 
 LABEL_COLUMNS: Final = 32
 CELL_COLUMNS: Final = 11
@@ -54,7 +54,7 @@ CELL_COLUMNS: Final = 11
 def render_document(document: ReportDocument) -> Iterator[str]:
     """Yield the lines of the report, without its headline."""
     memory = [*document["gpus"], *document["host"]]
-    # without duplicates: the same sentence on several GPUs is shown once
+    # remove duplicates, so that a sentence about several GPUs is shown once
     growths = dict.fromkeys(_format_growth(series) for series in memory)
     yield from join_paragraphs(
         (
@@ -69,7 +69,7 @@ def render_document(document: ReportDocument) -> Iterator[str]:
 
 
 def _list_texts(texts: Sequence[ReportDocument]) -> list[str]:
-    """Return a heading, and a line for each text with which requests failed; empty without any."""
+    """Return a heading and a line for each text with which requests failed, if there are any."""
     if not texts:
         return []
     return [
@@ -95,7 +95,7 @@ def _list_rows(document: ReportDocument) -> Iterator[Row]:
             yield f"{label}, {quantile}", [_format_latency(step[field][quantile]) for step in steps]
     yield "tokens of a request, in + out", [_format_tokens(step) for step in steps]
     yield _build_row("tokens generated per second", steps, "generation_tokens_per_second")
-    # Only a load with a rate offers requests; without a rate, each client sends its next request
+    # Only loads with a rate offer requests; without a rate, each client sends its next request
     # after an answer.
     if any(step["offered_requests_per_second"] for step in steps):
         yield _build_row("requests offered per second", steps, "offered_requests_per_second")
@@ -109,9 +109,9 @@ def _list_rows(document: ReportDocument) -> Iterator[Row]:
 
 
 def _list_request_rows(document: ReportDocument) -> Iterator[Row]:
-    """Yield the rows on the size of each step and on its requests by outcome.
+    """Yield the rows for each step's size and for its requests by outcome.
 
-    An outcome that no request had has no row, except success.
+    Except for success, an outcome that did not occur has no row.
     """
     steps = document["steps"]
     yield "step", [f"{step['share']:.0%}" for step in steps]
@@ -125,7 +125,7 @@ def _list_request_rows(document: ReportDocument) -> Iterator[Row]:
 
 
 def _list_gpu_rows(steps: Sequence[ReportDocument]) -> Iterator[Row]:
-    """Yield two rows for each GPU of any step: the memory held, in all and per running request."""
+    """Yield two rows per GPU in any step: the memory held, in total and per running request."""
     indices: dict[str, int] = {}
     for step in steps:
         # A GPU may be missing in some steps, so rows are built by UUID.
@@ -139,7 +139,7 @@ def _list_gpu_rows(steps: Sequence[ReportDocument]) -> Iterator[Row]:
 
 
 def _format_gpu_sizes(steps: Sequence[ReportDocument], uuid: str, field: str) -> list[str]:
-    """Return a GPU's size in this field, as text, for each step; "-" if it is unknown."""
+    """Return a GPU's size in this field for each step as text; "-" if it is unknown."""
     cells = []
     for step in steps:
         sizes_bytes = [gpu[field] for gpu in step["gpus"] if gpu["uuid"] == uuid]
@@ -154,9 +154,9 @@ def _build_row(
     field: str,
     format_figure: Callable[[float], str] | None = None,
 ) -> Row:
-    """Return a row with one figure of each part, from this field; "-" if it is unknown.
+    """Return a row with one figure per part, taken from this field; "-" if it is unknown.
 
-    The parts are the steps, or the same part of each step.
+    The parts are either the steps or the same part of each step.
     """
     format_known = format_figure or _format_number
     cells = []
@@ -167,7 +167,7 @@ def _build_row(
 
 
 def _format_number(value: float) -> str:
-    """Return a number with three digits; whole numbers, and those from 100 on, have no fraction."""
+    """Format a number with three digits, without a fraction if it is whole or at least 100."""
     if value >= 100 or value == int(value):  # noqa: PLR2004 - three digits
         return f"{value:.0f}"
     return f"{value:.3g}"
@@ -178,7 +178,7 @@ def _format_ratio(ratio: float) -> str:
 
 
 def _format_latency(seconds: float | None) -> str:
-    """Return a time with three digits in a fitting unit; "-" if it is unknown."""
+    """Format a time with three digits in a suitable unit; return "-" if it is unknown."""
     if seconds is None:
         return NO_FIGURE
     for shortest_seconds, unit_seconds, name in TIME_UNITS:
@@ -188,7 +188,7 @@ def _format_latency(seconds: float | None) -> str:
 
 
 def _format_tokens(step: ReportDocument) -> str:
-    """Return the tokens of an average prompt and of an average answer; "-" if unknown."""
+    """Return the tokens in an average prompt and an average answer; "-" if unknown."""
     succeeded = step["requests"][Outcome.SUCCEEDED]
     if not succeeded or step["prompt_tokens"] is None:
         return NO_FIGURE
@@ -198,7 +198,7 @@ def _format_tokens(step: ReportDocument) -> str:
 
 
 def _format_memory(series: ReportDocument) -> str:
-    """Return a line on the memory of a GPU or role: before, at most, after, and its change."""
+    """Return a line about a GPU's or role's memory: before, maximum, after, and change."""
     delta_bytes = series["delta_bytes"]
     sign = "+" if delta_bytes >= 0 else ""
     change = f"{sign}{format_size(delta_bytes)}"
@@ -218,7 +218,7 @@ def _name_series(series: ReportDocument) -> str:
 
 
 def _format_growth(series: ReportDocument) -> str:
-    """Return the detector's verdict on a GPU or role; if it cannot tell, without the name."""
+    """Return the detector's verdict on a GPU or role, without the name if it cannot tell."""
     if series["verdict"] == "cannot_tell":
         return f"Cannot tell whether it leaks: {series['reason']}"
     growth = GROWTH_LABELS[series["verdict"]]
@@ -230,7 +230,7 @@ def _format_growth(series: ReportDocument) -> str:
 
 
 def _list_conclusions(document: ReportDocument) -> Iterator[str]:
-    """Yield the last lines: this process's delays, why the load ended early, and the trace."""
+    """Yield the closing lines: this process's delays, why the load ended early, and the trace."""
     delays_seconds = [step["own_delay_seconds"]["p99"] for step in document["steps"]]
     longest_seconds = max(filter(None, delays_seconds), default=0.0)
     if longest_seconds > LATE_SECONDS:

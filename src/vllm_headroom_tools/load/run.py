@@ -1,4 +1,4 @@
-"""The steps of a load, one after another, and the tasks that run beside them."""
+"""The consecutive steps of a load, and the tasks that run alongside them."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,22 +15,22 @@ from vllm_headroom_tools.load.screen import Screen
 from vllm_headroom_tools.load.tally import Tally
 
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
-"""The steps, as shares of the order's concurrency: below, near, at and above it. The last step
-shows overload.
+"""The steps as shares of the order's concurrency: below, near, at and above it. The last step shows
+the behaviour under overload.
 """
 
 STOP_SECONDS: Final = 1.0
-"""Our choice: the pause between checks whether to keep waiting for a sample after a stop."""
+"""Our choice: after a stop, how often to check whether to keep waiting for a sample."""
 
 DELAY_SECONDS: Final = 0.1
-"""Our choice: how often this process's own delay is measured."""
+"""Our choice: the interval at which this process's own delay is measured."""
 
 SHOW_SECONDS: Final = 1.0
-"""Our choice: how often the screen is redrawn."""
+"""Our choice: the interval at which the screen is redrawn."""
 
 ENGINE_LOST_SECONDS: Final = 15.0
-"""Our choice: the load ends if the engine has been gone or replaced for this long. Such an engine
-does not come back as it was, so the remaining load would measure nothing.
+"""Our choice: the load ends if the engine has been gone or replaced for this long. The engine does
+not return to its previous state, so the remaining load would not measure anything.
 """
 
 
@@ -46,8 +46,8 @@ class Stage(Struct, frozen=True, kw_only=True):
 
 
 def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
-    """Return how many streams a step of this share opens; without `share`, the largest step."""
-    # rounded first: a product of floats may be slightly above a whole number
+    """Return how many streams a step with this share opens; defaults to the largest step."""
+    # round first, because a product of floats may be slightly above a whole number
     return ceil(round(concurrency * share, 6))
 
 
@@ -55,7 +55,7 @@ def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
 class LoadRun:
     """Runs one step after another, each for `seconds`.
 
-    The run ends early if the clients are stopped, their cap is reached, or the engine has ended.
+    The run ends early if the clients are stopped, their cap is reached, or the engine ends.
     """
 
     concurrency: int
@@ -67,7 +67,7 @@ class LoadRun:
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)  # of the current step
 
     async def run_steps(self) -> tuple[Stage, ...]:
-        """Run the steps and return those that began; a stop cuts the last step short."""
+        """Run the steps and return those that were begun; a stop cuts the last one short."""
         stages: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
@@ -76,7 +76,7 @@ class LoadRun:
                 group.create_task(self._measure_delays()),
                 group.create_task(self._watch_engine()),
             ]
-            # After a stop, or the last allowed request, no further step begins.
+            # No further step begins after a stop or after the last allowed request.
             for number, share in enumerate(SHARES, start=1):
                 if not self.clients.is_stopped and not self.clients.is_used_up:
                     stages.append(await self._run_step(number, share))
@@ -85,10 +85,10 @@ class LoadRun:
         return tuple(stages)
 
     async def _run_step(self, number: int, share: float) -> Stage:
-        """Run one step, with a sample at its beginning and its end, and return it."""
+        """Run and return one step, taking a sample at its beginning and at its end."""
         client_count = count_streams(self.concurrency, share)
         observation = LoadObservation()
-        # Memory before the first request belongs to the step too.
+        # The memory before the first request is also part of the step.
         await self._finish_sample(self.sampling.start_step(observation))
         tally = Tally(monotonic())
         self._tally = tally
@@ -96,7 +96,7 @@ class LoadRun:
         self.screen.begin(title, self.seconds)
         await self.clients.run(client_count, self.seconds, tally, share)
         seconds = monotonic() - tally.start_seconds
-        # a sample at the end, because memory after the last request belongs to the step
+        # take a sample at the end, because the memory after the last request is part of the step
         await self._finish_sample(self.sampling.sample())
         self.screen.show(tally, seconds, is_over=True)
         return Stage(
@@ -111,7 +111,7 @@ class LoadRun:
     async def _finish_sample(self, sample: Coroutine[Any, Any, None]) -> None:
         """Wait for a sample; after a stop, cancel it within two seconds.
 
-        A hung server does not deliver its page, and an operator who stops the load should not have
+        A hung server does not return its page, and an operator who stops the load should not have
         to wait for the timeout.
         """
         task = asyncio.create_task(sample)
@@ -124,9 +124,9 @@ class LoadRun:
         task.cancel()
 
     async def _measure_delays(self) -> None:
-        """Measure how late this process's loop is, because such a delay looks like the server's.
+        """Measure how late this process's loop runs, because such delays look like the server's.
 
-        The measurement continues until it is cancelled.
+        Runs until cancelled.
         """
         while True:
             due_seconds = monotonic() + DELAY_SECONDS
@@ -134,9 +134,9 @@ class LoadRun:
             self._tally.own_delay_seconds.add(max(0.0, monotonic() - due_seconds))
 
     async def _watch_engine(self) -> None:
-        """Redraw the screen until cancelled; stop the clients once the engine is lost."""
-        # The time at which the engine was last alive; a single failed page does not mean that the
-        # engine ended.
+        """Redraw the screen until cancelled; stop the clients if the engine is lost."""
+        # When the engine was last known to be alive; a single page failure does not mean that it
+        # has ended.
         alive_seconds = monotonic()
         while True:
             await asyncio.sleep(SHOW_SECONDS)

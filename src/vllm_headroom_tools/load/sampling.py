@@ -1,4 +1,4 @@
-"""Sample the engine, the GPUs and the processes beside a load."""
+"""Sample the engine, the GPUs and the processes while a load is running."""
 
 import asyncio
 from collections import defaultdict
@@ -26,7 +26,7 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.history import Histogram, LeakReplay
 
 SeriesLabels = tuple[str, ...]
-"""Index and UUID of a GPU, or the role of host processes."""
+"""The index and UUID of a GPU, or the role of host processes."""
 
 COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_RUNNING: add,
@@ -35,24 +35,24 @@ COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_FINISHED: add,
     catalog.ENGINE_KV_USED: max,
 }
-"""How the figures of several engines become one: their sum, or the highest of them."""
+"""How the figures of several engines are combined: by summing them or taking the highest."""
 
 
 class SeriesSummary(Struct):
-    """The values of a figure over time: the first, the newest and the highest."""
+    """The first, latest and highest values of a figure over time."""
 
     start: float
     newest: float
     highest: float
     has_fallen: bool = False
-    """Whether any value was below the value before it, because a counter was reset."""
+    """Whether any value was below the previous one, because a counter was reset."""
 
 
 class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
     """The summary of each series of one figure."""
 
     def add(self, labels: SeriesLabels, value: float | None) -> None:
-        """Add the next value of a series; ignore an unknown value, None."""
+        """Add the next value of a series; ignore an unknown value (None)."""
         if value is None:
             return
         summary = self.setdefault(labels, SeriesSummary(value, value, value))
@@ -65,12 +65,12 @@ class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
 class LoadObservation:
     """Collects the samples of a step, or of the whole load.
 
-    A series is absent if it was in no sample.
+    A series that was not in any sample is absent.
     """
 
     def __init__(self) -> None:
         self.samples = 0
-        # For each source: the number of samples in which it failed, and its newest failure.
+        # For each source, the number of samples in which it failed, and its latest failure.
         self.failures: dict[Source, tuple[int, Failure]] = {}
         self.first_snapshot: Snapshot | None = None
         self.newest_snapshot: Snapshot | None = None
@@ -80,12 +80,12 @@ class LoadObservation:
         self._bytes_per_request: defaultdict[SeriesLabels, Histogram] = defaultdict(Histogram)
 
     def add(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
-        """Add one sample: the snapshot that was read, and the figures that were derived from it."""
+        """Add one sample: the snapshot that was read and the figures derived from it."""
         self.samples += 1
         self.first_snapshot = self.first_snapshot or snapshot
         self.newest_snapshot = snapshot
         for failure in snapshot.failures:
-            # The newest message of a source counts, because the first one may be from its start-up.
+            # Keep a source's latest message, because the first one may date from its startup.
             count, _ = self.failures.get(failure.source, (0, failure))
             self.failures[failure.source] = (count + 1, failure)
         for gpu in snapshot.devices:
@@ -104,11 +104,11 @@ class LoadObservation:
             self._engine_figures.add((name,), value)
 
     def find_engine_figure(self, metric: Metric) -> SeriesSummary | None:
-        """Return the summary of one of the engine's figures; None if no sample had it."""
+        """Return the summary of one of the engine's figures; None if no sample contained it."""
         return self._engine_figures.get((metric.name,))
 
     def count_growth(self, metric: Metric) -> float | None:
-        """Return by how much one of the engine's counters rose over the samples.
+        """Return by how much one of the engine's counters increased over the samples.
 
         Returns None if the counter was not exported, or was reset.
         """
@@ -119,17 +119,17 @@ class LoadObservation:
 
     @property
     def seconds(self) -> float:
-        """Return the time from the first sample to the newest; 0 without samples."""
+        """Return the time from the first sample to the latest; 0 without samples."""
         if self.first_snapshot is None or self.newest_snapshot is None:
             return 0.0
         return self.newest_snapshot.monotonic_seconds - self.first_snapshot.monotonic_seconds
 
     @property
     def engine_end(self) -> str | None:
-        """Return how the engine ended during the load: the engine is gone, or it was restarted.
+        """Return how the engine ended during the load: it is either gone or was restarted.
 
-        Returns None if the engine still runs, or if its end is unknown: the first page was not
-        read, or the newest page failed for a reason other than a refused connection.
+        Returns None if the engine is still running, or if that is unknown because the first page
+        was not read or the latest page failed for a reason other than a refused connection.
         """
         if self.first_snapshot is None or self.newest_snapshot is None:
             return None
@@ -141,7 +141,7 @@ class LoadObservation:
             if newest_page.reason is Reason.UNREACHABLE:
                 return "the engine is gone: its page refuses connections"
             return None
-        # Changed start times prove a restart; a page without start times proves nothing.
+        # A changed start time proves a restart; a page without start times does not prove anything.
         first_starts = _list_starts(first_page)
         newest_starts = _list_starts(newest_page)
         if first_starts and newest_starts and first_starts != newest_starts:
@@ -149,7 +149,7 @@ class LoadObservation:
         return None
 
     def find_bytes_per_request(self, labels: SeriesLabels) -> float | None:
-        """Return the median over the samples of a GPU's bytes per running request.
+        """Return the median, over all samples, of a GPU's bytes per running request.
 
         Returns None if no request ran in any sample.
         """
@@ -166,12 +166,12 @@ def _list_starts(page: EnginePage) -> set[float]:
 
 
 RECORD_SECONDS: Final = 10.0
-"""The limit for writing a sample to the trace. A write takes microseconds, but beside a busy engine
-this process may lack CPU (observed: 4 s late).
+"""The time limit for writing a sample to the trace. A write takes microseconds, but next to a busy
+engine, this process may be short of CPU time (observed: 4 s late).
 """
 
 UNBOUNDED_BYTES: Final = 2**63
-"""Means no limit, because the trace of a load is never rotated."""
+"""Stands in for "no limit", because a load's trace is never rotated."""
 
 OTHER_MACHINE: Final = (
     "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
@@ -179,7 +179,7 @@ OTHER_MACHINE: Final = (
 
 
 class UnavailableSource:
-    """Replaces NVML or /proc if the server is on another machine than this process."""
+    """Replaces NVML or /proc if the server is on a different machine from this process."""
 
     def __init__(self, source: Source, reason: Reason) -> None:
         self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)
@@ -189,15 +189,15 @@ class UnavailableSource:
         return self._failure
 
     async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:
-        """Return no memory, because there is no GPU here."""
+        """Return an empty mapping, because there are no GPUs here."""
         return {}
 
     async def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 class Sampling:
-    """Samples `parts` every `interval_seconds`, and records each sample in `trace`.
+    """Samples `parts` every `interval_seconds` and records each sample in `trace`.
 
     `overall` and `detector` receive all samples.
     """
@@ -210,11 +210,11 @@ class Sampling:
         self._step = LoadObservation()
         self._parts = parts
         self._interval_seconds = interval_seconds
-        # Steps take samples besides those of the interval; the lock lets only one sample run at a
-        # time.
+        # Steps take samples in addition to the periodic ones; the lock ensures that only one sample
+        # is taken at a time.
         self._turn = asyncio.Lock()
-        # all but the daemon's leak detector, because `detector` does the same and keeps the course
-        # that the report needs
+        # all except the daemon's leak detector, because `detector` does the same and also keeps the
+        # history that the report needs
         derivations = tuple(
             derivation for derivation in build_derivations() if derivation is not LEAK
         )
@@ -228,16 +228,16 @@ class Sampling:
         self._recorder = Recorder(file=trace, max_bytes=UNBOUNDED_BYTES, seconds=RECORD_SECONDS)
 
     async def run(self) -> None:
-        """Take a sample every interval until cancelled."""
+        """Take a sample in every interval until cancelled."""
         await run_every(self._interval_seconds, self.sample, self._parts.clock)
 
     async def start_step(self, step: LoadObservation) -> None:
-        """Collect all samples from now on in `step`, and take the first one now."""
+        """Collect all samples from now on in `step`, and take the first one immediately."""
         self._step = step
         await self.sample()
 
     async def sample(self) -> None:
-        """Take one sample, after any sample in progress."""
+        """Take one sample, waiting for any sample in progress."""
         async with self._turn:
             result = await self._sampler.tick()
             self.detector.step(result.snapshot)
@@ -251,7 +251,7 @@ class Sampling:
 
 
 def create_trace(file: Path) -> None:
-    """Write the header of a new trace; raise BadInput if the file exists or cannot be made."""
+    """Write the header of a new trace; raise BadInput if the file exists or cannot be created."""
     try:
         with file.open("xb") as stream:
             stream.write(encode_line(HEADER))

@@ -1,4 +1,4 @@
-"""Show on standard error how far a load has come."""
+"""Show the progress of a load on standard error."""
 
 import sys
 from math import inf
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINE_SECONDS: Final = 10.0
-"""Our choice: the time between two lines if a bar cannot be drawn."""
+"""Our choice: the time between two lines if a progress bar cannot be drawn."""
 
 
 class Screen:
-    """Shows how far each step has come: a bar on a terminal, lines elsewhere."""
+    """Shows the progress of each step, as a bar on a terminal and as lines elsewhere."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
         self._next_line_seconds = inf
 
     def begin(self, title: str, seconds: float) -> None:
-        """Begin to show a step that takes this many seconds."""
+        """Begin showing a step that takes this many seconds."""
         if is_terminal(sys.stderr):
             self._bar = start_bar(title, seconds, transient=False)
         else:
@@ -33,9 +33,9 @@ class Screen:
             write_note(f"{title}, {seconds:g} s")
 
     def show(self, tally: Tally, elapsed_seconds: float, *, is_over: bool = False) -> None:
-        """Show how far the current step has come: update the bar, or write a line if one is due.
+        """Show the current step's progress by updating the bar, or by writing a line if one is due.
 
-        Show nothing between steps. When the step is over, its bar stays on the screen.
+        Shows nothing between steps. When a step is over, its bar stays on the screen.
         """
         text = _format_tally(tally)
         if self._bar is not None:
@@ -52,7 +52,7 @@ class Screen:
 
 
 def _format_tally(tally: Tally) -> str:
-    """Return how many requests are open, have succeeded and have not."""
+    """Return how many requests are open, have succeeded and have not succeeded."""
     succeeded = tally.outcomes[Outcome.SUCCEEDED]
     out_of_memory = tally.outcomes[Outcome.OUT_OF_MEMORY]
     failed = tally.outcomes.total() - succeeded - out_of_memory

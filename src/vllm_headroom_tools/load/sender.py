@@ -1,4 +1,4 @@
-"""Send requests one after another, each over a new connection or an idle one."""
+"""Send requests one after another, each over a new or an idle connection."""
 
 import asyncio
 import contextlib
@@ -23,31 +23,31 @@ from vllm_headroom_tools.load.tally import Tally
 from vllm_headroom_tools.load.target import Target
 
 MOST_CONNECTING: Final = 256
-"""The most connections that are being made at the same time. More would overflow the queue of the
-server's listening socket, and would then wait for seconds.
+"""The maximum number of connections being established at the same time. More would overflow the
+queue of the server's listening socket and then be delayed by seconds.
 """
 
 KEEP_SECONDS: Final = 4.0
-"""An idle connection is kept for this long. vLLM's uvicorn closes an idle connection after 5 s
-(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request that is sent at that moment is lost.
+"""How long an idle connection is kept. vLLM's uvicorn closes idle connections after 5 s
+(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request sent at that moment is lost.
 """
 
 OK: Final = 200
 MOST_BODY_BYTES: Final = 2**16
-"""The most bytes that are kept of an answer that is not a stream; enough for a server's error
-message.
+"""The maximum number of bytes kept of an answer that is not a stream, which is enough for a
+server's error message.
 """
 
 NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
-"""The value of SO_LINGER that ends a connection with RST. After FIN, the connection's local port
-would be blocked for a minute, and there are only 28,000 local ports.
+"""The SO_LINGER value that ends a connection with RST. After FIN, the connection's local port would
+be blocked for a minute, and there are only 28,000 local ports.
 """
 
 
 class RequestSender:
-    """Sends requests with the bodies that `make_body` returns to the target.
+    """Sends requests to the target, with the bodies that `make_body` returns.
 
-    `timeout_seconds` limits a whole request, with the time to connect.
+    `timeout_seconds` limits a whole request, including the time to connect.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class RequestSender:
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
         self._connecting = asyncio.Semaphore(MOST_CONNECTING)
-        # The connections that may be reused, and the time since which each has been idle.
+        # The connections that may be reused, each with the time at which it became idle.
         self._idle: list[tuple[float, ClientConnection]] = []
 
     async def send(self, tally: Tally) -> Outcome:
-        """Send one request, count it in `tally` and return its outcome.
+        """Send one request, record it in `tally` and return its outcome.
 
         A cancelled request counts as unfinished.
         """
@@ -73,7 +73,8 @@ class RequestSender:
         except TimeoutError:
             completion = Completion(outcome=Outcome.TIMED_OUT)
         except OSError as error:
-            # a shortage, such as of ports, is this machine's fault; any other error is the server's
+            # a shortage, for example of ports, is this machine's fault; any other error is the
+            # server's
             outcome = Outcome.NOT_SENT if error.errno in SHORTAGES else Outcome.REFUSED
             text = shorten_text(error.strerror or str(error))
             completion = Completion(outcome=outcome, text=text)
@@ -82,15 +83,15 @@ class RequestSender:
         return completion.outcome
 
     async def _exchange(self, tally: Tally) -> Completion:
-        """Send a request, follow its answer to the end and return how the request ended.
+        """Send a request, read its answer to the end and return how the request ended.
 
-        Raises OSError if no connection can be made.
+        Raises OSError if no connection can be established.
         """
         connection, connecting_seconds = await self._find_connection()
         stream = Stream(tally.inter_token_seconds.add)
         answering = connection.send(self._target, self._make_body(), stream)
-        # The time to connect counts as the server's. The time to make the body, and to wait for a
-        # turn to connect, is this machine's.
+        # The time spent connecting is attributed to the server. The time spent building the body
+        # and waiting for a turn to connect is attributed to this machine.
         start_seconds = monotonic() - connecting_seconds
         tally.open_stream()
         try:
@@ -104,18 +105,19 @@ class RequestSender:
             tally.add_success(
                 completion,
                 start_seconds=start_seconds,
-                # If an answer has no tokens, its end counts as its first token.
+                # If an answer contains no tokens, its end counts as the first token.
                 first_token_seconds=stream.first_token_seconds or end_seconds,
                 end_seconds=end_seconds,
             )
         return completion
 
     async def _find_connection(self) -> tuple["ClientConnection", float]:
-        """Return an idle connection, or a new one; with the seconds that connecting took.
+        """Return an idle or a new connection, and the number of seconds that connecting took.
 
-        The seconds are 0 for an idle connection; the wait for a turn to connect does not count.
+        The number is 0 for an idle connection; the wait for a turn to connect is not included.
         """
-        # The newest idle connection comes first, because it is the least likely to be closed.
+        # Try the most recently used connection first, because it is the least likely to have been
+        # closed.
         while self._idle:
             since_seconds, connection = self._idle.pop()
             if connection.is_reusable and monotonic() - since_seconds < KEEP_SECONDS:
@@ -143,7 +145,7 @@ class RequestSender:
 
 
 class ClientConnection(asyncio.Protocol):
-    """Carries one request at a time; while `is_reusable` another may follow."""
+    """Carries one request at a time; another may follow as long as `is_reusable` is true."""
 
     def __init__(self) -> None:
         self.is_reusable = False
@@ -155,16 +157,16 @@ class ClientConnection(asyncio.Protocol):
         self._body = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the connected transport, and set its socket's options."""
+        """Store the connected transport and set its socket options."""
         # uvloop's transport is not a subclass of asyncio's
         self._transport = cast("asyncio.Transport", transport)
         connection_socket = transport.get_extra_info("socket")
         connection_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_TIME_WAIT)
 
     async def send(self, target: Target, body: bytes, stream: Stream) -> Completion:
-        """Send a request and return how it ended; `stream` receives the bytes of its answer.
+        """Send a request and return how it ended; `stream` receives the bytes of the answer.
 
-        The connection is closed on cancellation, and after an answer that does not allow another
+        The connection is closed on cancellation, and after an answer that does not permit another
         request.
         """
         self._completion = asyncio.get_running_loop().create_future()
@@ -178,7 +180,7 @@ class ClientConnection(asyncio.Protocol):
         data = self._http.send(h11.Data(body))
         self._http.send(h11.EndOfMessage())
         self._transport.write((head or b"") + (data or b""))
-        # 10,000 requests may be open, so bodies are not kept while the answers arrive
+        # 10,000 requests may be open at once, so bodies are not kept while the answers arrive
         del body, data
         try:
             return await self._completion
@@ -187,7 +189,7 @@ class ClientConnection(asyncio.Protocol):
                 self.close()
 
     def data_received(self, data: bytes) -> None:
-        """Process bytes from the server; bytes that violate HTTP or the stream end the request."""
+        """Process bytes from the server; invalid HTTP or an invalid stream ends the request."""
         try:
             self._http.receive_data(data)
             self._read_events()
@@ -197,8 +199,8 @@ class ClientConnection(asyncio.Protocol):
             self._fail(str(error))
 
     def _read_events(self) -> None:
-        """Process the received bytes until the answer is complete, or more bytes are needed."""
-        # One read of the socket may contain several events.
+        """Process the received bytes until the answer is complete or more bytes are needed."""
+        # A single read from the socket may contain several events.
         while self._completion is not None and not self._completion.done():
             event = self._http.next_event()
             match event:
@@ -225,10 +227,10 @@ class ClientConnection(asyncio.Protocol):
         self._complete(self._stream.build_completion())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the request with the connection.
+        """End the request when the connection ends.
 
-        In HTTP/1.0, the end of the connection is the regular end of the answer; otherwise it cuts
-        the answer off.
+        In HTTP/1.0, the end of the connection is the regular end of the answer; otherwise, the
+        answer was cut off.
         """
         self.is_reusable = False
         if exc is None:
@@ -241,12 +243,12 @@ class ClientConnection(asyncio.Protocol):
         self._complete(Completion(outcome=Outcome.FAILED, text=text))
 
     def _complete(self, completion: Completion) -> None:
-        """Set the result of the request, unless it already has a result."""
+        """Set the result of the request, unless it already has one."""
         if self._completion is not None and not self._completion.done():
             self._completion.set_result(completion)
 
     def close(self) -> None:
-        """Close the connection at once, without the closing handshake of TLS, which takes time."""
+        """Close the connection immediately, without the TLS closing handshake, which takes time."""
         self.is_reusable = False
         if self._transport is not None:
             self._transport.abort()

@@ -1,4 +1,4 @@
-"""A streamed answer, parsed event by event, and what the answer shows about its request."""
+"""A streamed answer, parsed event by event, and what it reveals about its request."""
 
 import json
 import re
@@ -13,26 +13,26 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.openai import find_error, parse_object
 
 OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
-"""Matches the errors that mean that memory ran out: torch's "CUDA out of memory", HIP's message,
-the name of torch's exception, and CUDA's own "out of memory".
+"""Matches errors that mean that memory ran out: torch's "CUDA out of memory", HIP's message, the
+name of torch's exception, and CUDA's own "out of memory".
 """
 
 ENGINE_DEAD: Final = re.compile(
     r"EngineCore encountered an issue|EngineDead|Background loop (?:has errored|is stopped)"
 )
-"""Matches the errors with which vLLM's web server answers after its engine has died:
-EngineDeadError (V1) and AsyncEngineDeadError (V0).
+"""Matches the errors that vLLM's web server returns after its engine has died: EngineDeadError (V1)
+and AsyncEngineDeadError (V0).
 """
 
 BUSY_STATUSES: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 LONGEST_TEXT: Final = 160
-"""Our choice: how many characters of a server's text are shown."""
+"""Our choice: the number of characters shown of a server's text."""
 
 
 class Outcome(StrEnum):
-    """The way in which a request ended.
+    """How a request ended.
 
-    The set is closed, and each request is counted once.
+    The set is closed, and each request is counted exactly once.
     """
 
     SUCCEEDED = "succeeded"
@@ -52,13 +52,13 @@ class Completion(Struct, frozen=True, kw_only=True):
     outcome: Outcome
     text: str = ""  # why the request did not succeed; may be empty
     is_engine_dead: bool = False  # whether the server's answer says so
-    # the server's own counts; None if the server gave none
+    # the server's own counts; None if the server did not report them
     prompt_tokens: int | None = None
     generation_tokens: int | None = None
 
 
 def parse_refusal(status: int, body: bytes) -> Completion:
-    """Return the result of a request that was answered with a status other than 200."""
+    """Return the result of a request whose response status was not 200."""
     text = body.decode(errors="replace")
     error = find_error(parse_object(text)) or text
     shown_text = f"{status}: {error}" if error else str(status)
@@ -67,7 +67,7 @@ def parse_refusal(status: int, body: bytes) -> Completion:
 
 
 def shorten_text(text: str) -> str:
-    """Return the beginning of a text on one line, without control characters."""
+    """Return the beginning of a text as a single line without control characters."""
     line = " ".join(text.split()).translate(CONTROLS)
     if len(line) <= LONGEST_TEXT:
         return line
@@ -75,9 +75,9 @@ def shorten_text(text: str) -> str:
 
 
 def _build_failure(error: str, shown_text: str, outcome: Outcome) -> Completion:
-    """Return the result for a server's error: OUT_OF_MEMORY if the error says so, else `outcome`.
+    """Return the result for a server error: OUT_OF_MEMORY if the error says so, else `outcome`.
 
-    `shown_text` is the text for the operator.
+    `shown_text` is the text shown to the operator.
     """
     if OUT_OF_MEMORY.search(error):
         outcome = Outcome.OUT_OF_MEMORY
@@ -90,25 +90,27 @@ DONE: Final = b"[DONE]"
 """The last event of a stream."""
 
 LONGEST_EVENT_BYTES: Final = 2**20
-"""The limit for one line: a stream without line ends would fill this process's memory."""
+"""The maximum length of a line, because a stream without line breaks would fill this process's
+memory.
+"""
 
 
 class StreamError(Exception):
-    """An answer is not a stream of events as OpenAI's servers send it.
+    """An answer is not an event stream in the format of OpenAI's servers.
 
-    The message is for the operator.
+    The message is intended for the operator.
     """
 
 
 class Stream:
-    """The part of one answer that has arrived.
+    """The part of an answer that has arrived so far.
 
-    `add_gap` receives the seconds between an event with a choice and the next such event, or 0 if
-    both arrive together. vLLM's own benchmark counts the same events
+    `add_gap` is called with the seconds between one event with a choice and the next, or 0 if both
+    arrive together. vLLM's own benchmark counts the same events
     (vllm/benchmarks/lib/endpoint_request_func.py).
     """
 
-    # without a dictionary for each object: 10,000 streams may be open at once
+    # avoid a dictionary per object, because 10,000 streams may be open at once
     __slots__ = (
         "_add_gap",
         "_error",
@@ -120,7 +122,7 @@ class Stream:
     )
 
     def __init__(self, add_gap: Callable[[float], None]) -> None:
-        # when the first event with a choice arrived; None before
+        # when the first event with a choice arrived; None until then
         self.first_token_seconds: float | None = None
         self._add_gap = add_gap
         self._last_token_seconds = 0.0
@@ -130,11 +132,11 @@ class Stream:
         self._usage: dict[str, Any] = {}
 
     def feed(self, data: bytes, now_seconds: float) -> None:
-        """Process bytes that arrived at `now_seconds`; raise StreamError if they are not a stream.
+        """Process bytes received at `now_seconds`; raise StreamError if they are not a stream.
 
-        OpenAI's servers send one line of data for each event.
+        OpenAI's servers send one data line per event.
         """
-        # The next bytes continue the text after the last line break.
+        # The text after the last line break is continued by the next bytes.
         *lines, self._unfinished_line = (self._unfinished_line + data).split(b"\n")
         for line in lines:
             if not line.startswith(DATA_PREFIX):
@@ -148,11 +150,11 @@ class Stream:
             raise StreamError(f"a line of its stream is longer than {LONGEST_EVENT_BYTES} bytes")
 
     def build_completion(self) -> Completion:
-        """Return the result of an answer that is complete.
+        """Return the result of a complete answer.
 
-        The request failed if its answer contains an error, or does not end with [DONE].
+        The request failed if its answer contains an error or does not end with [DONE].
         """
-        # An error within the stream comes with status 200.
+        # An error within the stream is sent with status 200.
         if self._error is not None:
             return _build_failure(self._error, self._error, Outcome.FAILED)
         if not self._is_done:
@@ -167,7 +169,7 @@ class Stream:
         )
 
     def _read_count(self, name: str) -> int | None:
-        """Return a count of the server's usage; None if it sent none."""
+        """Return a count from the server's usage data; None if the server did not send it."""
         count = self._usage.get(name)
         return count if isinstance(count, int) else None
 
@@ -193,7 +195,7 @@ class Stream:
 
 
 def _parse_event(text: bytes) -> dict[str, Any]:
-    """Return the object of an event; raises StreamError for one that is no JSON object."""
+    """Return the JSON object in an event; raise StreamError if it is not one."""
     try:
         event = json.loads(text)
     except (ValueError, RecursionError):

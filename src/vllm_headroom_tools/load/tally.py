@@ -7,28 +7,28 @@ from vllm_headroom_tools.history import Histogram
 from vllm_headroom_tools.load.stream import Completion, Outcome
 
 MOST_TEXTS: Final = 20
-"""Our choice: at most this many different texts of the server are counted in each step. A broken
-server may send a new text each time.
+"""Our choice: the maximum number of different server texts counted in each step. A broken server
+may send a new text every time.
 """
 
 OTHER_TEXTS: Final = "(other texts)"
-"""Replaces all further texts."""
+"""Replaces any additional texts."""
 
 
 QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
-"""The quantiles of a time in the report, by name."""
+"""The quantiles reported for each time, by name."""
 
 
 class Tally:
-    """Counts the requests of a step, and collects their times in seconds.
+    """Counts the requests of a step and collects their times in seconds.
 
-    The times between two tokens are from all requests; all other times are from successful requests
-    only.
+    The times between two tokens come from all requests; all other times come from successful
+    requests only.
     """
 
     def __init__(self, start_seconds: float) -> None:
         self.start_seconds = start_seconds
-        # from the start of the step to the end of the last successful request; 0 without one
+        # from the start of the step to the end of the last successful request; 0 if there is none
         self.served_seconds = 0.0
         self.started_requests = 0
         self.outcomes: Counter[Outcome] = Counter()
@@ -42,18 +42,18 @@ class Tally:
         self.end_to_end_seconds = Histogram()
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        # how many answers came without the server's counts of tokens
+        # the number of answers without token counts from the server
         self.uncounted_answers = 0
-        # The delays of this process's own loop, one for each time that the delay was measured.
+        # The measured delays of this process's own loop.
         self.own_delay_seconds = Histogram()
 
     @property
     def open_requests(self) -> int:
-        """Return how many requests have begun and not ended."""
+        """Return how many requests have begun but not ended."""
         return self.started_requests - self.outcomes.total()
 
     def open_stream(self) -> None:
-        """Count a stream that begins, and update the highest number of open streams."""
+        """Count a stream that begins and update the highest number of open streams."""
         self.open_streams += 1
         self.most_streams = max(self.most_streams, self.open_streams)
 
@@ -69,12 +69,13 @@ class Tally:
         first_token_seconds: float,
         end_seconds: float,
     ) -> None:
-        """Add the times of a request that succeeded, and the server's counts of its tokens."""
+        """Add the times of a successful request and the server's token counts for it."""
         self.served_seconds = end_seconds - self.start_seconds
         self.first_token_seconds.add(first_token_seconds - start_seconds)
         self.end_to_end_seconds.add(end_seconds - start_seconds)
         tokens = completion.generation_tokens or 0
-        # The first token has its own time, so the time per token is that of the later tokens.
+        # The first token's time is recorded separately, so the time per token covers only later
+        # tokens.
         if tokens > 1:
             self.per_token_seconds.add((end_seconds - first_token_seconds) / (tokens - 1))
         self.prompt_tokens += completion.prompt_tokens or 0
@@ -83,7 +84,7 @@ class Tally:
             self.uncounted_answers += 1
 
     def add_end(self, completion: Completion) -> None:
-        """Count a request that has ended, by its outcome and its text."""
+        """Count a request that has ended, by outcome and text."""
         self.outcomes[completion.outcome] += 1
         self.is_engine_dead = self.is_engine_dead or completion.is_engine_dead
         if not completion.text:

@@ -17,10 +17,10 @@ from vllm_headroom_tools.load.prompts import PATHS, CompletionApi
 from vllm_headroom_tools.openai import ListedModel, parse_first_model
 
 FIRST_ANSWER_SECONDS: Final = 15.0
-"""The limit for the first connection and for the list of models: a busy server answers late."""
+"""The timeout for the first connection and for the model list, because a busy server is slow."""
 
 MOST_LIST_BYTES: Final = 2**20
-"""The limit for the list of models, some 500 bytes each."""
+"""The size limit for the model list, which has about 500 bytes per model."""
 
 
 class Target(Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Target(Struct, frozen=True, kw_only=True):
 async def find_target(
     url: httpx.URL, api: CompletionApi, tls: ssl.SSLContext | None, bearer: str | None
 ) -> Target:
-    """Return the target at the first of the host's addresses that accepts a connection.
+    """Return the target, using the first of the host's addresses that accepts a connection.
 
     Raises BadInput if no address accepts one.
     """
@@ -57,7 +57,7 @@ async def find_target(
 
 
 async def _find_address(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[str, int]:
-    """Return the IP address and port that accept a connection; raises BadInput without any."""
+    """Return the IP address and port that accept a connection; raise BadInput if none does."""
     loop = asyncio.get_running_loop()
     port = find_port(url)
     try:
@@ -78,14 +78,14 @@ async def _find_address(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[str
         except OSError as error:
             problem = error
             continue
-        # The connection was only made to find the address.
+        # The connection was only established to find the address.
         transport.abort()
         return host, port
     raise BadInput(_describe_failure(problem, url))
 
 
 def _describe_failure(error: Exception, url: httpx.URL) -> str:
-    """Return why the server does not answer, with advice."""
+    """Return why the server does not respond, with advice."""
     problem = strip_advice(explain_no_answer(error, str(url), FIRST_ANSWER_SECONDS))
     return f"{problem}: check that vLLM serves there"
 
@@ -93,7 +93,7 @@ def _describe_failure(error: Exception, url: httpx.URL) -> str:
 async def fetch_model(url: httpx.URL, target: Target) -> ListedModel:
     """Return the first model that the server lists.
 
-    Raises BadInput if the list is empty or cannot be fetched.
+    Raises BadInput if the model list is empty or cannot be fetched.
     """
     models_url = join_path(url, "/v1/models")
     headers = [*target.headers, ("Accept-Encoding", "identity")]
