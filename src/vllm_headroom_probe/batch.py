@@ -90,7 +90,7 @@ class Batch:
 
     def __init__(self) -> None:
         self._prompts: dict[str, Prompt] = {}
-        """The requests whose prompt is being computed, by request id."""
+        """The requests whose prompt is being computed, by request ID."""
         self._earlier_ids: set[str] | None = None
         """The requests that were already running in the first observed step and still are; None
         before that step. It is unknown what these requests compute.

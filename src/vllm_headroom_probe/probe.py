@@ -44,14 +44,15 @@ one, so that slow readings do not add up over weeks of service.
 """
 
 MAX_FORK_WAIT_SECONDS = 0.2
-"""How long a fork in vLLM waits at most for the thread to end."""
+"""The maximum time that a fork in vLLM waits for the thread to end."""
 
 MAX_OOM_WAIT_SECONDS = 0.05
-"""How long an OutOfMemoryError waits at most for the file to be written, which takes 0.1 ms."""
+"""The maximum time that an OutOfMemoryError waits for the file to be written, which takes 0.1 ms.
+"""
 
 MAX_SNAPSHOT_WAIT_SECONDS = 12.0
-"""How long an OutOfMemoryError waits at most for the snapshot to be written. Writing itself ends
-after 10 s.
+"""The maximum time that an OutOfMemoryError waits for the snapshot to be written. Writing itself
+ends after 10 s.
 """
 
 MAX_NAME_CHARACTERS = 64

@@ -68,7 +68,7 @@ M_MMAP_THRESHOLD: Final = -3
 """The number of this option in glibc's malloc.h (see mallopt(3))."""
 
 MMAP_THRESHOLD_BYTES: Final = 128 * 2**10
-"""This is glibc's default. A vLLM page takes 67 kB."""
+"""glibc's default threshold. A vLLM page takes 67 kB."""
 
 
 @cache  # The version is read from the distribution's files and shown on every page.
@@ -125,7 +125,7 @@ class Service(Protocol):
         """Return the loops that run until shutdown."""
 
     def build_handler(self, door: Door | None) -> Handler:
-        """Return the handler of all requests."""
+        """Return the handler for all requests."""
 
 
 async def run(
@@ -320,7 +320,7 @@ class Daemon:
         return loops
 
     def build_handler(self, door: Door | None) -> Handler:
-        """Return the handler of all requests."""
+        """Return the handler for all requests."""
         watch = self._watch
 
         def list_other_samples() -> Iterator[Sample]:

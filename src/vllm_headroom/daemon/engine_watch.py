@@ -103,7 +103,7 @@ class Sampler:
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """Return the state to save of the engine's run and of each derivation, by name."""
+        """Return the states of the engine's run and of each derivation, by name, for saving."""
         return self._evaluation.states
 
     @property
@@ -307,7 +307,7 @@ class EngineWatch:
         lock: FolderLock | None = None,
         recent_lines: RecentLines | None = None,
     ) -> None:
-        """`lock` is the lock of the folder with the state and the flight record."""
+        """`lock` is the lock on the folder that contains the state and the flight record."""
         self.history = history
         """The curves of the last day that the page draws."""
         self._sampler = sampler

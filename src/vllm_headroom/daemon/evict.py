@@ -236,7 +236,7 @@ class Evictor:
         log.warning(event, pod=self._name, why=due)
 
     async def _give_up(self) -> None:
-        """Release the Lease, because the eviction is not or no longer due."""
+        """Release the Lease, because no eviction is due."""
         self._has_evicted = False
         if self._problem:
             log.info("eviction of this pod is not due any more")
@@ -244,7 +244,7 @@ class Evictor:
             await self._release()
 
     async def _read_pod(self) -> Object:
-        """Return this pod's object, and set the Lease's name and the pod's identity in it.
+        """Return this pod's object, and set the names of the Lease and of its holder.
 
         Raises NotNowError if no controller would replace the pod, or if it has no readinessProbe to
         show when a replacement is serving.

@@ -69,13 +69,13 @@ starts. The incident closes earlier if another event occurs after the engine has
 """
 
 RETRY_SECONDS: Final = 60.0
-"""The pause before writing an incident is retried."""
+"""The pause before a failed write of an incident is retried."""
 
 MOST_INCIDENT_EVENTS: Final = 32
 """The number of newest events kept per incident (our choice)."""
 
 ERROR_SECONDS: Final = 900.0
-"""How long before an incident an XID or OutOfMemoryError may have occurred to be its cause."""
+"""The time before an incident within which an XID or OutOfMemoryError may be its cause."""
 
 MOST_RECORDED_HOLDERS: Final = 64
 """The maximum number of processes on GPUs listed in an incident's header, and of processes with a
@@ -91,7 +91,7 @@ LEAK_FIGURES: Final = (
 """The leak detector's results for a GPU, other than its state."""
 
 MOST_USE_SAMPLES: Final = 600
-"""The number of samples of memory in use that are kept between ticks, which cover ten minutes. With
+"""The number of memory samples from between ticks that are kept, which cover ten minutes. With
 eight GPUs, they take 0.5 MB.
 """
 
@@ -180,8 +180,8 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 class Flight:
     """Owns the flight record in `folder` once this daemon holds `lock`.
 
-    `lines` returns the daemon's last log lines. Errors of the volume are logged when they begin and
-    when they end, and affect only the record.
+    `lines` returns the daemon's last log lines. Volume errors are logged when they begin and when
+    they end, and affect only the record.
     """
 
     def __init__(

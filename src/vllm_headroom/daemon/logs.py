@@ -157,7 +157,7 @@ class Json(logging.Formatter):
 
 
 class Logfmt(logging.Formatter):
-    """A line of logfmt (brandur.org/logfmt); a traceback follows it as an indented block."""
+    """Formats a line as logfmt (brandur.org/logfmt), followed by any traceback, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""

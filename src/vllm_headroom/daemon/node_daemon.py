@@ -172,7 +172,7 @@ class NodeDaemon:
         return loops
 
     def build_handler(self, door: Door | None) -> Handler:
-        """Return the handler of all requests."""
+        """Return the handler for all requests."""
 
         def list_other_samples() -> Iterator[Sample]:
             if door is not None:

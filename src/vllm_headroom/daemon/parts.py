@@ -69,7 +69,7 @@ class Parts(Sources, frozen=True, kw_only=True):
     """Returns the name of a process for people; None if it is not visible."""
 
     def list_resources(self) -> tuple[Closable | None, ...]:
-        """Return what has to be closed at the end."""
+        """Return the resources to close on shutdown."""
         return (self.engine, self.gpus, self.canary_request, self.server_request, self.evictor)
 
 
@@ -144,7 +144,7 @@ class NodeParts(Struct, frozen=True, kw_only=True):
     clock: Clock
 
     def list_resources(self) -> tuple[Closable | None, ...]:
-        """Return what has to be closed at the end."""
+        """Return the resources to close on shutdown."""
         return (self.gpus,)
 
 

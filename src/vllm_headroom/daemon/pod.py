@@ -1,4 +1,4 @@
-"""Read from the environment which pod this is."""
+"""Read this pod's names from the environment."""
 
 import os
 from typing import Final

@@ -79,7 +79,7 @@ class AnyParts(Protocol):
     """The parts of a daemon that read outside sources."""
 
     def list_resources(self) -> tuple[Closable | None, ...]:
-        """Return what has to be closed at the end."""
+        """Return the resources to close on shutdown."""
 
 
 async def close_all(*resources: Closable | None) -> None:

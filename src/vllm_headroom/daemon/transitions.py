@@ -180,7 +180,7 @@ class Transitions:
             )
 
     def _report_stopped_probes(self, probe: ProbeReadings, now_seconds: float) -> None:
-        """Log each probe that has stopped for good, once."""
+        """Log each probe that has stopped for good, but only once."""
         stopped_probes = {
             (process.pid, process.started_at_seconds): process
             for process in probe.others

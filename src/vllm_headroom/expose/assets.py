@@ -1,4 +1,4 @@
-"""The style, the script and the icons of the page."""
+"""The page's style, script and icons."""
 
 import base64
 import hashlib

@@ -198,7 +198,7 @@ def draw_line(frame: Frame, stretches: Iterable[LinePoints], *, kind: str) -> st
 
 
 def draw_curve(frame: Frame, stretches: Iterable[LinePoints]) -> str:
-    """Return a line through each stretch, with a shaded area below it; empty without one."""
+    """Return a line through each stretch, with a shaded area below it; empty if there is none."""
     paths = [_draw_path(frame, stretch) for stretch in stretches]
     if not paths:
         return ""

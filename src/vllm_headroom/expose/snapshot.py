@@ -161,14 +161,14 @@ def build_key(metric: Metric, list_name: str | None) -> str:
 def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any:  # noqa: ANN401 - any value of JSON
     """Return a metric's value for JSON; `labels` are the values of its first labels.
 
-    Returns None if the metric has no series with these labels. What is returned depends on the
-    labels of the metric besides `labels`:
+    Returns None if the metric has no series with these labels. The form of the result depends on
+    the metric's labels other than `labels`:
     - none: the value;
-    - an info metric: an object of these labels by their names;
+    - those of an info metric: an object with these labels, by name;
     - only the state: the current state;
-    - other labels and the state: an object from the values of the other labels to the current
+    - other labels and the state: an object that maps the values of the other labels to the current
       state;
-    - other labels: an object from their values to the metric's values.
+    - other labels: an object that maps their values to the metric's values.
     """
     more_label_names = metric.labels[len(labels) :]
     if not more_label_names:

@@ -440,7 +440,7 @@ class View(Struct, frozen=True, kw_only=True):
         return None if self.snapshot is None else self.snapshot.engine_status
 
     def find_start(self, verdict: Verdict) -> VerdictStart | None:
-        """Return since when a verdict holds; None if that is unknown."""
+        """Return since when a verdict has held; None if unknown."""
         status = self.engine_status
         return self.history.find_start(verdict, None if status is None else status.state)
 

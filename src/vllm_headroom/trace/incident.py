@@ -46,7 +46,7 @@ PEAK_BEFORE_SECONDS: Final = 60.0
 
 
 class EngineEvent(Struct, frozen=True, kw_only=True):
-    """An exit or a stall of the engine."""
+    """An exit or stall of the engine."""
 
     t: EpochSeconds
     what: IncidentKind

@@ -143,7 +143,7 @@ def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
     visible_uuids = list_visible(snapshot)
     if saved.memory.leak.gpus.keys() <= visible_uuids:
         return True
-    # A GPU that has not opened yet has no UUID, so it may be any of the missing ones.
+    # A GPU that is not open yet has no UUID, so it may be any of the missing ones.
     return not isinstance(snapshot.gpus, Failure) and "" not in visible_uuids
 
 

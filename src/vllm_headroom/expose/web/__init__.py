@@ -1,1 +1,1 @@
-"""TLS and login by Prometheus's web configuration file."""
+"""TLS and logins, as set in a Prometheus web configuration file."""

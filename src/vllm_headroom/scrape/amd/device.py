@@ -40,7 +40,7 @@ DRI_FOLDER: Final = "/dev/dri/"
 GpuProcesses = tuple[GpuProcess, ...]
 
 ProcessTable = Mapping[str, GpuProcesses]
-"""Processes, by the id of a KFD node or the PCI address of a card."""
+"""Processes by the ID of a KFD node or the PCI address of a card."""
 
 
 def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:
@@ -174,7 +174,7 @@ class ReadContext:
 
     There are two sources for the processes. KFD has a folder for each compute process, with the
     number of bytes that the process holds on each node. Every user can read this folder. The
-    folder's name is the pid in the machine's first PID namespace, so only a daemon in this
+    folder's name is the pid in the machine's initial PID namespace, so only a daemon in that
     namespace can use it. If KFD's pids are unusable or nodes are hidden, the source is the list of
     each process's open files in /proc. Only users that may trace the process can read this list,
     which shows cards but not partitions.

@@ -118,10 +118,7 @@ class Amd:
         self._worker.stop()
 
     def _read(self) -> tuple[GpuReading, ...]:
-        """Return a reading of every card or partition.
-
-        This runs on the thread.
-        """
+        """Return a reading of every card or partition; runs on the thread."""
         self._find_cards()
         context = ReadContext(
             sys=self._sys, proc=self._proc, now=self._monotonic(), peaks=self._peaks
@@ -163,10 +160,7 @@ class Amd:
         return tuple(reading.mark_failed(failure) for reading in last_readings)
 
     def _sample(self) -> dict[str, int]:
-        """Return what `sample_used` returns.
-
-        This runs on the thread.
-        """
+        """Return what `sample_used` returns; runs on the thread."""
         used_bytes: dict[str, int] = {}
         for card in self._cards.values():
             if card.nodes is not None and len(card.nodes) > 1:

@@ -209,7 +209,7 @@ class _Connection(asyncio.Protocol):
     async def receive(self) -> object:
         """Return the next part of the response, which is an h11 event.
 
-        Raises TooManyParts if the parts are too many, httpx.RemoteProtocolError if the server
+        Raises TooManyParts if there are too many parts, httpx.RemoteProtocolError if the server
         violates HTTP, and httpx.ReadError if the connection is lost.
         """
         while True:

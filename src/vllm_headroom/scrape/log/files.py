@@ -25,8 +25,8 @@ engine started, and the last MOST_BYTES show its current state.
 """
 
 MOST_FILES: Final = 4096
-"""The maximum number of files that a pattern may match. A node has one file for each of about a
-hundred containers.
+"""The maximum number of files that a pattern may match. A node has one file per container, for a
+hundred or more containers.
 """
 
 FINGERPRINT_BYTES: Final = 64
@@ -99,9 +99,10 @@ class LogFiles:
         return Failure(source=Source.LOG, reason=reason, message=message)
 
     def _read(self) -> LogBatch:
-        """Continue reading.
+        """Continue reading; runs on the thread.
 
-        This runs on the thread. Raises OSError and TooManyFilesError.
+        Raises OSError if a file cannot be read, and TooManyFilesError if the pattern matches too
+        many files.
         """
         if self._descriptor is None:
             self._descriptor = _open_regular(self._find_newest())

@@ -11,7 +11,7 @@ from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Source
 
 PAUSE_SECONDS: Final = 10.0
-"""The time between two calls of journalctl. Each call takes at least 20 ms of CPU."""
+"""The time between two calls to journalctl. Each call takes at least 20 ms of CPU."""
 
 MOST_LINES: Final = 20_000
 """The number of newest lines read at first, which covers a startup and a day under load."""
@@ -44,7 +44,7 @@ class Journal:
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
         """Return the additions; never raise.
 
-        Between two calls of journalctl, returns the last failure or an empty batch.
+        Between two calls to journalctl, returns the last failure or an empty batch.
         """
         now_seconds = asyncio.get_running_loop().time()
         if now_seconds < self._next_seconds:

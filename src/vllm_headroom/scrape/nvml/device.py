@@ -37,7 +37,7 @@ REFUSAL_CODES: Final = frozenset(
         pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     }
 )
-"""The error codes which mean that the device never supports the call."""
+"""The error codes after which repeating the call is pointless."""
 
 PAGE_BYTES: Final = 2 * MIB
 """Memory on a device is allocated in blocks of this size, so a smaller difference is not a change.
@@ -76,7 +76,7 @@ class GpuPart:
     gpu_uuid: str
     """The UUID of the whole GPU."""
     gpu_instance: int | None = None
-    """NVML's number of the MIG instance; None for a whole GPU."""
+    """NVML's number for the MIG instance; None for a whole GPU."""
     handle: Handle = field(repr=False, compare=False)
     """The handle is valid until NVML is shut down or the GPU is lost."""
 
@@ -130,8 +130,8 @@ class Session:
         self.memory_version: int | None = None
         """NVML's number for version 2 of memory info; None for version 1."""
         self.has_single_gpu = False
-        """Whether the machine has exactly one GPU, as every machine does whose GPU uses the
-        machine's memory.
+        """Whether the machine has exactly one GPU, which is the case for every machine whose GPU
+        uses the machine's memory.
         """
         self.xids = Xids()
         self.peaks: defaultdict[str, RecentPeak] = defaultdict(RecentPeak)
