@@ -25,8 +25,8 @@ engine started, and the last MOST_BYTES show its current state.
 """
 
 MOST_FILES: Final = 4096
-"""The maximum number of files that a pattern may match. A node has one file per container, for a
-hundred or more containers.
+"""The maximum number of files that a pattern may match. A node has one file per container,
+which can be a hundred or more.
 """
 
 FINGERPRINT_BYTES: Final = 64
