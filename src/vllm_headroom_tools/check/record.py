@@ -174,8 +174,7 @@ class MemorySeries:
 
     @property
     def costs(self) -> dict[int, Cost]:
-        """Return the cost in each load band of the daemon with enough readings, lowest load first.
-        """
+        """Return the cost in each of the daemon's load bands with enough readings, by load."""
         return {
             band: Cost(held_bytes=fmean(load.held_bytes), running=fmean(load.running))
             for band, load in sorted(self._loads.items())

@@ -171,7 +171,7 @@ engine, this process may be short of CPU time (observed: 4 s late).
 """
 
 UNBOUNDED_BYTES: Final = 2**63
-"""Stands in for "no limit", because a load's trace is never rotated."""
+"""Means "no limit", because a load's trace is never rotated."""
 
 OTHER_MACHINE: Final = (
     "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
