@@ -191,7 +191,7 @@ async def run(
 def build_engine_watch(
     parts: Parts, settings: Settings, model: ModelReader, pod: EnginePod | None
 ) -> EngineWatch:
-    """Build everything configured to sample, save and record the engine of `parts`.
+    """Build everything that is configured to sample, save and record the engine in `parts`.
 
     `pod` is the engine's pod; None if unknown.
     """

@@ -71,7 +71,7 @@ class EvictionPolicy(Struct, frozen=True, kw_only=True):
     is_dry_run: bool
     """Whether the evictor only reads from the API server and logs what it would do."""
     near_seconds: float
-    """Evict the pod if less than this time is left until out-of-memory."""
+    """The pod is evicted if less than this time is left until its memory runs out."""
     quiet_hour: int | None
     """The hour of the day in UTC during which any leak is a sufficient reason; None if there is
     none.

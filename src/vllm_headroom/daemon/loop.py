@@ -62,7 +62,7 @@ class StepGuard:
 async def run_every(
     interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock
 ) -> None:
-    """Run `step` now and then once per interval, until it is cancelled.
+    """Run `step` immediately, and then once per interval until cancelled.
 
     The times form a grid. If a step takes longer than the interval, the missed points of the grid
     are skipped. Errors in a step are logged, and the loop continues. If every step of the sampling

@@ -218,7 +218,7 @@ class NodeDaemon:
         self._monitor.note_tick(await self._node.tick())
 
     def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> WatchParts:
-        """Return what watches an engine, as in a daemon that watches only this engine."""
+        """Return the parts that watch an engine, as in a daemon that watches only this one."""
         # The settings are as if this URL had been configured as the only engine.
         changes: dict[str, Any] = {
             "engine_url": located.page_url,

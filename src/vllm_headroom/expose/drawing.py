@@ -130,13 +130,13 @@ class Frame(Struct, frozen=True, kw_only=True):
     height: float = 200.0
 
     def x(self, seconds: float) -> float:
-        """Return the distance of a time from the left."""
+        """Return a time's distance from the left edge."""
         # For a span of zero length, the divisor is 1, so that its only time lies at the left edge.
         span_seconds = self.end - self.begin or 1.0
         return self.width * (seconds - self.begin) / span_seconds
 
     def y(self, value: float) -> float:
-        """Return the distance of a value from the upper edge; higher values lie on the edge."""
+        """Return a value's distance from the upper edge; values above the top lie on the edge."""
         return self.height * max(0.0, 1 - value / (self.top or 1.0))
 
 

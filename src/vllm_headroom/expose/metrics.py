@@ -48,7 +48,7 @@ class HeadroomCollector(Collector):
             yield _build_family(metric, samples)
 
     def group_samples(self) -> Iterator[tuple[Metric, list[Sample]]]:
-        """Yield each metric that has samples, along with them, in the catalogue's order.
+        """Yield each metric that has samples, with its samples, in the catalogue's order.
 
         Before the first tick, the build info is the only metric.
         """

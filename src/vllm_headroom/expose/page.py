@@ -101,7 +101,7 @@ def _render_header(view: View) -> str:
 
 
 def render_age(seconds: float | None, age_seconds: float, version: str) -> str:
-    """Return the version and when the newest sample was read (None before the first sample)."""
+    """Return the version and the newest sample's time, which is None before the first sample."""
     sample_time = "the start"
     age = ""
     if seconds is not None:

@@ -12,7 +12,8 @@ from vllm_headroom.expose.view import CURVE_STEP_SECONDS, History, LastIncident,
 from vllm_headroom.model import Metric, Snapshot, Values, find_worst_level
 
 STATE_LABEL: Final = "state"
-"""The last label of a metric with one series per state, of which that of the current state is 1."""
+"""The last label of a metric that has one series per state, with the value 1 for the current state.
+"""
 
 LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     "gpus": catalog.GPU_LABELS,

@@ -75,7 +75,7 @@ state for a verdict on the engine, and None for any other verdict.
 
 
 class VerdictStart(Struct, frozen=True, kw_only=True):
-    """The time since when a verdict has held."""
+    """The start of a verdict."""
 
     key: VerdictKey
     seconds: float

@@ -86,7 +86,7 @@ class Users:
         self._is_turn_of_oldest = False
         """Whether the next login to check is the one that was first requested earliest."""
         self._mistakes: Counter[tuple[str, ...]] = Counter()
-        """The number of wrong logins, by client and by client and name."""
+        """The number of wrong logins per client, and per client and name."""
         self._waiting: list[_Login] = []
         self._checking: asyncio.Task[None] | None = None
         """The task of `_check_all`; None before the first login."""

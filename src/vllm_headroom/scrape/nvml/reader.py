@@ -45,10 +45,10 @@ recently read GPUs are forgotten.
 """
 
 MAX_STUCK_CALLS: Final = 8
-"""If this many calls are stuck, no other call is made. A typical node has this many GPUs."""
+"""The number of stuck calls at which no other call is made. A typical node has this many GPUs."""
 
 MIN_CALL_SECONDS: Final = 0.02
-"""With less time left until the deadline, no call is made. A healthy GPU takes a few milliseconds.
+"""The minimum time before the deadline for making a call. A healthy GPU takes a few milliseconds.
 """
 
 _INIT: Final = "init"
