@@ -158,7 +158,7 @@ def write_advice(change: Change) -> str:
     flag = change.flag
     if flag is None:
         return change.text
-    # Without the current value, only the difference can be stated.
+    # If the current value is unknown, only the difference can be given.
     if change.difference is not None:
         direction = "lower" if change.difference < 0 else "higher"
         amount = _format_number(abs(change.difference), flag)

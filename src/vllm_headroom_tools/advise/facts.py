@@ -190,7 +190,7 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     usable_bytes: float | None = None
     # The least free memory, which is the amount left at the highest peak.
     least_room_bytes: float | None = None
-    # The memory of other processes, as `measure_others` returns it; None if it was never known.
+    # The memory of other processes, as returned by `measure_others`; None if it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
     # The bytes by which the engine exceeded its budget when it last served.
@@ -268,7 +268,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> float | None:
-        """Return the usable memory of the largest GPU; None if none is known."""
+        """Return the usable memory of the largest GPU; None if it is unknown for all GPUs."""
         known_bytes = [gpu.usable_bytes for gpu in self.gpus if gpu.usable_bytes]
         return max(known_bytes, default=None)
 
@@ -281,7 +281,7 @@ def list_leaks(facts: Facts) -> list[tuple[str, Leak]]:
 
 
 PEAK_BYTES: Final = 256 * MIB
-"""Less room than this at a peak is a shortage (alert HeadroomGpuMemoryPeak)."""
+"""Having less room than this at a peak is a shortage (alert HeadroomGpuMemoryPeak)."""
 
 AIM_BYTES: Final = GIB
 """The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""

@@ -60,7 +60,7 @@ class Change(Struct, frozen=True, kw_only=True):
 
 
 class Advice(Struct, frozen=True, kw_only=True):
-    """A cause that fits the facts, and what to do about it."""
+    """A cause that fits the facts, with the changes that address it."""
 
     # The cause; for an engine log, the failure that the log names.
     cause: Cause | LogFailureKind
@@ -68,7 +68,7 @@ class Advice(Struct, frozen=True, kw_only=True):
     evidence: tuple[Figure, ...]
     # The changes, cheapest first.
     changes: tuple[Change, ...]
-    # A sentence that says how to tell the cause from a similar one.
+    # A sentence that explains how to distinguish the cause from a similar one.
     remark: str | None = None
 
 
@@ -88,7 +88,7 @@ means bytes per second. Figures with any other unit are shown as plain numbers.
 """
 
 LOWER_BOUND: Final = "_lower"
-"""The suffix after the unit in the name of a lower bound."""
+"""The suffix that follows the unit in the name of a lower bound."""
 
 
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:

@@ -405,9 +405,9 @@ def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent |
 
 
 class TraceHistory:
-    """Collects the facts of a trace, sample by sample.
+    """Collects the facts from a trace, sample by sample.
 
-    `reported_bytes` is the operator's figure for the memory that the engine uses on each GPU.
+    `reported_bytes` is the engine's memory per GPU as reported by the operator.
     """
 
     def __init__(self, *, reported_bytes: int | None = None) -> None:
@@ -497,7 +497,7 @@ class TraceHistory:
     def build_facts(self, settings: EngineArgs) -> Facts:
         """Return the facts of all samples so far.
 
-        The operator gives `settings`; the trace fills in those that are unknown.
+        The operator provides `settings`, and the trace fills in any that are unknown.
         """
         begin_seconds, end_seconds = self._replay.span
         span_seconds = end_seconds - begin_seconds
@@ -532,7 +532,7 @@ class TraceHistory:
 
 def _build_leak(course: LeakCourse, span_seconds: float) -> Leak:
     """Return the detector's state at the end, the verdict on the whole trace, and the alarm."""
-    # The end of the last alarm, because an earlier one says nothing about the present.
+    # Use the end of the last alarm, because earlier alarms say nothing about the current state.
     verdict, reason = judge_course(course, span_seconds)
     ended_seconds = None
     if course.leaking:

@@ -139,7 +139,7 @@ def _check_page(page: Values) -> None:
 
 
 def _read_host(page: Values) -> HostMemory:
-    """Return the host memory; facts that the page lacks are unknown."""
+    """Return the host memory; figures that the page lacks are unknown."""
     values = {fact: page.value(metric) for metric, fact in HOST_FACTS}
     known_values = {fact: int(value) for fact, value in values.items() if value is not None}
     return HostMemory(basis=None, **known_values)

@@ -63,7 +63,7 @@ runs this version or a newer one.
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True):
-    """The version and the options with which the engine was started; None if unknown."""
+    """The version and the options with which the engine was started; unknown ones are None."""
 
     version: Version | None = None
     # A lower bound for the version, derived from the engine's page.
@@ -85,7 +85,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
     def read_value(self, flag: Flag) -> float | None:
         """Return the value of an option; None if it is unknown.
 
-        Raises AttributeError for an option that is not a field here.
+        Raises AttributeError for an option that is not a field of this class.
         """
         field = flag.removeprefix("--").replace("-", "_")
         value: float | None = getattr(self, field)

@@ -164,10 +164,12 @@ def _list_changes(advice: Iterable[Advice]) -> list[Change]:
     return [change for one_advice in advice for change in one_advice.changes]
 
 
-# Facts that are needed for a good verdict, but unknown.
+# Unknown facts that a good verdict requires.
 
 SHORTEST_SECONDS: Final = HOUR_SECONDS
-"""The shortest trace that can show health: the leak detector takes an hour to be certain."""
+"""The shortest trace that can prove an engine healthy: the leak detector needs an hour to be
+certain.
+"""
 
 STALE_PAGE_SECONDS: Final = 120.0
 """A page older than this no longer shows the current state (alert HeadroomSampleStale)."""

@@ -172,7 +172,7 @@ def compute_preemption_rate(record: TraceRecord) -> float | None:
 def judge_restarts(
     record: TraceRecord, baseline: TraceRecord | None, limit: float
 ) -> Iterator[Judgement]:
-    """Judge how often the engine restarted; the reason names the causes of its exits."""
+    """Judge the number of engine restarts; the reason names the causes of the exits."""
     doubt = find_shortfall(record) or find_gap(record, record.engine_coverage, "the engine")
     causes = [
         judge_ending(event)[0].sentence

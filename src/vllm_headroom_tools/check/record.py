@@ -183,7 +183,7 @@ class MemorySeries:
 
     @property
     def busiest_cost(self) -> Cost | None:
-        """Return the cost at the highest load with enough readings; None if there is none."""
+        """Return the cost at the highest load that has enough readings; None if there is none."""
         return next(reversed(self.costs.values()), None)
 
 

@@ -74,7 +74,7 @@ def _read_free_memory(proc: Path) -> int | None:
         free_bytes.append(reading.machine.available_bytes)
     cgroup = reading.cgroup
     if cgroup is not None and cgroup.limit_bytes is not None:
-        # the kernel drops the page cache before it refuses memory
+        # the kernel drops the page cache before it refuses to allocate memory
         used_bytes = cgroup.used_bytes - cgroup.cache_bytes
         free_bytes.append(max(0, cgroup.limit_bytes - used_bytes))
     return min(free_bytes, default=None)

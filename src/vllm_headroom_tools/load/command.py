@@ -224,8 +224,8 @@ def read_order(options: Namespace) -> LoadOrder:
 
 
 async def _run(options: Namespace) -> Report:
-    # imported here, so that --help does not wait for the sampler
-    """Put the load on the server, and return the report."""
+    """Put the load on the server and return the report."""
+    # imported here so that --help does not have to load the sampler
     from vllm_headroom.daemon import logs  # noqa: PLC0415
     from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415
 

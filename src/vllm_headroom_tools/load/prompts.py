@@ -44,7 +44,7 @@ def read_prompts(file: Path) -> tuple[str, ...]:
 
 
 def _parse_line(line: str) -> object:
-    """Return the JSON of a line, or the line itself if it is not JSON."""
+    """Parse a line as JSON; return the line itself if it is not JSON."""
     with suppress(ValueError, RecursionError):
         return json.loads(line)
     return line.strip()
@@ -111,8 +111,8 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
     own_ring = random.choices(WORDS, k=RING_WORDS)
 
     def make_prompt(word_count: int) -> str:
-        # Measured in words; a word is about a token.
         """Return a prompt with this many words, a share of which is the same in every prompt."""
+        # The share is measured in words; a word is about one token.
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]

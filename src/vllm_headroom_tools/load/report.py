@@ -266,7 +266,7 @@ def _divide(count: float | None, divisor: float | None) -> float | None:
 
 
 def _describe_engine(observation: LoadObservation) -> dict[str, float | None]:
-    """Return the engine's highest figures under load, for the JSON."""
+    """Return the engine's highest figures under load for the JSON."""
     return {
         "running_most": _find_highest(observation, catalog.ENGINE_RUNNING),
         "waiting_most": _find_highest(observation, catalog.ENGINE_WAITING),
@@ -282,7 +282,7 @@ def _find_highest(observation: LoadObservation, metric: Metric) -> float | None:
 
 
 def _describe_gpus(overall: LoadObservation, detector: LeakReplay) -> list[dict[str, Any]]:
-    """Return the memory of each GPU under load, for the JSON."""
+    """Return each GPU's memory under load for the JSON."""
     return [
         {
             "gpu": int(index),

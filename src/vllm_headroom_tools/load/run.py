@@ -53,7 +53,7 @@ def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class LoadRun:
-    """Runs one step after another, each for `seconds`.
+    """Runs the steps in sequence, each for `seconds`.
 
     The run ends early if the clients are stopped, their cap is reached, or the engine ends.
     """

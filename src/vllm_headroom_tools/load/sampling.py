@@ -185,7 +185,7 @@ class UnavailableSource:
         self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)
 
     async def read(self, _timeout_seconds: float, _page: object = None) -> Failure:
-        """Return the failure for a server on another machine."""
+        """Return the failure that reports that the server is on another machine."""
         return self._failure
 
     async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""The server under load: its address and its model."""
+"""The address and the model of the server under load."""
 
 import asyncio
 import socket

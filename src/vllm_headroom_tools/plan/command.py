@@ -430,7 +430,7 @@ PARAMETERS_LIMIT: Final = 10**14
 
 
 def _parse_parameters(text: str) -> int:
-    """Return the number in a text such as 70.6B; raise ValueError for any other text."""
+    """Parse a number such as 70.6B; raise ValueError for any other text."""
     match = PARAMETERS_PATTERN.fullmatch(text)
     if match is None or len(text) > PARAMETERS_LENGTH:
         raise ValueError

@@ -183,7 +183,7 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _format_spread(question: Question) -> str:
-    """Return how the model is spread over GPUs, such as "tensor parallel 4"; empty for one GPU."""
+    """Return how the model is split, such as "tensor parallel 4"; empty for one GPU."""
     sizes = (
         ("tensor", question.tensor_parallel_size),
         ("pipeline", question.pipeline_parallel_size),

@@ -111,10 +111,10 @@ class Sizing(Struct, frozen=True, kw_only=True):
 
 
 def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | None) -> Sizing:
-    """Return the sizes for the traffic of an engine with these settings.
+    """Return the sizes that can handle the traffic of an engine with these settings.
 
     `typed_batch_tokens` is the value of `--max-num-batched-tokens` if the operator set it;
-    otherwise each card has its default.
+    otherwise, each card uses its default.
     """
     estimate = estimate_memory(question)
     used_tokens = traffic.needed_tokens

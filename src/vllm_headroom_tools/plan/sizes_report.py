@@ -196,7 +196,7 @@ def _format_sizes(sizing: Sizing) -> Iterator[str]:
 
 
 def _format_size(size: Size) -> str:
-    """Return the figures of a size as the columns of the table."""
+    """Return a size's figures as table columns."""
     longest = "-" if size.longest_tokens is None else f"{size.longest_tokens:,}"
     tokens = "-" if size.capacity_tokens is None else f"{size.capacity_tokens:,}"
     used = "-" if size.used_ratio is None else _format_ratio(size.used_ratio)

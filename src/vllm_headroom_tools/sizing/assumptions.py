@@ -441,7 +441,8 @@ UNIFIED_GRAPHS_HIGH: Final = 100 * MIB
 """
 
 MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
-"""The smallest graphs of the second model runner: 0.16 and 0.23 GiB (Llama 3.1 8B, 0.26 and 0.31).
+"""The lower bound for the second model runner's graphs, which took 0.16 and 0.23 GiB (Llama 3.1 8B,
+0.26 and 0.31).
 """
 
 

@@ -106,7 +106,9 @@ COUNTED_NAME: Final = re.compile(r"([0-9]{1,5}) ?[xX\u00d7*] ?(\S.*)", re.DOTALL
 NAME_WITH_COUNT: Final = re.compile(
     r"(\S.*?) ?(?:[\u00d7*:]|(?<![tT])[xX]) ?([0-9]{1,5})", re.DOTALL
 )
-"""The count before or after the name, as in `2x H100` and `H100 x2`; not the X of `RTX 5090`."""
+"""A name with a count before or after it, as in `2x H100` and `H100 x2`, but not the X in `RTX
+5090`.
+"""
 
 LABEL_LOW: Final = 0.9
 LABEL_HIGH: Final = 1.1

@@ -30,7 +30,7 @@ UNGIVEN_MLP_WIDTH_RATIO: Final = 4
 class EncoderInput(Struct, frozen=True, kw_only=True):
     """The largest image or video, and how many values the encoder holds for it at once."""
 
-    # The number of tokens that the input becomes in the language model's sequence.
+    # The number of tokens that the input turns into in the language model's sequence.
     tokens: int
     # Values that every GPU of a tensor-parallel group holds in full.
     replicated_values: int
@@ -50,7 +50,7 @@ class Encoder(Struct, frozen=True, kw_only=True):
 class LargestItem(Struct, frozen=True, kw_only=True):
     """The largest image or video that a model accepts, split up as by the model's processor."""
 
-    # The number of tokens that the item becomes in the language model's sequence.
+    # The number of tokens that the item turns into in the language model's sequence.
     tokens: int
     # The number of patches that the encoder merges into one token.
     patches_per_token: int

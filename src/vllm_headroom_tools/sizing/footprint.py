@@ -393,7 +393,7 @@ def count_weights_bytes(
     if pipeline_parallel == 1:
         stage_embeddings_bytes = min(model_bytes, embeddings_bytes)
     elif shape.has_tied_embeddings:
-        # both the first and the last stage need the only matrix
+        # both the first and the last stage need the single matrix
         stage_embeddings_bytes = embeddings_bytes
     else:
         stage_embeddings_bytes = embeddings_bytes / 2

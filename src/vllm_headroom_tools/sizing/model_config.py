@@ -434,7 +434,7 @@ def _is_chunked(config: Config, kinds: Sequence[str]) -> bool:
 
 
 def _count_state_checkpoints(config: Config) -> int:
-    """Return how many additional states a layer keeps.
+    """Return how many additional states a state-space layer keeps.
 
     Mamba-2 keeps one, the state at the end of the prompt; other kinds keep none.
     """
@@ -554,7 +554,7 @@ CHECKPOINT_LIMIT_BYTES: Final = 2**53
 
 
 def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
-    """Return the shape of the model with this config.json, or in this folder.
+    """Return the shape of the model described by this config.json or contained in this folder.
 
     Returns a sentence explaining the problem if the file cannot be read or understood. `overrides`
     replaces fields in the file.

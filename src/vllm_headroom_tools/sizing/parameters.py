@@ -90,7 +90,7 @@ matrices, the outputs are divided.
 
 
 class Matrix(Struct, frozen=True, kw_only=True):
-    """A weight matrix of a model, with the name of its module."""
+    """A weight matrix of a model, named after its module."""
 
     name: str
     inputs: int

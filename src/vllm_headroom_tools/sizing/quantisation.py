@@ -307,7 +307,7 @@ def _find_part(name: str) -> tuple[str, str] | None:
     match = MODULE_LAYER.search(name)
     if match is None:
         return None
-    # The order matters: "shared_expert" contains "expert".
+    # The order matters, because "shared_expert" contains "expert".
     layer = match[1]
     module = match[2]
     if "shared_expert" in module:

@@ -107,7 +107,7 @@ class Question(Struct, frozen=True, kw_only=True):
     # Whether speculative decoding is used, and vLLM's name for the method.
     has_speculation: bool = False
     speculation_method: str | None = None
-    # Whether a draft model is used although its configuration is not given.
+    # Whether a draft model is used whose configuration is not given.
     has_unknown_draft: bool = False
     # The figures from a startup log; None if there is no log.
     measured: MeasuredStart | None = None

@@ -20,7 +20,7 @@ from vllm_headroom_tools.sizing.question import (
 from vllm_headroom_tools.versions import Version, parse_version
 
 OLD_DEFAULT_UTILIZATION: Final = 0.9
-"""vLLM's default of `gpu_memory_utilization` before NEW_DEFAULT_VERSION."""
+"""vLLM's default for `gpu_memory_utilization` before NEW_DEFAULT_VERSION."""
 
 NEW_DEFAULT_VERSION: Final[Version] = (0, 20, 0)
 """The first version whose default is DEFAULT_UTILIZATION (config/cache.py)."""
@@ -183,7 +183,7 @@ def _round(figure: float | None) -> int | None:
 
 
 def _find_number(start: EngineStart, *names: str) -> float | None:
-    """Return the value of an option by any of its names; None if it is not a number."""
+    """Return the value of an option under any of its names; None if it is not a number."""
     value = start.find_option(*names)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value

@@ -323,7 +323,7 @@ def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tu
     return (fewer_requests,)
 
 
-# Starts that vLLM refuses before its profile run.
+# Starts that vLLM aborts before its profile run.
 
 
 def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:

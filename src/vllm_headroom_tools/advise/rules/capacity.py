@@ -228,10 +228,10 @@ grow.
 """
 
 LENGTH_MARGIN: Final = 1.25
-"""Our choice: a limit on the length of requests is this multiple of the 99th percentile."""
+"""Our choice: a proposed limit on request length is this multiple of the 99th percentile."""
 
 LENGTH_STEP_TOKENS: Final = 1024
-"""Our choice: a limit on the length of requests is rounded up to a multiple of this."""
+"""Our choice: a proposed limit on request length is rounded up to a multiple of this."""
 
 
 class PressedCache(Struct, frozen=True, kw_only=True):

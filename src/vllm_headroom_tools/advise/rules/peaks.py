@@ -49,7 +49,7 @@ def _are_logprobs_limited(gpu: GpuFacts) -> bool:
 
 
 def _build_advice(facts: Facts, gpu: GpuFacts, peak: PeakFacts | None) -> Advice:
-    """Return the advice on a peak that does not fit, or on prompt logprobs if `peak` is None."""
+    """Return advice on a peak that does not fit, or on prompt logprobs if `peak` is None."""
     if peak is None:
         work = Work.PROMPT_LOGPROBS
         missing_bytes = None
@@ -82,7 +82,7 @@ def _build_advice(facts: Facts, gpu: GpuFacts, peak: PeakFacts | None) -> Advice
 def _limit_work(
     facts: Facts, gpu: GpuFacts, work: Work, peak: PeakFacts | None
 ) -> tuple[Change, ...]:
-    """Return the options that limit a kind of work, with the values from the fit."""
+    """Return the options that limit a kind of work, using the values from the fit."""
     if work is Work.PROMPT_LOGPROBS and gpu.safe_logprobs_tokens:
         return drop_none(
             lower_option(

@@ -249,7 +249,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
     """Return the smallest number of bytes free on any GPU before a start; None if all are unknown.
 
-    Bytes that the engine already held at its first sample count as free.
+    Bytes that the engine already held in its first sample count as free.
     """
     least_free_bytes = None
     for start in starts:
