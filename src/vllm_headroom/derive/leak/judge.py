@@ -659,7 +659,8 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     if is_young or newest.floor_bytes < _find_full_pools(track):
         return None
     survey = survey_ring(_find_reaching_ring(track.history.rings, anchor.seconds), anchor)
-    if survey is None or is_fading(track):
+    # Without odds, so growth by new maxima of a cache is excluded, which slows down by time.
+    if survey is None or is_fading(track, by_either=True):
         return None
     growth = cut_window(survey, 0)
     if growth.rise_count < LEAST_RISES or has_ended(growth):
@@ -819,8 +820,10 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
     return _judge_likely(growth, odds, left_seconds, patience_seconds, track)
 
 
-def is_fading(track: Track) -> bool:
+def is_fading(track: Track, *, by_either: bool = False) -> bool:
     """Return whether growth has slowed down since a quarter of the run, by time and by requests.
+
+    With `by_either`, it is enough that growth has slowed down by one of the two.
 
     The time since then is divided into thirds, and the growth in the last two thirds is compared
     with that in the first third. Growth along a straight line is twice as large in the last two
@@ -837,6 +840,7 @@ def is_fading(track: Track) -> bool:
     # A single large demand early in the run does not mean that a leak has slowed down.
     limit_bytes = CLIP_MEDIANS * median(rising) if rising else 0.0
     clipped_bytes = [min(limit_bytes, rise_bytes) for rise_bytes in rises_bytes]
+    slowdowns = []
     for origin, axis in (
         (anchor.seconds, [block.seconds for block in blocks]),
         (anchor.requests, [block.requests for block in blocks]),
@@ -847,9 +851,9 @@ def is_fading(track: Track) -> bool:
         earlier_bytes = sum(clipped_bytes[begin_number:middle_number])
         later_bytes = sum(clipped_bytes[middle_number:])
         # An axis without length shows no growth.
-        if later_bytes > 0 and later_bytes >= KEPT_PACE * earlier_bytes:
-            return False
-    return True
+        keeps_pace = later_bytes > 0 and later_bytes >= KEPT_PACE * earlier_bytes
+        slowdowns.append(not keeps_pace)
+    return any(slowdowns) if by_either else all(slowdowns)
 
 
 def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
