@@ -17,6 +17,8 @@ for task in $(containers tasks list --quiet); do containers tasks kill --signal 
 sleep 1
 for task in $(containers tasks list --quiet); do containers tasks delete --force "$task"; done
 for part in kube-scheduler kube-controller-manager kube-apiserver etcd containerd; do end $part; done
+# On a very busy machine containerd gives up on a start, and leaves its shim.
+pgrep -f "containerd-shim.* -address $folder/containerd.sock" | xargs --no-run-if-empty kill -KILL
 awk -v below="$folder/" 'index($2, below) == 1 { print $2 }' /proc/mounts | sort --reverse | xargs --no-run-if-empty umount --lazy
 ip netns delete "$cluster"
 # The library of the plugins keeps what it did in this one folder, each with the path of the pod's network.
