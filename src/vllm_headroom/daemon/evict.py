@@ -159,8 +159,9 @@ class Evictor:
                 lease = await self._read_lease()
                 if lease.get("spec", {}).get("holderIdentity") == self._identity:
                     self._lease = lease
-                    await self._release()
-                    log.info("Lease given back to the next pod", lease=self._lease_name)
+                    is_released = await self._release()
+                    if is_released:
+                        log.info("Lease given back to the next pod", lease=self._lease_name)
 
     async def turn(self, due: str | None) -> None:
         """Try to evict this pod, or renew or release its Lease; log any problem; never raise.
@@ -357,11 +358,14 @@ class Evictor:
         # the renewed Lease, which is later, so the two never hold the Lease at the same time.
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
-    async def _release(self) -> None:
-        """Give the Lease to the next pod; if writing it fails, the Lease expires."""
+    async def _release(self) -> bool:
+        """Give the Lease to the next pod; return False if writing fails, so that it expires."""
         self._lease_held_until = 0.0
-        with suppress(NotNowError):
+        try:
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})
+        except NotNowError:
+            return False
+        return True
 
     async def _write_lease(self, lease: Object, spec: Object) -> Object:
         """Write the Lease with this spec and return it as stored; create it if `lease` is empty.

@@ -152,6 +152,18 @@ def test_the_lease_is_given_back_though_the_shutdown_cut_off_the_answer_to_its_r
     assert bench.lease["holderIdentity"] == ""
 
 
+def test_a_lease_that_cannot_be_written_is_not_reported_as_given_back() -> None:
+    bench = Bench(load_seconds=30.0)
+    evictor = bench.evictor()
+    bench.turn(evictor)
+    faults = iter(["", "", "cut"])  # it reads the budget and the Lease, and its write gets no answer
+    bench.fault = lambda _: next(faults, "")
+    with capture_logs() as events:
+        asyncio.run(evictor.give_lease_back())
+
+    assert events == []
+
+
 @pytest.mark.parametrize("fault", ["", "cut"])
 def test_the_lease_is_not_given_back_where_the_budget_need_not_know_of_the_eviction(fault: str) -> None:
     """Where the eviction got no answer, or the status does not count it yet."""
