@@ -224,7 +224,7 @@ class Flight:
         self._incident: OpenIncident | None = None
 
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
-        """Record one tick, and open, extend or write an incident if that is due.
+        """Record one tick, and open, extend or write an incident when needed.
 
         Nothing is written while another daemon has the folder's lock.
         """

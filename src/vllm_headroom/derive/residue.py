@@ -42,7 +42,7 @@ class SleepState(Struct, frozen=True, kw_only=True):
 
 
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
-    """Return the residue on each of the engine's GPUs: the memory that the engine keeps in sleep.
+    """Return the residue on each of the engine's GPUs: the memory that it holds while asleep.
 
     Until memory has been freed, the residue of the previous sleep is returned. There is no sample
     before the run's first sleep.

@@ -29,11 +29,11 @@ def is_new_run(
 ) -> bool:
     """Return whether a new id, or a new count of finished requests, belongs to another run.
 
-    Returns False if the values that could show it are unknown. If the ids are equal, it is the same
-    run, even if its count was reset. Several servers that share a port have different start times
-    and may answer in turn, so only a later start indicates a new run. An earlier start does so only
-    if the count has also more than halved: servers that share the load have similar counts, so the
-    clock must have been set back.
+    Returns False if the values that show a restart are unknown. If the ids are equal, it is the
+    same run, even if its count was reset. Several servers that share a port have different start
+    times and may answer in turn, so only a later start indicates a new run. An earlier start does
+    so only if the count has also more than halved: servers that share the load have similar counts,
+    so the clock must have been set back.
     """
     has_restarted_count = False
     if finished is not None and new_finished is not None:

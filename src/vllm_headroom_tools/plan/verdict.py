@@ -202,7 +202,7 @@ def _note_omissions(question: Question) -> Iterator[str]:
 
 
 def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
-    """Note memory outside the budget: the machine's own if memory is unified, else a tight card."""
+    """Yield a note on memory outside the budget: the machine's own use, or a card nearly full."""
     question = estimate.question
     if question.unified_memory:
         offloaded = ""

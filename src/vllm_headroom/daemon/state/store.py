@@ -101,7 +101,7 @@ class StateKeeper:
         return states
 
     async def _restore_waiting(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Return the waiting states of the leak detector and the baseline, if they are due.
+        """Return the detector's and the baseline's states that wait to be restored, once due.
 
         The result is empty if no state is waiting, or while it is unknown whether the engine and
         its GPUs are the saved ones. If they are not, the file is set aside, and the result contains

@@ -175,7 +175,7 @@ def add_work(
 
     requests = work.requests
     if work.counter_total is not None and not is_lower:
-        # Estimated requests are not subtracted again, so that the track's count never falls.
+        # Requests that were estimated stay in the count, so that the track's count never falls.
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:

@@ -148,7 +148,7 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
 
 
 def forget_run(memory: EngineMemory) -> EngineMemory:
-    """Return what is remembered without the current run, because its data may have caused an error.
+    """Remove the current run from the memory, because the run's data may have caused an error.
 
     The counts over all runs are kept.
     """

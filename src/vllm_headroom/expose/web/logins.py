@@ -171,7 +171,7 @@ class Users:
             return None
 
     def _rank(self, login: _Login) -> tuple[int, int, float]:
-        """Return the client's number of mistakes, in total and with this name, and the time.
+        """Return how often this client failed, overall and with this name, and the login's time.
 
         Logins with a low rank are checked first.
         """
