@@ -91,9 +91,9 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
         membership = read_content(proc / str(pid) / "cgroup").decode(errors="replace")
         cgroup = _find_listing_folder(_list_folders(proc, membership), pid)
         if cgroup is None:
-            # The mounts may have changed since they were read.
-            _list_folders.cache_clear()
-            cgroup = _find_listing_folder(_list_folders(proc, membership), pid)
+            # The mounts may have changed since they were read. Those of the other processes stay
+            # cached, because a process whose cgroup is hidden comes here at each tick.
+            cgroup = _find_listing_folder(_list_folders.__wrapped__(proc, membership), pid)
         return None if cgroup is None else _read_memory(cgroup, machine_bytes)
     except (OSError, ValueError):
         return None

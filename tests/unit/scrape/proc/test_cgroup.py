@@ -235,3 +235,16 @@ def test_nothing_is_said_without_the_tree(proc: ProcTree) -> None:
     assert read_cgroup_of_engine(proc) is None
     (proc.path / "self" / "mountinfo").write_text("22 1 259:2 / / rw - ext4 /dev/root rw\nno mount\n")
     assert read_cgroup_of_engine(proc) is None
+
+
+def test_the_mounts_are_not_read_again_for_a_process_because_another_one_is_hidden(
+    proc: ProcTree, cgroups: V2Tree
+) -> None:
+    cgroups.add("system.slice/vllm.service", pids=(20,), used=50 * GIB)
+    proc.add(30, 1, "vllm", "serve")
+    (proc.path / "30" / "cgroup").write_text("0::/../hidden\n")
+    assert read_cgroup_of_engine(proc) is not None
+    assert read_cgroup(proc.path, 30, machine_bytes=MACHINE) is None
+    (proc.path / "self" / "mountinfo").unlink()
+
+    assert read_cgroup_of_engine(proc) is not None
