@@ -12,13 +12,14 @@ from tests.samples import values
 from tests.unit.derive.life.watch import BEGAN, REFUSED, Watch, card, exits, serving, working
 from vllm_headroom import catalog
 from vllm_headroom.derive.life.causes import judge_ending
+from vllm_headroom.derive.life.progress import STALLED_SECONDS
 from vllm_headroom.derive.startup import derive_refusal
 from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.model import Diagnosis, Ending, LogEnding, LogReading, Values
 from vllm_headroom.model.gpu import Gpu
 from vllm_headroom.parse.log.reader import read_log
 from vllm_headroom.units import GIB
-from vllm_headroom.vocabulary import EndCause, ExitReason, Sureness
+from vllm_headroom.vocabulary import EndCause, EngineState, ExitReason, Sureness
 
 CUDA = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
 NO_CACHE = "ValueError: No available memory for the cache blocks. Try increasing\n"
@@ -186,3 +187,17 @@ def test_the_verdict_has_the_refused_allocation_until_the_engine_serves_again() 
         watch.look(working(done, started=BEGAN + 9000), log=log)
     assert "refused" not in sentence()
     assert derive_refusal(watch.seen) == ()
+
+
+@pytest.mark.parametrize(("text", "reason"), [(VLLM_0_19 + DEATH, ExitReason.OUT_OF_MEMORY), (None, ExitReason.GONE)])
+def test_a_stall_just_before_the_exit_is_no_hang_if_the_log_says_that_memory_ran_out(
+    text: str | None, reason: ExitReason
+) -> None:
+    watch = serving(gpus=(card(70),))
+    while watch.state_of(working(20)) is not EngineState.STALLED:
+        assert watch.at < 10 * STALLED_SECONDS
+
+    _, ending = die(text, watch)
+
+    assert ending.reason is reason
+    assert (ending.hung_seconds is None) is (reason is ExitReason.OUT_OF_MEMORY)

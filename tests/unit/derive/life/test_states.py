@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from tests.samples import engine, page
 from tests.unit.derive.life.watch import (
+    BEGAN,
     CORE,
     LOGIN,
     NEXT,
@@ -14,6 +15,7 @@ from tests.unit.derive.life.watch import (
     REFUSED,
     SERVER,
     SILENT,
+    STEP_SECONDS,
     UNSEEN,
     WHOLE,
     WORKER,
@@ -247,3 +249,17 @@ def test_the_table_leads_from_each_state_somewhere_by_each_sight(subtests: pytes
 
                 assert find_next_state(state, symptom) in EngineState
                 assert all(reasons)
+
+
+def test_work_of_a_new_run_does_not_stall_because_the_previous_run_had_the_same_counters() -> None:
+    watch = serving()
+    while watch.at < STALLED_SECONDS - STEP_SECONDS:
+        assert watch.state_of(working(20)) is EngineState.SERVING
+
+    new_run = working(20, started=BEGAN + 9000)
+    states = [watch.state_of(new_run, processes=NEXT) for _ in range(int(STALLED_SECONDS / STEP_SECONDS) - 1)]
+
+    assert set(states) == {EngineState.SERVING}
+    assert watch.seen is not None
+    assert watch.seen.engine_status is not None
+    assert watch.seen.engine_status.restarts == 1
