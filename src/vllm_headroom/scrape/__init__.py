@@ -1,1 +1,1 @@
-"""Input: the only package that waits for anything outside the process."""
+"""Read the inputs; no other package waits for anything outside the process."""

@@ -9,7 +9,7 @@ from vllm_headroom.model import GpuReading
 log = Log(__name__)
 
 WINDOW_SECONDS: Final = 60.0
-"""How long a peak stays on the page, which is four scrapes at the usual interval of 15 s."""
+"""How long a peak stays on the page: four scrapes at the usual interval of 15 s."""
 
 _PeakSample = tuple[float, int]
 """A time on the monotonic clock in seconds, and the bytes in use."""
@@ -20,7 +20,8 @@ class RecentPeak:
 
     def __init__(self) -> None:
         # Only samples that are, or can become, the highest in the window are kept. Each sample is
-        # higher than all later ones, so the first is the highest, and adding and reading are cheap.
+        # higher than all later ones, so the first sample is the highest one, and the peak can be
+        # read without a search.
         self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
@@ -44,7 +45,7 @@ class RecentPeak:
 
 
 class GpuTransitions:
-    """Logs once when a GPU fails, when it answers again, or if it does not report its memory."""
+    """Logs when a GPU fails, when it recovers, and, once, if it does not report its memory."""
 
     def __init__(self) -> None:
         self._failed_names: frozenset[str] = frozenset()

@@ -16,7 +16,7 @@ from vllm_headroom.vocabulary import Reason
 NO_NVIDIA_REASONS: Final = frozenset(
     {Reason.LIBRARY_MISSING, Reason.DRIVER_MISSING, Reason.NO_DEVICES}
 )
-"""NVML's failures on a machine without an NVIDIA GPU."""
+"""The reasons for which NVML fails on a machine without an NVIDIA GPU."""
 
 NO_AMD_NOTE: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class/drm"
 
@@ -72,8 +72,8 @@ class Gpus:
         if not isinstance(nvml, Failure):
             return nvml.devices
         if not self._nvidia_readings and nvml.reason not in NO_NVIDIA_REASONS:
-            # This reason implies that there is a GPU, but none was read before, so the GPUs' names
-            # are unknown.
+            # For this reason to occur, the machine must have a GPU. None has been read yet, so the
+            # GPUs' names are unknown.
             return (GpuReading(index=0, uuid="", name="", failure=nvml),)
         return tuple(reading.mark_failed(nvml) for reading in self._nvidia_readings)
 
@@ -92,7 +92,7 @@ class Gpus:
         return tuple(replace(reading, index=first_index + reading.index) for reading in shown)
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID, and add it to each GPU's peak; never raise.
+        """Return each GPU's memory in use, keyed by UUID, and update the peaks; never raise.
 
         GPUs that cannot be read now are left out.
         """

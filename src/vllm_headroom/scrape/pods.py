@@ -110,9 +110,10 @@ def _list_entries(folder: Path) -> list[str]:
 def _find_container(folder: Path, container_id: str | None, usual_name: str) -> str | None:
     """Return the name of a container in a pod's folder; None if it is unknown.
 
-    The first of the following that exists is returned: the pod's only container; the container
-    whose log is a link to a file with the container's ID, as with Docker; the container with the
-    usual name of an engine's container.
+    The result is the first of these that exists:
+    - The pod's only container.
+    - The container that has a log linked to a file with the container's ID, as with Docker.
+    - The container with the usual name of an engine's container.
     """
     containers = _list_entries(folder)
     if len(containers) == 1:

@@ -1,4 +1,4 @@
-"""Read the probe's files from a folder that another container may fill with anything."""
+"""Read the probe's files from a folder to which another container can write anything."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ ParsedFile = tuple[ProbedProcess, str | None] | str
 
 
 class FileVersion(NamedTuple):
-    """The identity of a file's content, because each write replaces the file."""
+    """Identifies the content of a file: each write replaces the file, so its inode changes."""
 
     changed_nanoseconds: int
     inode: int
@@ -160,7 +160,7 @@ class ProbeReader:
         return processes or self._explain_no_process()
 
     def _read_file(self, name: str, version: FileVersion) -> ReadFile:
-        """Return a file as it was last read; read it if this version has not been read yet."""
+        """Return a file's parsed content; read the file again only if its version has changed."""
         previous = self._files.get(name)
         if previous is not None and previous.version == version:
             return previous
@@ -171,7 +171,7 @@ class ProbeReader:
     def _list_processes(self) -> tuple[ProbedProcess, ...]:
         """Return the processes in the usable files, without those from an earlier boot.
 
-        A file is included if its boot ID or the machine's is unknown.
+        If the boot ID of a file or of the machine is unknown, the file's process is included.
         """
         processes = []
         for file in self._files.values():

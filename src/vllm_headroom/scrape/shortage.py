@@ -15,9 +15,10 @@ memory. The source itself may be working.
 
 
 def build_unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:
-    """Return the failure of a source that could not be read, with the reason UNAVAILABLE.
+    """Return a failure with the reason UNAVAILABLE, for a source that could not be read.
 
-    For a shortage, the advice is always to raise the limit. For any other error, it is `advice`.
+    If the error is a shortage, the message advises to raise the limit. For any other error, the
+    message ends with `advice`.
     """
     if error.errno in SHORTAGES:
         advice = "raise that limit of the sidecar, or find what uses it up on its machine"

@@ -97,9 +97,9 @@ class AmdCard(Struct, frozen=True, kw_only=True):
     uuid: str
     name: str
     nodes: tuple[KfdNode, ...] | None
-    """The card's KFD nodes: several if the card is partitioned, none if ROCm cannot use it. None if
-    KFD denies access. A container may see only the nodes of cards whose device is in its /dev
-    (kfd_topology.c).
+    """The card's KFD nodes. A partitioned card has several; if ROCm cannot use the card, the tuple
+    is empty. None if KFD denies access, as in a container that does not have the card's device in
+    its /dev (kfd_topology.c).
     """
 
 
@@ -155,7 +155,7 @@ def _find_folders(sys: str) -> dict[str, str]:
 
 
 def _find_sensor(monitor: str, sensors: list[str], names: Collection[str]) -> str:
-    """Return the path of the first of these sensors that the card has; "" if it has none."""
+    """Return the path of the first sensor in `names` that the card has; "" if it has none."""
     for name in names:
         if name in sensors:
             return f"{monitor}/{name}"

@@ -79,9 +79,9 @@ def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuRea
 def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
-    Returns None if the driver does not report the memory, or if the amount that processes can
-    allocate is unknown, as on an integrated GPU or a partitioned card whose KFD nodes are hidden.
-    Raises OSError if the card is gone or its files cannot be read.
+    Returns None if the driver does not report the memory, or if it is unknown how much memory
+    processes can allocate. That amount is unknown on an integrated GPU or a partitioned card if KFD
+    hides its nodes. Raises OSError if the card is gone or its files cannot be read.
     """
     total_bytes = _read_vram(card, "total")
     used_bytes = _read_vram(card, "used")
@@ -102,8 +102,8 @@ def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
 def _read_unified_memory(card: AmdCard, limit_bytes: int, proc: Path) -> GpuMemory | None:
     """Return the memory of an integrated GPU (APU) that uses the machine's memory.
 
-    KFD grants the GPU the machine's memory up to `limit_bytes` (amdgpu_ttm_init). Returns None if
-    the machine's memory or the amount granted is unknown.
+    The GPU can use up to `limit_bytes` of the machine's memory (amdgpu_ttm_init). Returns None if
+    it is unknown how much memory the machine has, or how much of it the GPU uses.
     """
     machine = read_machine(proc)
     granted_bytes = read_number_file(f"{card.folder}/mem_info_gtt_used")
@@ -133,8 +133,9 @@ def _read_partition(
 ) -> GpuReading:
     """Return a reading of the partition with this KFD node.
 
-    Its memory in use is the sum of what KFD counts for its processes, without what the driver
-    itself uses. The memory is None if the partition's size or the use of any process is unknown.
+    The partition's memory in use is the sum of what its processes use according to KFD. It does not
+    include what the driver itself uses. The memory is None if the partition's size or the use of
+    any process is unknown.
     """
     processes = context.list_on_node(node)
     uuid = f"{card.uuid}-{position}"
@@ -159,7 +160,7 @@ def _read_partition(
 def _build_memory(
     total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None
 ) -> GpuMemory:
-    """Return the memory; pass `machine_available_bytes` if it is the machine's memory."""
+    """Return a GPU's memory; `machine_available_bytes` is set if it is the machine's memory."""
     return GpuMemory(
         total_bytes=total_bytes,
         used_bytes=used_bytes,
@@ -170,14 +171,14 @@ def _build_memory(
 
 
 class ReadContext:
-    """The data shared by all readings of one moment: peaks, and processes that hold GPU memory.
+    """The data that all readings of one scrape share: peaks, and processes that hold GPU memory.
 
     There are two sources for the processes. KFD has a folder for each compute process, with the
     number of bytes that the process holds on each node. Every user can read this folder. The
     folder's name is the pid in the machine's initial PID namespace, so only a daemon in that
-    namespace can use it. If KFD's pids are unusable or nodes are hidden, the source is the list of
-    each process's open files in /proc. Only users that may trace the process can read this list,
-    which shows cards but not partitions.
+    namespace can use the folder. If KFD's pids are unusable or nodes are hidden, the source is the
+    list of each process's open files in /proc. Only users that may trace the process can read this
+    list, which shows cards but not partitions.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class ReadContext:
         """The peaks by the UUID of a card or partition."""
 
     def update_peak(self, uuid: str, memory: GpuMemory | None) -> int | None:
-        """Add the memory in use, if known, and return the peak; None if there are no samples."""
+        """Add the memory in use, if known; return the highest sample, or None if there is none."""
         if memory is not None:
             self._peaks[uuid].add(self._now, memory.used_bytes)
         return self._peaks[uuid].highest_bytes(self._now)
@@ -253,8 +254,8 @@ class ReadContext:
 
         Returns None if access to a process was denied and no process was found.
         """
-        # A machine has thousands of processes with hundreds of open files each, so if KFD lists
-        # processes, only those are read.
+        # A machine has thousands of processes with hundreds of open files each. Therefore, if KFD
+        # lists its processes, only those processes are read.
         pids = self._kfd_pids
         if pids is None:
             pids = [name for name in list_folder(str(self.proc)) if name.isdecimal()]
@@ -276,8 +277,8 @@ class ReadContext:
 def _read_open_cards(process: str) -> dict[str, int]:
     """Return the bytes that a process holds on each card, by PCI address.
 
-    Cards on which it holds none are left out. Raises OSError if the process has exited or may not
-    be read.
+    Cards on which the process holds no memory are left out. Raises OSError if the process has
+    exited or may not be read.
     """
     # The bytes are keyed by client, because several open files can belong to one DRM client.
     clients_bytes: dict[tuple[str, str], int] = {}

@@ -42,8 +42,8 @@ _MESSAGES: Final = {
 }
 
 SEARCH_INTERVAL_SECONDS: Final = 15.0
-"""The pause between two searches for a card while there is none, so that on a machine with only
-NVIDIA GPUs the thread need not wake for every sample.
+"""The pause between two searches while no card has been found. Without the pause, the thread would
+wake for every sample on a machine with only NVIDIA GPUs.
 """
 
 
@@ -101,7 +101,7 @@ class Amd:
         return readings
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID, and add it to the peaks.
+        """Return each GPU's memory in use, keyed by UUID, and update the peaks.
 
         Partitioned cards and cards that cannot be read are left out. The result is empty after a
         timeout.
@@ -150,10 +150,10 @@ class Amd:
             self._cards = self._cards | find_cards(self._sys)
 
     def _build_failed(self, card: AmdCard, index: int, failure: Failure) -> tuple[GpuReading, ...]:
-        """Return a failed reading of each partition of the card's last reading.
+        """Return a failed reading of each partition that the card had when it was last read.
 
-        If the card was not partitioned or was never read, returns one failed reading of the whole
-        card.
+        If the card had no partitions or has never been read, returns one failed reading of the
+        whole card.
         """
         whole_card = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
         last_readings = self._last_readings.get(card.uuid, (whole_card,))
@@ -174,7 +174,7 @@ class Amd:
 
 
 def _is_integrated(card: AmdCard, reading: GpuReading) -> bool:
-    """Return whether a GPU uses the machine's memory, or is an APU whose memory is unknown."""
+    """Return whether a GPU uses the machine's memory; if unknown, whether the card is an APU."""
     if reading.memory is None:
         return card.is_apu
     return reading.memory.is_unified

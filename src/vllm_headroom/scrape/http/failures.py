@@ -93,7 +93,8 @@ def explain_status(response: httpx.Response, url: str) -> Failure:
     """
     answer = describe_answer(response, url)
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
-    # A redirect usually leads to a login page, which its target reveals.
+    # A redirect usually leads to a login page. The message contains its URL, so that the operator
+    # can see this.
     if reason is Reason.HTTP_STATUS and response.has_redirect_location:
         target = hide_secrets(httpx.URL(response.headers["Location"]))
         location = str(target)[:_MAX_LOCATION_CHARACTERS]
@@ -137,7 +138,8 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
 def _explain_no_connection(error: Exception, url: str) -> Failure:
     """Return the failure for a connection that was refused or broken.
 
-    The reason is that of the first known cause in the chain, or UNREACHABLE if no cause is known.
+    The first known exception in the chain of causes determines the reason. If none of them is
+    known, the reason is UNREACHABLE.
     """
     is_connecting = isinstance(error, httpx.ConnectError)
     cause: BaseException | None = error
@@ -174,7 +176,7 @@ A token is much shorter.
 
 
 class UnusableCredentials(Exception):  # noqa: N818 - the name describes the file
-    """A file cannot be used; the message is for the operator."""
+    """A token or CA file cannot be used; the message is for the operator."""
 
 
 def name_token_file(file: Path) -> str:
@@ -190,7 +192,7 @@ def name_token_file(file: Path) -> str:
 def read_token(file: Path) -> str:
     """Return the token in a file.
 
-    Raises UnusableCredentials if the file cannot be read or contains anything but a single token.
+    Raises UnusableCredentials if the file cannot be read or does not contain exactly one token.
     """
     try:
         # A non-ASCII byte becomes a character that cannot occur in a token.
@@ -207,9 +209,10 @@ def read_token(file: Path) -> str:
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
     """Return a client TLS context that trusts the authorities in the file.
 
-    If the file is None, the context trusts the machine's authorities and those from certifi. Chain,
-    name and validity period are verified as in Go and curl, regardless of the Python version.
-    Raises UnusableCredentials if the file cannot be read or does not contain a certificate.
+    If the file is None, the context trusts the machine's authorities and those from certifi. The
+    certificate's chain, name and validity period are verified as in Go and curl, with every Python
+    version. Raises UnusableCredentials if the file cannot be read or does not contain a
+    certificate.
     """
     try:
         if ca_file is None:

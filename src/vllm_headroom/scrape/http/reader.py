@@ -24,17 +24,19 @@ from vllm_headroom.worker import Worker
 T = TypeVar("T")
 
 _FILE_SECONDS: Final = 1.0
-"""The time limit for reading a token or CA file. Usually this takes microseconds, but a pipe
-without a writer would take 5 s, and a hung network volume would block forever.
+"""The time limit for reading a token or CA file. Reading usually takes microseconds. A pipe without
+a writer would take 5 s, and a hung network volume would block forever.
 """
 
 
 async def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
     """Read the body of a streamed response; return it, or the reason why it cannot be read.
 
-    The reason is MALFORMED for a compressed body, TOO_LARGE for one larger than `max_bytes`,
-    OUT_OF_BOUNDS if it arrives in too many parts, and INCOMPLETE if the connection closes before
-    the whole body is received.
+    The reason is one of:
+    - MALFORMED if the body is compressed.
+    - TOO_LARGE if the body is larger than `max_bytes`.
+    - OUT_OF_BOUNDS if the body arrives in too many parts.
+    - INCOMPLETE if the connection closes before the whole body is received.
     """
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in {"", "identity"}:
@@ -72,8 +74,8 @@ def is_here(host: str) -> bool:
         address = ipaddress.ip_address(host)
         is_ipv6 = isinstance(address, ipaddress.IPv6Address)
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        # Only an address of this machine can be bound. Binding a datagram socket does not require a
-        # particular free port, and nothing listens on it.
+        # A socket can be bound only to an address of this machine. With a datagram socket and port
+        # 0, binding works whatever ports are in use, and it opens no listening port.
         with socket.socket(family, socket.SOCK_DGRAM) as datagram_socket:
             datagram_socket.bind((host, 0))
     except (OSError, ValueError):
@@ -92,9 +94,9 @@ class PageReader:
     """Repeatedly fetches the page at `url`, an http or https URL.
 
     Files are read and host names are resolved on a separate thread, because both may hang. The
-    token in `bearer_token_file` is read for each request, because it may be rotated; it replaces
-    the URL's user and password. `ca_file` replaces the default authorities. `max_bytes` limits the
-    size of the page, and `timeout_seconds` the duration of the whole request. While `is_gone`
+    token in `bearer_token_file` replaces the URL's user and password. It is read for each request,
+    because tokens may be rotated. `ca_file` replaces the default authorities. `max_bytes` limits
+    the size of the page, and `timeout_seconds` the duration of the whole request. While `is_gone`
     returns True, nothing is sent, because the address may already belong to another server.
     """
 
@@ -128,8 +130,8 @@ class PageReader:
         # gzip would take 1.1 ms of vLLM's event loop and 0.2 ms in the daemon.
         self._headers["Accept-Encoding"] = "identity"
         self._page_request = httpx.Request("GET", self._url, headers=self._headers)
-        # Each of the host's addresses gets half of the time, so that there is time for a second
-        # one.
+        # Connecting to one address may take half of the time, so that a second address can be
+        # tried.
         self._timeouts_seconds = {"connect": timeout_seconds / 2}
         self._worker = Worker[Any]("http")
         self._transport: PageTransport | None = None
@@ -282,7 +284,7 @@ class _Load(Struct):
 
 
 class ServerRequest(Struct, frozen=True, kw_only=True):
-    """The daemon's requests for other pages, which show whether the server is running."""
+    """The daemon's requests for pages other than the metrics page, to test the server."""
 
     health: PageReader
     """Reads the server's `health`. Each page has its own reader, because a late response blocks the
@@ -307,7 +309,7 @@ class ServerRequest(Struct, frozen=True, kw_only=True):
 
 
 def _judge_answers(health: Reply | Failure, *others: Reply | Failure) -> ServerAnswer:
-    """Return what the responses to the health check and two other requests show."""
+    """Return the server's state, from the responses to a health check and two other requests."""
     if _is_ok(health):
         return ServerAnswer.HEALTHY
     if _reports_death(health, others):

@@ -58,8 +58,9 @@ class PageTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the response once its head has been received.
 
-        The request's body must be in memory. Only connecting is subject to a time limit, the
-        extension `timeout`, which applies to each address of the host. Raises httpx.TransportError.
+        The request's body must be in memory. Only connecting has a time limit. The limit is in the
+        request's extension `timeout`, and applies to each address of the host. Raises
+        httpx.TransportError.
         """
         # Only a GET may be sent twice, which can be necessary with an idle connection.
         can_share = self._note_request() and request.method == "GET"
@@ -84,7 +85,7 @@ class PageTransport(httpx.AsyncBaseTransport):
             self._idle_connection = None
 
     def _note_request(self) -> bool:
-        """Record that a request is being sent; return whether the last one was sent recently."""
+        """Record that a request is being sent; return whether the previous request was recent."""
         last_seconds = self._request_seconds
         self._request_seconds = asyncio.get_running_loop().time()
         if last_seconds is None:
@@ -118,7 +119,7 @@ class PageTransport(httpx.AsyncBaseTransport):
     async def _connect(self, request: httpx.Request) -> "_Connection":
         """Return a connection to the first address of the host that accepts one.
 
-        If none of them does, raises the error from the last address.
+        If no address accepts a connection, raises the error from the last address.
         """
         loop = asyncio.get_running_loop()
         server_name = None if self._tls is None else request.url.host
@@ -221,8 +222,8 @@ class _Connection(asyncio.Protocol):
             try:
                 event = self._http.next_event()
             except h11.RemoteProtocolError as error:
-                # If the connection was lost, that is the better explanation, because it also
-                # violates HTTP.
+                # A lost connection also looks like a violation of HTTP, so report the loss if there
+                # was one.
                 if self._problem is not None:
                     raise httpx.ReadError(str(self._problem)) from self._problem
                 raise httpx.RemoteProtocolError(str(error)) from error

@@ -30,8 +30,8 @@ which can be a hundred or more.
 """
 
 FINGERPRINT_BYTES: Final = 64
-"""The number of bytes before the last read position that are compared. They differ if the file was
-truncated and has grown again.
+"""The number of bytes before the last read position that are kept and compared with the file. If
+they differ, the file was truncated and has grown again.
 """
 
 PACKED_SUFFIXES: Final = (".gz", ".xz", ".zst", ".bz2")
@@ -59,7 +59,7 @@ class ReadPosition(NamedTuple):
     """The bytes before `offset`."""
 
     old_end: int = 0
-    """The size of the file when following began."""
+    """The file's size when the daemon began to follow it. Bytes before this position are old."""
 
 
 class LogFiles:
@@ -77,7 +77,7 @@ class LogFiles:
         self._worker = Worker[LogBatch | Failure]("log files")
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
-        """Return the additions, at most MOST_BYTES and possibly none, or a Failure; never raise."""
+        """Return up to MOST_BYTES of additions, which may be empty, or a Failure; never raise."""
         try:
             return await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:
@@ -156,7 +156,7 @@ class LogFiles:
         # The entry is removed and added again so that the most recently read file comes last.
         place = self._places.pop(file, None)
         if place is None:
-            # Only the first file contains content written before it was followed.
+            # Only in the first file was content written before the daemon began to follow the log.
             place = ReadPosition(old_end=0 if self._places else status.st_size)
         elif _is_truncated(descriptor, place, status.st_size):
             place = ReadPosition()

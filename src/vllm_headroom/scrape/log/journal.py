@@ -14,7 +14,8 @@ PAUSE_SECONDS: Final = 10.0
 """The time between two calls to journalctl. Each call takes at least 20 ms of CPU."""
 
 MOST_LINES: Final = 20_000
-"""The number of newest lines read at first, which covers a startup and a day under load."""
+"""The number of newest lines that the first call reads, enough for a startup and a day under load.
+"""
 
 MOST_BYTES: Final = 4 * 2**20
 """The maximum number of bytes read from journalctl's output. A line takes half a KiB as JSON. The
@@ -61,7 +62,7 @@ class Journal:
         return LogBatch(content=answer, is_old=is_first, is_broken=is_first)
 
     async def _call(self, timeout_seconds: float) -> bytes | Failure:
-        """Return journalctl's output, without a line that the limit cuts off, or a Failure."""
+        """Return journalctl's output up to its last complete line; a Failure if the call fails."""
         arguments = [f"--unit={self._unit}", "--output=json", "--all", "--no-pager"]
         if self._cursor is None:
             arguments.append(f"--lines={MOST_LINES}")

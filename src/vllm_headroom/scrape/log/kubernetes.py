@@ -20,7 +20,8 @@ MOST_BYTES: Final = 2 * 2**20
 """The maximum number of log bytes that one request returns. The next rounds read the rest."""
 
 FIRST_LINES: Final = 50_000
-"""The number of newest lines read at first, which covers a startup and a day under load."""
+"""The number of newest lines that the first round reads, enough for a startup and a day under load.
+"""
 
 LONGEST_TIME: Final = 40
 """The maximum length of the timestamp before a line. RFC 3339 with nanoseconds takes 35 characters.
@@ -170,7 +171,7 @@ def _build_time_key(line: str) -> str:
 
 
 def _choose_reason(reason: Reason) -> Reason:
-    """Return the reason, or UNAVAILABLE if this source does not have the reason."""
+    """Return the reason, or UNAVAILABLE if it is not one of the reasons defined for the log."""
     return reason if reason in REASONS[Source.LOG] else Reason.UNAVAILABLE
 
 

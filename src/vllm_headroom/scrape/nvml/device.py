@@ -103,7 +103,7 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
 
 
 class ProcessList(Struct, frozen=True, kw_only=True):
-    """The processes on a whole GPU or a MIG instance, and its memory in use at the time."""
+    """The processes on a whole GPU or a MIG instance, and the memory in use at that time."""
 
     listed_at_seconds: float
     """When the processes were listed, on the monotonic clock."""
@@ -213,8 +213,9 @@ class Session:
         Returns None if the device does not provide the fact at the moment, or has refused it
         before. After a refusal, only essential facts are queried again.
 
-        Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, NVML's
-        "unknown error" also raises NVMLError, although healthy devices occasionally return it.
+        Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, also raises
+        NVMLError if NVML returns "unknown error", although healthy devices occasionally return it
+        too.
         """
         if not is_essential and self._refusals.get((uuid, fact)) is not None:
             return None
@@ -228,8 +229,8 @@ class Session:
             if is_blocked or error.value in LOST_CODES | DRIVER_WIDE_CODES:
                 raise
             if error.value in REFUSAL_CODES:
-                # If the fact was provided before, its entry stays None, because a later refusal may
-                # be temporary.
+                # If the device has provided the fact before, the entry stays None, because the
+                # refusal may be temporary.
                 self._refusals.setdefault((uuid, fact), error.value)
             return None
         self._refusals[uuid, fact] = None
@@ -248,11 +249,10 @@ class Session:
 
 
 class NvmlDevice:
-    """A GPU at one NVML index from init to shutdown, opened when it is first read.
+    """The GPU at an NVML index, from NVML's init to its shutdown; opened when it is first read.
 
     Its methods run on NVML's thread. They raise NVMLError if the whole GPU or the driver fails. If
-    the error means that the GPU is lost, `lost_code` is set, and no method may be called after
-    that.
+    the error means that the GPU is lost, `lost_code` is set. From then on, no method may be called.
     """
 
     def __init__(self, index: int, session: Session) -> None:
@@ -296,7 +296,7 @@ class NvmlDevice:
         return tuple(self._read_part(part) for part in self.parts)
 
     def sample_used(self) -> dict[str, int]:
-        """Return the memory in use by UUID, and add it to the peaks.
+        """Return the memory in use of each part, keyed by UUID, and update the peaks.
 
         Parts whose memory is unknown are left out. The result is empty before the first reading.
         """
@@ -384,7 +384,7 @@ class NvmlDevice:
     def _read_part(self, part: GpuPart) -> GpuReading:
         """Return a reading of the whole GPU or a MIG instance.
 
-        Facts that it does not provide are None.
+        Facts that the GPU or instance does not provide are None.
         """
         session = self._session
         memory = self._read_memory(part)
@@ -534,7 +534,7 @@ class NvmlDevice:
         *arguments: object,
         is_essential: bool = False,
     ) -> T | None:
-        """Return a fact about a part, read by passing its handle to `call`; see `Session.query`.
+        """Return the fact that `call` reads from the part's handle; see `Session.query`.
 
         Returns None if the driver does not provide the fact.
         """

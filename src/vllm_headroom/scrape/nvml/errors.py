@@ -123,7 +123,7 @@ def _explain(
 
 
 def explain_unexpected(error: Exception) -> Failure:
-    """Return the failure for an error not raised by NVML: a shortage on this side, or a bug."""
+    """Return the failure for an error not raised by NVML: a bug or a shortage in the daemon."""
     if isinstance(error, OSError) and error.errno in SHORTAGES:
         return build_unavailable(Source.NVML, "NVML cannot be asked", error)
     message = f"reading NVML raised {error!r}: please report this with the driver's version"

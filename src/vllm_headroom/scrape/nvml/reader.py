@@ -40,15 +40,16 @@ SHUTDOWN_SECONDS: Final = 0.2
 """The time limit for shutting NVML down. The limit for the entire exit is one second."""
 
 MAX_GPUS: Final = 64
-"""The maximum number of GPUs remembered, which is more than any machine has. Beyond it, the least
-recently read GPUs are forgotten.
+"""The maximum number of GPUs remembered, which is more than any machine has. If there are more, the
+least recently read GPUs are forgotten.
 """
 
 MAX_STUCK_CALLS: Final = 8
-"""The number of stuck calls at which no other call is made. A typical node has this many GPUs."""
+"""Once this many calls are stuck, no further call is made. A typical node has this many GPUs."""
 
 MIN_CALL_SECONDS: Final = 0.02
-"""The minimum time before the deadline for making a call. A healthy GPU takes a few milliseconds.
+"""If less time than this remains before the deadline, no call is made. A healthy GPU takes a few
+milliseconds.
 """
 
 _INIT: Final = "init"
@@ -124,7 +125,7 @@ class Nvml:
             self._lock.release()
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID, and add it to the peaks; never raise.
+        """Return each GPU's memory in use, keyed by UUID, and update the peaks; never raise.
 
         The result is empty during a reading and while the driver is failing. GPUs that fail are
         left out.
@@ -156,13 +157,14 @@ class Nvml:
         self._lane.stop()
 
     async def _open(self, deadline: float) -> Failure | None:
-        """Initialise NVML if an init is due; return None if GPUs can be read now.
+        """Initialise NVML if necessary; return None if GPUs can be read now.
 
         While a call is stuck, NVML is not reinitialised, but GPUs that are open can still be read.
-        Returns a Failure in three cases: the last init failed; so many calls are stuck that the
-        driver counts as blocked; or NVML did not respond before `deadline`, a time on the event
-        loop's clock. Raises any unexpected error of the init, and OSError if no thread can be
-        started.
+        `deadline` is a time on the event loop's clock. Raises any unexpected error of the init, and
+        OSError if no thread can be started. Returns a Failure in three cases:
+        - The last init failed.
+        - So many calls are stuck that the driver counts as blocked.
+        - NVML did not respond before `deadline`.
         """
         now_seconds = self._monotonic()
         is_stuck = bool(self._lane.stuck_subjects)
@@ -251,7 +253,7 @@ class Nvml:
         return tuple(readings)
 
     def _remember_parts(self, devices: Iterable[NvmlDevice]) -> list[str]:
-        """Remember the MIG instances of these GPUs, or the whole GPU if it has none.
+        """Remember each GPU's MIG instances, or the whole GPU if it has no instances.
 
         GPUs whose UUID is still unknown are left out. Returns the sorted UUIDs of the remembered
         GPUs that are not in `devices`. At most MAX_GPUS GPUs are remembered.
@@ -271,7 +273,7 @@ class Nvml:
         return sorted(self._parts.keys() - opened_uuids)
 
     def _find_uuid(self, missing_uuids: Iterable[str], index: int) -> str | None:
-        """Return the UUID of the first missing GPU that last had this index; None if none did."""
+        """Return the UUID of the first missing GPU whose last index was this one, or None."""
         for uuid in missing_uuids:
             if self._parts[uuid][0].index == index:
                 return uuid
@@ -442,8 +444,9 @@ class Lane:
                 await asyncio.wait((finished,), timeout=min(limit_seconds, share_seconds))
         finally:
             is_over.set()
-            # The outcomes are copied after `is_over` is set. Because the thread makes no call
-            # beyond the first one without an outcome in this copy, that call is the stuck one.
+            # The outcomes are copied after `is_over` is set. From then on, the thread starts no
+            # further call. Therefore, the first call without an outcome in this copy is the stuck
+            # one.
             returned = tuple(outcomes)
             if len(returned) < len(calls):
                 finished.cancel()

@@ -32,10 +32,10 @@ OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 
 
 class Xids:
-    """Counts XID errors since it was created.
+    """Counts the XID errors of GPUs from the time when this object is created.
 
-    It must listen again after each init of NVML. For each event, NVML reports the GPU and, in MIG
-    mode, the GPU instance if known. NVML does not replay earlier events.
+    `listen` must be called again after each init of NVML. For each event, NVML reports the GPU and,
+    in MIG mode, the GPU instance if known. NVML does not replay earlier events.
     """
 
     def __init__(self) -> None:
@@ -95,8 +95,8 @@ class Xids:
     def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> XidCounts:
         """Return pairs of XID and count, sorted by XID; empty if there was no error.
 
-        The errors are those of the MIG instance `gpu_instance`, or of the whole GPU if it is None.
-        An event without an instance counts for every instance.
+        The errors are those of the MIG instance `gpu_instance` or, if `gpu_instance` is None, of
+        the whole GPU. An event without an instance counts for every instance.
         """
         counts: Counter[int] = Counter()
         # The counts are copied, because NVML's thread may be updating them at the same time.

@@ -46,9 +46,9 @@ _RECEIVE_BYTES: Final = 2**16
 def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
     """Return how many seconds each request to these ports has been waiting; None if unknown.
 
-    A request counts as waiting if its connection received data more recently than it sent data. On
-    an idle keep-alive connection, it is the other way round. Only connections in this process's
-    network namespace are listed. Returns None if the kernel does not list connections.
+    A request counts as waiting if its connection last received data after it last sent data. An
+    idle keep-alive connection last sent data, namely the response. Only connections in this
+    process's network namespace are listed. Returns None if the kernel does not list connections.
     """
     waits_seconds: list[float] = []
     try:

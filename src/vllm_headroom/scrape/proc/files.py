@@ -183,15 +183,15 @@ def read_entry(
     """Return the process; None if it has exited or is a zombie.
 
     `previous` is the last result for this pid. It is returned again if the process and its command
-    line cannot have changed. Also returns None if the process cannot be read for another reason.
-    Raises OSError instead if the reason is a shortage on this side, or if it is a process of the
-    engine (`is_engine`), because it would be unknown whether the process has exited.
+    line cannot have changed. Also returns None if the process cannot be read for another reason,
+    with two exceptions that raise OSError: the daemon lacks a resource, or `is_engine` is set
+    because this is a process of the engine. In both cases, the process may still be running.
     """
     try:
         stat = _read_stat(proc, pid)
         if stat.state == ZOMBIE_STATE:
             return None
-        # This is the fast path: the command line is read only if it may be a different process.
+        # This is the fast path: the command line is read again only if it may have changed.
         if previous is not None and _is_unchanged(stat.process, previous):
             return previous
         arguments = _split_arguments(read_start(f"{proc}/{pid}/cmdline"))
@@ -207,7 +207,8 @@ def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
         return False
     if process.family != previous.family:
         return False
-    # A process without a command line that is not a kernel thread was in exec when it was read.
+    # Apart from kernel threads, only a process that was in exec when it was read has no command
+    # line.
     was_in_exec = previous.command == (previous.name,) and previous.parent_pid != KTHREADD_PID
     return not was_in_exec and not previous.name.startswith(_TITLED_PREFIXES)
 
@@ -285,8 +286,8 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
 def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
     """Raise `error` if it leaves open whether the process has exited; otherwise do nothing.
 
-    Such an error is a shortage on this side or, for a process of the engine, any error other than
-    the process not existing.
+    A shortage of the daemon's own resources is such an error. For a process of the engine, so is
+    any OSError that does not mean that the process does not exist.
     """
     if not isinstance(error, OSError):
         return

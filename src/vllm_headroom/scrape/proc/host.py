@@ -28,8 +28,8 @@ class CgroupVersion(Struct, frozen=True, kw_only=True):
     events: str
     """The file in which the kernel counts OOM kills."""
     cache: tuple[str, ...]
-    """The memory.stat entries for memory that the kernel reclaims before it kills. Active files are
-    included, because mapped weights are among them. Shared memory is not included.
+    """The memory.stat entries for memory that the kernel reclaims before it kills a process. Active
+    files are included, because they contain mapped weights. Shared memory is not included.
     """
 
 
@@ -91,8 +91,9 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
         membership = read_content(proc / str(pid) / "cgroup").decode(errors="replace")
         cgroup = _find_listing_folder(_list_folders(proc, membership), pid)
         if cgroup is None:
-            # The mounts may have changed since they were read. Those of the other processes stay
-            # cached, because a process whose cgroup is hidden comes here at each tick.
+            # The mounts may have changed since they were read. Only this call bypasses the cache: a
+            # process with a hidden cgroup gets here on each tick, and must not clear the mounts
+            # cached for other processes.
             cgroup = _find_listing_folder(_list_folders.__wrapped__(proc, membership), pid)
         return None if cgroup is None else _read_memory(cgroup, machine_bytes)
     except (OSError, ValueError):
@@ -147,7 +148,7 @@ def _list_folders(proc: Path, membership: str) -> tuple[CgroupFolder, ...]:
 
 
 def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
-    """Return a cgroup's folder in a mounted tree; None if the cgroup is not below its root.
+    """Return a cgroup's folder in a mounted tree; None if the cgroup is not in that tree.
 
     The names of cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. If the
     mounted root is above the namespace, these names are derived from the folder of the daemon's own
@@ -171,7 +172,7 @@ def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
 
 
 def _split_cgroup(path: str) -> tuple[int, tuple[str, ...]]:
-    """Return how many levels above the reader's namespace a path starts, and the names below."""
+    """Return how many `..` a cgroup's path starts with, and the names that follow them."""
     parts = [part for part in path.split("/") if part]
     names_above = 0
     while names_above < len(parts) and parts[names_above] == "..":
@@ -181,7 +182,7 @@ def _split_cgroup(path: str) -> tuple[int, tuple[str, ...]]:
 
 @lru_cache(maxsize=4)
 def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
-    """Return the folder of the reader's cgroup namespace, `levels` below a mounted tree's root.
+    """Return the folder of the reader's cgroup namespace, which is `levels` below a mount point.
 
     The folder is searched for only once, because a namespace never moves and a node has hundreds of
     cgroups. Returns None if no folder lists the daemon's process, as happens when its pid belongs
@@ -261,7 +262,7 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 SHM_FOLDER: Final = "dev/shm"
 
 UNLIMITED_BYTES: Final = 2**63
-"""Used if the machine's memory is unknown; higher than any limit."""
+"""Stands for the machine's memory if it is unknown. The value is higher than any limit."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:
@@ -369,7 +370,7 @@ _STATUS_FIELDS: Final = {
 
 
 def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
-    """Return the parts of a process's memory, by the names of the fields of EngineProcess.
+    """Return the parts of a process's memory, keyed by the field names of EngineProcess.
 
     Parts that the kernel does not count are left out.
     """
@@ -401,8 +402,8 @@ def read_shm(path: Path) -> Shm | None:
 def _read_process_shm(proc: Path, pid: int) -> Shm | None:
     """Return the size and free space of the process's /dev/shm; None if unknown.
 
-    It is read through the process's root. If access to the root is denied, this process's own
-    /dev/shm is read instead, provided that both are the same device.
+    The file system is read through the process's root. If access to the root is denied, the
+    daemon's own /dev/shm is read instead, provided that both are the same device.
     """
     shm = read_shm(proc / str(pid) / "root" / SHM_FOLDER)
     if shm is not None:

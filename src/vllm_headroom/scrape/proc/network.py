@@ -55,8 +55,8 @@ class Network(Struct, frozen=True, kw_only=True):
         """Return an address at which this process can reach a port; None if there is none.
 
         `is_own` indicates whether this is the network namespace of this process. Other namespaces
-        cannot be reached at a loopback address. If nothing is listening on the port yet, it is
-        expected to be opened on all addresses.
+        cannot be reached at a loopback address. If nothing is listening on the port yet, the server
+        is expected to open the port on all addresses.
         """
         bound = {address for address, bound_port in self.listening if bound_port == port}
         is_open = not bound or not bound.isdisjoint(_ANY_ADDRESS)
@@ -72,7 +72,7 @@ class Network(Struct, frozen=True, kw_only=True):
 def identify_network(proc: Path, pid: int) -> tuple[int, int] | None:
     """Return the device and inode that identify a process's network namespace; None if unknown.
 
-    They are those of net/stat, because all users can read it, unlike ns/net.
+    The device and inode of net/stat are used, because all users can read net/stat, unlike ns/net.
     """
     try:
         status = os.stat(f"{proc}/{pid}/net/stat")  # noqa: PTH116 - no Path per process

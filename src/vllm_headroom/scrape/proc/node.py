@@ -37,8 +37,8 @@ sidecar.
 """
 
 RESCAN_SECONDS: Final = 15.0
-"""Every process is read again within this time, as in Processes, because a process is moved into
-its container's cgroup, and sets its title, only after it has started.
+"""Every process is read again within this time, as in Processes. This is necessary because a
+process is moved into its container's cgroup, and sets its title, only after it has started.
 """
 
 MOST_ENGINES: Final = 64
@@ -51,7 +51,7 @@ _TLS_OPTIONS: Final = ("--ssl-certfile", "--ssl-keyfile")
 
 
 class LocatedEngine(Struct, frozen=True, kw_only=True):
-    """An engine on this machine, and whether and where it can be watched."""
+    """An engine on this machine, with its page's URL or the reason why it cannot be watched."""
 
     kind: EngineKind
     key: str
@@ -79,7 +79,7 @@ class Location(Struct, frozen=True, kw_only=True):
     is_unit_shared: bool
 
     def is_of(self, entry: ProcEntry | None, owner: Owner, *, is_unit_shared: bool) -> bool:
-        """Return whether the location was determined from the same process, owner and unit."""
+        """Return whether this location was determined from the given process, owner and sharing."""
         return (self.entry, self.owner, self.is_unit_shared) == (entry, owner, is_unit_shared)
 
 
@@ -185,7 +185,7 @@ class NodeProcesses:
         self._pids = pids
 
     def _measure_share(self, last_seconds: float) -> float:
-        """Return the share of the processes that is due, from the time since the last reading."""
+        """Return the share of the processes to read now, given the time of the last reading."""
         if not self._rescan_seconds:
             return 1.0
         return (self._monotonic() - last_seconds) / self._rescan_seconds
@@ -210,10 +210,10 @@ class NodeProcesses:
         return _limit(engines)
 
     def _forget_locations(self) -> None:
-        """Forget the locations of exited engines and, when they are due, of all engines.
+        """Forget the locations of exited engines and, once per rescan time, those of all engines.
 
-        All engines are due at the same time, so that those in the same network share one reading of
-        it.
+        All engines are then located in the same search, so that a network with several engines is
+        read only once.
         """
         self._networks = {}
         for pid in self._locations.keys() - self._entries.keys():
@@ -269,7 +269,8 @@ class NodeProcesses:
     def _find_location(self, owner_key: str, owner: Owner, pid: int) -> Location:
         """Return where an engine is.
 
-        The engine is located again if that is due, or if the underlying data has changed.
+        The engine is located again if its location was forgotten or the underlying data has
+        changed.
         """
         entry = self._entries.get(pid)
         is_unit_shared = owner_key in self._shared_units

@@ -88,7 +88,7 @@ def read_options(command: CommandLine) -> EngineOptions | None:
         model = _find_positional_model(command)
         if model is not None:
             values["model"] = model
-    # The connector's settings are JSON within an option, in which patterns find the sizes.
+    # The option's value is JSON with the connector's settings. The sizes are found by patterns.
     connector = texts.get("kv_transfer_config", "")
     for name, pattern in _CONNECTOR_SIZES.items():
         sizes = pattern.findall(connector)
@@ -121,8 +121,8 @@ def _find_positional_model(command: CommandLine) -> str | None:
 def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
     """Return the value of an option; None if it has the wrong type or is out of bounds.
 
-    A text must not be longer than the part of a command line that is shown. A number must be
-    between 0 and LARGEST_EXACT_BYTES, and gpu_memory_utilization must not exceed 1.
+    A text must not exceed _MAX_SHOWN_CHARACTERS. A number must be between 0 and
+    LARGEST_EXACT_BYTES, and gpu_memory_utilization must not exceed 1.
     """
     try:
         value = _PARSERS[name](text)

@@ -48,17 +48,17 @@ HIDDEN: Final = Failure(
         " share the pod's processes (shareProcessNamespace: true), or mount /proc without hidepid"
     ),
 )
-"""The result if the engine's processes cannot be visible. An empty list of processes would mean
-that the engine is down, so an empty list is returned only if the engine was visible before and pid
-1 still is.
+"""The result if /proc may hide the engine's processes. An empty list of processes would mean that
+the engine is down. Therefore, an empty list is returned only if the engine has been visible before
+and pid 1 still is.
 """
 
 INIT_PID: Final = 1
 
 EXACT_START_SECONDS: Final = 0.2
 """Start times that differ by at most this much count as equal, because the kernel counts them in
-hundredths of a second. A larger difference may mean that the clock was set, in which case an equal
-port is stronger evidence than the start time.
+hundredths of a second. A larger difference may mean that the clock was set. In that case, having
+the same port is stronger evidence than the start time.
 """
 
 _WAITS_SECONDS: Final = 4.0
@@ -76,7 +76,7 @@ its process group, but is never an engine itself.
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """The processes among which one of several engines is searched for."""
+    """The processes among which the daemon searches for one of several engines."""
 
     visible_pids: frozenset[int]
     """The pids of all processes on the machine."""
@@ -102,7 +102,7 @@ class ServedPort(NamedTuple):
 class PageState(Struct, frozen=True, kw_only=True):
     """The result of the last request for the engine's page.
 
-    The defaults describe the state before the first request, when everything is possible.
+    The defaults describe the state before the first request, when nothing is known.
     """
 
     port: int
@@ -115,13 +115,13 @@ class PageState(Struct, frozen=True, kw_only=True):
     it.
     """
     is_maybe_other_pods: bool = False
-    """Whether the request failed while processes of other pods are visible, in which case the only
-    visible engine may belong to another pod.
+    """Whether the request failed while processes of other pods are visible. If so, the only visible
+    engine may belong to another pod.
     """
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The chosen engine, and the facts about this choice that the next one needs."""
+    """The chosen engine, and the facts about this choice that the next choice needs."""
 
     roots: Roots = ()
     """The engine's root processes; empty if the engine is down, or if it is unknown which of
@@ -181,8 +181,8 @@ class Rank(NamedTuple):
     they do not match.
     """
     may_have_port: bool = False
-    """Whether the engine's port is unknown, or differs while something is listening that may
-    forward to it (a proxy or a port mapping).
+    """Whether the engine may be reachable at the page's port: its own port is unknown, or something
+    that listens on the page's port, such as a proxy or a port mapping, may forward to it.
     """
     was_chosen: bool = False
 
@@ -271,11 +271,12 @@ class Processes:
     ) -> ProcessReadings | Failure:
         """Return the engine's running processes and what /proc shows about others; never raise.
 
-        `page` is the result of the last request for the engine's page, or None, and helps to choose
-        the engine. The result is a Failure in three cases: with the reason TIMEOUT while the
-        reading thread is blocked, for example on the command line of a process that is stuck in a
-        driver; with the reason UNAVAILABLE if /proc cannot be read; and HIDDEN if the engine cannot
-        be visible.
+        `page` is the result of the last request for the engine's page, or None. It helps to choose
+        the engine. The result is a Failure in three cases:
+        - The reading thread is blocked, for example on the command line of a process that is stuck
+          in a driver (reason TIMEOUT).
+        - /proc cannot be read (reason UNAVAILABLE).
+        - /proc may hide the engine (HIDDEN).
         """
         try:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
@@ -361,13 +362,13 @@ class Processes:
         self._is_choice_due = True
 
     def _is_engine_hidden(self, pids: frozenset[int], engine: tuple[EngineProcess, ...]) -> bool:
-        """Return whether `engine` is empty because the engine's processes cannot be visible."""
+        """Return whether `engine` is empty because /proc may hide the engine's processes."""
         if self._read_scope is not None or not self._engine_is_here:
             return False
         if engine or self._sees_others:
             return False
-        # An engine that was visible has exited, unless pid 1 is gone too, which means that all
-        # processes became invisible.
+        # If the engine was visible before and pid 1 still is, the engine has exited. If pid 1 is
+        # gone too, /proc has started to hide all processes.
         return not (self._has_seen_engine and INIT_PID in pids)
 
     def _describe_page(self, page: EnginePage | Failure | None) -> PageState:
@@ -424,8 +425,8 @@ class Processes:
     def _may_concern_engine(self, process: ProcEntry) -> bool:
         """Return whether a process, as it was or as it is now, may affect the choice of the engine.
 
-        It cannot if neither the process itself nor an ancestor or descendant of it is or was part
-        of an engine.
+        A process may affect the choice if it, an ancestor or a descendant is part of an engine, or
+        was before.
         """
         if self._is_choice_due or process.role is not None:
             return True
@@ -688,10 +689,10 @@ def find_orphans(
 ) -> dict[int, ProcEntry]:
     """Return the processes of an exited run that still exist, by pid.
 
-    These are processes that belonged to the engine, or were orphans already, and do not descend
-    from a running root of the engine. While the engine is running, even without the process that
-    started it, the result is empty. `engine` contains the engine's processes as last read,
-    including its roots. `roots` contains its last roots.
+    A process that was an orphan before remains one. A process that belonged to the engine is an
+    orphan if neither it nor any of its ancestors is a running root of the engine. While the engine
+    is running, even without the process that started it, the result is empty. `engine` contains the
+    engine's processes as last read, including its roots. `roots` contains its last roots.
     """
     survivors: dict[int, ProcEntry] = {}
     for pid, process in {**previous_orphans, **engine}.items():
@@ -768,7 +769,7 @@ def choose_roots(
     # which of them the actors belong to.
     has_unowned_actors = bool(ray_actors) and len(candidates) > 1
     if len(best_candidates) != 1 or is_guess or has_unowned_actors:
-        # If there is no other engine, the actors are the engine as long as something is listening.
+        # If there is no other engine and something is listening, the actors are the engine.
         is_ray_only = page.can_listen and not candidates
         return _choose_none(
             candidates,
@@ -880,9 +881,9 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
         # If there is no server, cores and workers with the same parent belong to a program that
         # embeds vLLM.
         return list(families.values())
-    # If there is a server, an engine core without one is a leftover, and counting its memory as the
-    # engine's would hide the leak. A family with an API server is still serving, even after the
-    # process that started it has exited.
+    # If there is a server, an engine core without a server is a leftover. If the core's memory
+    # counted as the engine's, the leak would be hidden. A family with an API server is still
+    # serving, even if the process that started the family has exited.
     engines.extend(roots for roots in families.values() if _has_api_server(entries, roots))
     return engines
 
@@ -951,10 +952,10 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
 
 
 def _measure_closeness(candidate: Candidate, page: PageState) -> float:
-    """Return the negative distance in seconds from the page's start time to the nearest one.
+    """Return minus the seconds between the page's start time and the candidate's.
 
-    The nearest one is the candidate's start time that is closest to the page's. Returns -inf if the
-    two are too far apart to match, or if the page does not show a start time.
+    If the candidate has several start times, the one closest to the page's is used. Returns -inf if
+    the two are too far apart to match, or if the page does not show a start time.
     """
     page_start_seconds = page.server_start_seconds
     if page_start_seconds is None:

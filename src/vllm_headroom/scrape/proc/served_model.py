@@ -37,9 +37,9 @@ _HUB_PLACES: Final = (
     ("HOME", _HUB_FOLDER),
     ("", f"root/{_HUB_FOLDER}"),
 )
-"""Where Hugging Face's cache may be: below the folder named by an environment variable of the
-server or, for "", below the root of its file system. The first place that contains the model is
-used.
+"""Where Hugging Face's cache may be. Each entry is an environment variable of the server that names
+a folder, and a path below that folder. Without a variable (""), the path is below the root of the
+server's file system. The first place that contains the model is used.
 """
 
 
@@ -61,8 +61,8 @@ class ModelConfiguration(Struct, frozen=True, kw_only=True):
 class ServedModel:
     """Reads the configuration of the model that the engine serves, once per run.
 
-    It is read on a separate thread, because the model's folder may be on a network volume. `parse`
-    returns the bytes per token according to a configuration file.
+    The file is read on a separate thread, because the model's folder may be on a network volume.
+    `parse` returns the bytes per token according to a configuration file.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ServedModel:
         return self.find(processes)
 
     def _is_retry_due(self) -> bool:
-        """Return whether the last search found no configuration and the pause after it is over."""
+        """Return whether the last search found nothing and began at least _RETRY_SECONDS ago."""
         if self._reading is None or not self._reading.done() or self._reading.result() is not None:
             return False
         return self._monotonic() - self._began_seconds >= _RETRY_SECONDS

@@ -19,7 +19,7 @@ CommandLine = tuple[str, ...]
 
 
 class ServerKind(Struct, frozen=True, kw_only=True):
-    """How to recognise a kind of server, and how it chooses its port."""
+    """How to recognise a kind of server, and how such a server chooses its port."""
 
     product: str
     commands: tuple[str, ...]
@@ -94,7 +94,7 @@ SERVERS: Final = (
         commands=("text-generation-launcher", "text-generation-router"),
         default_port=3000,
         port_options=("--port", "-p"),
-        port_variable="PORT",  # The server's image sets it to 80.
+        port_variable="PORT",  # The server's image sets PORT=80.
         titles=(("text-generation-server", Role.WORKER),),
     ),
     ServerKind(
@@ -205,9 +205,9 @@ def is_supervisor(command: CommandLine) -> bool:
 
 
 def list_options(command: CommandLine) -> Iterator[tuple[str, str]]:
-    """Yield each argument's text before any `=`, along with its value if it is an option.
+    """Yield, for each argument, the text before any `=` and the value that it has as an option.
 
-    The value is the text after `=` or, without `=`, the next argument. The caller decides which
+    The value is the text after `=` or, without `=`, the next argument. Only the caller knows which
     arguments are options.
     """
     for argument, next_argument in zip(command, (*command[1:], ""), strict=True):
@@ -222,10 +222,10 @@ def find_server_port(
 ) -> int | None:
     """Return a server's port from its command line; None if unknown.
 
-    The last port option determines the port. Without a port option, it is the default port of this
-    kind of server. If an environment variable can change the default port, it is returned only if
-    `wanted_port` is None or equal to it. A supervisor's ranks get their ports from the supervisor,
-    whose command line is `parent_command`.
+    The last port option determines the port. Without a port option, the result is the default port
+    of this kind of server. If an environment variable can change that port, the default is returned
+    only if `wanted_port` is None or equal to the default. A supervisor's ranks get their ports from
+    the supervisor, whose command line is `parent_command`.
     """
     if is_supervisor(parent_command):
         return _find_rank_port(command, parent_command)

@@ -19,8 +19,8 @@ _KINDS: Final = {
     "[stack": "stack",
     "[heap]": "heap",
 }
-"""The kinds of mappings by the prefix of their path. The first match is used. `_find_kind` handles
-all other paths.
+"""The kinds of mappings, keyed by the prefix of a mapping's path. The first match is used.
+`_find_kind` handles all other paths.
 """
 
 _MAX_KINDS: Final = 1000
@@ -39,10 +39,10 @@ _MAX_SECONDS: Final = 5.0
 def read_mappings(proc: Path, pid: int) -> KindSizes | None:
     """Return the resident bytes by kind of mapping, with all swapped bytes under `swapped out`.
 
-    The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `shm of NCCL`, `stack` and the name of
-    each mapped file; a library's private memory counts under the library's name. The kernel locks
-    the process's mappings only while it writes a page of text. Returns None if smaps is empty,
-    cannot be read, or takes longer than _MAX_SECONDS to read.
+    The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `shm of NCCL`, `stack`, and the name of
+    each mapped file. The private memory of a library is counted under the library's name. The
+    kernel locks the process's mappings only while it writes a page of text. Returns None if smaps
+    is empty, cannot be read, or takes longer than _MAX_SECONDS to read.
     """
     sizes_bytes: KindSizes = {}
     kind = ""
