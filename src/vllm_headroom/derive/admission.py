@@ -13,8 +13,8 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState
 
 FULL_BATCH_SAMPLES: Final = 3
-"""The highest observed load is taken as the engine's limit only after requests were seen waiting at
-that load in this many samples. A single queue proves nothing.
+"""The highest observed load is taken as the engine's limit once requests were waiting at that load
+in this many samples. A queue in a single sample proves nothing.
 """
 
 
@@ -25,13 +25,13 @@ class BatchEvidence(Struct, frozen=True, kw_only=True):
     """The highest number of running requests so far."""
 
     waited_samples: int = 0
-    """The number of samples in which requests waited at the highest load although the KV cache had
-    room for one more.
+    """The number of samples at the highest load in which requests waited although the KV cache had
+    room for one more request.
     """
 
     is_reported: bool = False
-    """Whether the engine has ever reported its limit. If it has, the limit is never estimated, and
-    counts as unknown whenever the engine does not report it.
+    """Whether the engine has ever reported its limit. If it has, the limit is never estimated: it
+    is unknown while the engine does not report it.
     """
 
 
@@ -39,7 +39,7 @@ class Batches(Struct, frozen=True, kw_only=True):
     """The evidence for each engine within one run."""
 
     restarts: int = 0
-    """The number of restarts, which identifies the run."""
+    """The number of the engine's restarts so far, which identifies the run."""
     engines: dict[tuple[str, str], BatchEvidence] = field(default_factory=dict)
     """The evidence for each engine, by the labels `model_name` and `engine`."""
 
@@ -47,10 +47,11 @@ class Batches(Struct, frozen=True, kw_only=True):
 def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
     """Return how many more requests each engine can run, given its KV cache and `max_num_seqs`.
 
-    vLLM's metrics page does not expose `max_num_seqs`. If the setting is unknown, the limit is
-    taken to be the highest number of running requests so far, but only if other requests were
-    waiting at that load while the KV cache had room. There is no sample while nothing is running or
-    the engine is not serving, because the gauges of a sleeping or stalled engine do not change.
+    vLLM's metrics page does not expose `max_num_seqs`. If the setting is unknown, the highest
+    number of running requests so far is used as the limit, but only if more requests were waiting
+    at that load while the KV cache had room. There is no sample while nothing is running. There is
+    also none while the engine is not serving, because the gauges of a sleeping or stalled engine do
+    not change.
     """
     status = snapshot.engine_status
     if snapshot.page is None:

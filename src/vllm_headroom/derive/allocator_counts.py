@@ -16,8 +16,8 @@ from vllm_headroom.model import (
 )
 
 MOST_COUNTS: Final = 512
-"""The number of per-process counters that are kept: four times the number of files that are read at
-once.
+"""The largest number of per-process counters that are kept: four times the number of the probe's
+files that are read at once.
 """
 
 CounterKey = tuple[str, str, int, float]
@@ -42,8 +42,9 @@ class Counts(Struct, frozen=True, kw_only=True):
 def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
     """Return the allocator's counters for each GPU of the engine, over all its processes.
 
-    For an exited process, the counts in its last file are used. There are no samples without the
-    probe or a GPU. A counter that no process has reported has no sample.
+    For an exited process, the counts in its last file are used. There are no samples if the probe's
+    files cannot be read, or if the engine has no known GPU. A counter that no process has reported
+    has no sample.
     """
     probe = snapshot.probe
     gpus = snapshot.owned_gpus
@@ -53,7 +54,8 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     present_keys = {(uuid, metric.name) for uuid in uuids for metric in _COUNTERS}
     counts = dict(state.last)
     sums = limit_remembered(state.sums, present_keys)
-    # Present processes come last, because only the last entries are kept if there are too many.
+    # Running processes are counted last, because only the last counters are kept if there are too
+    # many.
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:

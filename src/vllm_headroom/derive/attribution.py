@@ -55,7 +55,7 @@ def describe_leftover(leftover: Leftover) -> str:
 
 
 def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
-    """Return a clause about orphans that hold no memory on these GPUs; None if there are none."""
+    """Return a clause about orphans without memory on these GPUs; None if there are none."""
     # Orphans that hold memory of a GPU are named in the sentence on that GPU.
     holders = set[int]()
     for gpu in gpus:
@@ -72,9 +72,9 @@ def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int])
     """Return what became of a process that the driver lists; None if it is or may be alive.
 
     The pid must refer to the same process in NVML and in /proc. `engine_pids` are the pids of the
-    engine's former processes. A pid that /proc does not show counts as vanished if it belonged to
-    the engine, or if /proc shows the whole machine. If pid 1 is not visible, other processes may be
-    hidden too.
+    engine's former processes. A process that /proc does not show counts as vanished if it belonged
+    to the engine, or if /proc shows all processes of the machine. If /proc does not show pid 1, it
+    may hide other processes too.
     """
     if pid in processes.left_behind:
         return Fate.ORPHANED
@@ -102,8 +102,8 @@ list the right pids, but with another process's memory.
 """
 
 _NVML_RACE_BYTES: Final = 64 * MIB
-"""A process may free this much memory between two NVML calls. If the processes together exceed the
-memory in use by more than this, the driver has listed memory of another device.
+"""A process may free this much memory between two NVML calls. If the sum over all processes exceeds
+the memory in use by more than this, the driver has listed memory of another device.
 """
 
 
@@ -147,12 +147,12 @@ class AttributionState(Struct, frozen=True, kw_only=True):
 
     has_ledger: bool = False
     """Whether the driver has ever reported memory for an engine process. If it has, a reading
-    without this memory is only a temporary gap.
+    without this memory is treated as a temporary gap.
     """
 
     engine_pids: frozenset[int] = frozenset()
-    """The engine's pids that were last seen on any device. The pid of an exited process is kept as
-    long as NVML lists it.
+    """The pids of the engine's processes that were last seen on any device. The pid of an exited
+    process is kept until NVML no longer lists it.
     """
 
     is_ambiguous: bool = False
@@ -174,15 +174,19 @@ def attribute(
     """Return every device with its attribution and the holders of its memory.
 
     Automatic attribution selects the devices on which the engine's processes hold memory. These
-    devices are remembered while the engine is down, until a new engine holds memory. Before any
-    such device has been seen, a machine's only device counts as the engine's. Processes left behind
-    by an exited run count as the engine's until they are gone.
+    devices are remembered while the engine is down, until a new engine holds memory. Until such a
+    device has been seen, a device counts as the engine's if the machine has no other. Processes
+    left behind by an exited run count as the engine's until they are gone.
 
-    `engine_bytes` and `other_bytes` are known under three conditions: a pid refers to the same
-    process in /proc and NVML (in the host's PID namespace, or with driver 565.57.01 or newer); an
-    engine process has been seen on a device; and it is known which engine is watched. If the two
-    values are unknown now but were known before, `held_bytes` is None. If they can never be known,
-    `held_bytes` is all used memory.
+    `engine_bytes` and `other_bytes` are known if all of this is true:
+
+    - A pid refers to the same process in /proc and NVML. This is the case in the host's PID
+      namespace, and with driver 565.57.01 or newer.
+    - An engine process has been seen on a device.
+    - It is known which engine is watched.
+
+    If the two values are unknown now but were known before, `held_bytes` is None. If they can never
+    be known, `held_bytes` is all used memory.
     """
     indices = {
         device.uuid: state.indices.get(device.uuid, device.index)
@@ -235,8 +239,8 @@ def attribute(
 def _assume_held_bytes(device: GpuReading, other_bytes: int | None) -> int | None:
     """Return the used memory that is not known to belong to other processes.
 
-    Returns None if the memory is unknown, or if it is unified, because everything on the machine
-    uses unified memory.
+    Returns None if the used memory is unknown. Also returns None for unified memory, because
+    everything on the machine uses it.
     """
     memory = device.memory
     if memory is None or memory.is_unified:
@@ -283,9 +287,9 @@ def _follow_engine(
 ) -> AttributionState:
     """Return the state with the devices on which the engine's processes are now.
 
-    As long as a process of the last reading is still on a device, the engine is the same one. It
-    then keeps devices that it has already freed, because an exiting engine frees its devices one by
-    one.
+    If any process of the last reading is still on a device, the engine is still the same. Devices
+    that this engine has already freed are then kept, because an exiting engine frees its devices
+    one by one.
     """
     if isinstance(processes, Failure):
         return state
@@ -331,7 +335,7 @@ def _follow_engine(
 def _has_same_pids(
     processes: ProcessReadings | Failure, readings: GpuReadings, driver_needed: tuple[int, int, int]
 ) -> bool:
-    """Return whether a PID namespace and a driver version make NVML and /proc use the same pids."""
+    """Return whether NVML and /proc use the same pids, given the PID namespace and the driver."""
     if isinstance(processes, Failure):
         return False
     if processes.sees_host_pids:
@@ -350,7 +354,7 @@ def _attribute_device(
     device: GpuReading, state: AttributionState, selection: Selection, *, device_count: int
 ) -> Attribution | None:
     """Return why a device counts as the engine's; None if it does not."""
-    # The operator's setting takes precedence, even if the processes are seen on other devices.
+    # The operator's setting takes precedence, even if the engine's processes are on other devices.
     if selection.everything:
         return Attribution.ASSUMED
     if selection.listed:
@@ -370,9 +374,9 @@ def _split_memory(
 ) -> tuple[int | None, int | None]:
     """Return the bytes held by the engine's processes, and those held by other live processes.
 
-    Both are None if the processes are not known, or if together they hold more than is in use.
-    Either is None if the driver does not report the memory of one of its processes. The two need
-    not sum to the memory in use.
+    Both sums are None if the processes are unknown, or if the two sums together exceed the memory
+    in use. A sum is None if the driver does not report the memory of one of its processes.
+    Together, the sums may be less than the memory in use.
     """
     if not isinstance(processes, ProcessReadings):
         return None, None
@@ -393,8 +397,8 @@ def _split_memory(
     # If the sum is too large, it includes memory of another device, so neither figure is reliable.
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _NVML_RACE_BYTES:
         return None, None
-    # NVML reads the two figures one after the other. The sum may exceed the memory in use by the
-    # amount that was freed in between, so it is capped.
+    # NVML reads the processes' memory and the memory in use one after the other. If memory is freed
+    # in between, the sum exceeds the memory in use, so the sum is capped.
     if engine_bytes is not None:
         engine_bytes = min(engine_bytes, used_bytes)
     if other_bytes is not None:
@@ -403,12 +407,12 @@ def _split_memory(
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
-    """Attribute GPUs that cannot be opened to the engine, if they must be the engine's.
+    """Attribute to the engine those GPUs that cannot be opened but must be the engine's.
 
     A GPU that cannot be opened has neither a UUID nor a process list. If some of the engine's GPUs
     are missing, the unopened GPUs are attributed to the engine, provided that they do not outnumber
-    the missing ones. Meanwhile, no readable GPU is assumed to be the engine's, even if it is the
-    only one. If no GPU is missing, the snapshot is returned unchanged.
+    the missing ones. While GPUs are missing, no readable GPU is assumed to be the engine's, even if
+    it is the only GPU. If no GPU is missing, the snapshot is returned unchanged.
     """
     if snapshot.engine_status is None or not snapshot.devices:
         return snapshot
@@ -420,7 +424,7 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     # unknown which.
     unopened_count = sum(1 for gpu in snapshot.devices if not gpu.reading.uuid)
     is_engines = unopened_count <= len(missing_uuids)
-    # If several GPUs are missing, it is unknown which one an unopened GPU is.
+    # If several GPUs are missing, it is unknown which of them an unopened GPU is.
     lost_uuid = missing_uuids[0] if len(missing_uuids) == 1 else ""
     gpus = []
     for gpu in snapshot.devices:

@@ -1,4 +1,4 @@
-"""Complete an engine's facts from its probe and options, and list the pools it may fill."""
+"""Complete an engine's facts from probe and options, and list the pools that it may fill."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -31,8 +31,8 @@ _OPTIONS: Final = {
     "kv_cache_dtype": "kv_cache_dtype",
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
 }
-"""The option that sets each field of EngineReading. It is used if the page does not have the
-field.
+"""The option that sets each field of EngineReading. The option is used if the field is missing from
+the page.
 """
 
 OFFLOAD_FACTOR: Final = 1.92
@@ -79,9 +79,10 @@ def complete_page(
     """Return the page with facts from the probe and the command line added to each engine.
 
     Facts from the probe replace those of the page. An option adds a fact only if neither the page
-    nor the probe has it. If the probe of an engine core is silent, its last facts are kept. If the
-    model's name or `model` shows that groups of layers share the blocks, a capacity that was
-    computed from blocks is dropped. A failure is returned unchanged.
+    nor the probe has it. If the probe of an engine core is silent, its last facts are kept. In some
+    models, groups of layers share the cache's blocks. If the model's name or `model` shows such
+    groups, a capacity that was computed from the number of blocks is dropped. A failure is returned
+    unchanged.
     """
     if isinstance(page, Failure):
         return page
@@ -103,7 +104,7 @@ def complete_page(
 def _has_groups(options: EngineOptions | None, model: TokenBytes | None) -> bool:
     """Return whether the model's layers are known to form groups that share the cache's blocks.
 
-    The name on the page is not used, because a served name may be an alias of the model's name.
+    The model's name on the page is not used, because it may be an alias.
     """
     if model is not None and model("auto", 1) == NO_TOKEN_BYTES:
         return True
@@ -119,7 +120,7 @@ def _list_scheduler_facts(scheduler: SchedulerReading | None) -> dict[str, Any]:
 
 
 def _list_option_facts(engine: EngineReading, options: EngineOptions | None) -> dict[str, Any]:
-    """Return the options that supply facts missing from the page, by field of EngineReading."""
+    """Return the facts that the page lacks but options set, by the fields of EngineReading."""
     facts = {}
     for fact, option in _OPTIONS.items():
         value = getattr(options, option, None)
@@ -145,10 +146,11 @@ def list_pools(
     counts = Counter[Role]()
     if not isinstance(processes, Failure):
         counts.update(process.role for process in processes)
-    # Without separate processes, the core runs in the server and the worker in the core.
+    # A core without its own process runs in the server, and a worker without its own process runs
+    # in the core.
     core = Role.ENGINE_CORE if counts[Role.ENGINE_CORE] else Role.API_SERVER
     worker = Role.WORKER if counts[Role.WORKER] else core
-    # If a container hides its processes, there is at least the serving process.
+    # If a container hides its processes, one worker is assumed.
     workers = counts[worker] or 1
 
     pools = [
@@ -162,7 +164,7 @@ def list_pools(
 def _size_kv_offload(
     engines: Collection[EngineReading], options: EngineOptions, worker: Role, workers: int
 ) -> Pool:
-    """Return the pool of KV cache in host memory: each engine's tier, and each worker's LMCache."""
+    """Return the pool of KV cache in host memory: all engines' tiers plus all workers' LMCaches."""
     tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
     # If the page does not show a tier, each engine is assumed to have one of the configured size.
     if not tiers_bytes:
@@ -196,7 +198,7 @@ def _size_multimodal_caches(
 def _find_multimodal_cache_gb(
     engines: Collection[EngineReading], options: EngineOptions
 ) -> float | None:
-    """Return the size of one cache in GiB; None without a cache, or if a file may set it."""
+    """Return the size of one cache in GiB; None without a cache, or if a file may set the size."""
     if options.mm_processor_cache_gb is not None:
         return options.mm_processor_cache_gb
     is_used = any(engine.multimodal_cache_queries_total for engine in engines)

@@ -9,11 +9,15 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
     """Return how much memory the engine reports on each of its GPUs, and how much more it holds.
 
     The difference is negative if the engine holds less than it reports. The reported memory is the
-    first of these that is known: a metric in bytes on the engine's page; torch's reserved bytes,
-    from the probe; the budget; `configured_bytes` per GPU. vLLM computes the budget as
-    gpu_memory_utilization times the device's total memory (vllm/v1/worker/utils.py), unless
-    kv_cache_memory_bytes is set. There is no sample if none of these is known, or while the page or
-    the device cannot be read.
+    first of these that is known:
+
+    - a metric in bytes on the engine's page;
+    - torch's reserved bytes, from the probe;
+    - the budget, which vLLM computes as gpu_memory_utilization times the device's total memory
+      (vllm/v1/worker/utils.py), unless kv_cache_memory_bytes is set;
+    - `configured_bytes` per GPU.
+
+    There is no sample if none of these is known, or while the page or the device cannot be read.
     """
     samples: list[Sample] = []
     if snapshot.page is None:
@@ -43,7 +47,7 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
 def _find_reported(
     page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: float | None
 ) -> tuple[str, float] | None:
-    """Return the basis of the reported memory and its bytes on one GPU; None if there is no basis.
+    """Return the basis of the reported memory, and its bytes on one GPU; None without a basis.
 
     A basis is skipped if the page's engines disagree on it, or if it gives 0 bytes.
     """
@@ -66,7 +70,7 @@ def _find_reported(
 def _compute_budget(page: EnginePage, total_bytes: int) -> float | None:
     """Return how much of a GPU's memory vLLM was configured to use.
 
-    Returns None if this is unknown, or if engines disagree.
+    Returns None if the amount is unknown, or if the page's engines disagree on it.
     """
     budget_ratios = set[float]()
     for engine in page.engines:
@@ -78,9 +82,9 @@ def _compute_budget(page: EnginePage, total_bytes: int) -> float | None:
 
 
 def find_budget(page: EnginePage, total_bytes: int, configured_bytes: float | None) -> float | None:
-    """Return the engine's configured bytes on a GPU.
+    """Return the engine's budget on a GPU, in bytes.
 
-    Falls back to the operator's figure if they are unknown. Returns None if neither is known.
-    Memory that torch has reserved is not a budget.
+    If vLLM's settings do not determine the budget, it is the operator's `configured_bytes`. Returns
+    None if both are unknown. Memory that torch has reserved is not a budget.
     """
     return _compute_budget(page, total_bytes) or configured_bytes or None

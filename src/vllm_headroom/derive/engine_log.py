@@ -15,7 +15,7 @@ PHASE_WORDS: Final[Mapping[StartPhase, str]] = {
     StartPhase.READY: "just before it served",
     StartPhase.SERVING: "while it served",
 }
-"""When something happened, by the phase of the start."""
+"""When a failure happened, in words, by the phase of the engine's start."""
 
 SENTENCES: Final[Mapping[LogFailureKind, str]] = {
     LogFailureKind.NO_KV_CACHE_MEMORY: "No GPU memory was left for the KV cache",
@@ -41,7 +41,9 @@ SENTENCES: Final[Mapping[LogFailureKind, str]] = {
     LogFailureKind.EXCEPTION: "The engine raised an exception that is none of memory",
     LogFailureKind.ENGINE_DIED: "The engine's core exited, and the log does not say why",
 }
-"""What each failure means. GPU memory that ran out is described by its figures instead."""
+"""What each failure means. GPU_OUT_OF_MEMORY is missing, because it is described by its phase and
+figures.
+"""
 
 
 def describe_failure(failure: LogFailure) -> str:
@@ -93,7 +95,7 @@ def describe_place(failure: LogFailure) -> str:
 
 
 def describe_time(time: LogTime) -> str | None:
-    """Return the time of a log line: in UTC if the runtime wrote it, else by the engine's clock.
+    """Return the time of a log line: the container runtime's in UTC, else the engine's own.
 
     Returns None if the line has no time.
     """
@@ -170,6 +172,6 @@ DETAILS: Final[Mapping[LogFailureKind, tuple[tuple[tuple[str, ...], str], ...]]]
         ),
     ),
 }
-"""For each failure, the figures that a description needs, and the text built from them. The first
-row whose figures are all known is used.
+"""For each kind of failure, the texts that can describe it, each with the figures that it needs.
+The first text for which all figures are known is used.
 """

@@ -35,8 +35,8 @@ class Guardrail(Struct, frozen=True, kw_only=True):
     """The pod is evicted if a leak may fill the memory within this time."""
 
     quiet_hour: int | None
-    """The hour of the day, in UTC, during which the pod is evicted even if up to a day is left;
-    None if no hour is set.
+    """The hour of the day, in UTC, during which the pod is evicted if a leak may fill the memory
+    within a day; None if no hour is set.
     """
 
     is_holder: bool
@@ -54,7 +54,7 @@ class TimeToOom(Struct, frozen=True, order=True):
 
     earliest_seconds: float
     owner: str
-    """The name, for a sentence, of the GPU or the host that the memory belongs to."""
+    """The GPU or the host that the memory belongs to, as it is named in sentences."""
 
     def __str__(self) -> str:
         """Return the end of a sentence whose subject is the owner."""
@@ -69,10 +69,10 @@ def derive_gate(
 ) -> tuple[Gate, tuple[Sample, ...]]:
     """Return the gate and its samples, computed from the `values` of all derivations of this tick.
 
-    The gate is closed while the engine is stalled. It is also closed if this pod holds its
-    workload's Lease and, by the lower bound, the memory of a GPU or the host may be full within
-    `gate_seconds`. Unknown values never close the gate. If `gate_seconds` is None, the gate is
-    always open and has no series.
+    The gate is closed while the engine is stalled. If this pod holds its workload's Lease, the gate
+    is also closed while the memory of a GPU or the host may be full within `gate_seconds`. Unknown
+    values never close the gate. If `gate_seconds` is None, the gate is always open and has no
+    series.
     """
     reason = None
     due = None
@@ -147,7 +147,7 @@ def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
 
 
 def _list_times_to_oom(values: Values) -> Iterator[TimeToOom]:
-    """Yield the lower bound on the time to out-of-memory of each GPU and of the host, if known."""
+    """Yield the known lower bounds on the time to out-of-memory, for each GPU and the host."""
     for (gpu, uuid), seconds in values.find_all(catalog.TIME_TO_OOM_LOWER).items():
         yield TimeToOom(seconds, name_device(gpu, uuid))
     for seconds in values.find_all(catalog.HOST_TIME_TO_OOM_LOWER).values():

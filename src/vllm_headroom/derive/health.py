@@ -32,8 +32,9 @@ INITIAL: Final = HealthState(
     failures=_list_zeros(Source.ENGINE, Source.NVML, Source.PROCESS),
     last_success_seconds={},
 )
-"""The counts of all sources except the probe and the log start at 0. Those of the probe and the log
-are added when the source is first read. They are not exported if no folder or log is configured.
+"""The counts of all sources except the probe and the log start at 0. The counts of the probe and
+the log are added when each is first read, so they are exported only if a probe folder or a log is
+configured.
 """
 
 PROBE_ZEROS: Final = _list_zeros(Source.PROBE)
