@@ -31,9 +31,9 @@ HOST_KINDS: Final = ("anonymous", "file", "shared")
 """The kinds of a process's resident memory: the values of the label `kind`."""
 
 FULL_SHARE: Final = 0.5
-"""A container that used less than this share of its limit at its last sample was not killed for
-lack of memory. Samples are 5 s apart. In that time, the fastest reported leak takes 2 GB
-(vllm-project/vllm#35191), and an engine that gets killed holds more than that.
+"""A container that used less than this share of its limit in its last sample was not killed for
+lack of memory. Samples are 5 s apart, and the fastest reported leak takes 2 GB in 5 s
+(vllm-project/vllm#35191). Half of the limit is more than that.
 """
 
 
@@ -43,13 +43,13 @@ SCOPES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.PROBE: " in the engine's container, as the probe reads it",
     HostBasis.PROCESSES: " by the engine's processes and its /dev/shm",
 }
-"""The scope of the memory in use, as the end of a sentence. The key None is for older traces, which
-have no basis.
+"""What the figure of memory in use covers, as the end of a sentence. Older traces have no basis,
+and therefore no entry here.
 """
 
 
 PROBE_PREFIX: Final = "probe:"
-"""The prefix of the identity of a container that only the probe inside it can read."""
+"""Begins the identity of a container that only the probe inside the container can read."""
 
 
 class ContainerState(Struct, frozen=True, kw_only=True):
@@ -59,8 +59,8 @@ class ContainerState(Struct, frozen=True, kw_only=True):
     """The last reading; a figure is None if it is unknown."""
 
     root: str | None = None
-    """Identifies the run: by the engine's root process, or by a container that only the probe
-    reads.
+    """Identifies the run: by the engine's root process, or by the container if only the probe can
+    read it.
     """
 
     scope: HostMemory = field(default_factory=HostMemory)
@@ -92,11 +92,15 @@ def update_container(
 ) -> tuple[ContainerState, HostMemory | None]:
     """Return the state and the host memory, from the most reliable source available.
 
-    The sources, from the most to the least reliable, are: the cgroup of the engine's processes, or
-    the machine if that cgroup has no limit; the cgroup that the probe reads; the sum of the
-    processes' memory and /dev/shm. `limit_bytes`, from the settings, is used as the limit if the
-    kernel reports none. The host memory is None if nothing is known. Within a run, figures from a
-    less reliable source than before are dropped, because they would describe something else.
+    The sources, from the most to the least reliable, are:
+
+    - the cgroup of the engine's processes, or the machine if that cgroup has no limit;
+    - the cgroup that the probe reads;
+    - the sum of the processes' memory and /dev/shm.
+
+    `limit_bytes`, from the settings, is used as the limit if the kernel reports none. The host
+    memory is None if nothing is known. If a source is less reliable than an earlier one of the same
+    run, its figures are dropped, because they would describe something else.
     """
     probed_cgroup, probed_shm = _find_probed_host(probe)
     reading = HostReading()
@@ -172,7 +176,7 @@ def _rank_basis(memory: HostMemory) -> int:
 def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> float | None:
     """Return the memory pressure of the container.
 
-    Falls back to that of the machine if it is unknown.
+    If the container's is unknown, the machine's memory pressure is returned.
     """
     if cgroup is not None and cgroup.pressure_ratio is not None:
         return cgroup.pressure_ratio
@@ -184,7 +188,8 @@ def _find_probed_host(
 ) -> tuple[Cgroup | None, Shm | None]:
     """Return the container and /dev/shm as the probe reads them; each is None if it is unknown.
 
-    All processes of the engine share both, so those of the first reporting process are used.
+    All processes of the engine share the container and /dev/shm, so the report of one process is
+    used.
     """
     if not isinstance(probe, ProbeReadings):
         return None, None
@@ -208,7 +213,7 @@ def _choose_memory(
 ) -> HostMemory:
     """Return the memory from the most reliable source, as described in `update_container`.
 
-    All its figures are None if nothing is known.
+    If nothing is known, all figures of the result are None.
     """
     if reading.cgroup is None and probed_cgroup is not None:
         return _measure_cgroup(probed_cgroup, HostBasis.PROBE, limit_bytes)
@@ -223,7 +228,7 @@ def _choose_memory(
 
 
 def _measure_cgroup(cgroup: Cgroup, basis: HostBasis, limit_bytes: int | None) -> HostMemory:
-    """Return the memory of a cgroup that the kernel cannot reclaim, and the cgroup's limit."""
+    """Return the memory of a cgroup without the part that the kernel can reclaim, and its limit."""
     return HostMemory(
         basis=basis,
         used_bytes=max(0, cgroup.used_bytes - cgroup.cache_bytes),
@@ -247,15 +252,15 @@ def _measure_processes(
 ) -> HostMemory:
     """Return the private and shared memory of the processes, excluding mapped files.
 
-    All figures are None if there is no process, or if the private memory of one is unknown.
+    All figures are None without processes, or if the private memory of any process is unknown.
     """
     # Mapped files are excluded, because the kernel can drop them.
     private_bytes = sum_known(process.anonymous_bytes for process in engine)
     if private_bytes is None:
         return HostMemory()
     shm_bytes = None if shm is None else shm.used_bytes
-    # /dev/shm may be invisible, or hold files that no process has mapped, so the larger figure is
-    # used.
+    # The size of /dev/shm may be unknown, or include files that no process has mapped. The larger
+    # of the two figures is used.
     shared_bytes = max(shm_bytes or 0, count_shared(engine, shm_bytes))
     return HostMemory(
         basis=HostBasis.PROCESSES,
@@ -270,8 +275,8 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 
     `shm_bytes` is how much of /dev/shm is in use; None if unknown. Memory in /dev/shm counts once,
     no matter how many processes map it. Memory pinned by CUDA counts for each process, because
-    processes cannot share it. In vllm-project/vllm#53042, each of the four workers had 192 GiB, and
-    the machine 769 GiB.
+    processes cannot share it. In vllm-project/vllm#53042, the four workers had 192 GiB of shared
+    memory each, and the whole machine had 769 GiB of it.
     """
     shared_sizes = [process.shared_bytes or 0 for process in processes]
     if shm_bytes is None:
@@ -285,11 +290,11 @@ def _count_kills(
 ) -> ContainerState:
     """Return the state with the kernel's OOM kills since the last reading.
 
-    Each kill counts once, whichever source shows it. `root` identifies the container that is read
-    now. If the previous reading had another root, that run has ended, and its container may be gone
-    together with its kill counter. If that container was at least half full, the machine's counter
-    is used instead. If the container becomes visible again later, these kills are not counted
-    twice.
+    Each kill counts once, even if several sources show it. `root` identifies the container that is
+    read now. If the previous reading had another root, the previous run has ended, and its
+    container may be gone together with the container's kill counter. If that container was at least
+    half full, the machine's counter is used instead. If the container becomes visible again later,
+    these kills are not counted twice.
     """
     has_ended = state.root is not None and root != state.root
     # The machine counts the kills of all containers, so new kills are attributed only to a
@@ -368,8 +373,8 @@ PROCESS_FACTS: Final[tuple[tuple[Metric, tuple[str, ...], str], ...]] = (
     (catalog.HOST_SWAP, (), "swap_bytes"),
     *((catalog.HOST_MEMORY_KIND, (kind,), f"{kind}_bytes") for kind in HOST_KINDS),
 )
-"""The metrics of the processes' memory, their labels after the role, and the fields of
-EngineProcess that are summed.
+"""Each metric of the processes' memory, with its labels other than the role, and with the field of
+EngineProcess that it sums.
 """
 
 
@@ -400,7 +405,7 @@ def _sum_processes(processes: tuple[EngineProcess, ...]) -> Iterator[Sample]:
 
 
 def _sum_pools(pools: tuple[Pool, ...]) -> Iterator[Sample]:
-    """Yield the configured sizes of the pools in host memory, by purpose."""
+    """Yield, for each purpose, the configured size of its pools in host memory."""
     host_pools = [pool for pool in pools if pool.role]
     for part in HostPart:
         sizes = [pool.size_bytes for pool in host_pools if pool.part is part]

@@ -18,14 +18,15 @@ from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import MemoryPart
 
 PROBE_RACE_BYTES: Final = 64 * MIB
-"""This much memory may be freed between the probe's reading and NVML's. If an engine seems to hold
-less than torch has reserved, but by no more than this, it holds nothing outside torch. A larger
-difference cannot be explained, so the part outside torch is then unknown.
+"""This much memory may be freed between the probe's reading and NVML's. If the engine seems to hold
+less than torch has reserved, and the difference is at most this much, the engine holds nothing
+outside torch. A larger difference has no explanation, so the memory outside torch is then unknown.
 """
 
 _GRAPH_HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TORCH)
-"""The parts that include captured graphs. Graphs are subtracted from them in this order, because
-the graphs' private pools are mostly whole free segments of torch.
+"""The parts that include captured graphs. The size of the graphs is subtracted from these parts in
+this order. The cached part comes first, because the graphs' private pools are mostly whole free
+segments of torch.
 """
 
 
@@ -73,7 +74,7 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     sizes = [report.allocator.total_bytes for report in reports]
     ledger = build_ledger(sums, gpu.held_bytes)
     return Inside(
-        # The engine is limited by the smallest grant among its processes.
+        # The process with the smallest granted memory limits the engine.
         granted_bytes=min((size for size in sizes if size is not None), default=None),
         allocated_bytes=sums.allocated,
         reserved_bytes=sums.reserved,
@@ -135,8 +136,8 @@ def _find_current(
 ) -> int | None:
     """Return the current size of the weights or the KV cache of one process; None if unknown.
 
-    With vLLM's own memory pool, this is the size in the pool. Without the pool, it is the size
-    measured at startup, or unknown while the engine sleeps.
+    If vLLM uses its own memory pool, this is the size in that pool. Otherwise, it is the size
+    measured at startup; None while the engine sleeps.
     """
     if parts is None:
         return None
@@ -158,8 +159,9 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     part that is computed as a difference is present only if all its terms are known. If all of
     torch's figures are known, the parts sum to what the engine holds.
 
-    Captured graphs consist of free blocks in private pools, and of driver memory. vLLM's figure for
-    graphs is subtracted from these parts, so that every byte counts once.
+    Captured graphs take free blocks in private pools and memory of the driver, so other parts
+    include them. vLLM's figure for graphs is subtracted from those parts, so that every byte counts
+    once.
 
     The result is empty if weights and KV cache exceed what the engine holds. The probe writes only
     every five seconds, so it may have measured them before the engine fell asleep.
@@ -187,7 +189,7 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
 
 
 def _list_remainders(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
-    """Return the parts that are not allocated, as far as known: fragmented, cached, outside torch.
+    """Return the known parts that are not allocated: fragmented, cached and outside torch.
 
     A part whose figures contradict each other is omitted.
     """

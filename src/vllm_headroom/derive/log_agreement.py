@@ -8,22 +8,22 @@ from vllm_headroom.model.start import EngineStart
 from vllm_headroom.units import MIB, format_size
 
 TOLERANCE_BYTES: Final = 64 * MIB
-"""Our choice: a smaller difference is ignored, because vLLM rounds to 0.01 GiB."""
+"""A smaller difference is ignored, because vLLM rounds to 0.01 GiB. This value is our choice."""
 
 TOLERANCE_SHARE: Final = 0.02
-"""Our choice: a difference below this share of the size is also ignored."""
+"""A difference below this share of the size is also ignored. This value is our choice."""
 
 TOLERANCE_RATIO: Final = 0.005
-"""Half a unit of the last digit that values of vLLM's options usually have."""
+"""Half of 0.01, because ratios in vLLM's options usually have two decimal places."""
 
 
 def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
     """Return a sentence for each figure in the log that another source contradicts.
 
-    The figures are those of the newest start. The result is empty if there is no log, and until
-    that start has served. The weights and the KV cache are compared with the probe's figures, and
-    the budget with the page's. The KV cache in the log is only an upper bound, because an option
-    can make vLLM use fewer blocks.
+    The figures are those of the engine's newest start. The result is empty without a log, and until
+    the engine has served after that start. The weights and the KV cache are compared with the
+    probe's figures, and the budget with the page's. The log's size of the KV cache is only an upper
+    bound, because an option can make vLLM use fewer blocks.
     """
     if not isinstance(snapshot.log, LogReading) or not snapshot.is_in_service:
         return ()

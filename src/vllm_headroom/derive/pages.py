@@ -18,9 +18,10 @@ def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
 
 
 def count_running(page: EnginePage | None) -> float | None:
-    """Return the running requests of all engines; None if one is unknown, or without engines.
+    """Return the number of running requests of all engines; None if any number is unknown.
 
-    A sleeping engine counts as running no requests, because its gauges do not change.
+    The result is also None without engines. A sleeping engine counts as running no requests,
+    because its gauges do not change.
     """
     counts: list[float | None] = []
     for engine in list_named(page):
@@ -30,7 +31,7 @@ def count_running(page: EnginePage | None) -> float | None:
 
 
 def count_finished(page: EnginePage | None) -> float | None:
-    """Return the finished requests of all engines; None if one is unknown, or without engines."""
+    """Return the number of finished requests of all engines; None without engines or if unknown."""
     return sum_known(engine.finished_total for engine in list_named(page))
 
 
@@ -41,9 +42,9 @@ def is_page_awake(page: EnginePage | None) -> bool | None:
 
 
 def find_highest_kv_use(page: EnginePage | None) -> float | None:
-    """Return the used share of the fullest KV cache on the page; None if none is known.
+    """Return the used share of the fullest KV cache on the page; None if no share is known.
 
-    A sleeping engine has no cache, and its gauges do not change.
+    Sleeping engines are left out, because they have no cache and their gauges do not change.
     """
     used_ratios = [
         engine.kv_used_ratio

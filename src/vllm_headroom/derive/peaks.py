@@ -28,7 +28,7 @@ where something other than the size, such as the logits, determines the peak.
 """
 
 FEWEST_SIZES: Final = 4
-"""With fewer sizes, the line has no useful interval."""
+"""With fewer sizes, the prediction interval is too wide to be useful."""
 
 FEWEST_STEPS: Final = 8
 """With fewer steps, a kind of work has been observed too rarely to fit a line."""
@@ -39,7 +39,7 @@ are up to 1 MiB larger than requested (c10/cuda/CUDACachingAllocator.cpp, should
 """
 
 UNUSABLE_CACHED_SHARE: Final = 0.3
-"""The share of torch's unused segments that a larger step cannot use: when a tensor takes part of a
+"""The share of torch's unused segments that a larger step cannot use. When a tensor takes part of a
 segment, the next tensor does not fit into the rest. With prompt logprobs, the unusable share is at
 most a fifth: 18 % was measured at an OutOfMemoryError.
 """
@@ -53,13 +53,14 @@ T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.2
 """The 97.5 % quantiles of Student's t-distribution with 1, 2, … degrees of freedom."""
 
 LARGEST_T: Final = 2.2
-"""The quantile for more degrees of freedom: the value for 11."""
+"""The quantile for 11 degrees of freedom, which is also used for more."""
 
 
 class PeakLine(Struct, frozen=True, kw_only=True):
-    """A line of bytes over size, fitted by weighted least squares, with the data for its interval.
+    """A line of peak bytes over step size, with the data for its prediction interval.
 
-    Large peaks scatter more than small ones, so the weight of a peak decreases with its size.
+    The line is fitted by weighted least squares. Large peaks scatter more than small ones, so the
+    weight of a peak decreases with its size.
     """
 
     base_bytes: float
@@ -100,7 +101,7 @@ class PeakLine(Struct, frozen=True, kw_only=True):
 
 
 def fit_sizes(peaks: tuple[SizePeak, ...]) -> PeakLine | None:
-    """Return the line of bytes over size; None if the kind of work was observed too rarely."""
+    """Return the line of peak bytes over step size; None if the work was observed too rarely."""
     largest_size = max((peak.size for peak in peaks), default=0)
     lowest_size = max(1.0, LOWEST_SIZE_SHARE * largest_size)
     fitted = [peak for peak in peaks if peak.size >= lowest_size]
@@ -151,7 +152,7 @@ def _weigh(peak: SizePeak) -> FitPoint:
 
 
 def find_largest_size(fit: PeakLine, room_bytes: float, limit: int) -> int:
-    """Return the largest size up to `limit` whose upper bound fits into the room; 0 if none."""
+    """Return the largest size up to `limit` at which the upper bound fits the room; 0 if none."""
     if fit.predict_upper_bytes(limit) <= room_bytes:
         return limit
     # The interval is narrowest near the mean, so the upper bound may fall before it rises. The
@@ -178,12 +179,12 @@ class PeakRoom(NamedTuple):
 
     @property
     def repeated_bytes(self) -> int:
-        """Return the room for a step like an earlier one, which finds its segments cached."""
+        """Return the room for a step like an earlier one, which can use all cached segments."""
         return self.free_bytes + self.cached_bytes
 
     @property
     def larger_bytes(self) -> float:
-        """Return the room for a step larger than any before, which cannot use the whole cache."""
+        """Return the room for a step larger than before, which cannot use all cached segments."""
         return self.free_bytes + (1 - UNUSABLE_CACHED_SHARE) * self.cached_bytes
 
 
@@ -278,8 +279,8 @@ SAFE_METRICS: Final = (
 def _find_free_cache_tokens(snapshot: Snapshot, rank: int | None) -> int | None:
     """Return the free KV-cache tokens of the engine with this data-parallel rank.
 
-    Without a rank, or if the page does not name it, the fullest engine is used. Returns None if the
-    number is unknown.
+    If the rank is None or missing from the page, the engine with the fewest free tokens is used.
+    Returns None if the number of tokens is unknown.
     """
     engines = list_engines(snapshot.page)
     named = [engine for engine in engines if engine.engine == str(rank)]

@@ -14,13 +14,13 @@ from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 from vllm_headroom.units import DAY_SECONDS
 
 COMPARABLE_FACTOR: Final = 1.1
-"""Two loads are comparable if they differ by at most this factor. The alert uses the same
-threshold, 1.1. In the post-mortem, memory rose from 9.5 to 10.5 MB per request.
+"""Two loads are comparable if they differ by at most this factor. The alert uses the same factor:
+in a post-mortem, memory per request rose by this factor, from 9.5 to 10.5 MB.
 """
 
 BASELINE_READINGS: Final = 60
-"""The number of readings in a baseline: five minutes' worth at the default interval. Over less
-time, a baseline could reflect the peak of a burst.
+"""The number of readings in a baseline. At the default interval, they take five minutes. Over a
+shorter time, a baseline could reflect the peak of a burst.
 """
 
 WARM_REQUESTS: Final = 1000.0
@@ -47,7 +47,7 @@ class BusiestLoad(NamedTuple):
 
 
 class Baselines(Struct, frozen=True, kw_only=True):
-    """The baselines learned in one run of the engine, and its highest load."""
+    """The baselines learned in one run of the engine, and the highest load so far."""
 
     run_id: str | None = field(default=None, name="life")  # its name in the state file
     finished_total: float | None = None
@@ -64,7 +64,7 @@ def derive_baseline(
     """Return each GPU's memory per running request as a ratio of its baseline.
 
     `configured_bytes` is the baseline per running request and GPU at full load. If it is set, there
-    is a sample only near the highest load, because at night the same memory is spread over fewer
+    is a sample only near the highest load, because at low load the same memory is spread over fewer
     requests. If it is None, the baseline is the mean of the first readings at comparable load, and
     there is no sample until it has been learned. There is no sample while nothing is running.
     """
@@ -107,7 +107,7 @@ def derive_baseline(
 
 
 def _follow_run(state: Baselines, page: EnginePage) -> Baselines:
-    """Return the state with the page's run and count; a new run starts without baselines."""
+    """Return the state with the page's run and finished requests; a new run has no baselines."""
     run_id = identify_run(page)
     finished_total = count_finished(page)
     if is_new_run(state.run_id, run_id, state.finished_total, finished_total):
@@ -148,8 +148,8 @@ def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
 
     Summed over the GPUs, this is the memory per request of the whole server, for both tensor and
     data parallelism. There are no samples while nothing is running, or while an engine does not
-    report its requests. A GPU on which the engine holds nothing has no sample, as happens when the
-    engine exits between the two readings.
+    report its requests. A GPU on which the engine holds nothing has no sample. This happens when
+    the engine exits between the readings of the page and the GPU.
     """
     running = count_running(snapshot.page)
     if not running:

@@ -27,8 +27,8 @@ class Count(Struct, frozen=True, kw_only=True):
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
     """The counts of each engine within the window, and the last count before the window.
 
-    The oldest count comes first. An engine that is missing from the page is dropped after the
-    length of a window.
+    The oldest count comes first. An engine that has been missing from the page for the length of a
+    window is dropped.
     """
 
     engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
@@ -70,9 +70,9 @@ def derive_prefix_cache(
 def _update_counts(
     counts: tuple[Count, ...], engine: EngineReading, now: float
 ) -> tuple[Count, ...]:
-    """Return the counts in the window that ends at `now`, in seconds, with the engine's counters.
+    """Return the counts in the window that ends at `now` (in seconds), with the newest count added.
 
-    If the page has no counters, none are added. If a counter fell, it was reset to 0, and the
+    If the page has no counters, nothing is added. If a counter fell, it was reset to 0, so the
     counts start over.
     """
     old_counts = [count for count in counts if now - count.seconds >= RATIO_WINDOW_SECONDS]

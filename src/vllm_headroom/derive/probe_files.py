@@ -11,7 +11,9 @@ from vllm_headroom.model import (
 )
 
 FRESH_INTERVALS: Final = 3
-"""A file is fresh for this many of its write intervals, within the two bounds below."""
+"""A file is fresh until this many of its write intervals have passed. The two constants below limit
+this time.
+"""
 
 SHORTEST_FRESH_SECONDS: Final = 10.0
 LONGEST_FRESH_SECONDS: Final = 300.0
@@ -29,10 +31,10 @@ def classify_probe(
 ) -> ProbeReadings | Failure | None:
     """Sort the probe's files into present, silent and others, at `now` in seconds since the epoch.
 
-    If /proc shows engine processes, a file belongs to this run if the process that wrote it started
-    at the same time as one of them. Pids are not compared, because they may belong to another PID
-    namespace. If /proc shows no engine process, a fresh file belongs to this run. A failure or None
-    is returned unchanged.
+    If /proc shows engine processes, a file belongs to this run if the process that wrote the file
+    started at the same time as one of them. Pids are not compared, because they may belong to
+    another PID namespace. If /proc shows no engine process, a file belongs to this run if it is
+    fresh. A failure or None is returned unchanged.
     """
     if files is None or isinstance(files, Failure):
         return files
@@ -42,7 +44,7 @@ def classify_probe(
     others = []
     for file in _list_newest(files, now):
         is_running = any(_is_same_process(file, process) for process in shown)
-        # If no process is visible, a fresh file is sufficient proof.
+        # If no process is visible, a fresh file is sufficient proof that its process is running.
         may_run = is_running or not shown
         if file.stopped is not None:
             others.append(file)
@@ -66,7 +68,7 @@ def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedPro
 
 
 def _is_same_process(file: ProbedProcess, process: EngineProcess) -> bool:
-    """Return whether both have the same start, by the boot clock or nearly by the wall clock."""
+    """Return whether both started at the same boot time, or at nearly the same wall-clock time."""
     boot_seconds = file.since_boot_seconds
     if boot_seconds is not None and boot_seconds == process.since_boot_seconds:
         return True

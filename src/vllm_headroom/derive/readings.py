@@ -78,7 +78,7 @@ def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
 
 
 def _derive_holders(gpu: Gpu, used_bytes: int) -> Iterator[Sample]:
-    """Yield how much memory each holder has; the sizes sum to the memory in use."""
+    """Yield how much memory each holder has; together, the sizes equal the memory in use."""
     labels = label_gpu(gpu)
     unattributed_bytes = used_bytes
     for holder, held_bytes in (("engine", gpu.engine_bytes), ("other", gpu.other_bytes)):

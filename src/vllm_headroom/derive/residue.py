@@ -35,17 +35,17 @@ class SleepState(Struct, frozen=True, kw_only=True):
     """
 
     least_bytes: dict[str, int] = field(default_factory=dict)
-    """The least memory that was held during one sleep, by UUID. The minimum is used, because memory
-    is freed some time after the sleep starts, and taken again before the page reports that the
-    engine is awake.
+    """The least memory that was held during one sleep, by UUID. The minimum is used for two
+    reasons: memory is freed only some time after the sleep starts, and it is taken again before the
+    page reports that the engine is awake.
     """
 
 
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
     """Return the residue on each of the engine's GPUs: the memory that it holds while asleep.
 
-    Until memory has been freed, the residue of the previous sleep is returned. There is no sample
-    before the run's first sleep.
+    While a sleep may still be releasing memory, the residue of the previous sleep is returned.
+    There is no sample before the run's first sleep.
     """
     state = _update_sleep(state, snapshot)
     samples: list[Sample] = []
@@ -89,9 +89,9 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
-    """Return the memory held now, by UUID, on each GPU where the sleep has released a part.
+    """Return the memory held now, by UUID, on each GPU where the sleep released enough of it.
 
-    A GPU is included if the released part is unknown.
+    A GPU is also included if it is unknown how much was released there.
     """
     status = snapshot.engine_status
     bytes_to_wake = {} if status is None else dict(status.wake_bytes)

@@ -29,11 +29,11 @@ def is_new_run(
 ) -> bool:
     """Return whether a new id, or a new count of finished requests, belongs to another run.
 
-    Returns False if the values that show a restart are unknown. If the ids are equal, it is the
-    same run, even if its count was reset. Several servers that share a port have different start
-    times and may answer in turn, so only a later start indicates a new run. An earlier start does
-    so only if the count has also more than halved: servers that share the load have similar counts,
-    so the clock must have been set back.
+    Returns False if the values that would reveal a restart are unknown. If the ids are equal, the
+    run is the same, even if its count was reset. Several servers that share a port have different
+    start times and may answer in turn. A later start therefore indicates a new run, but an earlier
+    start does not, unless the count has also more than halved. Servers that share the load have
+    similar counts, so in that case the clock was set back before a restart.
     """
     has_restarted_count = False
     if finished is not None and new_finished is not None:
@@ -53,6 +53,6 @@ def is_new_run(
 
 
 def _find_latest_start(run_id: str) -> tuple[int, str]:
-    """Return a sortable key for the latest start; the pid of a process precedes its start time."""
+    """Return a sortable key for the latest start in an id, ignoring the pids."""
     starts = [name.rpartition(":")[2] for name in run_id.split(",")]
     return max((len(start), start) for start in starts)

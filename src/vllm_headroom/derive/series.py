@@ -9,7 +9,7 @@ from vllm_headroom.model import EngineReading, Gpu, Metric, Sample
 MOST_REMEMBERED: Final = 256
 """The maximum number of entries kept for engines or GPUs that are not currently visible. A page may
 have this many engines, and no machine has this many GPU parts. Names may change at every tick, so
-memory would grow without a limit.
+without a limit, memory would keep growing.
 """
 
 K = TypeVar("K")
@@ -19,7 +19,8 @@ V = TypeVar("V")
 def limit_remembered(entries: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
     """Return the entries.
 
-    If there are more than MOST_REMEMBERED, only those whose names are in `present` are returned.
+    If there are more than MOST_REMEMBERED entries, only those with a name in `present` are
+    returned.
     """
     if len(entries) <= MOST_REMEMBERED:
         return dict(entries)

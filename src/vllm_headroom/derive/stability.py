@@ -14,7 +14,7 @@ from vllm_headroom.model import Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
-"""The window in minutes. It follows a simple rule from a post-mortem: alert on growth over ten
+"""The length of the window in minutes. A post-mortem gave the rule: alert on growth over ten
 minutes.
 """
 
@@ -81,7 +81,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
 
 
 def _add_sample(state: LoadState, requests: float, now_seconds: float) -> LoadState:
-    """Return the state with a sample; after each full minute, judge again whether load is level."""
+    """Return the state with one more sample; load is judged again after each full minute."""
     began_seconds = state.minute_began_seconds
     # If the clock was set back, the minute starts over.
     if began_seconds is None or now_seconds < began_seconds:

@@ -13,15 +13,16 @@ FIELDS: Final = {
     StartPart.CUDA_GRAPHS: ("graphs_bytes",),
     StartPart.KV_CACHE: ("kv_cache_bytes",),
 }
-"""The fields of ProcessFigures that can provide each part. The first field that the log has is
-used.
+"""For each part, the fields of ProcessFigures that may have its size. The first field that the log
+has is used.
 """
 
 
 def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the sizes from the newest start, each taken from the rank where it is largest.
 
-    A part is absent if the log does not have it, or if its value from a failed start is negative.
+    A part has no sample if the log does not have it, or if the start failed and the log's value is
+    negative.
     """
     if not isinstance(snapshot.log, LogReading) or snapshot.log.start is None:
         return ()

@@ -93,8 +93,8 @@ def answer(
 ) -> tuple[State, tuple[Sample, ...]]:
     """Run one step of a derivation; return the next state and the samples with finite values.
 
-    Values that are not finite result from absurd numbers on a page, which overflow or divide to
-    infinity.
+    Absurd numbers on a page may overflow or yield infinity, so values that are not finite are
+    dropped.
     """
     following, samples = derivation.step(state, snapshot)
     return following, tuple([sample for sample in samples if isfinite(sample.value)])
@@ -174,8 +174,8 @@ class TickRules(Struct, frozen=True, kw_only=True):
     cgroups.
     """
     reported_bytes: float | None = None
-    """The bytes that the engine uses on each GPU. If it is None, they must come from the page or
-    the probe.
+    """The memory in bytes that the engine should use on each GPU. If it is None, the figure must
+    come from the page or the probe.
     """
     role: str = SERVING
     gate_ready_seconds: float | None = None
@@ -293,7 +293,7 @@ class Evaluation:
         )
 
     def follow_run(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with the status of the engine's run and with its lost GPUs.
+        """Return the snapshot with the status of the engine's run and with the engine's lost GPUs.
 
         If following the run fails, the snapshot is returned unchanged, and the run is forgotten.
         """
@@ -314,10 +314,10 @@ class Evaluation:
         return snapshot
 
     def judge(self, snapshot: Snapshot) -> TickResult:
-        """Derive the samples of a snapshot that has the engine's status; judge gate and verdicts.
+        """Derive the samples of a snapshot, and judge its gate and verdicts.
 
-        If judging the gate fails, the gate is open. If judging the verdicts fails, the only verdict
-        is NO_VERDICT.
+        The snapshot must have the engine's status. If judging the gate fails, the gate is open. If
+        judging the verdicts fails, the only verdict is NO_VERDICT.
         """
         samples: list[Sample] = []
         for derivation in self._rules.derivations:

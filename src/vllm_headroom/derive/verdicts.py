@@ -52,36 +52,39 @@ from vllm_headroom.vocabulary import (
     Situation,
 )
 
-# The sentences start to warn at these limits. Each limit is that of the alert named in its text.
+# The sentences start to warn at these limits. Each limit equals that of the alert that its
+# description names.
 
 LOW_BYTES: Final = 512 * MIB
-"""A GPU's free memory is low if it is below this, and below LOW_SHARE of the initially free memory,
-as in HeadroomGpuMemoryLow.
+"""A GPU's free memory is low if it is below both this and LOW_SHARE of the initially free memory.
+The alert HeadroomGpuMemoryLow has the same limits.
 """
 
 LOW_SHARE: Final = 0.5
-"""Free memory is low only if it is also below this share of what was free when the engine became
-ready. This applies to both a GPU and the host. A GPU that is configured to leave little memory free
-is therefore not reported as short of memory.
+"""The free memory of a GPU or the host is low only if it is also below this share of the memory
+that was free when the engine became ready. If an engine is configured to leave little memory free,
+the GPU is therefore not reported as short of memory.
 """
 
 LOW_HOST_BYTES: Final = 4 * GIB
-"""The host's free memory is low if it is below this, below LOW_HOST_SHARE of the limit, and below
-LOW_SHARE of the initially free memory, as in HeadroomHostMemoryLow.
+"""The host's free memory is low if it is below all of these: this size, LOW_HOST_SHARE of the
+host's limit, and LOW_SHARE of the initially free memory. The alert HeadroomHostMemoryLow has the
+same limits.
 """
 
 LOW_HOST_SHARE: Final = 0.05
 """The host's free memory is low only if it is also below this share of the host's limit."""
 
 OVER_BUDGET_SECONDS: Final = 300.0
-"""An excess over the budget is judged once it has lasted this long, because levels at rest are
-measured over five minutes.
+"""An excess over the budget is reported only after it has lasted this long, because the memory that
+the engine holds between bursts is measured over five minutes.
 """
 
 SCARCE_BLOCKS_BYTES: Final = GIB
-"""If less unified memory than this is free in blocks of 2 MiB, allocations may fail. Some failed
-with 22.5 GiB available (vllm-project/vllm#54200). While nothing is being loaded and no task waits
-for memory, having few such blocks is normal, because the page cache takes free memory.
+"""Allocations of unified memory may fail if less than this is free in blocks of 2 MiB. Some failed
+while 22.5 GiB were available (vllm-project/vllm#54200). While no model is being loaded and no task
+waits for memory, it is normal that few such blocks are free, because the page cache takes free
+memory.
 """
 
 WAITING_RATIO: Final = 0.05
@@ -91,7 +94,7 @@ seconds (PSI).
 
 OVERSHOOT_FACTOR: Final = 1.15
 """Offloads are reported as larger than planned if they take more than this many times their planned
-size. vLLM's buffers and queues are in shared memory too.
+size. The factor leaves room for vLLM's buffers and queues, which are also in shared memory.
 """
 
 STRANDED_RATIO: Final = 0.05
@@ -103,8 +106,9 @@ CRASH_LOOP_EXITS: Final = 3
 """This many exits within 90 minutes are a crash loop, as in HeadroomEngineCrashLoop."""
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
-"""Until memory has been watched for this long, its verdict states how long it has been watched. A
-leak in large steps triggers an alarm after four hours, and an even leak usually sooner.
+"""While memory has been watched for less than this time, its verdict states for how long it has
+been watched. A leak in large steps triggers an alarm after four hours; a steady leak usually does
+so sooner.
 """
 
 # These alerts are used in more than one place.
@@ -195,8 +199,8 @@ NEVER_SEEN: Final = EngineSentence(
     sentence="has not been seen yet: its metrics page does not answer and no engine process is"
     " running",
 )
-"""Replaces the sentence for DOWN before the first run, when HeadroomEngineDown does not fire
-either.
+"""Replaces the sentence for DOWN until the engine's first run. Until then, HeadroomEngineDown does
+not fire either.
 """
 
 UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
@@ -224,8 +228,8 @@ PAGE_ALONE_FAILS: Final = (
 SERVER_RUNS: Final = (
     "has a server that runs, and reports an error: whether it makes progress is not known"
 )
-"""The text used if the server answers with an error instead of its page, and nothing else is
-known.
+"""The text used if the server answers with an error instead of its page, and nothing else is known
+about the engine.
 """
 
 LOGIN_WANTED: Final = (
@@ -237,15 +241,17 @@ LOGIN_WANTED: Final = (
 SLOW_PAGE_CAUSE: Final = (
     "; a PROMETHEUS_MULTIPROC_DIR that is full or on a network volume does this: check it with df"
 )
-"""Added if only the page is late and the server answers. An error's message already states the
-cause.
+"""Added if the page is late but the server's health check answers. If the page fails with an error,
+the error's message already states the cause.
 """
 
 STALE_GAUGES: Final = (
     "; these gauges are stale, as after an abort of all requests: no CPU time, GPU or client"
     " supports them"
 )
-"""Added to an engine's load if all other evidence shows that its gauges are stale."""
+"""Added to the text on an engine's load if all other evidence shows that the load's gauges are
+stale.
+"""
 
 DOUBTED_GAUGES: Final = (
     "may be idle or hang: its page shows work without progress, nothing that is visible supports"
@@ -257,7 +263,9 @@ SERVER_TROUBLES: Final = {
     ServerAnswer.UNHEALTHY: "; its health check reports an error",
     ServerAnswer.SILENT: "; its health check does not answer",
 }
-"""Added to the sentence on a stalled engine, as evidence for the stall in addition to the page."""
+"""Further evidence of the stall besides the page, which is added to the sentence on a stalled
+engine.
+"""
 
 NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),
@@ -265,8 +273,8 @@ NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.ASLEEP: (Level.GOOD, "the engine sleeps"),
     LeakState.WARMING_UP: (Level.UNKNOWN, "too early to tell whether it leaks"),
 }
-"""The level and the text for memory that does not grow, by leak state. If there are several states,
-the first one in this order is used.
+"""The level and the text for memory that does not grow, by leak state. For memory with several leak
+states, the first one in this order is used.
 """
 
 VERDICTS: Final = "verdicts"
@@ -300,7 +308,7 @@ def derive_verdicts(
 
 
 def measure_watches(state: LeakMemory) -> dict[str, float]:
-    """Return how many seconds the detector has compared each series for, by UUID or role.
+    """Return for how many seconds the detector has watched each series, by UUID or role.
 
     A series without a first reading is omitted.
     """
@@ -313,7 +321,7 @@ def measure_watches(state: LeakMemory) -> dict[str, float]:
 
 
 def list_excused(state: LeakMemory) -> frozenset[str]:
-    """Return the UUIDs and roles whose memory grows as it has before without being a leak."""
+    """Return the UUIDs and roles whose memory grows as it did before, when it was not a leak."""
     tracks = {**state.gpus, **state.host}.items()
     return frozenset(name for name, track in tracks if track.is_excused)
 
@@ -328,9 +336,9 @@ def judge_snapshot(
     """Return a tick's verdicts: alarms first, then warnings, then all others.
 
     Within each group, the worst situation comes first. There is at least one verdict. `values` has
-    the samples of all derivations. `watches` states for how many seconds the detector has compared
+    the samples of all derivations. `watches` states for how many seconds the detector has watched
     each GPU, by UUID, and the host memory of each role. `excused` has the UUIDs and roles whose
-    memory grows as it has before without being a leak. If the declared `role` shares its GPUs,
+    memory grows as it did before, when it was not a leak. If the declared `role` shares its GPUs,
     other processes on these GPUs do not cause a warning.
     """
     gpu_verdicts = list(_judge_gpus(snapshot, values, watches, role, excused))
@@ -353,7 +361,7 @@ def _is_memory_low(gpu_verdicts: Iterable[Verdict]) -> bool:
 
 
 def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
-    """Return a sort key that puts the worst verdict, which determines the situation, first."""
+    """Return a sort key that puts the worst verdict first."""
     severity = tuple(Level).index(verdict.level)
     situation_rank = tuple(Situation).index(verdict.situation)
     # GOOD and UNKNOWN form one group, in which the situation determines the order.
@@ -379,8 +387,7 @@ def _describe_no_growth(
 ) -> tuple[Level, str]:
     """Return the level and the text for memory without growth, given its leak states.
 
-    The most informative state is used. `watched_seconds` is how long the memory has been compared
-    for.
+    The most informative state is used. `watched_seconds` is how long the memory has been watched.
     """
     state = next((state for state in NO_GROWTH_SENTENCES if state in states), None)
     # A leak in large steps may not have become visible yet.
@@ -456,8 +463,13 @@ def _judge_gpu(
 ) -> Verdict:
     """Return the verdict on one GPU of the engine.
 
-    The verdict states the first of these that applies: the GPU cannot be read; its memory is
-    unknown; its memory grows; it has another problem, or none.
+    The verdict states the first of these that applies:
+
+    - The GPU cannot be read.
+    - Its memory is unknown.
+    - Its memory grows.
+    - It has another problem.
+    - It has no problem.
     """
     reading = gpu.reading
     name = reading.display_name
@@ -503,7 +515,7 @@ def _judge_quiet_gpu(
     labels = label_gpu(gpu)
     uuid = gpu.reading.uuid
     name = gpu.reading.display_name
-    # Without the detector's memory, as for a recorded page, only the state is used.
+    # If the detector's state is missing, as for a recorded page, only the leak state is used.
     watched_seconds = watches.get(uuid, SURE_SECONDS)
     level, no_growth = _describe_no_growth({leak_state}, watched_seconds)
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
@@ -570,7 +582,8 @@ def _find_trouble(
 ) -> Trouble | None:
     """Return the worst problem of a GPU; None if it has none.
 
-    `wake_bytes` is the memory that a sleeping engine needs to wake up; 0 if it is not asleep.
+    `wake_bytes` is the memory that a sleeping engine needs to wake up; 0 if the engine is not
+    asleep.
     """
     return (
         _find_excess(labels, status, values, free_bytes)
@@ -611,8 +624,7 @@ def _find_scarce_blocks(
 
     Returns None while no task waits for memory and no model is being loaded.
     """
-    # The driver allocates in blocks of 2 MiB, so it cannot use memory between pages of the page
-    # cache.
+    # The driver allocates in blocks of 2 MiB, so it cannot use smaller gaps in the page cache.
     blocks_bytes = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
     if blocks_bytes is None or blocks_bytes >= min(SCARCE_BLOCKS_BYTES, free_bytes):
         return None
@@ -632,15 +644,16 @@ def _find_scarce_blocks(
 def _find_excess(
     labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
 ) -> Trouble | None:
-    """Return a Trouble if the engine exceeds its budget and leaves too little for a burst.
+    """Return a Trouble if the engine exceeds its budget and leaves too little free memory.
 
     An excess alone is not a problem, because contexts, NCCL and graphs are outside the budget.
-    Returns None if the engine is not serving, keeps its budget, or leaves enough memory.
+    Returns None if the engine is not serving, is within its budget, or leaves enough memory for
+    bursts of load.
     """
     if status is None or status.state is not EngineState.SERVING:
         return None
     excess = dict(status.excesses).get(labels[1])
-    # A burst of prefills exceeds the budget for seconds, and then releases the memory.
+    # A burst of prefills exceeds the budget for a few seconds, and then releases the memory.
     if excess is None or excess.seconds < OVER_BUDGET_SECONDS:
         return None
     room_bytes = _find_room_at_rest(labels, values, excess, free_bytes)
@@ -685,9 +698,9 @@ def _find_room_at_rest(
 def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Trouble | None:
     """Return a Trouble if other processes hold memory on the GPU.
 
-    For a role that shares its GPUs, this is not a warning.
+    For a role that shares its GPUs, the Trouble is not a warning.
 
-    Returns None if they hold less than NEIGHBOUR_BYTES.
+    Returns None if the other processes together hold less than NEIGHBOUR_BYTES.
     """
     other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
     if other_bytes < NEIGHBOUR_BYTES:
@@ -706,7 +719,7 @@ def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Troub
 
 
 class GrowingMemory(Struct, frozen=True, kw_only=True):
-    """Growing memory of a GPU, or of the processes of one role; a field is None if unknown."""
+    """Growing memory of a GPU or of one role's processes; a field is None if unknown."""
 
     subject: str
     name: str
@@ -784,7 +797,7 @@ def _measure_host_growth(
 def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
     """Return the verdict on growing memory: a leak, a possible leak, or a filling pool.
 
-    Growth is excused up to a level at which it was not a leak before.
+    If `is_excused`, the memory grew to the same level before without a leak.
     """
     # A pool with room left explains an early warning. An alarm is always reported.
     if growth.bound_bytes and not growth.is_leaking:
@@ -807,7 +820,7 @@ def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
 
 
 def _judge_filling_pools(growth: GrowingMemory, bound_bytes: float) -> Verdict:
-    """Return the verdict on growth that is explained by a configured pool with room left."""
+    """Return the verdict on growth that is explained by configured pools, which have room left."""
     filled = format_size(growth.pool_bytes - bound_bytes)
     return Verdict(
         subject=growth.subject,
@@ -834,14 +847,14 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_usual_growth(growth: GrowingMemory) -> str:
-    """Return the statement that memory grows as it has before without a leak, with its rate."""
+    """Return the statement that memory grows as it did before without a leak, and at which rate."""
     rate = _describe_rate(growth)
     text = f"grows by {rate}" if rate else "grows"
     return f"{text}, up to now as in an earlier run or on an earlier day without a leak"
 
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:
-    """Return the statement that memory fills, for growth that may be another process's."""
+    """Return the statement that memory fills up; the growth may be another process's."""
     verb = "fills" if growth.is_leaking else "may fill"
     rate = _describe_rate(growth)
     if rate:
@@ -870,7 +883,7 @@ def _describe_time_to_oom(growth: GrowingMemory) -> str:
 
 
 def _describe_full_pools(growth: GrowingMemory) -> str:
-    """Return a clause that full offload pools may exceed their size; empty if none is full."""
+    """Return a clause that full offload pools may exceed their size; empty if no pool is full."""
     # Only offload pools are known to exceed their configured size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
@@ -958,7 +971,7 @@ def _choose_engine_sentence(snapshot: Snapshot, state: EngineState) -> EngineSen
     if status is not None and state is EngineState.DOWN and not status.was_seen:
         row = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
-        # Without a page, the state of a serving or sleeping engine is carried over from the last
+        # While the page cannot be read, the state SERVING or ASLEEP is carried over from the last
         # page.
         if state in UNREAD_SENTENCES:
             row = replace(UNREAD_SENTENCES[state], alert=row.alert)
@@ -1073,8 +1086,9 @@ def _judge_host(
 ) -> Iterator[Verdict]:
     """Yield the verdicts on processes that an exited engine left behind, and on host memory.
 
-    There is one verdict on host memory for each role whose memory grows, or a single one on all
-    roles if none grows. There is no verdict if no role has a leak state.
+    There is one verdict on host memory for each role whose memory grows. If no role's memory grows,
+    there is a single verdict on all roles. If no role has a leak state, there is no verdict on host
+    memory.
     """
     orphans = describe_orphans(snapshot.left_behind, snapshot.owned_gpus)
     if orphans is not None:
@@ -1084,7 +1098,8 @@ def _judge_host(
             sentence=f"{orphans[0].upper()}{orphans[1:]}.",
             situation=Situation.NEIGHBOUR,
         )
-    # Each role has one series per state, and the current state's is 1.
+    # Each role has one series per leak state. The series of the current state is 1, the others are
+    # 0.
     leak_states = {}
     for (role, leak_state), is_current in values.find_all(catalog.HOST_LEAK_STATE).items():
         if is_current:
@@ -1104,7 +1119,7 @@ def _judge_quiet_host(
     leak_states: Mapping[str, str],
     watches: Mapping[str, float],
 ) -> Verdict:
-    """Return the verdict on host memory that grows in no role; `leak_states` is keyed by role."""
+    """Return the verdict on host memory if it grows in no role; `leak_states` is keyed by role."""
     # The sentence covers all roles, so the shortest time for which any role was watched is used.
     watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
     level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)
@@ -1129,8 +1144,8 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
     )
     if host is None or host.room_bytes is None or first_room_bytes is None:
         return False
-    # The lowest of three limits is used, because the free memory of a small machine would always be
-    # below a fixed size.
+    # The lowest of three limits is used. A small machine's free memory would always be below a
+    # single fixed size.
     low_bytes = min(
         LOW_HOST_BYTES,
         LOW_HOST_SHARE * (host.limit_bytes or 0),
@@ -1164,8 +1179,8 @@ def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
 def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     """Return text with the planned and actual size of offloads; empty without offloads.
 
-    Offloads are in shared memory, so the size of shared memory is what they take. If they take less
-    than planned, they may still grow, and the text states how much they may take.
+    Offloads are in shared memory, so their actual size is that of the shared memory. If it is below
+    the planned size, offloads may still grow, and the text states how large they may become.
     """
     planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
     offload_bytes = 0.0
