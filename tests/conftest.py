@@ -41,7 +41,7 @@ WHY_NOT_ALONE = pytest.StashKey[str]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the end-to-end tests, and what runs with them, where no process shows but theirs."""
-    places = [Path(each.partition("::")[0]).resolve() for each in config.args]
+    places = [Path(arg.partition("::")[0]).resolve() for arg in config.args]
     chosen = any(END_TO_END.is_relative_to(place) or place.is_relative_to(END_TO_END) for place in places)
     if chosen and not hasattr(config, "workerinput") and not config.option.collectonly:
         config.stash[WHY_NOT_ALONE] = namespace.enter()

@@ -170,7 +170,7 @@ class Engine:
         def so_far(at: Phase) -> int:
             place = next(index for index, each in enumerate(self.phases) if each is at)
             begun = max((i for i, each in enumerate(self.phases[: place + 1]) if each.new_pod), default=0)
-            past = [getattr(each, name) for each in self.phases[begun : place + 1]]
+            past = [getattr(phase, name) for phase in self.phases[begun : place + 1]]
             return sum(int(each.count(reason) if reason else each) for each in past)
 
         return so_far

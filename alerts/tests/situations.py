@@ -38,11 +38,11 @@ class Situation:
         """Return its engines in its namespace, or in one below it."""
         return tuple(
             replace(
-                each,
-                namespace=self.namespace + each.namespace.removeprefix("ml"),
-                job=f"{self.namespace}{each.namespace.removeprefix('ml')}/vllm-headroom",
+                engine,
+                namespace=self.namespace + engine.namespace.removeprefix("ml"),
+                job=f"{self.namespace}{engine.namespace.removeprefix('ml')}/vllm-headroom",
             )
-            for each in self.engines
+            for engine in self.engines
         )
 
 
@@ -74,12 +74,12 @@ CARD_LEFT: Final = CARD_GIB * 0.08
 
 def rest(*phases: Phase, **more: object) -> tuple[Phase, ...]:
     """Return these phases and one as `at_work` that fills the time."""
-    return (*phases, at_work(WHOLE - sum(each.minutes for each in phases), **more))
+    return (*phases, at_work(WHOLE - sum(phase.minutes for phase in phases), **more))
 
 
 def until_gone(*phases: Phase) -> tuple[Phase, ...]:
     """Return these phases, after which the target is gone."""
-    return (*phases, gone(minutes=WHOLE - sum(each.minutes for each in phases)))
+    return (*phases, gone(minutes=WHOLE - sum(phase.minutes for phase in phases)))
 
 
 def replicas(n: int, *phases: Phase, model: str = "llama", **more: object) -> list[Engine]:

@@ -118,7 +118,7 @@ def stat(
     }
     more.setdefault("color", {"mode": "thresholds"})
     more["mappings"] = [*more.get("mappings", ()), _nothing(more["noValue"])]
-    now = [{**each, "instant": True, "range": False} for each in queries]
+    now = [{**query, "instant": True, "range": False} for query in queries]
     return panel("stat", title, description, now, unit=unit, width=width, height=height, options=options, **more)
 
 
@@ -143,7 +143,7 @@ def timeseries(
     What is of a GPU or a rank of the engine's, by the name of its series, has that one's colour everywhere; the MIG
     instances of a card have one each from the palette.
     """
-    numbered = [head for head in ("GPU", "engine") if any(f"{head} {{{{" in each["legendFormat"] for each in queries)]
+    numbered = [head for head in ("GPU", "engine") if any(f"{head} {{{{" in query["legendFormat"] for query in queries)]
     more["overrides"] = [
         *(coloured(f"/\\b{head} {n}\\b(?! MIG)/", colour) for head in numbered for n, colour in enumerate(GPU_COLOURS)),
         *more.get("overrides", ()),
@@ -232,7 +232,7 @@ def table(
         "table",
         title,
         description,
-        [{**each, "format": "table", "instant": True, "range": False} for each in queries],
+        [{**query, "format": "table", "instant": True, "range": False} for query in queries],
         unit="short",
         width=width,
         height=height,

@@ -54,10 +54,10 @@ def play(
         Path(rules).write_text(json.dumps({"groups": groups}), "utf-8")
     series = [
         {"series": name, "values": values}
-        for each in situations
+        for situation in situations
         for name, values in (
-            *(pair for engine in each.located() for pair in engine.series(interval)),
-            *((name.replace("{namespace}", each.namespace), values) for name, values in each.more),
+            *(pair for engine in situation.located() for pair in engine.series(interval)),
+            *((name.replace("{namespace}", situation.namespace), values) for name, values in situation.more),
         )
         if not only or name.partition("{")[0] in read
     ]

@@ -48,7 +48,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[Fir
 
 @needs_promtool
 def test_no_rollout_pages(pages: Mapping[str, Sequence[Fired]]) -> None:
-    paged = {each.name: {alert.name: alert.first for alert in pages[each.namespace]} for each in ROLLOUTS}
+    paged = {rollout.name: {alert.name: alert.first for alert in pages[rollout.namespace]} for rollout in ROLLOUTS}
 
     assert {name: alerts for name, alerts in paged.items() if alerts} == {}
 

@@ -90,7 +90,7 @@ def before(job: str) -> set[str]:
 
 
 def test_nothing_is_published_before_tests_image_and_scan_nor_outside_of_a_tag() -> None:
-    publishing = {job for job in JOBS if any(each in texts(job) for each in PUBLISHES)}
+    publishing = {job for job in JOBS if any(command in texts(job) for command in PUBLISHES)}
 
     assert publishing == {"publish-image", "publish-package"}
     for job in publishing:

@@ -96,7 +96,7 @@ def test_a_situation_that_lasts_has_an_alert_that_fires(prometheus: Prometheus, 
             waits = {rule["alert"]: rule.get("for", "0s") for rule in alerting()}
 
             for situation, times in runs(prometheus, labels):
-                longest = max((seconds(waits[each]) for each in alerts(situation)), default=0.0)
+                longest = max((seconds(waits[alert]) for alert in alerts(situation)), default=0.0)
                 if situation in LASTING and times[-1] - times[0] > WINDOW_SECONDS + longest:
                     assert any(name in alerts(situation) and times[0] <= at <= times[-1] for name, at in firing), (
                         situation

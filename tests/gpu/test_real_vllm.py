@@ -67,7 +67,9 @@ class RealCard(Cards):
 
     def read_holders(self, card: int = 0) -> dict[int, int]:
         assert card == 0
-        return {each.pid: each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(self.handle)}
+        return {
+            process.pid: process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
+        }
 
     def read_free(self) -> int:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self.handle).free)

@@ -29,8 +29,8 @@ def faults(document: Document, version: str) -> list[str]:
     """Return what is wrong with the document in this version of Kubernetes."""
     if document["kind"] in CRDS:
         return [
-            f"{each.json_path}: {each.message}"
-            for each in Draft7Validator(CRDS[document["kind"]]).iter_errors(document)
+            f"{error.json_path}: {error.message}"
+            for error in Draft7Validator(CRDS[document["kind"]]).iter_errors(document)
         ]
     validator = _validator()
     try:

@@ -128,7 +128,9 @@ class Recorder:
         return said
 
     def _sample(self, seconds: float, document: dict[str, Any]) -> dict[str, Any]:
-        held = {each.pid: each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(self._card)}
+        held = {
+            process.pid: process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(self._card)
+        }
         card = pynvml.nvmlDeviceGetMemoryInfo(self._card, version=pynvml.nvmlMemory_v2)
         engine = 0 if self._engine is None else held.get(self._engine.pid, 0)
         gpu = {

@@ -26,7 +26,7 @@ def make_snapshot(*gpus: Gpu, had: tuple[str, ...]) -> Snapshot:
 
 
 def owned(at: Snapshot) -> list[tuple[int, str]]:
-    return [(each.reading.index, each.reading.uuid) for each in add_lost_gpus(at).owned_gpus]
+    return [(gpu.reading.index, gpu.reading.uuid) for gpu in add_lost_gpus(at).owned_gpus]
 
 
 def test_the_one_that_does_not_open_is_the_one_that_is_missing() -> None:

@@ -82,8 +82,8 @@ class Course:
 
 def follow(observations: Iterable[Observation], track: Track | None = None) -> Course:
     verdicts, alarm = [], None
-    for each in observations:
-        track = observe(track or start_track(each.seconds), each)
+    for observation in observations:
+        track = observe(track or start_track(observation.seconds), observation)
         verdicts.append(track.verdict)
         if track.verdict is Certainty.LEAKING and alarm is None:
             alarm = track.estimate
@@ -95,5 +95,5 @@ def changed(
     observations: Iterable[Observation], when: Callable[[Observation], bool], **change: object
 ) -> Iterator[Observation]:
     """Yield the readings, with other values in those for which `when` holds."""
-    for each in observations:
-        yield replace(each, **change) if when(each) else each
+    for observation in observations:
+        yield replace(observation, **change) if when(observation) else observation

@@ -34,14 +34,14 @@ SHAPES: dict[str, tuple[Shape, Certainty]] = {
 
 
 def shifted(observations: Iterable[Observation]) -> Iterator[Observation]:
-    return (replace(each, seconds=each.seconds + 1.7e9) for each in observations)
+    return (replace(observation, seconds=observation.seconds + 1.7e9) for observation in observations)
 
 
 def scaled(observations: Iterable[Observation]) -> Iterator[Observation]:
     """Tell MiB as if they were MB."""
-    for each in observations:
-        held, room = (round((amount or 0) * MIB / 1e6) for amount in (each.held_bytes, each.room_bytes))
-        yield replace(each, held_bytes=held, room_bytes=room)
+    for observation in observations:
+        held, room = (round((amount or 0) * MIB / 1e6) for amount in (observation.held_bytes, observation.room_bytes))
+        yield replace(observation, held_bytes=held, room_bytes=room)
 
 
 def doubled(observations: Iterable[Observation]) -> Iterator[Observation]:
@@ -50,24 +50,27 @@ def doubled(observations: Iterable[Observation]) -> Iterator[Observation]:
 
 def thinned(observations: Iterable[Observation]) -> Iterator[Observation]:
     chance = random.Random(7)  # noqa: S311 - it plays a bad network
-    return (each for each in observations if chance.random() > 0.3)
+    return (observation for observation in observations if chance.random() > 0.3)
 
 
 def jittered(observations: Iterable[Observation], seed: int = 8) -> Iterator[Observation]:
     chance = random.Random(seed)  # noqa: S311 - it plays a driver that rounds
-    return (replace(each, held_bytes=(each.held_bytes or 0) + chance.choice((-2, 0, 2)) * MIB) for each in observations)
+    return (
+        replace(observation, held_bytes=(observation.held_bytes or 0) + chance.choice((-2, 0, 2)) * MIB)
+        for observation in observations
+    )
 
 
 def silent(observations: Iterable[Observation]) -> Iterator[Observation]:
-    return (replace(each, finished_total=None, run_id=None) for each in observations)
+    return (replace(observation, finished_total=None, run_id=None) for observation in observations)
 
 
 def in_turn(observations: Iterable[Observation]) -> Iterator[Observation]:
     """Let two servers answer in turn, one that began later and has done a little less."""
     chance = random.Random(9)  # noqa: S311 - it plays a load balancer
-    for each in observations:
-        later = replace(each, run_id="2", finished_total=0.9 * (each.finished_total or 0.0))
-        yield chance.choice((each, later))
+    for observation in observations:
+        later = replace(observation, run_id="2", finished_total=0.9 * (observation.finished_total or 0.0))
+        yield chance.choice((observation, later))
 
 
 def misdated(observations: Iterable[Observation]) -> Iterator[Observation]:

@@ -249,8 +249,8 @@ def test_a_counter_that_was_reset_within_one_run_does_not_begin_it_again() -> No
 
 
 def changed_total(observations: Iterator[Observation], share: object) -> Iterator[Observation]:
-    for each in observations:
-        yield replace(each, finished_total=round((each.finished_total or 0.0) * share(each)))  # type: ignore[operator]
+    for observation in observations:
+        yield replace(observation, finished_total=round((observation.finished_total or 0.0) * share(observation)))  # type: ignore[operator]
 
 
 def test_an_alarm_waits_the_longer_the_more_of_the_growth_is_single_large_steps() -> None:
