@@ -1,7 +1,7 @@
 """The probe that vLLM loads into each of its processes to write memory figures to a file.
 
-The probe never raises into vLLM, blocks vLLM or initialises CUDA. It runs in vLLM's Python, version
-3.9 or later, without any other packages.
+The probe never raises an error in vLLM's code, blocks vLLM or initialises CUDA. It runs in vLLM's
+Python, version 3.9 or later, without any other packages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def register() -> None:
     try:
         folder = os.environ.get("HEADROOM_PROBE_DIR")
         if folder:
-            # The import is here so that the plugin costs nothing without a folder, and so that
-            # errors are caught.
+            # The import is inside the function for two reasons: without a folder, the plugin costs
+            # nothing, and an error during the import is caught.
             from vllm_headroom_probe.hooks import begin  # noqa: PLC0415
 
             # The callers' frames hold the objects that vLLM is building.

@@ -11,14 +11,14 @@ ADAPTER = "adapter"
 OTHER = "other"
 
 MAX_ADAPTERS = 1024
-"""The maximum number of adapters remembered as loaded. If there are more, all are forgotten, and
-the next step with an adapter counts as loading it.
+"""The maximum number of adapters remembered as loaded. If there are more, all are forgotten. The
+next step that uses a forgotten adapter then counts as loading it.
 """
 
 NEXT_LOGPROBS_SHARE = 0.4
-"""The share of the previous request's prompt logprobs memory that vLLM still holds while it
-computes those of the next request: the logprobs take four of ten bytes (_get_prompt_logprobs_dict
-in vllm/v1/worker/gpu_model_runner.py). The measured share is 0.41.
+"""While vLLM computes the prompt logprobs of a request, it still holds this share of the memory
+that the previous request's prompt logprobs took. Of every ten bytes, the logprobs themselves take
+four (_get_prompt_logprobs_dict in vllm/v1/worker/gpu_model_runner.py). The measured share is 0.41.
 """
 
 COLOURS = 3
@@ -40,7 +40,9 @@ class Step(NamedTuple):
     logprobs_requests: int
     """The number of requests with prompt logprobs."""
     logprobs_tokens: int
-    """The tokens of the largest of these requests, because vLLM computes them one after another."""
+    """The tokens of the largest request with prompt logprobs. vLLM computes these requests one
+    after another, so only the largest counts.
+    """
     logprobs_size: int
     """`logprobs_tokens` plus the share of the second largest request that vLLM may hold at the same
     time.
@@ -52,8 +54,8 @@ class Step(NamedTuple):
     drafts: int
     """The number of drafted tokens that the step verifies."""
     is_repeatable: bool
-    """Whether the step only computes its requests' next tokens. Most steps do, and the next step is
-    likely to repeat such a step.
+    """Whether the step only computes the next tokens of its requests. Most steps are of this type,
+    and the step that follows is likely to be the same again.
     """
 
 
@@ -101,7 +103,7 @@ class Batch:
         """The adapters that have been loaded."""
 
     def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return what an ordered step computes; steps that repeat the last one may be skipped."""
+        """Return what an ordered step computes; callers may leave out a step like the last one."""
         scheduled_tokens: dict[str, int] = order.num_scheduled_tokens
         for request_id in order.finished_req_ids:
             self._prompts.pop(request_id, None)
@@ -181,7 +183,7 @@ class Batch:
         return 1
 
     def _admit_resumed(self, order: Any) -> None:  # noqa: ANN401
-        """Start again to follow requests that resume after a preemption, which restarts them."""
+        """Follow requests that resume after a preemption anew, because they start over."""
         resumed_ids = getattr(order.scheduled_cached_reqs, "resumed_req_ids", ())
         for request_id in resumed_ids:
             self._prompts[request_id] = Prompt(None, has_logprobs=False)
@@ -189,7 +191,7 @@ class Batch:
     def _follow_earlier(
         self, scheduled_tokens: dict[str, int], new_ids: list[str], finished_ids: set[str]
     ) -> bool:
-        """Return whether the step contains a request from before the first observed step."""
+        """Return whether the step contains a request that began before the first observed step."""
         if self._earlier_ids is None:
             self._earlier_ids = set(scheduled_tokens).difference(new_ids)
         if self._earlier_ids:
@@ -199,7 +201,8 @@ class Batch:
     def _advance(self, request_id: str, prompt: Prompt, tokens: int, order: Any) -> bool:  # noqa: ANN401
         """Count a request's tokens in this step; return whether they belong to its prompt."""
         if prompt.tokens is None:
-            # A decode has one token plus drafts. With more tokens, the request is being recomputed.
+            # In a decode, a request has one token, plus its drafted tokens. If it has more tokens,
+            # its prompt is being recomputed.
             is_prompt = tokens > 1 and request_id not in order.scheduled_spec_decode_tokens
             if tokens and not is_prompt:
                 del self._prompts[request_id]

@@ -15,12 +15,11 @@ HOLDERS = {
     "worker_main": "worker",
     "run_engine_core": "engine_core",
 }
-"""vLLM functions that have a variable with the process's worker or core, and the variable's name.
-"""
+"""vLLM functions that hold the process's worker or core in a variable, and that variable's name."""
 
 LOOPS = {"worker_main", "run_engine_core"}
-"""The functions in HOLDERS that run for as long as the process. Reading their few variables from
-another thread does not keep any tensor alive.
+"""The functions in HOLDERS that do not return until the process exits. Another thread can read
+their few variables without keeping any tensor alive.
 """
 
 WORKER_CLASSES = {"WorkerWrapperBase", "WorkerProc", "WorkerBase"}
@@ -39,15 +38,17 @@ DIVIDING_SIZES = (
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
-"""The sizes of the kinds of parallelism with which a token's bytes depend on the layer, position or
-rank.
+"""The settings for the sizes of some kinds of parallelism. If one of these sizes is above 1, a
+token's bytes depend on the layer, position or rank.
 """
 
 MAX_BLOCKS = 100_000
-"""The maximum number of blocks of live requests that are counted, which takes about 10 ms."""
+"""The maximum number of blocks of live requests that are counted. Counting this many takes about 10
+ms.
+"""
 
 AMOUNT_LIMIT = 1 << 63
-"""A number counts as an amount only if it is below this (our choice)."""
+"""A number at or above this limit, which we chose, is not accepted as an amount."""
 
 
 def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
@@ -181,8 +182,9 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
-    # The scheduler keeps running during these readings. A block that it moves in the meantime
-    # counts as free, or is live in one of the two readings before and after.
+    # The scheduler keeps running during these readings, so live blocks are read before and after
+    # the free blocks. A block that the scheduler moves in the meantime counts as free, or is live
+    # in one of the two readings.
     live_earlier = _find_live_blocks(scheduler)
     free_blocks = to_integer(read_own(pool, "free_block_queue.num_free_blocks"))
     live_later = _find_live_blocks(scheduler)
@@ -192,8 +194,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
-    # If a token's bytes depend on the layer, a block may lack its first tokens, in which case
-    # tokens cannot be counted.
+    # If a token's bytes depend on the layer, a block may lack its first tokens. Tokens can then not
+    # be counted.
     live_tokens = None
     if live_later is not None and bytes_per_token is not None:
         live_tokens = live_later.tokens
@@ -216,7 +218,7 @@ class LiveBlocks(NamedTuple):
 
     block_ids: set[int]
     tokens: int | None
-    """The number of tokens in the blocks; None if unknown."""
+    """The number of tokens that the blocks hold; None if unknown."""
 
 
 def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
@@ -245,7 +247,7 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
         block_ids.update(request_block_ids)
         computed_tokens = to_integer(read_own(request, "num_computed_tokens"))
         if block_size and computed_tokens is not None:
-            # Only the end of a request's blocks can be empty.
+            # Only the last blocks of a request can have unused space.
             empty_tokens.append(len(request_block_ids) * block_size - computed_tokens)
     if not block_size or len(empty_tokens) < len(holdings):
         return LiveBlocks(block_ids, tokens=None)

@@ -14,8 +14,8 @@ MAX_DOCUMENT_BYTES = 16 * 1024
 """The maximum size of a process's file; the sidecar does not read larger ones."""
 
 MAX_KEPT_FILES = 64
-"""The number of files kept. A file remains when its process exits. A server has a few dozen files,
-and a crash loop must not fill up the volume.
+"""The number of newest files kept. A file remains when its process exits, so without a limit, a
+crash loop would fill up the volume. A server has a few dozen files.
 """
 
 FILE_NAME = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record)?\.json\.tmp")
@@ -23,10 +23,12 @@ FILE_NAME = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record
 name a folder with models."""
 
 MAX_ENTRIES = 4096
-"""The maximum number of folder entries that are read. Hundreds of runs leave fewer."""
+"""The maximum number of folder entries that are read. Even hundreds of runs leave fewer entries."""
 
 START_TICKS_FIELD = 19
-"""The position of the start time after the name in /proc/self/stat (see proc(5))."""
+"""The index of the start time among the fields that follow the process's name in /proc/self/stat
+(see proc(5)).
+"""
 
 
 def read_start() -> tuple[float, float]:
@@ -82,7 +84,7 @@ def write_document(
 def prune(folder: str, max_files: int = MAX_KEPT_FILES) -> None:
     """Remove the probe's oldest files until `max_files` are left.
 
-    Other processes may do the same at the same time. Raises OSError if the folder cannot be read.
+    Other processes may remove files at the same time. Raises OSError if the folder cannot be read.
     """
     files = []
     with os.scandir(folder) as entries:

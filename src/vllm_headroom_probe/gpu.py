@@ -18,10 +18,10 @@ deadlock the engine (vllm/csrc/cumem_allocator.cpp).
 """
 
 ALLOCATOR_FIGURES = ("allocated", "reserved", "inactive_split")
-"""The names in torch's statistics of the figures that are read."""
+"""The figures that are read, by their names in torch's statistics."""
 
 MAX_TAG_CHARACTERS = 32
-"""The number of characters kept of a tag in the sleep pool."""
+"""The number of characters that are kept from a tag in the sleep pool."""
 
 
 def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
@@ -31,7 +31,7 @@ def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
 
 
 def can_read_torch(worker: object) -> bool:
-    """Return whether reading torch's allocator is safe, because it never waits for Python.
+    """Return whether reading torch's allocator is safe. It is if the allocator never calls Python.
 
     Returns False if the worker's configuration is unknown.
     """
@@ -57,7 +57,8 @@ def read_pinned() -> int | None:
     if torch_cuda is None:
         return None
     stats = torch_cuda.host_memory_stats_as_nested_dict()
-    # torch 2.7 to 2.9 call the memory in use `allocated_bytes`, and all of it `reserved_bytes`.
+    # In torch 2.7 to 2.9, `allocated_bytes` is the pinned memory in use, and `reserved_bytes` is
+    # all pinned memory.
     owned = stats.get("reserved_bytes") or stats.get("allocated_bytes") or {}
     return to_integer(owned.get("current"))
 

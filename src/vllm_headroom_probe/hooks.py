@@ -24,8 +24,9 @@ _probe: Probe | None = None
 def begin(folder: str, frame: FrameType | None) -> None:
     """Start this process's probe on the first call; look for vLLM's worker or core on each call.
 
-    `frame` is the caller's frame, which is needed because vLLM calls this function while it is
-    building the worker or core. Nothing is started in an unsupported version of vLLM.
+    `frame` is the caller's frame. vLLM calls this function while it is building the worker or core,
+    so one of the frames on this stack holds that object. Nothing is started in an unsupported
+    version of vLLM.
     """
     global _probe  # noqa: PLW0603 - see above
     vllm = sys.modules.get("vllm")

@@ -1,4 +1,4 @@
-"""Read the container's host memory, which only a process inside the container can do."""
+"""Read the container's host memory. Only a process inside the container can read it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _read_shm(path: str) -> dict[str, int] | None:
 
 
 def _read_cgroup(root: str) -> dict[str, int | None] | None:
-    """Return the memory that counts against the limit; `file` is the page cache's share of it.
+    """Return the memory that counts against the limit; `file` is the part of it in page cache.
 
     Values that cannot be read are None. Returns None if the cgroup is not visible.
     """

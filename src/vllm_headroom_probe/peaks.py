@@ -20,27 +20,27 @@ RECENT_BUCKETS = 12
 """The number of newest buckets whose highest peak is kept. Twelve buckets cover the last minute."""
 
 MAX_SIZE_CLASSES = 20
-"""The number of size classes per kind in the file, which are the largest ones. There are two
-classes per doubling of the size.
+"""The number of size classes of each kind that are written to the file. These are the largest ones.
+Each time the size doubles, there are two more classes.
 """
 
 MAX_REASON_CHARACTERS = 200
-"""The number of characters of an error in the file."""
+"""The number of characters of an error's text that are written to the file."""
 
 REPEATED_STEPS = 32
-"""One in this many steps that repeat the previous one is measured."""
+"""Of the steps that repeat the previous step, one in this many is measured."""
 
 MIN_INTERVAL_NS = 100_000_000
 """The minimum time between two measured steps, unless a step is larger than those measured so far.
 Measuring a step takes 0.15 milliseconds: three readings of torch's figures, and code that must be
-fetched from memory again. The hook's share of the time is thus limited to 0.15 %.
+fetched from memory again. The hook therefore takes at most 0.15 % of the time.
 """
 
 Call = Callable[..., Any]
 
 
 class Peak(NamedTuple):
-    """The highest transient memory of one half of a step, and that step."""
+    """The highest transient memory of one half of a step, with the facts about this step."""
 
     transient_bytes: int
     size: int
@@ -178,8 +178,8 @@ class Peaks:
         """The highest number of rows sampled by a measured step."""
         self._measured_at_ns = 0
         """When the last measured step began, on the monotonic clock."""
-        # The step that the next one is compared with, as plain numbers because each lookup costs
-        # time.
+        # The step with which the next step is compared. It is kept as plain numbers, because each
+        # lookup of an attribute costs time.
         self._repeatable_tokens: int | None = None
         """The number of tokens in the newest step; None if it is not repeatable."""
         self._repeatable_requests = 0
@@ -235,10 +235,10 @@ class Peaks:
         self._wrappers[name] = wrapper
         setattr(self._runner, name, wrapper)
 
-    # Whatever the measurement raises, the wrapped methods run, and their results and errors are
-    # unchanged. Most steps repeat the previous one and are not measured. For these, the wrappers do
-    # very little, because after vLLM's own work each line of code must be fetched from memory
-    # again.
+    # If the measurement raises an error, the wrapped methods still run, and their results and
+    # errors are unchanged. Most steps repeat the previous one and are not measured. In such a step,
+    # the wrappers run as little code as possible: after vLLM's own work, their code is no longer in
+    # the CPU's caches and has to be fetched from memory.
 
     def _wrap_forward(self, call: Call) -> Call:
         """Return the method for a step's first half, wrapped in the measurement."""
@@ -295,13 +295,14 @@ class Peaks:
             logger.warning("headroom probe: peaks are not measured: %s", self._stop_reason)
 
     def _begin_forward(self, order: Any, *_arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        """Follow the scheduler's output, and start measuring the forward pass if that is due.
+        """Follow the scheduler's output, and start measuring the forward pass if `_is_due` says so.
 
         If there are no tokens and no images, nothing is computed.
         """
         if self._is_over:
             return
-        # vLLM's second runner profiles itself with this method and then reads the same peak.
+        # vLLM's second runner calls this method to profile itself, and then reads the same peak of
+        # torch.
         if options.get("dummy_run"):
             self._forget_step()
             return
@@ -329,7 +330,7 @@ class Peaks:
         self._hook_ns += time.perf_counter_ns() - start_ns
 
     def _is_due(self, step: Step, now_ns: int) -> bool:
-        """Return whether to measure a step, and record its size if so."""
+        """Return whether to measure a step. If it is to be measured, record its size."""
         rows = step.requests + step.drafts
         largest_tokens = self._largest_tokens.get(step.kind, 0)
         is_larger = step.total_tokens > largest_tokens or rows > self._largest_rows

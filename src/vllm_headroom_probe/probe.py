@@ -34,7 +34,7 @@ longer than this. Both hold the GIL.
 """
 
 MAX_SLOW_READINGS = 2.5
-"""The probe stops if the count of slow readings exceeds this number, which means at the third slow
+"""The probe stops if the count of slow readings exceeds this number, so it stops at the third slow
 reading.
 """
 
@@ -56,14 +56,15 @@ ends after 10 s.
 """
 
 MAX_NAME_CHARACTERS = 64
-"""The number of characters of a process's name, or of a package's version, in the file."""
+"""The number of characters of a process's name or a package's version that are written to the file.
+"""
 
 MAX_REASON_CHARACTERS = 200
-"""The number of characters of the reason for stopping in the file."""
+"""The number of characters of the reason for stopping that are written to the file."""
 
 
 def read_or_none(read: Callable[[], T | None]) -> T | None:
-    """Return what `read` returns; None if it raises, as with unknown versions of vLLM or torch."""
+    """Return what `read` returns; None if it raises, as in unknown versions of vLLM or torch."""
     try:
         return read()
     except Exception:  # noqa: BLE001 - with any error the fact is absent, and vLLM continues to serve
@@ -107,7 +108,7 @@ class Probe:
     def start(self) -> None:
         """Start the thread, or restart it after `pause`.
 
-        A thread that did not end in `pause` is hanging, in which case no other thread is started
+        If the thread did not end in `pause`, it hangs. In this case, no other thread is started,
         and the probe stops.
         """
         if self._thread is not None and self._thread.is_alive():
@@ -128,8 +129,8 @@ class Probe:
     def begin_history(self, frame: FrameType | None) -> None:
         """Make torch record its memory history, if snapshots are requested.
 
-        torch calls this when it initialises CUDA. `frame` is the caller's frame, on whose stack is
-        the worker or core, which has the configuration.
+        torch calls this when it initialises CUDA. `frame` is the caller's frame. A frame further up
+        its stack holds the worker or core, which has the configuration.
         """
         if self.snapshots is not None:
             self.engine.search(frame)
@@ -140,7 +141,7 @@ class Probe:
     ) -> None:
         """Write the file with torch's figures before torch raises an OutOfMemoryError.
 
-        torch calls this in the thread that needs the memory, which waits at most
+        torch calls this in the thread that needs the memory. This thread waits at most
         MAX_OOM_WAIT_SECONDS for the write. Nothing is written if the probe is not running.
         """
         worker = self.engine.worker
@@ -233,7 +234,7 @@ class Probe:
             snapshot.is_settled.set()
 
     def _rate_reading(self, reading_seconds: float) -> None:
-        """Count a slow reading; a fast one cancels part of an earlier slow one."""
+        """Count a slow reading; let a fast reading reduce the count of slow ones a little."""
         self._longest_seconds = max(self._longest_seconds, reading_seconds)
         if reading_seconds > SLOW_SECONDS:
             self._slow_readings += 1

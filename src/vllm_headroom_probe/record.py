@@ -23,27 +23,27 @@ MAX_RECORDING_SECONDS = 3600
 """The maximum duration of a recording, regardless of the request."""
 
 UNATTENDED_SECONDS = 60
-"""A request that has not been touched for this long has lapsed, and its recording ends. The command
-touches its request every few seconds.
+"""If a request's file has not been touched for this long, the request has lapsed, and its recording
+ends. The command touches its request every few seconds.
 """
 
 MAX_FRAMES = 8
 """The number of frames recorded per stack."""
 
 MAX_STACKS = 20
-"""The number of stacks in an answer, which are the ones that hold the most memory."""
+"""The number of stacks in an answer. These are the stacks that hold the most memory."""
 
 MAX_LINE_CHARACTERS = 200
-"""The number of characters kept of a frame: the end of its path, and its line number."""
+"""The number of characters kept from a frame, which are the end of its path and its line number."""
 
 MAX_ANSWER_BYTES = 256 * 1024
 """The maximum size of an answer file."""
 
 MAX_REQUEST_BYTES = 4096
-"""The number of bytes read of a request file."""
+"""The maximum number of bytes read from a request file."""
 
 MAX_ID_CHARACTERS = 64
-"""The number of characters kept of a request's ID."""
+"""The number of characters kept from a request's ID."""
 
 MAX_TRACER_BYTES = 128 << 20
 """The maximum amount of memory for tracemalloc itself, which is enough for about a million
@@ -166,7 +166,8 @@ class Recording:
         Memory that has been freed does not count.
         """
         start_cpu_seconds = time.thread_time()
-        # Copying the traced allocations holds the GIL, so its duration is reported as the pause.
+        # Copying the traced allocations holds the GIL, so the time that it takes is reported as the
+        # pause.
         start_seconds = time.perf_counter()
         tracer_bytes = tracemalloc.get_tracemalloc_memory() if self._is_host_traced else 0
         host_snapshot = tracemalloc.take_snapshot() if self._is_host_traced else None
@@ -199,7 +200,8 @@ def is_history_on() -> bool:
 def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
     """Return the request in a file in the folder.
 
-    The result is empty if there is no valid request, or if the command no longer keeps it alive.
+    The result is empty if there is no valid request, or if its file has not been touched for
+    UNATTENDED_SECONDS.
     """
     try:
         file = _read_start(os.path.join(folder, name))  # noqa: PTH118 - see folder
@@ -230,7 +232,7 @@ def _read_start(path: str) -> RequestFile:
 
 
 def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
-    """Return the stacks of Python's largest allocations, without the probe's own."""
+    """Return the stacks of Python's largest allocations, except the probe's own allocations."""
     probe_folder = os.path.dirname(__file__)  # noqa: PTH120
     stacks: list[dict[str, Any]] = []
     for statistic in snapshot.statistics("traceback"):

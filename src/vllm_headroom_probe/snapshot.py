@@ -1,4 +1,4 @@
-"""Make torch record its memory history, and write its snapshot when it runs out of memory.
+"""Make torch record its memory history, and write a snapshot when torch runs out of memory.
 
 The file is a pickle for memory_viz. This module is imported only if HEADROOM_PROBE_SNAPSHOT is set.
 """
@@ -29,15 +29,17 @@ FORMAT_FIELD = "headroom_snapshot"
 """The field that identifies such a request; its value is the version of the format."""
 
 MAX_HISTORY_EVENTS = 10_000
-"""The number of newest allocations and releases that torch keeps per GPU (our choice). It limits
-the memory that the history takes and the time that a snapshot takes.
+"""The number of newest allocations and releases that torch keeps per GPU. We chose it to limit the
+memory that the history takes and the time that a snapshot takes.
 """
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 """The maximum size of a snapshot. A snapshot with a full history and 3,000 blocks takes 1.5 MiB."""
 
 MAX_WRITE_SECONDS = 10.0
-"""The time limit for writing a snapshot, during which an OutOfMemoryError waits for it."""
+"""The time limit for writing a snapshot. An OutOfMemoryError is delayed while its snapshot is
+written.
+"""
 
 MAX_KEPT_SNAPSHOTS = 16
 """The number of newest snapshots kept, so that a crash loop does not fill up the volume."""
@@ -49,12 +51,12 @@ MAX_ENTRIES = 4096
 """The maximum number of folder entries that are read."""
 
 MAX_LARGEST = 10
-"""The number of lines of code listed in the probe's file, which are the ones that hold the most
+"""The number of lines of code listed in the probe's file. These are the lines that hold the most
 memory.
 """
 
 MAX_PATH_CHARACTERS = 120
-"""The number of characters kept from the end of such a line's path."""
+"""The number of characters kept from the end of the path of a line of code."""
 
 MAX_REPORT_BYTES = 3000
 """The maximum number of bytes that the facts about one snapshot may take in the probe's file. The
@@ -66,8 +68,8 @@ MAX_PROBLEM_CHARACTERS = 200
 """The number of characters kept of an error's text."""
 
 TORCH_CODE = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches the paths of torch itself and of the code that it generates. The line that calls such
-code says more about who holds the memory.
+"""Matches the paths of torch itself and of the code that torch generates. Such lines are skipped,
+because the line that calls them says more about who holds the memory.
 """
 
 PICKLE_PROTOCOL = 4
@@ -80,9 +82,9 @@ class TakenSnapshot(NamedTuple):
     kind: str
     """Why the snapshot was taken: "oom" or "requested"."""
     taken_at: float
-    """When it was taken, in seconds since the epoch."""
+    """When the snapshot was taken, in seconds since the epoch."""
     pause_seconds: float
-    """How long torch took, during which no Python code ran."""
+    """How long torch took to create the snapshot. No Python code ran during this time."""
     content: dict[str, Any]
     request_id: str | None
     is_settled: threading.Event
@@ -134,8 +136,8 @@ class Snapshots:
             _warn("no history is kept: %s is no folder that vLLM can write", self._folder)
             return
         try:
-            # If vLLM's user already records a history, it is left alone, because it serves the
-            # purpose too.
+            # If vLLM's user already records a history, this history is left alone and used for the
+            # snapshots.
             if not is_history_on():
                 self._is_ours = True
                 torch_cuda.memory._record_memory_history(  # noqa: SLF001 - torch's documented name
@@ -157,8 +159,8 @@ class Snapshots:
     def take_oom(self, owner: object) -> TakenSnapshot | None:
         """Take the snapshot of an OutOfMemoryError, for `tick` to write.
 
-        torch calls its observers without holding the allocator's lock. Returns None if no history
-        is recorded, and for any error after the first.
+        This is safe, because torch calls its observers without holding the allocator's lock.
+        Returns None if no history is recorded, and for any OutOfMemoryError after the first.
         """
         if self._began_at is None or self._has_taken_oom or not can_read_torch(owner):
             return None
@@ -201,7 +203,8 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - without the snapshot the probe goes on
             report["problem"] = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
             _warn("no snapshot: %s", report["problem"])
-        # Paths with non-ASCII letters take up to six times as many bytes.
+        # In JSON, non-ASCII letters in a path take up to six bytes each, so the report may be too
+        # long.
         while report["largest"] and len(json.dumps(report)) > MAX_REPORT_BYTES:
             report["largest"].pop()
 
@@ -218,9 +221,9 @@ class Snapshots:
 
 
 def find_torch_cuda() -> Any:  # noqa: ANN401 - torch's
-    """Return torch.cuda; None if CUDA is not initialised or being initialised by this thread."""
+    """Return torch.cuda; None unless CUDA is initialised, or this thread is initialising it."""
     module = read_own(sys.modules.get("torch"), "cuda")
-    # While torch initialises CUDA, it runs the calls queued for that moment, such as ours.
+    # While torch initialises CUDA, it runs the calls that were queued until then, including ours.
     is_initialising = getattr(getattr(module, "_tls", None), "is_initializing", False)
     return module if is_initialising else find_cuda()
 
@@ -260,7 +263,7 @@ class Holding:
 def list_largest(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the lines of code that hold the most torch memory, largest first.
 
-    For memory allocated before the history, `file` and `line` are None.
+    For memory allocated before the history began, `file` and `line` are None.
     """
     allocated_seconds = _list_allocation_times(snapshot)
     holdings: dict[tuple[str | None, int | None], Holding] = {}
@@ -305,7 +308,7 @@ def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 -
 class BoundedFile:
     """A file that a pickler writes to.
 
-    If a snapshot is too large or takes too long, an error aborts it.
+    If a snapshot becomes too large or takes too long, the file raises an error to abort it.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -355,7 +358,7 @@ def _prune(folder: str, max_files: int) -> None:
 def _list_snapshots(entries: Iterator[os.DirEntry[str]]) -> Iterator[tuple[float, str]]:
     """Yield the time and path of each snapshot, finished or not."""
     for entry in islice(entries, MAX_ENTRIES):
-        # Another process may have removed it in the meantime.
+        # Another process may have removed the file in the meantime.
         with contextlib.suppress(OSError):
             if FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 yield entry.stat(follow_symlinks=False).st_mtime, entry.path

@@ -73,7 +73,7 @@ class Shm(Struct, frozen=True, kw_only=True):
 
 
 class HostReading(Struct, frozen=True, kw_only=True):
-    """One reading of the engine's container, the machine and /dev/shm; None if not visible."""
+    """A reading of the engine's container, the machine and /dev/shm; a field is None if unknown."""
 
     cgroup: Cgroup | None = None
     machine: MachineMemory | None = None
@@ -215,8 +215,8 @@ not sufficient, because pids are reused.
 """
 
 SAME_START_SECONDS: Final = 2.0
-"""Two start times that differ by no more than this may belong to the same process. The two programs
-compute them from the kernel's boot time, which changes when the clock is set.
+"""Two start times that differ by no more than this may belong to the same process. A start time is
+computed from the kernel's boot time, which changes when the clock is set.
 """
 
 
@@ -335,8 +335,8 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """The root processes of all other engines."""
 
     ports: frozenset[int] = frozenset()
-    """The port on the engine's command line or, if no engine is chosen, the ports of all visible
-    engines.
+    """The port on the engine's command line. If no engine is chosen, these are the ports of all
+    visible engines.
     """
 
     orphans: frozenset[int] = frozenset()
@@ -416,7 +416,7 @@ class EngineName(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Return its name for people and for --engine: NAMESPACE/POD, the unit or the URL."""
+        """Return the name to show, and to pass to --engine: NAMESPACE/POD, the unit or the URL."""
         if self.pod is not None:
             return f"{self.namespace}/{self.pod}" if self.namespace else self.pod
         return self.unit or self.engine_url

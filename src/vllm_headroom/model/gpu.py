@@ -34,8 +34,8 @@ class AllocatorReading(Struct, frozen=True, kw_only=True):
 
     uuid: str
     total_bytes: int | None = None
-    """The device's memory as the process sees it. This is less than the device has if a layer in
-    between limits it.
+    """The device's memory as the process sees it. A layer between the process and the driver may
+    limit it to less than the device has.
     """
 
     allocated_bytes: int | None = None
@@ -99,7 +99,8 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     seen: int | None = None
-    """The number of errors raised by the process. The name is taken from the probe's file."""
+    """The number of errors raised by the process. The field has the same name in the probe's file.
+    """
 
     step: StepAtError | None = None
     """The step that raised the error; None without HEADROOM_PROBE_PEAKS, and for an error outside a
@@ -203,7 +204,7 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
     def has_silent_core(self) -> bool:
         """Return whether the probe in a live core is silent while another process's probe writes.
 
-        If no probe is writing, the folder may be the cause.
+        If no probe at all is writing, the result is False, because the folder may be the cause.
         """
         return bool(self.present) and any(process.scheduler for process in self.silent)
 
@@ -240,11 +241,13 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     total_bytes: int
     used_bytes: int
-    """The memory that processes use. In v1 and from AMD, it also includes the reserved memory."""
+    """The memory that processes use. With v1 and on AMD cards, it also includes the reserved
+    memory.
+    """
 
     free_bytes: int
     reserved_bytes: int | None
-    """The memory reserved by the driver and firmware; None in v1 and from AMD."""
+    """The memory reserved by the driver and firmware; None with v1 and on AMD cards."""
 
     machine_available_bytes: int | None = None
     """For a GPU that uses the machine's memory, the machine's available memory, which the GPU
@@ -258,7 +261,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> int:
-        """Return the GPU's total memory as CUDA reports it, of which vLLM takes its share.
+        """Return the GPU's total memory as CUDA reports it. vLLM's budget is a share of this total.
 
         This is NVML's total minus the driver's reserve. For example, one GPU had 95.59 GiB
         according to NVML and 94.97 GiB according to CUDA (ollama/ollama#18201). If the reserve is
@@ -273,7 +276,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def is_unified(self) -> bool:
-        """Return whether this is the machine's memory, which everything on the machine uses."""
+        """Return whether the GPU uses the machine's memory, which it shares with all programs."""
         return self.machine_available_bytes is not None
 
 
@@ -355,8 +358,8 @@ class GpuReading(Device, frozen=True, kw_only=True):
     """The XID codes with their counts since the daemon started."""
 
     failure: Failure | None = None
-    """Why the device cannot be read, in which case only its names and `xid_errors` are known; None
-    if it was read.
+    """Why the device cannot be read; None if it was read. If it cannot be read, only its names and
+    `xid_errors` are known.
     """
 
     vendor: Vendor = Vendor.NVIDIA
@@ -396,9 +399,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """The memory that other processes hold; None if they cannot be identified."""
 
     held_bytes: int | None = None
-    """The engine's memory. This is `engine_bytes` or, if that can never be known on a device, all
-    used memory that is not known to belong to other processes; None while it is unknown, and on a
-    device that is not the engine's.
+    """The engine's memory: `engine_bytes` if the device's processes can be attributed. If they
+    never can, all used memory that is not known to belong to other processes counts as the
+    engine's. None while the engine's memory is unknown, and on a device that is not the engine's.
     """
 
     process_count: int | None = None
@@ -414,8 +417,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     def room_bytes(self) -> int | None:
         """Return the memory that is left for the engine; None if unknown.
 
-        This is the free memory. If a layer between the engine and the driver limits the engine, it
-        is capped at what the limit still allows.
+        This is the GPU's free memory. If a layer between the engine and the driver limits the
+        engine, the result is at most the memory that this limit still allows.
         """
         if self.reading.memory is None:
             return None

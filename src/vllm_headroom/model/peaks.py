@@ -20,7 +20,7 @@ class StepFacts(Struct, frozen=True, kw_only=True):
     """The number of requests with prompt logprobs."""
 
     logprobs_tokens: int = 0
-    """The number of prompt tokens in the largest of these requests."""
+    """The number of prompt tokens in the largest request with prompt logprobs."""
 
     images: int = 0
     pixels: int = 0
@@ -59,11 +59,13 @@ def _count(number: int, thing: str) -> str:
 
 
 class WorkPeak(Struct, frozen=True, kw_only=True):
-    """The most memory that a step took above the level at rest, and that step."""
+    """The memory above the level at rest that a step took at its peak, and facts about the step."""
 
     transient_bytes: int
     size: int
-    """The size that the memory depends on: tokens, rows or pixels, by kind of work."""
+    """The size on which the memory use depends: tokens, rows or pixels, depending on the kind of
+    work.
+    """
 
     step: StepFacts
 

@@ -25,7 +25,7 @@ MUTE_PROBE: Final = Failure(
     message="no running process of vLLM writes a probe's file: those that did have exited, or their"
     " probe has stopped",
 )
-"""The failure of a probe folder that has no file from a running process."""
+"""The failure of the probe if its folder contains no file from a running process."""
 
 
 TokenBytes = Callable[[str, int | None], int | None]
@@ -33,7 +33,7 @@ TokenBytes = Callable[[str, int | None], int | None]
 bytes that one token takes on all these GPUs together; None if unknown.
 
 If layers of several kinds share the blocks of the cache, the function returns NO_TOKEN_BYTES for
-any dtype, because neither bytes nor blocks are then a measure of tokens.
+any dtype, because neither bytes nor blocks can then be converted to tokens.
 """
 
 NO_TOKEN_BYTES: Final = 0
@@ -70,8 +70,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """The answers of the engine's other pages; None while they are not requested."""
 
     engine_status: EngineStatus | None = None
-    """The status of the engine; None if it is unknown, as after an error, in which case no evidence
-    is collected.
+    """The status of the engine; None if it is unknown, for example after an error. While it is
+    unknown, no evidence is collected.
     """
 
     neighbours: frozenset[ProcessName] = frozenset()
@@ -106,7 +106,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def is_in_service(self) -> bool:
-        """Return whether the engine is known to be in a run that has worked and still runs."""
+        """Return whether the engine is known to have done work in its current run."""
         return self.engine_status is not None and bool(self.engine_status.is_in_service)
 
     @property
@@ -126,7 +126,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Return the failure of each source that could not be read or whose probe is silent."""
+        """Return the failures of all sources that could not be read; a silent probe also counts."""
         probe = self.probe
         if isinstance(probe, ProbeReadings) and not probe.present:
             probe = MUTE_PROBE

@@ -226,9 +226,9 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return min(self._list_figures(field), default=None)
 
     def find_option(self, *names: str) -> Scalar:
-        """Return an option by any of its names: the given value, or the engine's choice.
+        """Return the value of an option with one of these names, as given or chosen by the engine.
 
-        Returns None if neither is known.
+        Returns None if the value is unknown.
         """
         for options in (self.arguments, self.config):
             for name in names:
@@ -303,9 +303,10 @@ be the engine's. vLLM logs its load every 10 s while it is working.
 def find_log_ending(
     reading: LogReading, end_seconds: float, now_seconds: float
 ) -> LogEnding | None:
-    """Return what the log reports about an exit observed at `end_seconds`; None if nothing.
+    """Return what the log shows about an exit observed at `end_seconds`; None if it shows nothing.
 
-    A log that continues until the exit without reporting a failure shows that there was none.
+    If the log continues until the exit and reports no failure, it shows that there was no failure.
+    The result is then an ending without a failure.
     """
     # The newest exit in the log is the one most likely to match this exit.
     for ending in reversed(reading.endings):

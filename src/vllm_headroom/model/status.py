@@ -38,7 +38,7 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
     excess_bytes: int
     """The amount by which the engine exceeds its budget at rest."""
     first_excess_bytes: int
-    """The same excess during the engine's first minutes of work."""
+    """The amount by which the engine exceeded its budget during its first minutes of work."""
     total_bytes: int
     """The size of the GPU."""
     seconds: float
@@ -57,7 +57,7 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
 
     @property
     def tight_bytes(self) -> float:
-        """Return the amount of free memory below which memory is tight for such an engine."""
+        """Return the amount of free memory below which memory is tight for this engine."""
         return max(TIGHT_SHARE * self.total_bytes, BURST_MARGIN * self.needed_bytes)
 
     def lower_utilization(self, utilization_ratio: float) -> float:
@@ -67,7 +67,7 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
 
 
 class StraightGrowth(Struct, frozen=True, kw_only=True):
-    """Straight-line growth of the engine up to the end, at level load."""
+    """Growth of the engine's memory that was linear until the end of a run, under a steady load."""
 
     grown_bytes: int
     seconds: float
@@ -82,8 +82,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     """One of the engine's GPUs before the end of a run; a field is None if unknown.
 
     `room` is free memory. The fields `first_…` are from the time when the engine started to serve
-    or, if that was not observed, when the record began. The fields `last_…` are the highest use, or
-    the least room, in the last minute and a half, including peaks between samples.
+    or, if that was not observed, when the record began. The fields `last_…` are the highest use or
+    the least room in the last 90 seconds, including peaks between samples.
     """
 
     total_bytes: int | None = None
@@ -92,7 +92,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     last_room_bytes: int | None = None
     first_held_bytes: int | None = None
     earlier_held_bytes: int | None = None
-    """The most that the engine held in the minutes before the last minute and a half."""
+    """The most memory that the engine held in the minutes that preceded the last 90 seconds."""
     last_engine_bytes: int | None = None
     first_other_bytes: int | None = None
     last_other_bytes: int | None = None
@@ -128,10 +128,11 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         return _subtract(self.first_other_bytes, self.last_other_bytes)
 
     def share_of_lost_room(self, growth_bytes: int | None) -> float:
-        """Return the share of the room lost since `first_…` that a growth explains.
+        """Return how much of the lost room a growth explains, as a share.
 
-        The result is 0 if the growth or the loss is unknown, or if nothing was lost. It is above 1
-        if the growth exceeds the loss.
+        The lost room is `first_room_bytes` minus `last_room_bytes`. The result is 0 if the growth
+        or the loss is unknown, or if nothing was lost. It is above 1 if the growth exceeds the
+        loss.
         """
         lost_bytes = _subtract(self.last_room_bytes, self.first_room_bytes)
         if growth_bytes is None or not lost_bytes:
@@ -208,7 +209,9 @@ class Ending(Struct, frozen=True, kw_only=True):
     engines: tuple[EngineReading, ...] = ()
     """The engines on the last page."""
     idle_seconds: float | None = None
-    """How long the engine had been idle at the last page; None if it had work, or if unknown."""
+    """How long the engine had been idle when the last page was read; None if it had work, or if
+    unknown.
+    """
     usual_running: float | None = None
     """The median of the running requests in the minutes before the end."""
     gpus: tuple[GpuAtEnd, ...] = ()
@@ -219,14 +222,14 @@ class Ending(Struct, frozen=True, kw_only=True):
     ooms: tuple[str, ...] = ()
     """torch's OutOfMemoryErrors in the last 15 minutes. Only the flight record has them."""
     failed_step: str | None = None
-    """The step in which torch raised such an error right before the end, in words; None if
+    """The step in which torch raised an OutOfMemoryError right before the end, in words; None if
     unknown.
     """
     highest_peak: str | None = None
     """The highest peak of any step in the last minute in service, in words; None if unknown."""
     is_probed: bool = False
-    """Whether a probe was running in the engine and would have recorded such an error. Only the
-    flight record has this.
+    """Whether a probe was running in the engine, so that it would have recorded an
+    OutOfMemoryError. Only the flight record has this.
     """
     log: LogEnding | None = None
     """What the engine's log reports about the end; None if the log is not read, or does not report
@@ -237,7 +240,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the run no longer serves, because it or a necessary process has ended."""
+        """Return whether the run has ended, or no longer serves without a process that it needs."""
         return self.kind is IncidentKind.ENDED or bool(self.lost_processes)
 
     @property

@@ -15,20 +15,20 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
 MOST_ENGINES: Final = 256
-"""The maximum number of engine and model pairs on one page: each pair adds dozens of series to the
-sidecar's page.
+"""The maximum number of pairs of an engine and a model on one page. It is limited because each pair
+adds dozens of series to the sidecar's page.
 """
 
 MOST_SHARED_READINGS: Final = 5000
-"""The maximum number of readings of shared series, counted once per engine or model. Each takes 10
-us.
+"""The maximum number of times that shared series are read, which is once per engine or model. Each
+reading takes 10 us.
 """
 
 _ONLY_ENGINE: Final = "0"
 """The engine name for series that do not name an engine."""
 
 _NO_EXCEPTIONS: Final = ("", "[]", "None")
-"""The values of an `exceptions` label that name no part of the engine, see Fact."""
+"""The values of an `exceptions` label that mean "no exceptions" (see Fact)."""
 
 _EngineKey = tuple[str, str]
 """The names of a model and an engine."""
@@ -87,7 +87,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
 
 
 def _counts_in_blocks(profile: Profile, families: Mapping[_EngineKey, _Families]) -> bool:
-    """Return whether the page has only block counts, which groups of layers may share."""
+    """Return whether the page gives capacities only in blocks, which layer groups may share."""
     if profile.grouped_models is None:
         return False
     for fact in profile.facts:
@@ -121,8 +121,8 @@ def _group_by_engine(
 ) -> dict[_EngineKey, dict[str, list[Sample]]] | None:
     """Return the samples of each engine by family; None if too many readings are shared.
 
-    `sample_keys` has the model and the engine from each sample's labels, with "" for a missing one.
-    A sample without a model is shared by all engines that it belongs to, see `build_page`.
+    `sample_keys` contains the model and the engine from each sample's labels; a missing one is "".
+    A sample without a model is shared by all engines that it belongs to (see `build_page`).
     """
     # An engine has an entry even if all of its samples are shared.
     families: dict[_EngineKey, dict[str, list[Sample]]] = {key: {} for key in keys}
@@ -322,11 +322,14 @@ DEFAULT: Final = PROFILES[0]
 def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Failure:
     """Parse a page of Prometheus text into engine readings.
 
-    The profile is the one named `profile_name` or, without a name, the first profile with matching
-    series. A page without matching series has no engines; if no profile was named, its profile is
-    then the first one. The failure reason is NOT_METRICS for an empty page or a page without
-    metrics, INCOMPLETE for a truncated page, MALFORMED for a needed line that cannot be parsed, and
-    OUT_OF_BOUNDS for a page that is too large.
+    The page is read with the profile named `profile_name`. Without a name, it is read with the
+    first profile that has matching series on the page, or, if none has, with the first of all
+    profiles. A page without matching series has no engines. The reason of a failure is:
+
+    - NOT_METRICS for an empty page, or a page without metrics,
+    - INCOMPLETE for a truncated page,
+    - MALFORMED for a needed line that cannot be parsed,
+    - OUT_OF_BOUNDS for a page that is too large.
     """
     failure = check_page(page)
     if failure is not None:
@@ -353,8 +356,8 @@ def find_profile(name: str) -> Profile:
 def explain_empty_page(page: EnginePage) -> str:
     """Return why a page may have no engine, which series are expected, and how to enable them.
 
-    The expected series are those of the page's profile. If it is the first profile, they are those
-    of all profiles.
+    The expected series are those of the page's profile. If this is the first profile, the series of
+    all profiles are expected.
     """
     profiles = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
     expected = "; ".join(

@@ -116,7 +116,7 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
 def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
     """Return the lines to parse; a failure if they exceed a limit.
 
-    The limits bound the cost of a page before it is parsed.
+    The limits are checked before parsing, so they also limit the cost of parsing.
     """
     # The limits are checked line by line, so that an oversized page costs no more than a page at
     # the limit.
@@ -171,7 +171,7 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
 
 @lru_cache(maxsize=_MOST_CACHED_SERIES)
 def _parse_series(series: str) -> tuple[Sample, ...]:
-    """Return the samples of a series, a name with or without labels, each with the value 0.
+    """Return the samples of a series (a name with or without labels), each with the value 0.
 
     Returns an empty result if the text is not such a series, for example because the line has a
     timestamp.

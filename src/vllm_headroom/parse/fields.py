@@ -37,8 +37,8 @@ def read_each(
 ) -> tuple[T, ...] | None:
     """Return each entry of the list in a field, read with `read(entry, index)`.
 
-    Returns None if the field is absent or null. An error from `read` is raised with a path that
-    starts at the list.
+    Returns None if the field is absent or null. If `read` raises an error, the error is raised
+    again with a path that starts at the list.
     """
     entries = record.get(field)
     if entries is None:
@@ -82,7 +82,7 @@ def refuse_number(name: str) -> NoReturn:
 
 
 def read_number(entry: Mapping[str, Any], field: str) -> float | None:
-    """Return a number from 0 to LARGEST; None if absent; else raise WrongFieldError."""
+    """Return a number from 0 to LARGEST, or None if absent; otherwise raise WrongFieldError."""
     value = entry.get(field)
     if value is None:
         return None
@@ -93,13 +93,13 @@ def read_number(entry: Mapping[str, Any], field: str) -> float | None:
 
 
 def read_size(entry: Mapping[str, Any], field: str) -> int | None:
-    """Return bytes or another whole number, rounded down; None if absent; raise as read_number."""
+    """Return a number as read_number does, rounded down to a whole number, such as bytes."""
     value = read_number(entry, field)
     return None if value is None else int(value)
 
 
 def read_text(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return text without control characters; None if absent; else raise WrongFieldError."""
+    """Return text without control characters or, if absent, None; else raise WrongFieldError."""
     value = entry.get(field)
     if value is None:
         return None
@@ -109,7 +109,7 @@ def read_text(entry: Mapping[str, Any], field: str) -> str | None:
 
 
 def read_truth(entry: Mapping[str, Any], field: str) -> bool | None:
-    """Return true or false; None if absent; else raise WrongFieldError."""
+    """Return true or false, or None if absent; otherwise raise WrongFieldError."""
     value = entry.get(field)
     if value is None or type(value) is bool:
         return value

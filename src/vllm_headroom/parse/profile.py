@@ -20,8 +20,8 @@ class Combine(Enum):
     SAME = auto()
     """Takes the common value; used for settings. The value is unknown if the values differ."""
     SHARE = auto()
-    """Divides the sum by the number of engines on the page; used where each engine reports the
-    total.
+    """Divides the sum by the number of engines on the page; used if each engine reports the total
+    of all engines.
     """
     TEXT = auto()
     """Takes the text of a label if all parts have the same text; used for settings. The value is
@@ -32,12 +32,15 @@ class Combine(Enum):
 class Fact(Struct, frozen=True):
     """The source of one field of EngineReading.
 
-    If a field has several facts, the first one with a value is used. Values must be at least 0, and
-    values of a `_ratio` field at most 1. Four names are not fields of EngineReading, but are used
-    to compute missing fields. `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`. If
-    `kv_state_block_tokens` is present, the product is not the capacity, because groups of layers
-    then share the blocks. `kv_used_tokens` divided by the capacity is `kv_used_ratio`, and divided
-    by that ratio, it is the capacity.
+    If a field has several facts, the first one with a value is used. Values must be at least 0. In
+    a `_ratio` field, they must also be at most 1. Four names are not fields of EngineReading, but
+    are used to compute missing fields:
+
+    - `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`.
+    - If `kv_state_block_tokens` is present, this product is not the capacity, because groups of
+      layers then share the blocks.
+    - `kv_used_tokens` divided by the capacity is `kv_used_ratio`. If only the ratio is known,
+      `kv_used_tokens` divided by the ratio is the capacity.
     """
 
     field: str
@@ -45,7 +48,7 @@ class Fact(Struct, frozen=True):
     """Sample names without the profile's prefix.
 
     The first name with a value is used, so an old and a new name are never added up. Names joined
-    by "+" are summed; the sum is unknown unless all are present.
+    by "+" are summed; the sum is unknown if one of them is missing.
     """
     combine: Combine = Combine.SUM
     label: str | None = None
@@ -53,7 +56,7 @@ class Fact(Struct, frozen=True):
     itself has the value.
     """
     where: tuple[str, tuple[str, ...]] | None = None
-    """A label, and those of its values for which series are selected. The value "" selects series
+    """A label, and the values of this label that select a series. The value "" selects series
     without the label, such as a total that is exported along with its parts.
     """
     prefixed: bool = True
@@ -84,7 +87,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     in these labels, the highest value is used.
     """
     replica_labels: tuple[str, ...] = ()
-    """The labels that distinguish replicas if a value is in a label; all other labels are
+    """If a value is in a label, these labels distinguish replicas, and all other labels are
     settings.
     """
     product: str
@@ -99,8 +102,8 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     """
 
     grouped_models: re.Pattern[str] | None = None
-    """Matches names of models whose layers form groups, because their blocks are not a measure of
-    tokens.
+    """Matches the names of models whose layers form groups. A number of blocks cannot be converted
+    to tokens for these models.
     """
 
     @cached_property

@@ -128,8 +128,8 @@ HEADER: Final = {"headroom_trace": 1}
 """The first line of a trace, with the version of the format."""
 
 LONGEST_LINE_BYTES: Final = 2**20
-"""The maximum number of bytes read of a line, so that a file without line breaks is not read into
-memory.
+"""The maximum number of bytes read from a line, so that a file without line breaks is not read into
+memory as a whole.
 """
 
 YEAR_10000: Final = 253_402_300_800
@@ -144,8 +144,9 @@ def encode_line(record: dict[str, Any]) -> bytes:
 def build_record(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot's record for a trace.
 
-    It contains the engine's GPUs, the engines on the page, their processes, the configured pools
-    and the host memory. If a source failed, the GPUs, engines or processes from it are None.
+    The record contains the engine's GPUs, the engines on the page, their processes, the configured
+    pools and the host memory. If the source of the GPUs, engines or processes failed, their entry
+    is None.
     """
     record: dict[str, Any] = {
         "t": round(snapshot.time_seconds, 3),

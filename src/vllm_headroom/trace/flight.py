@@ -49,14 +49,14 @@ has room for an incident that is being written.
 """
 
 ROOMY_BYTES: Final = 128 * MIB
-"""On a volume smaller than this, all these sizes shrink proportionally, so that the record and the
-incidents take half of it. The volume in the Kustomize components has 16 MiB, enough for hours of
-one GPU with a sample every 5 s.
+"""On a volume smaller than this, the maximum sizes of all files shrink proportionally, so that the
+record and the incidents take half of the volume. The volume in the Kustomize components has 16 MiB,
+enough for hours of one GPU with a sample every 5 s.
 """
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS
-"""How much of the record before an incident its file contains. The leak detector needs an hour or
-two, and the header contains any leak that was found earlier.
+"""The length of the period before an incident that its file covers. The leak detector needs an hour
+or two, and the header contains any leak that was found before this period.
 """
 
 DENSE_SECONDS: Final = 600.0
@@ -168,9 +168,9 @@ def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
 def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
     """Return the first line of an incident's file, which contains the facts.
 
-    As long as the line is longer than `max_bytes`, the longest field of `before` is left out. Even
-    without any of these fields, the line may be longer. Readers read at most LONGEST_LINE_BYTES of
-    it.
+    While the line is longer than `max_bytes`, the longest remaining field of `before` is left out.
+    The line may still be too long without all these fields. Readers read at most LONGEST_LINE_BYTES
+    of the line.
     """
     before_fields = dict(facts.get("before", {}))
     while True:
@@ -195,8 +195,8 @@ def find_size_share(folder: Path) -> float:
 def _make_room(incidents: Path, newest: Path) -> None:
     """Delete incidents until there are at most MOST_INCIDENTS; `newest` is never deleted.
 
-    The incident that most closely followed the previous one is deleted first, so that the first
-    exits of a crash loop are kept.
+    The incident with the shortest time since the previous incident is deleted first, so that the
+    first exits of a crash loop are kept.
     """
     starts_seconds = {file: parse_start(file) or 0.0 for file in list_incidents(incidents)}
     while len(starts_seconds) > MOST_INCIDENTS:
@@ -236,7 +236,8 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
         sample_seconds = _parse_sample_time(line)
         if sample_seconds is None or sample_seconds < seconds - INCIDENT_LEAD_SECONDS:
             continue
-        # The first sample in each slot is kept, and in the last minutes every sample.
+        # In the last minutes before the incident, every sample is kept. Earlier, only the first
+        # sample in each slot is kept.
         slot = int(sample_seconds // SPARSE_SECONDS)
         is_repeated = slot == previous_slot
         previous_slot = slot

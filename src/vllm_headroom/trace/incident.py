@@ -30,7 +30,7 @@ ByteCount = Annotated[int, Meta(ge=0, le=LARGEST)]
 """A size in bytes."""
 
 MOST_SHOWN: Final = 100
-"""The number of newest entries shown of a list in a header (our choice)."""
+"""If a list in a header is longer than this, only this many of its newest entries are shown."""
 
 LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
 """The rank of a leak verdict. Any other state has rank 0. The verdict with the higher rank counts.
@@ -116,7 +116,7 @@ class LastInService(Struct, frozen=True, kw_only=True):
     probe: tuple[ProbedMemory, ...] = ()
     mappings: tuple[MappingGrowth, ...] = ()
     used: dict[str, tuple[tuple[EpochSeconds, ByteCount], ...]] = field(default_factory=dict)
-    """Times and the memory in use between samples, by GPU UUID."""
+    """Peaks between samples, by GPU UUID: the times, and the memory in use at these times."""
 
 
 class Xid(Struct, frozen=True, kw_only=True):
@@ -169,7 +169,7 @@ class HeldLine(Struct, frozen=True, kw_only=True):
     """When the oldest block was allocated; None if the history no longer showed it."""
 
     def describe(self) -> str:
-        """Return a phrase with the line, its memory and since when it has held it."""
+        """Return a phrase that names the line of code, how much memory it holds and since when."""
         place = "allocated before the history began"
         if self.file is not None:
             place = f"{self.file}:{self.line or 0}"
@@ -199,8 +199,8 @@ class SnapshotFile(Struct, frozen=True, kw_only=True):
 def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
     """Return the event that determines the cause of an incident; `events` must not be empty.
 
-    This is the first event, unless an exit for lack of memory follows within SAME_END_SECONDS, in
-    which case it is that exit.
+    This is usually the first event. If an exit for lack of memory follows within SAME_END_SECONDS,
+    this exit is the decisive event instead.
     """
     earliest = events[0]
     exits = [event for event in events if event.what is IncidentKind.ENDED]

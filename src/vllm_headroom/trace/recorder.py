@@ -16,7 +16,7 @@ log = Log(__name__)
 
 WRITE_SECONDS: Final = 1.0
 """The time limit for a write. Writing a line takes microseconds. If the volume hangs, one tick is
-delayed by this time, but no later ones.
+delayed by this time, but later ticks are not.
 """
 
 
@@ -83,7 +83,7 @@ NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name a
 
 
 class Recorder:
-    """Appends snapshots to `file`; at `max_bytes`, it becomes `file`.1 and a new file is begun."""
+    """Appends snapshots to `file`. At `max_bytes`, `file` is renamed to `file`.1 and begun anew."""
 
     def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
         self._file = file
@@ -117,7 +117,7 @@ def append(file: Path, line: bytes, max_bytes: int) -> None:
 
 
 def _cut_incomplete_line(stream: BinaryIO) -> int:
-    """Cut off the last line if it is incomplete; return the size of the trace, 0 for a new one.
+    """Cut off an incomplete last line, and return the size of the trace (0 for a new trace).
 
     A crash may have interrupted a write. Raises ValueError if the file is not a trace.
     """

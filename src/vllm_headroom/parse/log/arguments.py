@@ -64,7 +64,7 @@ LIKE_A_SECRET: Final = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:sk|pk|rk|api|key|token|secret|nvapi|glpat|xox[a-z]|pypi)[-_]|hf_|npm_"
     r"|gh[a-z]_|github_pat_|dckr_pat_|AKIA|ASIA|AIza|ya29|eyJ)[\w-]{8,}|://[^/]*@"
 )
-"""Matches the beginnings of common providers' tokens, and a password in a URL."""
+"""Matches the beginning of an access token of a common provider, and a password in a URL."""
 
 NUMBER: Final = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:e-?\d{1,3})?")
 

@@ -12,8 +12,8 @@ LONGEST_LINE_BYTES: Final = 64 * 1024
 """The maximum number of bytes read from a line. vLLM's configuration takes 5 to 10 kB."""
 
 MOST_LAYERS: Final = 5
-"""The maximum number of wrappers that are removed from a line. Docker's JSON inside a CRI line
-inside journald has three.
+"""The maximum number of wrappers that are removed from a line. A line has three wrappers if
+Docker's JSON is in a CRI line that journald has logged.
 """
 
 MOST_TIME_DIGITS: Final = 18
@@ -107,7 +107,7 @@ PROCESS_NAME: Final = re.compile(
     r"[A-Za-z]{0,20}(?:Server|Core|Worker|Process|Wrapper|Actor|Engine|Coordinator|Scheduler|Client)"
     r"[A-Za-z]{0,10}(?:[_-](?:[A-Z]{2,4})?\d{1,5}){0,8}"
 )
-"""The name of an engine's process; any other text in this position may be anything."""
+"""The name of an engine's process. Any other text in the same position is not used as a name."""
 
 LEVELS_BELOW_ERROR: Final = frozenset({"DEBUG", "INFO", "WARNING", "WARN"})
 """The levels of messages that an engine survives."""

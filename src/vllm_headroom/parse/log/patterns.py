@@ -621,7 +621,7 @@ def _failure(
     *figures: tuple[str, float],
     exceptions: tuple[str, ...] = (),
 ) -> FailurePattern:
-    """Return a failure pattern; `<N>` is a number, `since` the first release with the message."""
+    """Return a failure pattern. `<N>` stands for a number; `since` is the first version with it."""
     text = pattern.replace("<N>", NUMBER)
     return FailurePattern(
         kind=kind,
@@ -905,7 +905,7 @@ FAILURES: Final = (
 Pattern = TypeVar("Pattern", LinePattern, FailurePattern)
 
 HEAD_CHARACTERS: Final = 2
-"""The number of a line's first characters that select the few patterns to compare it with."""
+"""The number of characters at the beginning of a line that decide which patterns are tried."""
 
 
 def list_heads(pattern: str) -> set[str]:

@@ -106,7 +106,7 @@ REFUSAL_GPU: Final = re.compile(r"\bGPU (\d{1,3})\b")
 
 
 class LogReader:
-    """Reads a log line by line, returning each line's events. `start` is the record so far."""
+    """Reads a log line by line and returns each line's events; `start` is the newest start."""
 
     def __init__(self) -> None:
         self._lines = LineReader()
@@ -281,7 +281,7 @@ class _StartBuilder:
         self._arguments |= arguments
 
     def add_config(self, config: dict[str, Scalar]) -> None:
-        """Add an engine's configuration; of several engines, the first takes precedence."""
+        """Add an engine's configuration; if an earlier engine has set a value, keep that value."""
         for name, value in config.items():
             self._config.setdefault(name, value)
 
@@ -354,7 +354,7 @@ class _StartBuilder:
         return self._add_failure(failure_pattern, match, message, key, line_number, exception=None)
 
     def _find_process(self, message: Message) -> str:
-        """Return the key of the process that wrote a line; its name may only become known later."""
+        """Return the key of the process that wrote a line. Its name may become known later."""
         key = message.process if message.pid is None else str(message.pid)
         if key not in self._names and len(self._names) >= MOST_PROCESSES:
             return ""
@@ -426,7 +426,7 @@ class _StartBuilder:
             lines[field] = line_number
 
     def _count_load(self, figures: dict[str, float]) -> None:
-        """Discard failures that the engine has survived, as it has generated tokens since."""
+        """Count load reports; discard failures after which the engine generated tokens."""
         if not self._failures or not figures.get("generation_tokens_per_second"):
             return
         self._loads_since_failure += 1
@@ -447,7 +447,7 @@ class _StartBuilder:
     def _add_exception(
         self, exception: re.Match[str], message: Message, key: str, line_number: int
     ) -> list[LogEvent]:
-        """Add the failure that an exception names; without a traceback, only a known failure."""
+        """Add the failure that an exception names; without a traceback, only if it is known."""
         name = exception[2]
         text = exception[3] or ""
         pattern, match = _find_failure(text, name)
