@@ -23,8 +23,8 @@ outside of every budget, and take a fifth of a MIG slice.
 """
 
 RESUMED_SHARE: Final = 2 / 3
-"""Our choice: an excess ends once it falls below this share of its limits, so that an excess that
-fluctuates around the limits counts only once.
+"""Our choice: an excess ends once it falls below this share of the two limits above. An excess that
+fluctuates around the limits therefore counts only once.
 """
 
 FIRST_TRAFFIC_SECONDS: Final = 300.0
@@ -36,28 +36,28 @@ LONGEST_STEP_SECONDS: Final = 60.0
 """Our choice: at most this much of the time between two samples counts as time with requests."""
 
 REST_SECONDS: Final = 300.0
-"""Our choice: the level at rest is the median over this time, which a burst at its end does not
-change.
+"""Our choice: the level at rest is the median over this time. A burst at the end of this time does
+not change the median.
 """
 
 REST_SLOT_SECONDS: Final = 15.0
-"""Our choice: one level is kept per time slot of this length."""
+"""Our choice: one reading of the held memory is kept per time slot of this length."""
 
 USUAL_PEAK_RATIO: Final = 0.01
-"""The usual peak of an engine as a share of the GPU, as in HeadroomMemoryDiscrepancyHigh. On a GPU
-with 80 GiB, this is 0.8 GiB, which is as much as the logits of 2,048 tokens take. Smaller cards
-serve smaller models.
+"""The usual peak of an engine as a share of the GPU's memory, as in HeadroomMemoryDiscrepancyHigh.
+On a GPU with 80 GiB, this is 0.8 GiB, which is as much as the logits of 2,048 tokens take. Smaller
+cards serve smaller models.
 """
 
 LARGEST_PEAK_RATIO: Final = 0.08
-"""By default, vLLM leaves this share of a GPU free. A larger drop does not mark the end of a peak:
-the memory was released by a sleep, or by the exit of another process.
+"""By default, vLLM leaves this share of a GPU free. If memory falls by more than this, the fall is
+not the end of a peak: the engine fell asleep, or another process exited.
 """
 
 LARGEST_EXCESS_RATIO: Final = 0.25
-"""Our choice: if an engine exceeds its budget by this share, the size of its KV cache is set by
-another option, such as --num-gpu-blocks-override, and its real budget is unknown. On a MIG slice,
-an excess of a fifth of the budget is usual.
+"""Our choice: if an engine exceeds its budget by more than this share, another option must have set
+the size of its KV cache, such as --num-gpu-blocks-override. The engine's real budget is then
+unknown. On a MIG slice, an excess of a fifth of the budget is usual.
 """
 
 WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryPart.CACHED)
@@ -171,7 +171,7 @@ def _find_level(levels: tuple[tuple[float, int], ...], since_seconds: float) -> 
 
 
 def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
-    """Return whether the engine exceeds its budget, or did so and is not yet well below it."""
+    """Return whether the engine exceeds its budget, or exceeded it and is not yet well below."""
     least_excess_bytes = max(OVER_BUDGET_BYTES, OVER_BUDGET_RATIO * previous.budget_bytes)
     if previous.over_since_seconds is not None:
         least_excess_bytes *= RESUMED_SHARE
@@ -198,7 +198,7 @@ def _find_peak(gpu: Gpu) -> int:
 
 
 def _find_profile_peak(gpu: Gpu, snapshot: Snapshot) -> int:
-    """Return what the profile run needed in addition to what torch holds for activations now."""
+    """Return the memory that the profile run needed beyond what torch holds for activations."""
     if gpu.inside is None or isinstance(snapshot.probe, Failure | None):
         return 0
     parts = dict(gpu.inside.parts)

@@ -25,9 +25,9 @@ from vllm_headroom.vocabulary import (
 )
 
 FULL_ROOM_BYTES: Final = 256 * MIB
-"""A GPU was full if its lowest free memory was at most this, which is a dozen of torch's 20 MiB
-segments. It must also have been at most FULL_ROOM_RATIO of what was free when the engine started to
-serve.
+"""A GPU was full if its lowest free memory was at most this, which is a dozen of torch's segments
+of 20 MiB. The lowest free memory must also have been at most FULL_ROOM_RATIO of the memory that was
+free when the engine started to serve.
 """
 
 FULL_ROOM_RATIO: Final = 0.5
@@ -36,8 +36,8 @@ memory from the start is therefore not considered out of memory.
 """
 
 FILL_SECONDS: Final = 30.0
-"""Growth in a straight line counts as having filled the GPU if it would have taken the remaining
-memory within this time. The newest sample may be that old.
+"""Growth in a straight line counts as having filled the GPU if, at its rate, it would have taken
+the remaining memory within this time. At the exit, the newest sample may be this old.
 """
 
 REFUSING_SECONDS: Final = 15.0
@@ -46,30 +46,31 @@ request. A server whose core has died also refuses connections, but exits within
 """
 
 LIKELY_SHARE: Final = 0.5
-"""Growth is a likely cause if it took at least this share of the lost room."""
+"""Growth is a likely cause if it took at least this share of the free memory that was lost."""
 
 SURE_SHARE: Final = 0.8
-"""If growth took at least this share of the lost room, no other cause is considered."""
+"""Growth can be a sure cause if it took at least this share of the free memory that was lost."""
 
 LARGE_ALLOCATION_BYTES: Final = 4 * GIB
-"""A failed allocation takes no memory, so if less than this was free, an allocation may have failed
-although the GPU was not full. According to `plan`, the activations of a step take 1.9 to 4 GiB. In
-one report, 3.74 GiB were refused with 3.68 GiB free (vllm-project/vllm#49182), and in another, 786
-MiB for the sampler with 552 MiB free. If more was free, a failed allocation is unlikely, but only
-other evidence can rule it out.
+"""If less than this was free, an allocation may have failed although the GPU was not full, because
+a failed allocation takes no memory. According to `plan`, the activations of a step take 1.9 to 4
+GiB. In one report, 3.74 GiB were refused while 3.68 GiB were free (vllm-project/vllm#49182). In
+another, the sampler was refused 786 MiB while 552 MiB were free. If more than this limit was free,
+a failed allocation is unlikely, but only other evidence can rule it out.
 """
 
 KNOWN_BEFORE_SECONDS: Final = 600.0
-"""A shorter record does not show how much memory was in use before a burst."""
+"""A record of less than this time does not show how much memory was in use before a burst."""
 
 LITTLE_ROOM_RATIO: Final = 0.08
-"""By default, vLLM leaves this share of a GPU free. If less was free, the engine had taken all the
-memory that it could get when it started.
+"""By default, vLLM leaves this share of a GPU free. If less was free when a start failed, the
+engine itself may have taken the rest.
 """
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
-"""XID errors that end the program, according to NVIDIA's table. XIDs 43 and 45 can result from the
-program's exit. After 63 and 64, the program may keep running.
+"""XID errors that end the program, according to NVIDIA's table. XIDs 43 and 45 are left out,
+because they can result from the program's exit. XIDs 63 and 64 are left out, because the program
+may keep running after them.
 """
 
 FULL_REASONS: Final = frozenset({ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGET})
@@ -92,13 +93,12 @@ MEMORY_CAUSES: Final = (
     EndCause.LEAK,
     EndCause.BURST,
 )
-"""The causes for which a working engine runs out of GPU memory. The log shows that memory ran out,
-and the samples show which of these causes applies.
+"""The causes that can make a working engine run out of GPU memory. If the log shows that memory ran
+out, the samples show which of these causes applies.
 """
 
 LEAST_NEWCOMER_BYTES: Final = 256 * MIB
-"""Less memory than this cannot be a new process on a GPU, because a CUDA context alone takes 300 to
-500 MiB.
+"""A new process takes more than this on a GPU, because a CUDA context alone takes 300 to 500 MiB.
 """
 
 SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
@@ -127,8 +127,8 @@ SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
         EndCause.CRASH,
     ),
 }
-"""The causes that the log states by itself. Judging a lack of GPU memory, a kill, or an exception
-without a known cause also requires the samples.
+"""The causes that the log states by itself. To judge a lack of GPU memory, a kill, or an exception
+without a known cause, the samples are needed too.
 """
 
 
@@ -188,10 +188,10 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
 
 
 def is_gpu_full(gpu: GpuAtEnd) -> bool:
-    """Return whether almost no room was left; False if the room is unknown.
+    """Return whether almost no memory was left free; False if that is unknown.
 
-    If memory grew in a straight line, this includes any room that the growth would take within
-    FILL_SECONDS.
+    If memory grew in a straight line, free memory that this growth would take within FILL_SECONDS
+    counts as taken.
     """
     if gpu.last_room_bytes is None:
         return False
@@ -210,9 +210,9 @@ def is_gpu_full(gpu: GpuAtEnd) -> bool:
 def find_full_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the GPU whose lack of memory can explain the end.
 
-    If the engine is known to have run out of memory, this is the GPU with the least room, even if
-    it does not count as full. Otherwise, it is the first full GPU. Returns None if no GPU is full,
-    if the run is not over, or if the run has never served.
+    If the engine is known to have run out of memory, this is the GPU with the least free memory,
+    even if it does not count as full. Otherwise, it is the first full GPU. Returns None if no GPU
+    is full, if the run is not over, or if the run has never served.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -239,10 +239,10 @@ def _fit_kill(end: Ending) -> CauseFit | None:
 
 
 def _fit_failed_start(end: Ending) -> CauseFit | None:
-    """Judge whether the engine never fitted, so that it exited before it served.
+    """Judge whether the engine did not fit into memory, and therefore exited before it served.
 
-    Returns None if the engine has served, or if its GPU had plenty of room and no neighbour. The
-    cause is sure if the GPU was full.
+    Returns None if the engine has served. Also returns None if its GPU had plenty of free memory
+    and no other process held much memory. The cause is sure if the GPU was full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
@@ -252,7 +252,7 @@ def _fit_failed_start(end: Ending) -> CauseFit | None:
     other_bytes = gpu.last_other_bytes or 0
     has_neighbour = other_bytes >= NEIGHBOUR_BYTES
     total_bytes = gpu.total_bytes
-    # The missing room may have been taken by the starting engine itself.
+    # The starting engine itself may have taken the missing memory.
     is_filled = total_bytes is not None and gpu.last_room_bytes < LITTLE_ROOM_RATIO * total_bytes
     if not has_neighbour and not is_filled:
         return None
@@ -273,10 +273,10 @@ def _grade(*, is_sure: bool) -> Sureness:
 
 
 def _fit_neighbour(end: Ending) -> CauseFit | None:
-    """Judge whether other processes took most of a full GPU's lost room.
+    """Judge whether other processes took most of the memory that filled a GPU.
 
-    If the memory of other processes is unknown, a new process on the GPU is sufficient. Returns
-    None if no GPU was full, or if other processes took little.
+    If the memory of other processes is unknown, a new process on the GPU is sufficient evidence.
+    Returns None if no GPU was full, or if other processes took little.
     """
     gpu = find_full_gpu(end)
     if gpu is None:
@@ -306,7 +306,7 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
 
 
 def is_over_budget(end: Ending) -> bool:
-    """Return whether an exit is best explained by the engine never having kept its budget."""
+    """Return whether the likely cause of an exit is that the engine never kept its budget."""
     fit = _fit_over_budget(end)
     return fit is not None and fit.sureness is not Sureness.POSSIBLE
 
@@ -315,8 +315,8 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
     """Judge whether the engine has exceeded its budget ever since it first did work.
 
     Returns None if the engine kept its budget, or if enough memory was left. The cause is sure if
-    the GPU was full and later growth took much less than the excess. It is possible if a single
-    allocation may have needed more than the memory that the excess left.
+    the GPU was full and later growth took much less than the excess. The cause is merely possible
+    if some memory was left, but a single allocation may have needed more.
     """
     gpu = find_over_budget_gpu(end)
     if gpu is None or gpu.excess is None:
@@ -337,7 +337,7 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
         )
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
-    # Unless later growth is small compared with the excess, it may be the real cause.
+    # If later growth is not small compared with the excess, that growth may be the real cause.
     later_growth_bytes = _measure_later_growth(gpu, excess)
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
     is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
@@ -357,8 +357,8 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
     # A run that was replaced between two samples may have been restarted on purpose.
     if end.reason is ExitReason.REPLACED:
         return False
-    # The room includes the memory of other processes, because the engine could have used it in
-    # their absence.
+    # Memory of other processes counts as free here, because without them, the engine could have
+    # used it.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
     return bool(end.running) and room_bytes < excess.tight_bytes
 
@@ -401,7 +401,7 @@ def _measure_later_growth(gpu: GpuAtEnd, excess: BudgetExcess) -> int:
 
 
 def _has_grown_straight(gpu: GpuAtEnd) -> bool:
-    """Return whether growth in a straight line, under level load, took most of the lost room."""
+    """Return whether growth in a straight line, under level load, took most of the lost memory."""
     growth = gpu.straight_growth
     if growth is None or gpu.share_of_lost_room(gpu.other_growth_bytes) >= LIKELY_SHARE:
         return False
@@ -416,7 +416,8 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
     """Return the option that compensates for an excess, with its value if it can be computed."""
     option = "--gpu-memory-utilization"
     ratios = {engine.gpu_memory_utilization_ratio for engine in end.engines}
-    # If the engines of one server have different shares, there is no single correct value.
+    # If the engines of one server have different values of the option, there is no single correct
+    # value.
     ratio = ratios.pop() if len(ratios) == 1 else None
     if ratio is None:
         return f"{format_size(excess.excess_bytes)} less for vLLM (a lower {option})"
@@ -424,10 +425,10 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def _fit_leak(end: Ending) -> CauseFit | None:
-    """Judge whether the engine leaked: its memory grew over the whole run, or in a line.
+    """Judge whether the engine leaked: memory grew over the whole run or in a straight line.
 
-    Returns None if no GPU was full, or if the room was taken by a burst, by other processes or by
-    an excess over the budget. The cause is sure if the leak detector raised an alarm and nothing
+    Returns None if no GPU was full. Also returns None if a burst, other processes or an excess over
+    the budget took the memory. The cause is sure if the leak detector raised an alarm and nothing
     else took memory.
     """
     gpu = find_full_gpu(end)
@@ -450,8 +451,8 @@ def _fit_leak(end: Ending) -> CauseFit | None:
         return None
     sentence = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
     if gpu.leak in GROWING_STATES:
-        # The check above counts unknown growth as a share of 0, but it may still have taken the
-        # room.
+        # The check above counts unknown growth as a share of 0, but that growth may still have
+        # taken the memory.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
         is_sure = gpu.leak is LeakState.LEAKING and is_gpu_full(gpu) and is_attributed
         return CauseFit(_grade(is_sure=is_sure), sentence)
@@ -485,8 +486,8 @@ FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch
 def _fit_burst(end: Ending) -> CauseFit | None:
     """Judge whether memory ran out in a burst: within minutes, or by one allocation.
 
-    Returns None if the room was taken by growth in a straight line, by other processes or by an
-    excess over the budget.
+    Returns None if growth in a straight line, other processes or an excess over the budget took the
+    memory.
     """
     if is_over_budget(end):
         return None
@@ -532,7 +533,8 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
 
     The cause is sure if the probe observed the step that raised an OutOfMemoryError right before
     the end. It is likely if torch counted such an error. It is possible if requests were running
-    with so little room that an allocation may have failed unobserved. Otherwise, returns None.
+    with so little free memory that an allocation may have failed unobserved. Otherwise, returns
+    None.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -544,7 +546,7 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     gpu = end.fullest_gpu
     if gpu is None:
         return None
-    # This is never None, because the fullest GPU's room is known.
+    # This is never None, because the free memory of the fullest GPU is known.
     room_bytes = gpu.last_room_bytes or 0
     # An excess over the budget explains the same failure, and is known for certain.
     if not _may_allocation_have_failed(end, room_bytes) or _fit_over_budget(end) is not None:
@@ -566,7 +568,7 @@ def _describe_failed_allocation(end: Ending) -> str:
 
 
 def _may_allocation_have_failed(end: Ending, room_bytes: int) -> bool:
-    """Return whether requests ran, and an unseen allocation may have needed more than this room."""
+    """Return whether requests ran, and an allocation larger than this may have failed unseen."""
     # A probe would have recorded the failed allocation.
     return bool(end.running) and not end.is_probed and room_bytes < LARGE_ALLOCATION_BYTES
 
@@ -624,7 +626,7 @@ def _fit_shutdown(end: Ending) -> CauseFit | None:
 
 
 def _fit_idle_exit(end: Ending) -> CauseFit | None:
-    """Judge whether all processes of an idle engine exited at once, for no visible reason.
+    """Judge whether all processes of an idle engine exited together, for no visible reason.
 
     Returns None if the engine was working, exited one process after another, had a full GPU, had
     hung, or had a GPU fault.
@@ -663,7 +665,7 @@ def _fit_crash(end: Ending) -> CauseFit | None:
 
 
 def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
-    """Yield further evidence for or against a crash; `room_bytes` is the room at the exit."""
+    """Yield further evidence for or against a crash; `room_bytes` is what was free at the exit."""
     if end.running and not end.xids and not end.lost_processes:
         yield "a planned restart during requests looks the same"
     unobserved_seconds = end.unobserved_seconds or 0.0
@@ -688,7 +690,7 @@ def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
         return Sureness.SURE
     if end.unreadable:
         return Sureness.LIKELY
-    # If all processes of an idle engine exit at once, the engine may have been stopped.
+    # If all processes of an idle engine exit together, the engine may have been stopped.
     was_at_work = end.has_served and bool(end.lost_processes or end.running)
     is_room_enough = room_bytes is not None and room_bytes >= LARGE_ALLOCATION_BYTES
     is_memory_excluded = room_bytes is not None and (is_room_enough or _is_memory_excluded(end))
@@ -696,7 +698,7 @@ def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
 
 
 def _describe_crash(end: Ending, room_bytes: int | None) -> str:
-    """Return the sentence on an exit that no cause explains, given the room on its fullest GPU."""
+    """Return the sentence on an exit that no cause explains; `room_bytes` was free at the exit."""
     crash = "A crash"
     crashed = "crashed"
     if not end.has_served:
@@ -724,7 +726,7 @@ def _is_memory_excluded(end: Ending) -> bool:
 
 
 def _find_room_at_exit(end: Ending) -> int | None:
-    """Return the least room on any GPU at the exit; None if no sample was taken shortly before."""
+    """Return the free memory of the fullest GPU at the exit; None without a sample just before."""
     if end.unobserved_seconds is None or end.unobserved_seconds > UNOBSERVED_SECONDS:
         return None
     if end.fullest_gpu is None:
@@ -783,15 +785,14 @@ def _describe_load(end: Ending) -> str:
 
 
 def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
-    """Yield the evidence on a GPU: its room, whose memory grew, and the leak detector's state."""
+    """Yield the evidence on a GPU: free memory, growth by process, the leak detector's state."""
     yield _describe_room(gpu)
     if gpu.growth_bytes is not None:
         duration = format_duration(observed_seconds)
         yield f"the engine grew by {format_size(gpu.growth_bytes)} in {duration}"
     if gpu.recent_growth_bytes is not None:
         yield f"the engine held {format_size(gpu.recent_growth_bytes)} more than minutes before"
-    # As with most engines, no other process may have been on the card; there is nothing to report
-    # then.
+    # On most cards, there is no other process, and therefore nothing to report.
     if gpu.last_other_bytes or gpu.first_other_bytes:
         last_size = format_size(gpu.last_other_bytes or 0)
         first_size = format_size(gpu.first_other_bytes or 0)
@@ -816,8 +817,8 @@ def _describe_room(gpu: GpuAtEnd) -> str:
 def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
     """Return the causes with the log's evidence, the most certain first.
 
-    `diagnoses` has at least one cause. It contains the causes according to all other evidence, the
-    most certain first.
+    `diagnoses` has the causes according to all evidence except the log, the most certain first.
+    There is at least one.
     """
     if end.log is None:
         return diagnoses
@@ -861,8 +862,8 @@ def _add_failure(
     if cause is not None:
         sentence = f"{describe_failure(failure)}."
         return _conclude_by_log(cause, Sureness.SURE, sentence, evidence, diagnoses)
-    # An exception without a known cause may concern only a single request, and the core may end for
-    # any cause.
+    # Any other failure decides nothing: an exception without a known cause may concern only a
+    # single request, and the core may end for any cause.
     return _append_evidence(evidence, diagnoses)
 
 
@@ -902,12 +903,12 @@ def _add_refusal(
 
 
 def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
-    """Return what other processes took since the engine began to serve, from torch's message.
+    """Return what others took since the engine began to serve, according to torch's message.
 
-    The samples do not show a process that started after the last sample. Returns None if the
-    refused allocation would not have fitted even without that process, or if the memory is too
-    little for a process. Also returns None if the engine has several GPUs, because torch and the
-    driver number GPUs differently.
+    Unlike the samples, torch's message includes a process that started after the last sample.
+    Returns None if the refused allocation would not have fitted even without that process, or if
+    the memory is too little to be that of a process. Also returns None if the engine has several
+    GPUs, because torch and the driver number GPUs differently.
     """
     if refusal.asked_bytes is None or refusal.free_bytes is None or refusal.other_bytes is None:
         return None
@@ -922,9 +923,9 @@ def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
 def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
     """Return the causes, given a log that continues until the exit and reports no failure.
 
-    An engine that runs out of GPU memory or crashes logs it. An engine that is killed, or whose
-    machine goes down, logs nothing. Therefore, once the run is over, memory-related causes are
-    omitted. If no likely cause remains, the cause is a crash.
+    If an engine runs out of GPU memory or crashes, its log reports that. If the engine is killed or
+    the machine goes down, the log reports nothing. Therefore, once the run is over, memory-related
+    causes are omitted. If no likely cause remains, the cause is a crash.
     """
     evidence = "its log goes on until then, and has no error and no shutdown"
     cited = _append_evidence(evidence, diagnoses)
@@ -961,8 +962,8 @@ def _conclude_by_log(
     elif best.cause is not EndCause.UNKNOWN:
         alone = _begin_lower(best.sentence.rstrip("."))
         all_evidence.append(f"the log contradicts the samples, which alone fit: {alone}")
-    # This is the samples' evidence for the same cause. If there is none, the evidence for their
-    # best cause is used.
+    # The samples' evidence for the same cause is used. If there is none, the evidence for the cause
+    # that fits the samples best is used.
     own = [item for item in diagnoses if item.cause is cause]
     all_evidence += (own[0] if own else best).evidence
     return (

@@ -71,21 +71,22 @@ this time, the engine has survived the error.
 """
 
 LOADED_SHARE: Final = 0.5
-"""If the first sample showed at least this share of the newest memory, the engine had loaded its
-model before the first sample.
+"""If the memory in the first sample was at least this share of the memory in the newest sample, the
+engine had loaded its model before the first sample.
 """
 
 CONTEXT_BYTES: Final = GIB
 """CUDA contexts take less than this. An engine that holds less has not loaded anything."""
 
 YOUNG_SECONDS: Final = 15.0
-"""An engine that was younger than this at its first sample may have loaded its model since then, so
-LOADED_SHARE proves nothing.
+"""An engine that was younger than this at its first sample cannot have loaded its model before, so
+LOADED_SHARE is not applied.
 """
 
 LONGEST_LOAD_SECONDS: Final = 2400.0
-"""Our choice: an engine that was younger than this at its first sample, and has since grown by more
-than contexts take, was still loading. A large model takes 33 minutes to load.
+"""Our choice: if an engine was younger than this at its first sample, and its memory has since
+grown by more than contexts take, the engine was still loading. A large model takes 33 minutes to
+load.
 """
 
 SAME_END_SECONDS: Final = 15.0
@@ -148,9 +149,9 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
 
 
 def forget_run(memory: EngineMemory) -> EngineMemory:
-    """Remove the current run from the memory, because the run's data may have caused an error.
+    """Return what is remembered, with the current run removed.
 
-    The counts over all runs are kept.
+    That run's data may have caused an error. The counts over all runs are kept.
     """
     return EngineMemory(runs=replace(memory.runs, newest=None))
 
@@ -185,7 +186,8 @@ def update_engine(
     # Values of the previous run must not be compared with those of this run.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
-    # An exit explains the stall that it ends, and a continuing stall is a single event.
+    # A stall that ends in this exit is not reported in addition. A stall that continues is reported
+    # only once.
     state = update.state
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
@@ -232,8 +234,9 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
     """Return the ending of a run whose exit is shown by the newest sample, with its reason."""
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
-    # Without a page, the next run is still loading, and clients have lost this run. If a kubelet
-    # restarts a container within a second, no sample shows the engine without processes.
+    # Without a page, the run does not count as replaced: the next run is still loading, so clients
+    # have lost this run. If a kubelet restarts a container within a second, no sample shows the
+    # engine without processes.
     is_replaced = record.page.is_answering and evidence.answer is PageAnswer.GIVEN
     reason = _find_exit_reason(run, evidence, gpus, is_replaced=is_replaced)
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
@@ -269,9 +272,9 @@ def _find_exit_reason(
 def _refine_reason(ending: Ending) -> ExitReason | None:
     """Return the reason for an exit, based on its whole ending and on the engine's log, if any.
 
-    A requested shutdown, and an engine that never kept its budget, can only be recognized from the
-    whole ending. For any other ending, the reason does not change. Returns None for a stall,
-    because a stall is not an exit and has no reason.
+    Only the whole ending shows whether a shutdown was requested, or whether the engine never kept
+    its budget. Other endings keep their reason, unless the log states one. Returns None for a
+    stall, because a stall is not an exit and has no reason.
     """
     # If the engine's log states a reason, it is better evidence than the memory.
     if ending.reason is ExitReason.GONE and ending.log is not None:
@@ -380,7 +383,7 @@ def _find_usual_running(page: PageRecord, now: float) -> float | None:
 
 
 def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
-    """Return whether the engine had stalled before its exit, other than because of the exit."""
+    """Return whether the engine had stalled before its exit, and not only as part of it."""
     if record.stalled_since_seconds is None:
         return False
     # If memory ran out, a stall in the last seconds before the exit is part of the exit.
@@ -450,7 +453,7 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
     end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
     room_bytes = find_least_known(slot.least_room_at_peak_bytes for slot in end_slots)
     sampled_room_bytes = find_least_known(slot.least_room_bytes for slot in end_slots)
-    # If the first count is unknown, so is whether a process is new.
+    # If the first number of processes is unknown, it is unknown whether a process is new.
     first_processes = gpu.first.most_processes or 0
     end_processes = find_most_known(slot.most_processes for slot in end_slots) or 0
     return GpuAtEnd(
@@ -474,7 +477,7 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
 
 
 def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
-    """Return the most that the engine held in the minutes before the end; None if unknown."""
+    """Return the most memory that was held in the minutes before the end; None if unknown."""
     end_begin_seconds = now - END_SECONDS
     oldest_seconds = end_begin_seconds - BURST_SECONDS
     earlier_slots = [
@@ -533,7 +536,8 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
     loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
     if not loads:
         return False
-    # Each half is compared separately, because a load that only rises also has the usual median.
+    # Each half is compared separately, because the median of a load that only rises may equal the
+    # usual load.
     half = len(loads) // 2
     usual_running = median(earlier_loads or loads)
     tolerance = max(LEVEL_LOAD_REQUESTS, LEVEL_LOAD_RATIO * usual_running)
@@ -554,7 +558,7 @@ def _build_stall(
 ) -> Ending:
     """Return the ending of an engine that has stalled.
 
-    It has no reason, because the run continues.
+    The ending has no reason, because the run continues.
     """
     return build_ending(
         record,
@@ -590,7 +594,7 @@ def _update_run_record(
 def _update_served_bytes(
     memory: EngineMemory, evidence: Evidence, state: EngineState
 ) -> dict[str, int]:
-    """Return the engine's peak memory on each GPU while serving since its start or last wake."""
+    """Return the most memory held on each GPU while serving since the start or last wake-up."""
     if state is not EngineState.SERVING:
         return memory.served_bytes
     previous_bytes = {} if memory.runs.present.was_asleep else memory.served_bytes

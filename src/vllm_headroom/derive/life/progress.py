@@ -22,7 +22,7 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import NECESSARY_ROLES, Role
 
 IDLE_SECONDS: Final = 60.0
-"""KV cache that is still in use after this idle time counts as stranded."""
+"""KV cache that is still in use after the engine has been idle for this long counts as stranded."""
 
 STRANDED_READINGS: Final = 4
 """The lowest of this many readings of stranded blocks is used. The probe writes a reading every 5
@@ -30,8 +30,8 @@ seconds.
 """
 
 STALLED_SECONDS: Final = 60.0
-"""An engine is stalled after this time without progress while it has work, or without a page while
-its processes are running.
+"""An engine is stalled if, for this long, it has work but makes no progress. It is also stalled if
+its processes have been running for this long without a page.
 
 A single step takes less time: a prefill chunk, 8192 tokens by default, takes seconds on the slowest
 cards. vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
@@ -39,14 +39,14 @@ cards. vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 
 SIGN_SECONDS: Final = 20.0
 """A sign of a hang counts once it has been present for this long. While the core's probe is silent,
-this is also the longest time allowed without progress, because a hung process does not write
-anything. This time covers five readings by default, and at least two.
+this is also the longest time that may pass without progress, because a hung process does not write
+anything. By default, this time covers five readings; it always covers at least two.
 """
 
 COMPUTING_CPU_SECONDS: Final = 1.0
 """A server that uses this much CPU time is running. A server that is stopped, or waits forever,
 uses almost none. A server that competes for cores still gets its share: at a load average of 42 on
-two cores, it got ten seconds of CPU time per minute.
+two cores, a server got ten seconds of CPU time per minute.
 """
 
 STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
@@ -116,7 +116,7 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
 
 
 class CpuUse(Struct, frozen=True):
-    """The total CPU time of the API servers when they last used enough of it, and when that was."""
+    """When the API servers last used enough CPU time, and their total CPU time at that moment."""
 
     cpu_seconds: float
     monotonic_seconds: float
@@ -275,7 +275,7 @@ def _update_engine(
 ) -> EngineProgress:
     """Return the progress of an engine.
 
-    While the engine is idle or asleep, the time without progress starts only once it gets work.
+    Time during which the engine is idle or asleep does not count as time without progress.
     """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
@@ -283,8 +283,7 @@ def _update_engine(
     # wakes up.
     has_work = bool(engine.running or engine.waiting) and not is_asleep
     is_idle = not has_work and not is_asleep and engine.running is not None
-    # No progress is expected without work, so the age of progress is measured from when work
-    # arrives.
+    # No progress is expected without work, so the time without progress begins when work arrives.
     moved_seconds = now
     done_seconds = now
     idle_since_seconds = now
@@ -333,9 +332,9 @@ def _find_age(
 
     Returns None if no work is visible.
 
-    A request of the daemon that has not been answered since `unanswered_since_seconds` also counts
-    as work, because the gauges of a hung core do not change. Its time is measured from the last
-    progress of any request.
+    A request that the daemon sent at `unanswered_since_seconds` and that is still unanswered also
+    counts as work, because the gauges of a hung core do not change. The time without progress then
+    begins when the request was sent or, if that is later, at the last progress of any engine.
     """
     ages = [
         now - engine.moved_seconds
@@ -355,9 +354,9 @@ def update_cpu_use(
 ) -> CpuUse | None:
     """Return when the API servers last used enough CPU time; None before the first known time.
 
-    If the page does not answer, only the API servers can be the cause. The core and its workers may
-    spin while they wait for a hung GPU, as NCCL does, but the page then answers, and shows no
-    progress.
+    Other processes are not considered, because only the API servers can keep the page from
+    answering. If the core and its workers spin while they wait for a hung GPU, as in NCCL, the page
+    answers and shows no progress.
     """
     servers = [process for process in processes or () if process.role is Role.API_SERVER]
     # The times are summed, because any one of several servers may get the request for the page.
@@ -454,7 +453,7 @@ def update_activity(
     gpu_ratio = _find_gpu_ratio(snapshot)
     if previous.begin_seconds is None:
         return _begin_span(previous, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
-    # If any sample of a span is unknown, so is the span's peak.
+    # If the utilisation is unknown in any sample of a span, the span's peak is unknown too.
     peak_gpu_ratio = None
     if previous.peak_gpu_ratio is not None and gpu_ratio is not None:
         peak_gpu_ratio = max(previous.peak_gpu_ratio, gpu_ratio)
@@ -521,10 +520,10 @@ def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | Non
 
 
 def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
-    """Return the engine's highest utilisation of any of its GPUs.
+    """Return the engine's utilisation of its busiest GPU.
 
-    Returns None if the utilisation of one GPU is unknown and no other GPU is busy, because the
-    unknown one may be busy.
+    If a GPU's utilisation is unknown, that GPU may be busy. Returns None in that case, unless
+    another GPU is busy.
     """
     ratios = [_find_own_ratio(gpu) for gpu in snapshot.owned_gpus]
     known_ratios = [ratio for ratio in ratios if ratio is not None]

@@ -1,4 +1,4 @@
-"""The record of the current run, collected sample by sample, which explains how the run ended."""
+"""The record of the current run, collected sample by sample to explain how the run ends."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -42,11 +42,11 @@ USUAL_LOAD_SECONDS: Final = 900.0
 
 
 class MemoryExtremes(Struct, frozen=True, gc=False):
-    """The lowest and highest values of one GPU's memory in a time slot, at samples and at peaks.
+    """The extremes of one GPU's memory in a time slot, both at samples and at peaks in between.
 
     None means unknown.
 
-    Many of these objects exist, and gc=False keeps the garbage collector from visiting them.
+    There are many of these objects, so gc=False keeps the garbage collector from visiting them.
     """
 
     begin_seconds: float
@@ -97,13 +97,15 @@ class ProcessRecord(Struct, frozen=True, kw_only=True):
     """What the processes of this run have shown, on the monotonic clock."""
 
     complete: tuple[EngineProcess, ...] = ()
-    """All processes, as of the last time when none was missing."""
+    """All processes in the last sample in which none was missing."""
     lost: tuple[Lost, ...] = ()
     """The necessary processes that exited before the others."""
     orphans: int = 0
     """The number of processes on the engine's GPUs whose server has exited."""
     refused_since_seconds: float | None = None
-    """Since when the server has been refusing connections to its page while its core is gone."""
+    """When the server began to refuse connections to its page after its core was gone; None if it
+    does not.
+    """
 
 
 class RunRecord(Struct, frozen=True, kw_only=True):
@@ -173,12 +175,13 @@ def update_record(
 def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[str, GpuRecord]:
     """Return the memory of the GPUs, updated with this sample.
 
-    Once a necessary process has exited, the memory that it released is not evidence about the end.
+    Once a necessary process has exited, the record is not updated, because the memory that the
+    process released is not evidence about the end.
     """
     if run.lost_roles:
         return record.gpus
-    # This is the first page in this record. After a restart of the sidecar, the record begins with
-    # the next page.
+    # This is the first page in this record. If the sidecar was restarted, the record begins with
+    # the first page after the restart.
     begins_to_serve = snapshot.page is not None and not record.page.has_answered
     sampled = {}
     for gpu in snapshot.owned_gpus:
@@ -212,8 +215,8 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
         peak_rise_bytes = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
         room_bytes = memory.left_bytes
         room_at_peak_bytes = room_bytes - peak_rise_bytes
-        # The driver does not report whose memory a peak was, so the engine may have held the entire
-        # rise.
+        # The driver does not report which process caused a peak, so the engine may have held the
+        # entire rise.
         if gpu.held_bytes is not None:
             held_at_peak_bytes = gpu.held_bytes + peak_rise_bytes
     return MemoryExtremes(
@@ -287,7 +290,7 @@ def _is_page_refused(snapshot: Snapshot) -> bool:
 
 
 def _record_page(previous: PageRecord, snapshot: Snapshot) -> PageRecord:
-    """Return the record of the page with this sample; the load is that of the last answer."""
+    """Return the record of the page with this sample; without an answer, the old load is kept."""
     now = snapshot.monotonic_seconds
     if snapshot.page is None:
         return replace(previous, is_answering=False)
@@ -318,7 +321,7 @@ def _add_load(
 ) -> tuple[tuple[float, float], ...]:
     """Return the loads.
 
-    The running requests are added if a slot's length has passed since the last pair.
+    The number of running requests is added if a slot's length has passed since the last pair.
     """
     if running is None or (loads and now - loads[-1][0] < SLOT_SECONDS):
         return loads
@@ -348,8 +351,8 @@ def _name_processes(processes: Iterable[EngineProcess]) -> list[Lost]:
 def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineProcess]:
     """Return the engine's processes that still hold GPU memory although their server has exited.
 
-    A trace has no pids. For a trace, the function returns as many workers as there are processes
-    left on the GPUs, or cores if the engine has no workers.
+    A trace has no pids. In that case, the result has as many workers as there are processes left on
+    the GPUs. If the engine has no workers, it has as many cores.
     """
     pids = [
         leftover.pid
@@ -379,7 +382,7 @@ def _count_orphans(snapshot: Snapshot) -> int:
 def list_lost_at_end(
     processes: ProcessRecord, run: EngineRun, snapshot: Snapshot, kind: IncidentKind
 ) -> tuple[Lost, ...]:
-    """Return the necessary processes that exited before the others, up to and including now."""
+    """Return the necessary processes that have exited before the others until this sample."""
     if processes.lost:
         return processes.lost
     if kind is IncidentKind.STALLED:
@@ -396,5 +399,6 @@ def list_lost_at_end(
         for process in processes.complete
         if process.role is not Role.OTHER and process not in orphaned_processes
     ]
-    # If no exited process was ever seen, the orphans' unseen parent was the server.
+    # If none of the exited processes was ever seen, the server is returned, because it was the
+    # orphans' parent.
     return tuple(sorted(_name_processes(exited_processes))) or (Lost(Role.API_SERVER),)

@@ -43,7 +43,9 @@ from vllm_headroom.vocabulary import (
 )
 
 OCCUPIED_RATIO: Final = 0.05
-"""A GPU of which less than this share is held runs no model. CUDA contexts take half a gigabyte."""
+"""If less than this share of the GPUs' memory is held, they run no model. CUDA contexts alone take
+half a gigabyte.
+"""
 
 LOADED_RATIO: Final = 0.5
 """An engine that holds less than this share of the most memory that it held while serving has
@@ -51,13 +53,14 @@ released its weights.
 """
 
 STARVED_RATIO: Final = 0.8
-"""Above this CPU pressure, a server may deliver every page late. Two cores had a pressure of 0.05
-at a load average of 2, and of 0.95 at a load average of 5.
+"""Above this CPU pressure, a server may deliver every page late. On two cores, the pressure was
+0.05 at a load average of 2, and 0.95 at a load average of 5.
 """
 
 SPINNING_SECONDS: Final = 180.0
-"""A server may compute without answering for at most this time. There is no limit while the machine
-is short of CPU, or while the server has closed its port and is finishing its last requests.
+"""A server that computes for longer than this without answering counts as spinning. It does not
+while the machine is short of CPU, or while the server has closed its port and is finishing its last
+requests.
 """
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
@@ -88,7 +91,7 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     began_seconds: float | None = None
     """When the run began, in seconds since the epoch."""
     page_run_id: str | None = None
-    """The start times on the engine's page."""
+    """The start times on the engine's page, which identify the run."""
     finished_total: float | None = None
     process_names: tuple[ProcessName, ...] = ()
     is_ready: bool = False
@@ -109,7 +112,7 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     lost_roles: tuple[Role, ...] = ()
     """The necessary roles in which at least one process has exited."""
     oom_kills: int = 0
-    """The kernel's count of OOM kills in the engine's container, as of the last time when no
+    """The kernel's count of OOM kills in the engine's container, at the last sample in which no
     process was missing.
     """
 
@@ -128,7 +131,7 @@ class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visib
     ends_seconds: tuple[float, ...] = ()
     """When the newest runs ended, in seconds since the epoch."""
     are_processes_visible: bool | None = None
-    """Whether this sidecar can see the engine's processes; None until a reading shows it."""
+    """Whether this sidecar can see the engine's processes; None until that is known."""
 
     @property
     def present(self) -> EngineRun:
@@ -174,7 +177,7 @@ class Presence(Enum):
     THERE = auto()
     GONE = auto()
     OUT_OF_SIGHT = auto()
-    """A source that showed the processes before has failed, which does not end a run."""
+    """The source that showed the processes before has failed. This does not end a run."""
     NEVER_SHOWN = auto()
     """No source has ever shown the processes in this run, so the page is the only evidence."""
 
@@ -185,7 +188,9 @@ class Evidence(Struct, frozen=True, kw_only=True):
     snapshot: Snapshot
     answer: PageAnswer
     processes: tuple[EngineProcess, ...] | None
-    """None if /proc cannot be read, or if several servers may be the engine."""
+    """The engine's processes; None if /proc cannot be read, or if several servers may be the
+    engine.
+    """
     are_processes_visible: bool | None
     """Whether this sidecar can see the engine's processes, as in EngineRuns."""
     presence: Presence
@@ -227,7 +232,7 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
     answer = PageAnswer.GIVEN
     if isinstance(snapshot.engines, Failure):
         answer = _read_failure(snapshot.engines)
-    # If several servers may be the engine, the processes of none of them are attributed to it.
+    # If several servers may be the engine, no server's processes are attributed to the engine.
     processes = None
     if not snapshot.ambiguous_engines and not isinstance(snapshot.processes, Failure):
         processes = snapshot.processes
@@ -269,8 +274,8 @@ def _judge_visibility(
 ) -> bool | None:
     """Return whether the engine's processes are visible.
 
-    Returns False if a page answers although no process is visible, and None while this is unknown.
-    An earlier result in the same run is kept.
+    Returns False if a page answers although no process is visible. Returns None while it is unknown
+    whether processes are visible. An earlier result in the same run is kept.
     """
     if processes:
         return True
@@ -362,7 +367,7 @@ def update_runs(
 
 
 def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
-    """Return whether the run was mistaken for this engine's: it is another's, and still running."""
+    """Return whether the run belongs to another engine, which is still running."""
     if run.is_ready or run.has_ended:
         return False
     return _is_any_among(run.process_names, evidence.snapshot.neighbours)
@@ -380,9 +385,10 @@ def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> b
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
     """Return whether the sample is from another run, by its start time, processes or counter.
 
-    If both start times are known, they decide. Otherwise, the processes decide, or, if these are
-    unknown, the request counter. If several servers answer in turn, a lower counter may come from
-    another server, so it counts only if it fell far, or if the page did not answer before.
+    If both start times are known, they decide. Otherwise, the processes decide. If these are
+    unknown, the request counter decides. If several servers answer in turn, a lower counter may
+    come from another server. A lower counter is therefore evidence only if it has more than halved,
+    or if the page did not answer before.
     """
     finished_total = evidence.finished_total
     if run.page_run_id is not None and evidence.page_run_id is not None:
@@ -432,8 +438,8 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     first_host_room_bytes = run.first_host_room_bytes
     if first_host_room_bytes is None:
         first_host_room_bytes = evidence.host.room_bytes
-    # A kill is the reason for the exit even if the exit follows some samples after the process was
-    # lost.
+    # A kill is the reason for the exit even if the exit follows several samples after the kill.
+    # Once a process is lost, the earlier count is therefore kept.
     oom_kills = evidence.host.oom_kills
     if oom_kills is None or lost_roles:
         oom_kills = run.oom_kills
@@ -502,7 +508,9 @@ class Symptom(Enum):
     enough.
     """
     NO_PROCESSES = auto()
-    """There is no page, and either no process exists, or only a closed port is known."""
+    """There is no page, and no process exists. The same applies if all that is known is a closed
+    port.
+    """
     NO_RUN = auto()
     """There is no page. Processes exist, but nothing shows that they belong to a run of this
     engine.
@@ -528,7 +536,7 @@ class Symptom(Enum):
     SERVER_COMPUTES = auto()
     """The page used to answer but is missing now, and its server uses CPU time."""
     PAGE_AWAY = auto()
-    """The page used to answer but is missing now, and its server uses no CPU time or spins."""
+    """The page used to answer but is missing now. Its server either uses no CPU time or spins."""
 
 
 class Transition(NamedTuple):
@@ -636,7 +644,7 @@ class Requests(Enum):
 
 
 class StandstillRow(NamedTuple):
-    """What it means if the page shows work without progress.
+    """A row of the table that interprets a page that shows work without progress.
 
     A field that is None matches any evidence.
     """
@@ -705,8 +713,8 @@ class AbsenceRow(NamedTuple):
     servers: tuple[ServerAnswer | None, ...] | None = None
     """The server's answers that match, as in StandstillRow."""
     is_computing: bool | None = None
-    """Whether the API server uses CPU time without spinning. If the server answers, it is
-    sufficient that the core, the workers or the GPUs are busy.
+    """Whether the API server uses CPU time without spinning. If the server answers with an error,
+    it is sufficient that the core, the workers or the GPUs are busy.
     """
 
 
@@ -791,15 +799,15 @@ def update_absence(previous: Absence, evidence: Evidence) -> Absence:
 class StateUpdate(Struct, frozen=True, kw_only=True):
     """What one sample shows about the engine.
 
-    All fields except the evidence continue what earlier samples showed.
+    All fields except the evidence also depend on earlier samples.
     """
 
     evidence: Evidence
     exited_run: EngineRun | None
     """The run whose exit the sample shows, as it was before the sample; None if no run exited."""
     runs: EngineRuns
-    """The runs after the sample. The exit has not been counted under its reason yet, because the
-    reason is not known to this module.
+    """The runs after the sample. The exit has not been counted under its reason yet, because this
+    module does not know the reason.
     """
     progress: Progress
     absence: Absence
@@ -879,7 +887,7 @@ def read_symptom(
 
 
 def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
-    """Return how many seconds something has been missing for; 0 while it is present."""
+    """Return for how many seconds something has been missing; 0 while it is present."""
     if since_seconds is None:
         return 0.0
     return evidence.snapshot.monotonic_seconds - since_seconds
@@ -905,7 +913,7 @@ def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: P
         has_shown_engine = run.page_run_id is not None or run.finished_total is not None
         if has_shown_engine or not evidence.processes:
             return Symptom.OTHER_PAGE
-    # A single dead rank is sufficient. The page still answers then, and shows the old load.
+    # A single dead rank is enough for a stall. The page still answers then, and shows the old load.
     if run.lost_roles:
         return Symptom.PROCESS_LOST
     if is_page_awake(page) is False:
@@ -990,8 +998,9 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
     """Return whether the API server uses CPU time and may still answer.
 
-    If the server answers, the activity of the core, the workers and the GPUs is considered too. If
-    it is silent, they may be spinning while they hang, as NCCL does.
+    If the server answers with an error, the activity of the core, the workers and the GPUs is
+    considered too. If the server is silent, that activity proves nothing, because hung processes
+    may spin, as in NCCL.
     """
     if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
         return True
