@@ -2,11 +2,12 @@
 
 import sys
 
-# Only the program sets this. If a library imports this package, its signal handlers are kept.
+# Only the program itself changes the signal's handler. If other code imports this package, the
+# existing handler is kept.
 if "".join(sys.argv[:1]).endswith(("vllm-headroom", "-m")):
     # This is a built-in module. Importing `signal` takes milliseconds, during which Ctrl-C would
     # print a traceback.
     import _signal  # type: ignore[import-not-found]
 
-    # This applies until `main` decides how its command ends.
+    # The default action applies until `main` decides how its command ends.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)

@@ -15,7 +15,7 @@ class Clock(Protocol):
         """Return seconds that never go backwards."""
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until the given time, never less; if it has passed, only yield to other tasks."""
+        """Wait at least until the given time; if it has passed, only yield to other tasks."""
 
 
 class SystemClock:
@@ -32,9 +32,9 @@ class SystemClock:
         return time.monotonic()
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until the given time, never less; if it has passed, only yield to other tasks."""
-        # uvloop's timers count whole milliseconds and may fire early, in which case a step would
-        # run twice.
+        """Wait at least until the given time; if it has passed, only yield to other tasks."""
+        # uvloop's timers count whole milliseconds and may fire early. If this method then returned,
+        # a step would run twice.
         while True:
             remaining_seconds = monotonic_seconds - self.monotonic()
             await asyncio.sleep(max(0.0, remaining_seconds / self.speed))

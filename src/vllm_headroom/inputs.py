@@ -80,13 +80,16 @@ def parse_http_url(text: str) -> httpx.URL:
 
 
 def parse_metrics_url(text: str) -> str:
-    """Parse an http or https URL, and add /metrics if it has no path; raise ValueError."""
+    """Parse an http or https URL, and add /metrics if it has no path.
+
+    Raises ValueError for any other text.
+    """
     url = parse_http_url(text)
     return str(url.copy_with(path="/metrics")) if url.path == "/" else text
 
 
 def parse_path(text: str) -> Path:
-    """Parse a valid file path; raise ValueError."""
+    """Parse a file path; raise ValueError if it is not valid."""
     if not text or "\0" in text:
         raise ValueError
     if text.startswith("~"):
@@ -111,21 +114,21 @@ def parse_log_place(text: str) -> str:
 
 
 def parse_listen_host(text: str) -> str:
-    """Parse the address or name to listen on; raise ValueError."""
+    """Parse the address or name to listen on; raise ValueError for any other text."""
     if HOST_AND_PORT.fullmatch(text):
         raise RefusedError("set the port with listen_port")
     return require_match(HOST, text)
 
 
 def parse_number(text: str) -> float:
-    """Parse a number; raise ValueError, also for 1_0, which Python accepts as 10."""
+    """Parse a number; raise ValueError for other text and for 1_0, which Python accepts as 10."""
     if "_" in text:
         raise ValueError
     return float(text)
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a number of seconds, or a duration such as 5s or 5m; raise ValueError."""
+    """Parse a number of seconds, or a duration such as 5s; raise ValueError for any other text."""
     try:
         return parse_duration(text)
     except ValueError:
@@ -133,7 +136,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_ratio(text: str) -> float:
-    """Parse a ratio such as 0.92 or 92%; raise ValueError.
+    """Parse a ratio such as 0.92 or 92%; raise ValueError for any other text.
 
     Raises RefusedError, a ValueError with a suggestion, for a number that can only be meant as a
     percentage.
@@ -148,7 +151,7 @@ def parse_ratio(text: str) -> float:
 
 
 def parse_whole_number(text: str) -> int:
-    """Parse a whole number written in digits; raise ValueError."""
+    """Parse a whole number written in digits; raise ValueError for any other text."""
     return int(require_match(WHOLE_NUMBER, text))
 
 
@@ -174,7 +177,7 @@ def parse_gpus(value: object) -> object:
 
 
 def parse_engine_urls(text: str) -> object:
-    """Return `node`, or a tuple of the URLs of engines' pages; raise ValueError."""
+    """Return `node`, or a tuple of the URLs of engines' pages; raise ValueError for other text."""
     if text.lower() == "node":
         return "node"
     urls = tuple(parse_metrics_url(url.strip()) for url in text.split(","))
@@ -184,7 +187,7 @@ def parse_engine_urls(text: str) -> object:
 
 
 def redact_urls(engines: object) -> object:
-    """Return engines' URLs as they may be shown, separated by commas; else the unchanged value."""
+    """Return a tuple of URLs as redacted text, separated by commas; any other value unchanged."""
     if isinstance(engines, tuple):
         return ",".join(redact_url(url) for url in engines)
     return engines
@@ -198,7 +201,7 @@ def show_urls(value: object) -> str:
 
 
 def parse_header_name(text: str) -> str:
-    """Parse the name of a header that an operator is allowed to add; raise ValueError."""
+    """Parse the name of a header that an operator may add; raise ValueError for any other text."""
     if text.lower() in RESERVED_HEADERS:
         raise RefusedError(f"{text} is not yours to set")
     return require_match(HEADER_NAME, text)

@@ -107,7 +107,9 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.UNEXPECTED,
     ),
 }
-"""The reasons for each source, for which `headroom_source_failures_total` starts at 0."""
+"""The reasons for which reading each source can fail. For each of them,
+`headroom_source_failures_total` starts at 0.
+"""
 
 
 class Attribution(StrEnum):

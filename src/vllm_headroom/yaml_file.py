@@ -41,7 +41,7 @@ class PlainLoader(AliasRefuser, yaml.SafeLoader):
 
 
 class TextLoader(AliasRefuser, yaml.BaseLoader):
-    """Keeps all values except null as text: `yes` does not become true, nor 1:30 become 90."""
+    """Keeps all values except null as text: `yes` is not read as true, and 1:30 not as 90."""
 
 
 # This is the pattern for null. PyYAML lists its patterns by the first character of a value, and `~`
@@ -90,7 +90,8 @@ def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
 def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
     """Parse YAML in UTF-8; with `as_text`, every value except null remains text.
 
-    Raises NotYamlError for anything else, for an alias, and for nesting that is too deep.
+    Raises NotYamlError for text that is not YAML in UTF-8, contains an alias, or is nested too
+    deeply.
     """
     loader_class = TextLoader if as_text else PlainLoader
     try:

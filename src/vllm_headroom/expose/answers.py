@@ -20,7 +20,8 @@ class Request(Struct, frozen=True, kw_only=True):
     query: str = ""
     """The text after the question mark; "" if there is none."""
     headers: Mapping[str, str]
-    """The headers by lower-case name; the values of a repeated header are joined by commas."""
+    """The headers, keyed by lower-case name; the values of a repeated header are joined by commas.
+    """
 
 
 class Response(Struct, frozen=True, kw_only=True):

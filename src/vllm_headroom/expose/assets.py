@@ -13,7 +13,7 @@ _LEVEL_RULES: Final = "".join(
     f".{level} b,.{level} h1,b.{level}{{color:var(--{level})}}"
     for level in Level
 )
-"""The rules that give the elements of each level the level's colour."""
+"""The rules that colour elements by their level."""
 
 _HEAD_RULES: Final = pack_style("""
 body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:0 auto;padding:1rem;color:var(--ink);

@@ -76,13 +76,13 @@ def render_text(text: str) -> str:
 
 
 MARGIN: Final = 1.15
-"""A picture extends to this multiple of the highest value, or of the time to the end of the
-forecast (our choice).
+"""The margin of a picture (our choice). Its height is this multiple of the usual highest value, and
+its end lies at this multiple of the forecast's length.
 """
 
 SCALE_QUANTILE: Final = 0.9
-"""The quantile of the values that determines the scale. The highest value is not used, because the
-card is empty for minutes while an engine starts.
+"""The quantile of the values that determines the scale. The highest value is not used: while an
+engine starts, the card is empty for minutes, so its free memory is unusually high.
 """
 
 
@@ -162,7 +162,7 @@ def build_curve(points: Iterable[Point]) -> Curve:
 def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LinePoints]:
     """Return the curve from the time `begin` on, thinned to two points for each of `columns`.
 
-    The two are the lowest and the highest points of the column, in chronological order. A stretch
+    The two points are the lowest and the highest of the column, in chronological order. A stretch
     ends at a column without known values. The result is empty if no value is known.
     """
     times, values = curve
@@ -174,7 +174,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LineP
     for column_start in range(start, len(values), column_size):
         column: Sequence[Any] = values[column_start : column_start + column_size]
         known_values = column
-        if has_gaps:  # For a day without gaps, copying the columns would only waste time.
+        if has_gaps:  # Without gaps, the column need not be copied.
             known_values = [value for value in column if value is not None]
         if known_values:
             # Both extremes of a column are kept, because an average would hide short peaks.
@@ -208,7 +208,7 @@ def draw_curve(frame: Frame, stretches: Iterable[LinePoints]) -> str:
 
 
 def _close_path(frame: Frame, path: str) -> str:
-    """Return the path around the area below a path, which continues down to zero and back."""
+    """Return the outline of the area between a path and the line at zero."""
     first_x = path[1 : path.index(" ")]
     return f"{path}V{frame.height:.0f}H{first_x}Z"
 
@@ -240,9 +240,9 @@ def draw_grid(frame: Frame, times: Iterable[float]) -> str:
 
 
 def round_top(top: float, unit: float) -> float:
-    """Return the lowest value of at least `top` whose quarters are round multiples of a unit.
+    """Return the lowest value from `top` on that divides into four round multiples of `unit`.
 
-    `unit` is the size of one unit, such as a GiB.
+    `unit` is a number such as the bytes in a GiB.
     """
     step = top / GRID_PARTS / unit
     power = 10.0 ** floor(log10(step))
@@ -261,7 +261,7 @@ def list_ticks(begin: float, end: float) -> list[float]:
 
 
 def draw_forecast(frame: Frame, forecast: Forecast) -> str:
-    """Return the forecast's line to zero, and the shaded area between it and the earliest line.
+    """Return the forecast's line to zero, and the shaded area up to the line with the earliest end.
 
     Both lines are cut off at the end of the frame.
     """
@@ -272,7 +272,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
         return line
     earliest_end = _find_end(frame, forecast, forecast.earliest_seconds)
     earliest_value = earliest_end[1]
-    # If the earliest line is cut off too, the area ends at the edge of the frame.
+    # If the line with the earliest end is cut off too, the area ends at the edge of the frame.
     edge_seconds = earliest_end[0] if earliest_value == 0 else likely_end[0]
     corners = [
         begin,
@@ -296,7 +296,7 @@ def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, 
 
 
 def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
-    """Return the points of a stretch as an SVG path, rounded to tenths, which are below a pixel."""
+    """Return a stretch as an SVG path, with coordinates rounded to less than a pixel."""
     x = frame.x
     y = frame.y
     points = [f"{x(seconds):.1f} {y(value):.1f}" for seconds, value in stretch]

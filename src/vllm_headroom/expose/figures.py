@@ -29,8 +29,8 @@ all columns take 10 kB, and the page stays below 90 kB.
 """
 
 EDGE_PERCENT: Final = 4
-"""A tick this close to an edge has no label (our choice), because a label moved into the plot would
-be below another time.
+"""A tick this close to an edge has no label (our choice). To fit into the plot, the label would
+have to be moved away from its tick.
 """
 
 LEAST_COLUMNS: Final = 32
@@ -62,12 +62,12 @@ of day would be meaningless.
 """
 
 PAST_FACTOR: Final = 3
-"""The maximum ratio of the past shown next to a forecast to the forecast's length (our choice), so
-that the forecast takes up at least a quarter of the width.
+"""The maximum length of the past that is shown next to a forecast, as a multiple of the forecast's
+length (our choice). The forecast then takes up at least a quarter of the width.
 """
 
 FUTURE_FACTOR: Final = 2
-"""The maximum ratio of a forecast's shown length to that of the past (our choice)."""
+"""The maximum length of a forecast that is shown, as a multiple of the shown past (our choice)."""
 
 
 RANGES: Final = {
@@ -87,7 +87,7 @@ class _Room(Struct, frozen=True, kw_only=True):
     name: str
     """The model of a GPU; empty for the host."""
     rank: int
-    """The position of its verdict among all verdicts; 0 is the worst."""
+    """The position of the GPU's or host's verdict among all verdicts; 0 is the worst."""
     free_curve: Curve
     """The curve of free memory, which is never empty."""
     peak_curve: Curve
@@ -154,7 +154,7 @@ def _count_columns(view: View, snapshot: Snapshot) -> int:
 
 
 def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> Iterator[_Room]:
-    """Yield the free memory of each of the engine's GPUs and of the host, if it has a curve."""
+    """Yield the free memory of the engine's GPUs and of the host; leave out any without a curve."""
     ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
     for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:
         free_curve = view.history.read_curve(f"free {gpu.reading.uuid}", past_seconds)
@@ -239,7 +239,7 @@ def _draw_room(
         if past_seconds is None:
             past_seconds = _choose_past(now - begin, forecast.seconds)
         begin = now - past_seconds
-        # A longer forecast extends beyond the right edge of the picture.
+        # A forecast that is longer than this extends beyond the right edge of the picture.
         end = now + min(MARGIN * max(forecast.seconds, 1.0), FUTURE_FACTOR * past_seconds)
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
     peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
@@ -338,7 +338,7 @@ def _render_plot(
 
 
 def _format_level(top_bytes: float, quarter: int) -> str:
-    """Return the memory at a number of quarters of a figure's height, in the unit of its top."""
+    """Return the amount of memory at a grid line; `quarter` counts the lines from the bottom."""
     unit_bytes = GIB if top_bytes >= GIB else MIB
     unit_name = "GiB" if top_bytes >= GIB else "MiB"
     return f"{top_bytes * quarter / svg.GRID_PARTS / unit_bytes:.3g} {unit_name}"
@@ -397,7 +397,7 @@ def _draw_load(
     running_now: float | None,
     above: Frame | None,
 ) -> str:
-    """Return the figure of running requests, on the time axis of `above` if given."""
+    """Return the figure of running requests, with the time axis of the figure `above` if given."""
     begin = running_curve[0][0]
     end = now
     if above is not None:

@@ -111,7 +111,7 @@ class _EncodedFamily(Struct, frozen=True):
     text: bytes
 
     def has_series_of(self, samples: list[Sample]) -> bool:
-        """Return whether `samples` belong to the same series in the same order."""
+        """Return whether `samples` have the same labels in the same order as this family."""
         labels = [sample.labels for sample in samples]
         return labels == [sample.labels for sample in self.samples]
 
@@ -194,8 +194,7 @@ class MetricsPage:
             encoded = families.get(metric.name)
             if encoded is None or not encoded.has_series_of(samples):
                 text = encode(_Families([_build_family(metric, samples)]))
-                # This line may only end the last families on the page, which are those of the
-                # process.
+                # Only the last families on the page, those of the process, may end with this line.
                 families[metric.name] = _EncodedFamily(samples, text.removesuffix(_END_LINE))
             # Usually, only the values change. Encoding the family again takes ten times as long as
             # replacing its values.

@@ -242,8 +242,8 @@ def _count_levels(engines: list[EngineView]) -> str:
 def _render_engine(engine: EngineView) -> str:
     """Return a line with an engine's worst verdict, its key figure, and the link to its page.
 
-    For an alarm, a warning or an engine that cannot be read, the line also says since when and what
-    to do.
+    For an alarm, a warning or an engine that cannot be read, the line also says when this began and
+    what to do.
     """
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
@@ -252,8 +252,8 @@ def _render_engine(engine: EngineView) -> str:
     link = f"/?{QUERY}={quote(list_engine_names(engine.name)[-1], safe='')}"
     sentence = render_text(worst.sentence)
     number, caption = find_key_figure(engine.view, worst)
-    # Most sentences already contain the number: for a range, both of its ends, and for exits, their
-    # count.
+    # Most sentences already contain the number or, if it is a range, both of its ends. In a crash
+    # loop, the sentence contains the number of exits.
     is_in_sentence = all(part in worst.sentence for part in number.split(" to "))
     if not is_in_sentence and worst.situation is not Situation.CRASH_LOOP:
         sentence += f" {render_text(number)} {render_text(caption)}."

@@ -30,7 +30,7 @@ MIN_REFRESH_SECONDS: Final = 5
 """The minimum time between two reloads of the page, because people need time to read it."""
 
 FOLDED_GPUS: Final = 3
-"""The number of GPUs in the same situation from which they are folded into one line."""
+"""If at least this many GPUs are in the same situation, they are folded into one line."""
 
 SHOWN_EVENTS: Final = 10
 """The number of newest events listed on the page (our choice). The snapshot lists all events."""
@@ -101,7 +101,7 @@ def _render_header(view: View) -> str:
 
 
 def render_age(seconds: float | None, age_seconds: float, version: str) -> str:
-    """Return the version and the newest sample's time, which is None before the first sample."""
+    """Return the version and the newest sample's age; `seconds` is None before the first sample."""
     sample_time = "the start"
     age = ""
     if seconds is not None:
@@ -146,7 +146,9 @@ HEADLINES: Final = {
     Situation.STRANDED: "KV cache held by no request",
     Situation.FILLING: "{subject} filling as configured",
 }
-"""The headlines of situations for which it is not the subject followed by the situation's name."""
+"""The headlines of some situations. For any other situation, the headline is the subject followed
+by the situation's name.
+"""
 
 
 SUBJECT_HEADLINES: Final = {"sidecar": "sidecar blind", "gates": "gate closed"}
@@ -226,7 +228,7 @@ the situation began.
 
 
 def render_since(view: View, worst: Verdict) -> str:
-    """Return since when a situation has held; empty if unknown, or if all is well."""
+    """Return when the situation began; empty if unknown, or if all is well."""
     if worst.situation is Situation.HEALTHY or view.snapshot is None:
         return ""
     verdict = worst
@@ -258,7 +260,7 @@ def _find_down(view: View) -> Verdict | None:
 
 
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
-    """Return since when a verdict has held; None if unknown.
+    """Return when a verdict began to hold; None if unknown.
 
     A stall begins with the last progress, and a start with the process, so that the time agrees
     with the page's key figure. Both times are before the first sample with the verdict.
@@ -290,7 +292,7 @@ def _list_details(view: View, worst: Verdict) -> Iterator[str]:
 
 
 def _compare_starts(view: View) -> str:
-    """Return how long earlier starts took, and how much of the longest remains for this one."""
+    """Return how long earlier starts took, and how long this one may still take."""
     durations_seconds = view.history.start_durations_seconds
     longest_seconds = max(durations_seconds)
     shortest = format_duration(min(durations_seconds))
@@ -529,8 +531,8 @@ it.
 def find_key_figure(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the most important number in a situation, and its caption; both may be empty.
 
-    If this number is unknown, or the situation has none, return the free memory of the fullest GPU,
-    provided that it matters.
+    If this number is unknown, or the situation has no number, the free memory of the fullest GPU is
+    returned, except in the situations WITHOUT_ROOM.
     """
     number = NUMBERS.get(worst.situation, find_no_number)(view, worst)
     if number is not None:
@@ -575,7 +577,7 @@ def _measure_time_left(view: View, worst: Verdict) -> KeyFigure | None:
 
 
 def _find_time_left(view: View, situation: Situation) -> tuple[float | None, float | None]:
-    """Return the earliest and likely time left, whichever GPU's is shortest; None if unknown."""
+    """Return the earliest and the likely time left, each the shortest of any GPU, or None."""
     likely_time_left, earliest_time_left = TIME_LEFT_METRICS[situation]
     earliest_seconds = min(view.values.find_all(earliest_time_left).values(), default=None)
     likely_seconds = min(view.values.find_all(likely_time_left).values(), default=None)
@@ -714,8 +716,8 @@ def _fold_gpus(
 ) -> tuple[list[Verdict], str]:
     """Return the verdicts that are not folded, and the line for the folded GPUs.
 
-    The GPUs in `situation` are folded. If there are only a few of them, all verdicts are returned
-    with an empty line.
+    The GPUs in `situation` are folded. If there are fewer than FOLDED_GPUS of them, all verdicts
+    are returned, and the line is empty.
     """
     folded = [
         verdict
@@ -759,7 +761,7 @@ def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
 
 
 def _find_lowest_free(view: View, subjects: set[str]) -> int | None:
-    """Return the least free memory on the GPUs of these verdicts; None if unknown."""
+    """Return the lowest free memory among the GPUs of these verdicts; None if unknown."""
     if view.snapshot is None:
         return None
     gpus = [gpu for gpu in view.snapshot.owned_gpus if gpu.reading.display_name in subjects]

@@ -39,9 +39,9 @@ that sends nothing.
 """
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
-"""The size set for each of a connection's two kernel buffers, which the kernel doubles. With the
-default size, 2.5 MB of unread responses would count against the container's limit, and a slow
-client would look idle.
+"""The size requested for each of the two kernel buffers of a connection; the kernel doubles it.
+With the default size, 2.5 MB of unread responses would count against the container's limit, and a
+slow client would look idle.
 """
 
 ACCEPT_RETRY_SECONDS: Final = 0.1
@@ -98,7 +98,7 @@ least once a minute.
 class Connection(asyncio.Protocol):
     """An HTTP/1.1 connection based on h11.
 
-    It does not read while a request is waiting for its turn.
+    No bytes are read from the client while a request is waiting for its turn.
     """
 
     def __init__(self, server: "Server") -> None:
@@ -200,8 +200,8 @@ class Connection(asyncio.Protocol):
         events.append(h11.EndOfMessage())
         parts = [self._http.send(event) or b"" for event in events]
         self._transport.write(b"".join(parts))
-        # The exchange with a blocked client ends when it has received the response or its time is
-        # up.
+        # With a blocked client, the exchange ends later: once the client has received the response,
+        # or its time is up.
         if not self._is_blocked:
             self._finish_exchange()
 
@@ -258,7 +258,7 @@ class Connection(asyncio.Protocol):
         return self.phase in (Phase.TURN, Phase.SENDING)
 
     def is_idle(self, now_seconds: float) -> bool:
-        """Return whether it is waiting for its client to send a request or read a response."""
+        """Return whether the client is expected to send a request or to read a response."""
         if self.phase is Phase.SENDING:
             return self.since_seconds < now_seconds - SLOW_CLIENT_SECONDS
         return self.phase in (Phase.HEAD, Phase.IDLE)
@@ -310,8 +310,8 @@ def find_connection_limit() -> int:
 class Server:
     """Answers requests with `handler`, which must be fast.
 
-    With a `door`, only admitted requests are answered. A connection is admitted by its certificate
-    when it is opened, and each of its requests by its login. Admitted requests wait in a queue.
+    With a `door`, only admitted requests are answered. The client's certificate is checked when a
+    connection is opened. The login is checked for each request. Admitted requests wait in a queue.
 
     The event loop runs once between two responses, so that sampling waits for at most one response.
     There is one queue for short requests and one for all others. The queues take turns, so that

@@ -36,7 +36,7 @@ WEEK_POINTS: Final = 7 * 24 * 60 // WEEK_STEP_MINUTES
 """The number of points per week. The week curves of eight GPUs take 77 kB, and 102 kB on disk."""
 
 MOST_MINUTES_BACK: Final = 5
-"""If the clock is set back by no more than this, the history is kept, and samples are added to the
+"""If the clock is set back by at most this, the history is kept. Samples are then added to the
 newest minute until the clock has caught up.
 """
 
@@ -81,7 +81,9 @@ class VerdictStart(Struct, frozen=True, kw_only=True):
     seconds: float
     """The time of the first sample with the verdict, in seconds since the epoch."""
     is_exact: bool
-    """False if that was the very first sample, because the verdict may have held before it."""
+    """Whether the verdict began with that sample. False for the very first sample, because the
+    verdict may have held before.
+    """
 
 
 class SavedHistory(Struct, frozen=True, kw_only=True):
@@ -246,7 +248,7 @@ class History:
         return self._day.read(name)
 
     def find_start(self, verdict: Verdict, state: EngineState | None) -> VerdictStart | None:
-        """Return since when a verdict in the last sample has held; None if unknown.
+        """Return when a verdict in the last sample began to hold; None if unknown.
 
         `state` is the engine's state.
         """
@@ -294,7 +296,7 @@ class History:
         self._week.move_to(minute)
 
     def _drop_curves_of_others(self, uuids: set[str]) -> None:
-        """If there are too many curves, drop those of all other GPUs or parts of GPUs."""
+        """If there are too many curves, drop those of GPUs and parts of GPUs not in `uuids`."""
         # A curve's name is "free UUID" or "peak UUID", or one word without a UUID.
         kept_uuids = {"", *uuids}
         for rings in (self._day, self._week):
@@ -306,7 +308,7 @@ class History:
                 }
 
     def _add_gpu(self, gpu: GpuReading) -> None:
-        """Add a GPU's free memory, now and at its peak, if known."""
+        """Add a GPU's free memory, in this sample and at the usage peak, as far as known."""
         if gpu.memory is None:
             return
         self._add(f"free {gpu.uuid}", gpu.memory.free_bytes, min)
@@ -327,7 +329,7 @@ class History:
         self._week.add(name, value, choose)
 
     def _add_start_duration(self, snapshot: Snapshot) -> None:
-        """Add how long a start took, in the first sample in which the engine is serving."""
+        """Once the engine has started to serve, add how long its start took."""
         status = snapshot.engine_status
         state = None if status is None else status.state
         has_started = self._state is EngineState.STARTING and state is EngineState.SERVING
@@ -440,7 +442,7 @@ class View(Struct, frozen=True, kw_only=True):
         return None if self.snapshot is None else self.snapshot.engine_status
 
     def find_start(self, verdict: Verdict) -> VerdictStart | None:
-        """Return since when a verdict has held; None if unknown."""
+        """Return when a verdict began to hold; None if unknown."""
         status = self.engine_status
         return self.history.find_start(verdict, None if status is None else status.state)
 

@@ -97,9 +97,7 @@ class Tls(Struct, frozen=True, kw_only=True):
     client_ca_file: Path | None = None
     """The authorities that sign client certificates; None if no certificate is requested."""
     client_allowed_sans: tuple[str, ...] = ()
-    """The allowed names, one of which a client's certificate must have; empty if any name is
-    accepted.
-    """
+    """A client's certificate must have one of these names; empty if any name is accepted."""
     min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
     max_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
 
@@ -167,7 +165,7 @@ def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
 
 
 def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
-    """Return the meaning of this key's value, or of its default if it has none.
+    """Return the meaning of this key's value; without a value, that of the default.
 
     Returns None if the value is not one of the accepted ones.
     """

@@ -67,10 +67,11 @@ class Door:
         return any(name in tls.client_allowed_sans for name in names)
 
     async def find_refusal(self, request: Request, client: str) -> Response | None:
-        """Return the refusal of a request: 401 without a valid login, 429 if it was not checked.
+        """Return the response that refuses a request; None if the request may be answered.
 
-        Status 429 means that too many other logins are waiting. `client` is the client's address.
-        Returns None if the login is valid or the configuration has no users.
+        Status 401 means that the login is missing or wrong. Status 429 means that the login was not
+        checked, because too many others are waiting. A request may be answered if its login is
+        valid or the configuration has no users. `client` is the client's address.
         """
         users = self.loaded.config.users
         if not users:
@@ -132,9 +133,8 @@ def _load(file: Path) -> _LoadedConfig:
 def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
     """Return the new version of the file; `current` if no file has changed.
 
-    Raises WebConfigError for a mistake, and also if the new version would provide less protection,
-    because a file that was emptied by mistake must not remove TLS or the login from a running
-    daemon.
+    Raises WebConfigError for a mistake, and also if the new version would provide less protection.
+    A file that was emptied by mistake must not remove TLS or the login from a running daemon.
     """
     if _stat_files(file, current.config) == current.file_states:
         return current
@@ -155,7 +155,7 @@ def _is_tls_weaker(tls: Tls | None, current: Tls | None) -> bool:
 
 
 def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
-    """Return a state of each file that changes when the file is written or replaced.
+    """Return the state of each file; a state changes when its file is written or replaced.
 
     If a file cannot be examined, its state is an error number. Links are followed, because
     Kubernetes replaces the files of a Secret by changing a link.

@@ -24,13 +24,13 @@ use at most a fifth of a core.
 """
 
 MOST_WAITING_LOGINS: Final = 256
-"""If more logins than this are waiting, the one with the most mistakes is given up. This is also
-the maximum number of connections. If fewer logins could wait, a client whose login is given up
-early could guess again immediately.
+"""If more logins than this are waiting, the one with the most mistakes is given up. The limit
+equals the maximum number of connections. If it were lower, logins would be given up early, and
+their clients could guess again immediately.
 """
 
 MOST_REMEMBERED_REQUESTS: Final = 4096
-"""The number of logins without an outcome whose first request's time is remembered. At most
+"""For this many logins without an outcome, the time of the first request is remembered. At most
 MOST_WAITING_LOGINS arrive within CHECK_SECONDS, so times are remembered for 80 s, which is longer
 than the usual scrape interval.
 """
@@ -41,8 +41,8 @@ repeated mistake does not cost 60 ms each time.
 """
 
 MOST_COUNTED_CLIENTS: Final = 1000
-"""The maximum number of clients, and names tried by them, for which mistakes are counted (our
-choice). Beyond it, all counts restart at zero.
+"""The maximum number of counts of mistakes (our choice). There is one count for each client, and
+one for each name that a client tries. If there are more counts, all restart at zero.
 """
 
 BCRYPT_BYTES: Final = 72
@@ -157,7 +157,7 @@ class Users:
         """
         self._waiting.append(login)
         if len(self._waiting) > MOST_WAITING_LOGINS:
-            # If several logins have the most mistakes, the newest of them is given up.
+            # If several logins are tied for the most mistakes, the newest of them is given up.
             worst = max(reversed(self._waiting), key=self._rank)
             self._waiting.remove(worst)
             if not worst.outcome.done():
@@ -171,7 +171,7 @@ class Users:
             return None
 
     def _rank(self, login: _Login) -> tuple[int, int, float]:
-        """Return how often this client failed, overall and with this name, and the login's time.
+        """Return how often the client failed, overall and with this name, and `first_seconds`.
 
         Logins with a low rank are checked first.
         """
@@ -236,9 +236,9 @@ def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
 
 
 def _find_costliest(users: Mapping[str, str]) -> str:
-    """Return the hash with the highest cost, which follows `$2b$` in a hash.
+    """Return the hash with the highest cost.
 
-    There must be at least one user.
+    The cost follows `$2b$` in a hash. There must be at least one user.
     """
     return max(users.values(), key=lambda password_hash: password_hash[COST_DIGITS])
 
@@ -246,9 +246,10 @@ def _find_costliest(users: Mapping[str, str]) -> str:
 def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
     """Return whether a password is correct; a wrong one takes as long as with the costliest hash.
 
-    Otherwise, the timing would reveal which names exist. Each cost takes twice as long as the one
-    below it, so one additional check at each cost from this one up takes as long as a check at the
-    highest cost.
+    Otherwise, the timing would reveal which names exist. A check at one cost takes twice as long as
+    a check at the next lower cost. After a wrong password, one more check is made at each cost from
+    that of `password_hash` up to the second highest. Together, all checks take as long as one check
+    at the highest cost.
     """
     if _is_right(password, password_hash.encode()):
         return True

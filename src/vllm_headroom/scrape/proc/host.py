@@ -262,7 +262,7 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 SHM_FOLDER: Final = "dev/shm"
 
 UNLIMITED_BYTES: Final = 2**63
-"""Stands for the machine's memory if it is unknown. The value is higher than any limit."""
+"""Used in place of the machine's memory if it is unknown. The value is higher than any limit."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:
