@@ -51,11 +51,12 @@ from vllm_headroom.trace.recorder import Recorder
 log = Log(__name__)
 
 CANNOT_LISTEN: Final = 2
-"""The exit status if the daemon cannot start unless an operator changes a setting."""
+"""The exit status if the daemon cannot start until an operator changes a setting."""
 
 LONGEST_TICK_SECONDS: Final = 30.0
-"""The longest time between two ticks, even if sources hang, because each source has a timeout of
-seconds. If more time passes, the daemon itself was stopped or did not get any CPU.
+"""The longest time between two ticks. A source that hangs does not delay the next tick for longer,
+because it has a timeout of a few seconds. If more time passes, the daemon itself was stopped or did
+not get any CPU.
 """
 
 OTHERS_WRITE_BITS: Final = 0o022
@@ -140,8 +141,8 @@ async def run(
     `build_daemon` replaces the class Daemon, as in the demo. Raises an ExceptionGroup if a loop
     raises.
     """
-    # This is done before anything is started, so that a misconfiguration leads only to a log line
-    # and an exit.
+    # The port is opened and the web configuration is read before anything is started, so that a
+    # mistake leads only to a log line and an exit.
     door = None
     try:
         listener = listen(settings.listen_host, settings.listen_port)
@@ -182,7 +183,7 @@ async def run(
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
-            # This is done after the loops have ended, so that no turn takes the Lease again.
+            # The Lease is given back after the loops have ended, so that no turn takes it again.
             if isinstance(parts, Parts) and parts.evictor is not None:
                 await parts.evictor.give_lease_back()
             await close_all(*parts.list_resources())
@@ -359,8 +360,8 @@ class Daemon:
     async def _tick(self) -> None:
         """Take a sample and write it to files; end the daemon if the GPUs stay unreadable."""
         result = await self._watch.sample()
-        # This is done before the files are written, so that a hung volume does not make the daemon
-        # unhealthy.
+        # The tick is noted before the files are written, so that a hung volume does not make the
+        # daemon unhealthy.
         self._monitor.note_tick(result.snapshot.gpus)
         await self._watch.record()
 

@@ -92,8 +92,8 @@ class EngineLogFollower:
                 # A line without a timestamp gets the time at which it was read, which is
                 # meaningless for an old file.
                 seconds = read_seconds if event.time.seconds is None else event.time.seconds
-                # A load line does not end the start, and may show that the engine has survived a
-                # failure.
+                # A line about the engine's load does not end the start, but may show that the
+                # engine has survived a failure.
                 number = self._reader.start_count
                 if event.kind is not LogEventKind.LOAD:
                     touched_seconds[number] = seconds
@@ -108,7 +108,7 @@ class EngineLogFollower:
         )
 
     def _update_ending(self, number: int, seconds: float | None) -> None:
-        """Keep what a start shows about its end, once per batch of lines."""
+        """After a batch of lines about a start, store how the start ended, if it did."""
         self._endings.pop(number, None)
         start = self._find_start(number)
         ending = None if start is None else _describe_ending(start, seconds)

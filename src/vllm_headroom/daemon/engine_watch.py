@@ -68,7 +68,9 @@ Timed = tuple[T, ReadingTime]
 
 Parse = Callable[[str], EnginePage | Failure]
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns the states saved by an earlier process to continue from, by derivation; usually empty."""
+"""Returns the states from which to continue, keyed by derivation; usually empty. An earlier process
+saved them.
+"""
 
 
 class Sampler:
@@ -133,7 +135,7 @@ class Sampler:
         return result
 
     async def _recall_guarded(self, recall: Recall, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the states to continue from; log any error in recalling them and return none."""
+        """Return the states to continue from; after an error, log it and return no states."""
         try:
             states = await recall(snapshot)
         except Exception as error:  # noqa: BLE001 - any error: the states start over
@@ -410,7 +412,7 @@ class EngineWatch:
 async def recall_states(
     keeper: StateKeeper, history: History, snapshot: Snapshot
 ) -> Mapping[str, Any]:
-    """Return the states to continue from, by derivation, and restore the page's history.
+    """Return the states to continue from, keyed by derivation, and restore the page's history.
 
     Both were saved by an earlier daemon. On most ticks the result is empty, because each state is
     returned only once.

@@ -279,8 +279,8 @@ class Evictor:
     async def _find_budget(self) -> Object:
         """Return the pod's PodDisruptionBudget.
 
-        Raises NotNowError unless exactly one PodDisruptionBudget selects the pod and it counts
-        missing pods.
+        Raises NotNowError if no budget or more than one selects the pod, or if the budget does not
+        count missing pods.
         """
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
         budgets = (await self._ask("GET", path))["items"]
@@ -354,12 +354,13 @@ class Evictor:
             transitions = former_spec.get("leaseTransitions", 0)
             spec["leaseTransitions"] = transitions + 1 if lease else transitions
         self._lease = await self._write_lease(lease, spec)
-        # The duration counts from before the Lease was read. Another pod counts from when it reads
-        # the renewed Lease, which is later, so the two never hold the Lease at the same time.
+        # This pod counts the duration from a time before it read the Lease. Another pod counts from
+        # the time when it reads the renewed Lease, which is later. Therefore, the two never hold
+        # the Lease at the same time.
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> bool:
-        """Give the Lease to the next pod; return False if writing fails, so that it expires."""
+        """Give the Lease to the next pod; if writing fails, let it expire and return False."""
         self._lease_held_until = 0.0
         try:
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})

@@ -64,8 +64,9 @@ would cover only minutes.
 """
 
 INCIDENT_SECONDS: Final = 300.0
-"""How long an incident accepts further events, such as a Kubernetes probe ending a hang, or failing
-starts. The incident closes earlier if another event occurs after the engine has served again.
+"""How long an incident accepts further events, such as failing starts, or a restart by the kubelet
+that ends a hang. The incident closes earlier if another event occurs after the engine has served
+again.
 """
 
 RETRY_SECONDS: Final = 60.0
@@ -75,11 +76,11 @@ MOST_INCIDENT_EVENTS: Final = 32
 """The number of newest events kept per incident (our choice)."""
 
 ERROR_SECONDS: Final = 900.0
-"""The time before an incident within which an XID or OutOfMemoryError may be its cause."""
+"""An XID or OutOfMemoryError that is older than an incident by at most this may be its cause."""
 
 MOST_RECORDED_HOLDERS: Final = 64
-"""The maximum number of processes on GPUs listed in an incident's header, and of processes with a
-probe (our choice).
+"""The maximum number of GPU processes in an incident's header, and also the maximum number of
+probed processes there (our choice).
 """
 
 LEAK_FIGURES: Final = (
@@ -119,7 +120,7 @@ class RecentReadings:
         """The driver's counts by UUID and XID; None before the first reading of GPUs."""
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
-        """Add the memory in use by UUID, at `seconds` since the epoch.
+        """Add the memory in use of each GPU, keyed by UUID, at `seconds` since the epoch.
 
         A reading that is empty, or comes too soon after the last one, is left out.
         """
@@ -149,7 +150,7 @@ class RecentReadings:
                 self.xids.append(Xid(t=round(snapshot.time_seconds, 3), uuid=uuid, xid=xid))
 
     def list_used(self, uuids: Iterable[str]) -> dict[str, list[tuple[float, int]]]:
-        """Return the samples of these GPUs by UUID.
+        """Return the samples of these GPUs, keyed by UUID.
 
         Each sample consists of seconds since the epoch and used bytes.
         """
@@ -174,7 +175,7 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
     event.
     """
     before: Mapping[str, Any]
-    """The context of the last sample in service, as returned by `build_context`."""
+    """What `build_context` returned for the last sample in which the engine was in service."""
 
 
 class Flight:
@@ -260,8 +261,8 @@ class Flight:
     ) -> None:
         """Store this tick's context.
 
-        The context is not stored if the engine has served but is out of service now, because the
-        last context in service explains the end.
+        If the engine has served before but is out of service now, the stored context does not
+        change. It is from the last tick in service, so it explains how the service ended.
         """
         is_known = snapshot.engine_status is not None
         if is_known and self._has_served and not snapshot.is_in_service:
@@ -323,8 +324,7 @@ class Flight:
             )
             return
         events = (*incident.events, event)[-MOST_INCIDENT_EVENTS:]
-        # The first event stays decisive, unless it is followed at once by an exit for lack of
-        # memory.
+        # The first event stays decisive, unless an exit for lack of memory follows immediately.
         is_decisive = find_decisive(events) is event
         self._incident = replace(
             incident,
@@ -336,9 +336,9 @@ class Flight:
     async def _write(self, incident: OpenIncident, now: float) -> OpenIncident | None:
         """Write the incident so far, and return it with the time when it is to be written next.
 
-        An incident is written at once, and written again with later events when it is complete.
-        Returns None once the incident is complete, or if it still could not be written
-        INCIDENT_SECONDS after its end.
+        An incident is written immediately. Once it is complete, it is written again with all later
+        events. Returns None once the complete incident is written, or if writing still fails
+        INCIDENT_SECONDS after the end of the incident.
         """
         # XIDs and failed allocations in the minutes before may be the cause.
         oldest_seconds = incident.seconds - ERROR_SECONDS
@@ -446,7 +446,7 @@ def _list_holders(snapshot: Snapshot) -> list[MemoryHolder]:
 
 
 def list_ooms(snapshot: Snapshot) -> tuple[Oom, ...]:
-    """Return the newest OutOfMemoryError of each probed process, including exited ones."""
+    """Return the newest OutOfMemoryError of each probed process, running or exited."""
     return tuple(
         Oom(
             t=round(process.oom.at_seconds, 3),
@@ -463,7 +463,7 @@ def list_ooms(snapshot: Snapshot) -> tuple[Oom, ...]:
 
 
 def list_snapshots(snapshot: Snapshot) -> tuple[SnapshotFile, ...]:
-    """Return torch's snapshot at each process's first OutOfMemoryError, including exited ones.
+    """Return torch's snapshot at the first OutOfMemoryError of each process, running or exited.
 
     The newest snapshot comes last. If there are many ranks, only the newest snapshots are listed.
     """

@@ -23,7 +23,7 @@ log = Log(__name__)
 REREAD_SECONDS: Final = 600.0
 """The pause between two readings of a process whose memory is growing. A reading takes 10 to 40 ms
 per GiB of 4 KiB pages, and 1 ms per GiB of huge pages (measured). During a reading, an engine
-thread that maps memory may have to wait, but one that only uses memory does not.
+thread that maps memory may have to wait, but a thread that only uses memory does not.
 """
 
 MOST_PROCESSES: Final = 32
@@ -134,8 +134,8 @@ class Mappings:
     ) -> ProcessName | None:
         """Return the next process to read; None if no reading is due.
 
-        The largest process that has never been read comes first. If all have been read, it is a
-        process with a growing role whose pause is over.
+        The largest process that has never been read comes first. If all have been read, the result
+        is a process of a growing role that may be read again now.
         """
         # The largest process is the most likely to leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)

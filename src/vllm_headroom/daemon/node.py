@@ -57,8 +57,8 @@ LAST_SAMPLE_SECONDS: Final = 300.0
 
 UNIT_SECONDS: Final = 3600.0
 """How long an engine without a pod is watched after its last process has exited. It is unknown
-whether systemd will restart the engine, and a crash must stay visible for longer than any alert
-waits.
+whether systemd will restart the engine, and a crash must stay visible until every alert has had
+time to fire.
 """
 
 STALE_INTERVALS: Final = 3
@@ -78,7 +78,9 @@ _SOURCE_METRICS: Final = frozenset(
         catalog.SOURCE_LAST_SUCCESS,
     )
 )
-"""The metrics of the sources. Those of the driver belong to the machine."""
+"""The metrics of the sources. Their samples for the driver belong to the machine and not to an
+engine.
+"""
 
 
 class SharedGpus:
@@ -125,7 +127,7 @@ class SharedGpus:
         self,
         timeout_seconds: float,  # noqa: ARG002 - as GpuSource has it
     ) -> Mapping[str, int]:
-        """Return the used bytes of each readable GPU by UUID."""
+        """Return the used bytes of each readable GPU, keyed by UUID."""
         return self._used_bytes
 
     async def close(self) -> None:
@@ -205,7 +207,7 @@ class WatchedEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # This is done after the evictor's last turn, so that it does not take the Lease again.
+        # The Lease is given back after the evictor's last turn, so that no turn takes it again.
         if self._evictor is not None:
             await self._evictor.give_lease_back()
         self.watch.close()

@@ -42,7 +42,7 @@ class GpuSource(Closable, Protocol):
         """Return one reading of every device, or a Failure if that fails; never raise."""
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the used bytes of each readable GPU by UUID, and add them to the GPU's peak."""
+        """Return the used bytes of each readable GPU, keyed by UUID, and update the peaks."""
 
 
 ReadProcesses = Callable[[float, EnginePage | Failure], Awaitable[ProcessReadings | Failure]]

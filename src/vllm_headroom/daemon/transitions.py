@@ -133,7 +133,7 @@ class Transitions:
             log.info("derivation works again", derivation=name)
 
     def log_reader_fault(self, source: Source, step: str, error: Exception | None) -> None:
-        """Log an error in a step of reading a source, with its traceback, when it begins.
+        """Log an error, with its traceback, when a step of reading a source begins to fail.
 
         `error` is None if the source responded. Do not call this while the source fails in another
         way, because the same fault would be logged twice.
@@ -200,7 +200,7 @@ class Transitions:
             )
 
     def _report_processes(self, snapshot: Snapshot) -> None:
-        """Log if the engine cannot be identified, or an exited one left processes behind."""
+        """Log if the engine cannot be identified, or if an exited engine left processes behind."""
         if self._note_change("engines", snapshot.ambiguous_engines) and snapshot.ambiguous_engines:
             log.warning(
                 "engine's processes not chosen",
@@ -259,7 +259,7 @@ class Transitions:
             )
 
     def _report_owned_gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        """Log which GPUs are the engine's and how that is known, or why none is."""
+        """Log which GPUs are attributed to the engine and how, or why no GPU is."""
         attributions = [
             (gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution is not None
         ]

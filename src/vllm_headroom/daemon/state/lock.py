@@ -44,7 +44,7 @@ class FolderLock:
             self._descriptor = None
 
     def _lock(self, folder: Path) -> None:
-        """Try to lock the folder, and set `is_ours`; if it is locked, keep its descriptor."""
+        """Try to lock the folder, and set `is_ours`; keep the descriptor of a locked folder."""
         self.is_ours = True
         with suppress(OSError):
             make_folder(folder)

@@ -89,7 +89,7 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 
 
 def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> str | None:
-    """Return why the engine that is running now is not the saved run; None if it is.
+    """Return why the running engine is not in the saved run; None if it is the same run.
 
     If the engine does not report its start time, its request count decides: the count must not be
     lower than the saved count, and the time since the state was saved, `gap_seconds`, must be
@@ -115,10 +115,10 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 
 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
-    """Return why the saved state must not be restored; None if it is or may be this engine's.
+    """Return why the saved state must not be restored; None if it may belong to this engine.
 
-    The state may belong to the engine while the page does not name an engine or a GPU has not been
-    opened yet.
+    While the page does not name an engine, or a GPU has not been opened yet, the state may belong
+    to the engine.
     """
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
     if age_seconds > STALE_STATE_SECONDS:
@@ -195,9 +195,9 @@ def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
     """Return a leak state with the precedents from an earlier run of the same models.
 
     A precedent is growth that was not a leak, so the same amount of growth does not indicate a leak
-    in the next run. A series whose run ended in an alarm or nearly full has no precedent. The
-    result is empty if the state is too old, is from the future, or belongs to other models. GPUs on
-    another machine have other UUIDs, so their precedents do not match any GPU here.
+    in the next run. A series has no precedent if its run ended in an alarm, or with memory nearly
+    full. The result is empty if the state is too old, is from the future, or belongs to other
+    models. GPUs on another machine have other UUIDs, so their precedents do not match any GPU here.
     """
     identity = identify_engine(snapshot.engines)
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds

@@ -65,7 +65,7 @@ class StateKeeper:
         """The files whose last operation failed."""
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the saved states that can be restored in this tick, by derivation.
+        """Return the saved states that can be restored in this tick, keyed by derivation.
 
         Each state is returned in only one tick, so in most ticks the result is empty. The engine's
         runs and the page's history are restored in the tick that reads their files. The states of
@@ -101,11 +101,12 @@ class StateKeeper:
         return states
 
     async def _restore_waiting(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Return the detector's and the baseline's states that wait to be restored, once due.
+        """Return the waiting states of the detector and the baseline if they can be restored now.
 
         The result is empty if no state is waiting, or while it is unknown whether the engine and
-        its GPUs are the saved ones. If they are not, the file is set aside, and the result contains
-        at most the precedents from an earlier run of the same models.
+        its GPUs are the saved ones. If the engine or the GPUs are other ones, the file is set
+        aside, and the result contains at most the precedents from an earlier run of the same
+        models.
         """
         identity = identify_engine(snapshot.engines)
         if identity is not None:
