@@ -1,6 +1,6 @@
 """Everything that watches one engine.
 
-A daemon may have several of these, which share nothing. A tick reads all sources in parallel,
+A daemon may have several watches, which share nothing. A tick reads all sources in parallel,
 evaluates the readings and publishes the result. The result is then shown, saved and recorded.
 """
 

@@ -76,7 +76,7 @@ MOST_INCIDENT_EVENTS: Final = 32
 """The number of newest events kept per incident (our choice)."""
 
 ERROR_SECONDS: Final = 900.0
-"""An XID or OutOfMemoryError that is older than an incident by at most this may be its cause."""
+"""Only XIDs and OutOfMemoryErrors from this period before an incident may be its cause."""
 
 MOST_RECORDED_HOLDERS: Final = 64
 """The maximum number of GPU processes in an incident's header, and also the maximum number of

@@ -78,8 +78,8 @@ _SOURCE_METRICS: Final = frozenset(
         catalog.SOURCE_LAST_SUCCESS,
     )
 )
-"""The metrics of the sources. Their samples for the driver belong to the machine and not to an
-engine.
+"""The metrics of the sources. Samples of these metrics about the driver belong to the machine and
+not to an engine.
 """
 
 

@@ -116,7 +116,7 @@ class _EncodedFamily(Struct, frozen=True):
         return labels == [sample.labels for sample in self.samples]
 
     def replace_values(self, samples: list[Sample]) -> "_EncodedFamily":
-        """Return the family with the values of `samples`, which belong to the same series."""
+        """Return this family with the values of `samples`, which have the same labels."""
         # The comments are followed by one line per sample, which ends with the value.
         lines = self.text.split(b"\n")
         first = len(lines) - 1 - len(samples)

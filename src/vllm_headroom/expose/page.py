@@ -262,8 +262,8 @@ def _find_down(view: View) -> Verdict | None:
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
     """Return when a verdict began to hold; None if unknown.
 
-    A stall begins with the last progress, and a start with the process, so that the time agrees
-    with the page's key figure. Both times are before the first sample with the verdict.
+    A stall counts from the last progress, and a start counts from the start of the process, as in
+    the page's key figure. Both times are before the first sample with the verdict.
     """
     start = view.find_start(verdict)
     began_seconds = None

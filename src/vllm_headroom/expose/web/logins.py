@@ -36,8 +36,8 @@ than the usual scrape interval.
 """
 
 MOST_CACHED_OUTCOMES: Final = 1000
-"""The number of outcomes cached by a keyed hash, as in exporter-toolkit, so that a scrape or a
-repeated mistake does not cost 60 ms each time.
+"""The maximum number of cached outcomes. As in exporter-toolkit, the key of an outcome is a keyed
+hash of the login. Without the cache, each scrape and each repeated mistake would take 60 ms.
 """
 
 MOST_COUNTED_CLIENTS: Final = 1000

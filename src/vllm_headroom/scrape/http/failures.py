@@ -58,7 +58,7 @@ _HUNG_UP: Final = "hung up or broke HTTP before it answered"
 def build_failure(
     reason: Reason, problem: str, advice: str | None = None, *, http_status: int | None = None
 ) -> Failure:
-    """Return the engine's failure; `advice` replaces the usual advice for the reason."""
+    """Return a failure of the engine; `advice` replaces the usual advice for this reason."""
     return Failure(
         source=Source.ENGINE,
         reason=reason,

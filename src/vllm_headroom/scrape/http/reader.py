@@ -272,8 +272,8 @@ MOST_REQUESTS: Final = 10**6
 """A larger number of requests is not plausible, because no server handles that many."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
-"""The failure reasons if the server has no such path. vLLM provides `is_sleeping` only in
-development mode.
+"""The failure reasons if the server does not have the requested path. vLLM provides `is_sleeping`
+only in development mode.
 """
 
 
@@ -314,7 +314,7 @@ def _judge_answers(health: Reply | Failure, *others: Reply | Failure) -> ServerA
         return ServerAnswer.HEALTHY
     if _reports_death(health, others):
         return ServerAnswer.UNHEALTHY
-    # An engine other than vLLM, or a proxy in front of it, may have no health path.
+    # An engine other than vLLM, or a proxy in front of the engine, may have no health path.
     if any(_is_ok(other) for other in others):
         return ServerAnswer.HEALTHY
     if all(_is_silence(answer) for answer in (health, *others)):

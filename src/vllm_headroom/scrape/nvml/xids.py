@@ -79,7 +79,7 @@ class Xids:
         for _ in range(MAX_EVENTS):
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._event_set, 0)
-            except pynvml.NVMLError:  # Usually a timeout: nothing has arrived.
+            except pynvml.NVMLError:  # Usually, this is a timeout, because no event has arrived.
                 return
             uuid = self._uuids_by_address.get(_find_address(event.device))
             if uuid is not None:

@@ -268,7 +268,7 @@ UNLIMITED_BYTES: Final = 2**63
 def read_host(proc: Path, pid: int | None) -> HostReading:
     """Return the host memory; a part that is not visible is None.
 
-    The cgroup and /dev/shm are those of process `pid`, or None if `pid` is None.
+    The cgroup and /dev/shm are those of the process `pid`. If `pid` is None, both are None.
     """
     machine = read_machine(proc)
     if pid is None:
