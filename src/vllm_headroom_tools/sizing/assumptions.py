@@ -37,8 +37,8 @@ class Range(Struct, frozen=True, kw_only=True):
 NO_BYTES: Final = Range(low=0.0, high=0.0)
 
 KEPT_DEVIATIONS: Final = 2.05
-"""Our choice: the upper bound of a sum may be exceeded in 2 of 100 cases. That is how often a
-normally distributed sum is more than this number of standard deviations above its mean.
+"""Our choice: the upper bound of a sum is this number of standard deviations above the mean. A
+normally distributed sum exceeds it in 2 of 100 cases.
 """
 
 UNIFORM_VARIANCE: Final = 1 / 12
@@ -88,7 +88,7 @@ class Assumption(Struct, frozen=True, kw_only=True):
 class StartAssumptions(Struct, frozen=True, kw_only=True):
     """The assumptions about one GPU of a start; figures from a log can replace each field."""
 
-    # The part of the memory named in the question that CUDA does not see.
+    # The part of the memory given in the question that CUDA does not see.
     driver_reserved: Assumption
     # The memory outside the budget that is already in use before the weights are loaded.
     missing_at_start: Assumption
@@ -98,7 +98,8 @@ class StartAssumptions(Struct, frozen=True, kw_only=True):
     graphs: Assumption
     # Sampling memory, as a multiple of the size of the 32-bit logits.
     sampling_ratio: Assumption
-    # The sampler's warm-up memory in the same unit, after the KV cache is allocated.
+    # The memory of the sampler's warm-up, which follows the allocation of the KV cache, in the same
+    # unit.
     warmup_ratio: Assumption
     # The memory of a forward pass, as a multiple of the estimate.
     forward_ratio: Assumption
@@ -110,7 +111,7 @@ H100_STARTS: Final = "H100 80 GB, vLLM 0.19"
 """
 
 H100: Final = "H100"
-"""The card with known starts, under its name in the table of cards."""
+"""The card on which the known starts ran, by its name in the table of cards."""
 
 H100_VISIBLE_BYTES: Final = 79.19 * GIB
 """The memory of an H100 80 GB as CUDA sees it (H100_STARTS)."""
@@ -127,7 +128,7 @@ def _is_size(memory_bytes: float | None, card_bytes: float) -> bool:
 
 
 def _is_measured_card(question: Question) -> bool:
-    """Return whether the card is the one with known starts, or has the same size."""
+    """Return whether the card is the one of the known starts, or has the same size."""
     if question.card_name is not None:
         return question.card_name == H100
     sizes = (TOTALS_MIB[H100] * MIB, H100_VISIBLE_BYTES, H100_LABEL_BYTES)
@@ -135,7 +136,7 @@ def _is_measured_card(question: Question) -> bool:
 
 
 def _is_measured_start(question: Question) -> bool:
-    """Return whether there are known starts of this release on this card with as many GPUs."""
+    """Return whether known starts cover this release, this card and this number of GPUs."""
     has_release = question.release.version == "0.19"
     is_small_group = _count_group_gpus(question) <= MEASURED_GPUS
     return has_release and _is_measured_card(question) and is_small_group
@@ -216,9 +217,9 @@ measured.
 
 
 def _assume_driver_reserved(question: Question) -> Assumption:
-    """Return how much of the memory named in the question the driver reserves.
+    """Return how much the driver reserves of the memory that the question gives.
 
-    The question may name nvidia-smi's total, the size that CUDA sees, or the size on the label.
+    The question may give nvidia-smi's total, the size that CUDA sees, or the size on the label.
     """
     memory_bytes = question.gpu_memory_bytes
     if question.unified_memory:
@@ -285,8 +286,8 @@ CARDS_OF_PCIE: Final = frozenset(
 """Cards without NVLink between all GPUs; vLLM does not use large all-reduce buffers on them."""
 
 LARGEST_PCIE_BYTES: Final = 60 * GIB
-"""Our choice: a card with an unknown name and less memory than this is assumed to have no NVLink,
-or to belong to a generation without these buffers.
+"""Our choice: if a card's name is unknown and its memory is smaller than this, vLLM is assumed not
+to use large all-reduce buffers on it, because it has no NVLink or is too old.
 """
 
 
@@ -300,10 +301,10 @@ def _has_small_buffers(question: Question) -> bool:
 
 
 def _assume_non_torch(question: Question) -> Assumption:
-    """Return what libraries and communication take within the budget during the profile run.
+    """Return how much of the budget libraries and communication take during the profile run.
 
-    In a group of GPUs, most of this memory is all-reduce buffers. The last stage of a pipeline, or
-    the only one, also loads the sampler's library.
+    In a group of GPUs, all-reduce buffers take most of this memory. The last stage of a pipeline,
+    or the only one, also loads the sampler's library.
     """
     # Experts on several engines exchange tokens using all-to-all, which has the largest buffers.
     if question.data_parallel_size > 1 and question.shape.experts_per_token > 1:
@@ -330,7 +331,8 @@ def _assume_non_torch(question: Question) -> Assumption:
         h100_range = Range(low=2.0 * GIB, high=2.25 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
     if question.unified_memory:
-        # The page cache of the weight files also counts, because vLLM compares free memory.
+        # vLLM compares free memory before and after, so the page cache of the weight files also
+        # counts.
         return Assumption(
             range=Range(low=0.05 * GIB, high=10.0 * GIB),
             origin=Origin.REPORTS,
@@ -356,8 +358,8 @@ COARSE_STEP: Final = 16
 COARSE_FROM: Final = 256
 LARGEST_GRAPH: Final = 512
 """The largest batch for which vLLM captures graphs. The batch sizes are 1, 2 and 4, then multiples
-of 8 up to 256, then multiples of 16 up to twice `max_num_seqs` or 512 (config/vllm.py,
-`_set_cudagraph_sizes`).
+of 8 up to 256, then multiples of 16 up to 512, or up to twice `max_num_seqs` if that is less
+(config/vllm.py, `_set_cudagraph_sizes`).
 """
 
 LARGEST_BLACKWELL_GRAPH: Final = 1024
@@ -399,35 +401,37 @@ FIRST_GRAPH: Final = Range(low=0.06 * GIB, high=0.33 * GIB)
 """The first captured graph: 70 to 328 MiB (H100_STARTS)."""
 
 FIRST_PARTS_GRAPH_HIGH: Final = 0.23 * GIB
-"""The largest first graph without FlashAttention 3. With FlashAttention 3, a buffer for splits
-takes 256 MiB of a whole-model graph (v1/attention/backends/flash_attn.py, `max_num_splits`). The
-first graph of the parts takes up to 224 MiB (H100_STARTS).
+"""The largest size of the first graph without FlashAttention 3. With FlashAttention 3, a buffer for
+splits takes 256 MiB of a whole-model graph (v1/attention/backends/flash_attn.py, `max_num_splits`).
+The first graph of the model's parts takes up to 224 MiB (H100_STARTS).
 """
 
 HOPPER_CARDS: Final = frozenset({"H20", "H100", "H800", "H100 NVL", "GH200", "H200", "H200 NVL"})
 """Cards on which vLLM uses FlashAttention 3."""
 
 LAYER_GRAPHS: Final = Range(low=0.06 * MIB, high=0.225 * MIB)
-"""The graph for each additional batch size, of the parts or of the whole model, per layer: 0.10 to
-0.22 MiB on one GPU (H100_STARTS); 0.07 MiB on a 24 GB card (Qwen3 8B, 0.21).
+"""The size per layer of the graph for each additional batch size, whether it is a graph of the
+model's parts or of the whole model: 0.10 to 0.22 MiB on one GPU (H100_STARTS); 0.07 MiB on a 24 GB
+card (Qwen3 8B, 0.21).
 """
 
 SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)
-"""The graphs of the parts with tensor parallelism, per layer: 0.12 to 0.81 MiB. The whole-model
-graphs are as large as on one GPU (H100_STARTS).
+"""With tensor parallelism, the size per layer of a graph of the model's parts: 0.12 to 0.81 MiB. A
+whole-model graph is as large as on one GPU (H100_STARTS).
 """
 
 SHARED_PARTS_HIGH: Final = 27 * MIB
 SHARED_WHOLE_HIGH: Final = 14 * MIB
-"""The most memory that both graphs of a batch size take with tensor parallelism. The parts take 26
-MiB for 32 layers and 20 MiB for 80, and the whole model 14 MiB for 80 (H100_STARTS). Together, they
-take 38 MiB for a dense model with 70 billion parameters (public reports: 2.2 GiB for 51 sizes).
+"""With tensor parallelism, the most memory that each of the two graphs of a batch size takes. The
+graph of the parts takes 26 MiB with 32 layers and 20 MiB with 80 layers. The whole-model graph
+takes 14 MiB with 80 layers (H100_STARTS). For a dense model with 70 billion parameters, the two
+graphs together take 38 MiB (public reports: 2.2 GiB for 51 sizes).
 """
 
 LARGEST_MIXTURE_GPUS: Final = 8
 LARGEST_MIXTURE_PARTS_HIGH: Final = 82 * MIB
-"""The graphs of the parts for mixtures of experts that need LARGEST_MIXTURE_GPUS: both graphs of 51
-sizes take 5 GiB (public reports).
+"""The most memory that a graph of the parts takes for a mixture of experts on at least
+LARGEST_MIXTURE_GPUS GPUs. For 51 batch sizes, both graphs together take 5 GiB (public reports).
 """
 
 HYBRID_GRAPHS_HIGH: Final = 84 * MIB
@@ -483,7 +487,8 @@ def _assume_graphs(question: Question) -> Assumption:
     parts_sizes = count_graph_sizes(question) - 1
     whole_sizes = count_whole_graph_sizes(question) - 1
     further = parts_range.scale(parts_sizes) + whole_range.scale(whole_sizes)
-    # Reports give the sum of both graphs of a size, all of which may belong to the parts.
+    # Reports only give the sum of the two graphs of a batch size. The graph of the parts may make
+    # up all of this sum.
     further = Range(low=further.low, high=max(further.high, both_most * parts_sizes))
     first = FIRST_GRAPH
     if question.card_name is not None and question.card_name not in HOPPER_CARDS:
@@ -502,15 +507,16 @@ LOGIT_BYTES: Final = 4
 """The size of a logit in bytes: sampling uses 32-bit values."""
 
 NARROW_PROFILE_HIGH: Final = 1.25
-"""The most memory that the second runner took before vLLM 0.33, as a multiple of the size of the
-32-bit logits (the stand-in card, 0.32).
+"""The most memory that the second runner's sampler profile took before vLLM 0.33, as a multiple of
+the size of the 32-bit logits (the stand-in card, 0.32).
 """
 
 
 WIDE_LOGITS: Final = 3.0
 WIDE_LOGITS_HIGH: Final = 3.15
-"""The number of copies of the 32-bit logits that the first runner keeps at once: by design
-(WIDE_LOGITS), and the highest number measured.
+"""The memory that the first runner needs for the 32-bit logits, as a multiple of their size. By
+design, it keeps WIDE_LOGITS copies at the same time. WIDE_LOGITS_HIGH is the highest multiple
+measured.
 """
 
 

@@ -112,8 +112,8 @@ NAME_WITH_COUNT: Final = re.compile(
 
 LABEL_LOW: Final = 0.9
 LABEL_HIGH: Final = 1.1
-"""The factor by which the size in a name may fall below the card's size in GiB, or exceed its size
-in GB.
+"""The limits on the size in a card's name. It is at least LABEL_LOW times the card's memory in GiB,
+and at most LABEL_HIGH times its memory in GB.
 """
 
 SYSTEM_SIZED: Final = "GH200"

@@ -32,8 +32,8 @@ class StartCheck(Struct, frozen=True, kw_only=True):
     """One check of a start, and its result."""
 
     name: CheckName
-    # None if the check passes with the estimates' lower bounds but not with the upper ones, or if a
-    # figure is unknown.
+    # None if a figure is unknown, or if the check passes with the estimates' lower bounds but fails
+    # with their upper bounds.
     passes: bool | None
     # Why the check fails, or may fail.
     problem: str
@@ -75,9 +75,9 @@ def find_failed_check(estimate: MemoryEstimate) -> StartCheck | None:
 def can_start(estimate: MemoryEstimate) -> bool | None:
     """Return whether vLLM starts, that is, whether it passes all checks.
 
-    Returns None if the start passes with the estimates' lower bounds but not with the upper ones.
-    Also returns None if something is unknown, such as the model type, the weights or the encoder's
-    largest input.
+    Returns None if the start passes with the estimates' lower bounds but fails with their upper
+    bounds. Also returns None if something is unknown, such as the model type, the weights or the
+    encoder's largest input.
     """
     question = estimate.question
     if question.shape.unknown_type is not None:
@@ -86,8 +86,8 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
     answers = [check.passes for check in check_start(estimate)]
     if False in answers:
         return False
-    # No check fails, but one may fail in practice, because weights or inputs that are not included
-    # here could use up the remaining memory.
+    # All checks pass here. In practice, one may fail, because weights or inputs that are not
+    # counted could use up the remaining memory.
     if question.has_uncounted_weights or question.has_uncounted_activations:
         return None
     if question.has_unknown_draft or question.max_model_len is None:
@@ -400,12 +400,12 @@ def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
     graphs = estimate.graphs
     if estimate.budget_bytes is not None:
         beside_bytes = visible.high * (1 - question.gpu_memory_utilization)
-        # vLLM has come this far, so at least its whole share was free.
+        # vLLM has passed the earlier checks, so at least its whole share was free.
         spare = Range(
             low=max(0.0, beside_bytes - missing.high), high=max(0.0, beside_bytes - missing.low)
         )
         if not question.release.has_graphs_in_budget:
-            # Our choice: only the lower bound decides, as for the card.
+            # Our choice: the graphs count with their lower bound only, as in `_check_card`.
             spare = Range(low=spare.low - graphs.low, high=spare.high - graphs.low)
         return spare + activations
     cache_bytes = question.kv_cache_memory_bytes

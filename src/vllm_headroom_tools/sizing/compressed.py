@@ -22,8 +22,8 @@ COARSE_RATIO: Final = 128
 
 FINE_STATE_TOKENS: Final = 4
 COARSE_STATE_TOKENS: Final = 8
-"""The number of tokens in a block of tokens that a compressor has not yet compressed
-(models/deepseek_v4/compressor.py, `block_size`).
+"""A compressor keeps tokens in blocks until it compresses them; this is the number of tokens per
+block (models/deepseek_v4/compressor.py, `block_size`).
 """
 
 PAGE_STEP_BYTES: Final = 576
@@ -52,7 +52,7 @@ class CompressedBlocks(Struct, frozen=True, kw_only=True):
 
 
 class CompressedCache(Struct, frozen=True, kw_only=True):
-    """What a model's layers keep, by the number of tokens that they compress into a latent."""
+    """The sizes of a compressed cache, whose layers have one of two compression ratios."""
 
     layers: int
     fine_layers: int
@@ -67,7 +67,7 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes per token beyond the window, summed over all layers."""
+        """Return the bytes per token that is no longer in the window, summed over all layers."""
         fine = Fraction(self.fine_layers * (self.latent_bytes + self.index_bytes), FINE_RATIO)
         coarse = Fraction(self.coarse_layers * self.latent_bytes, COARSE_RATIO)
         return ceil(fine + coarse)
@@ -99,7 +99,8 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
         window_bytes = ceil(layers / window_groups) * _pad_page(
             WINDOW_BLOCK_TOKENS * self.latent_bytes
         )
-        # A state contains keys and gates; with the fine ratio, those of two neighbouring latents.
+        # A state contains the keys and gates of a latent or, with the fine ratio, of two
+        # neighbouring latents.
         fine_token_bytes = 4 * FLOAT32_BYTES
         fine_state_bytes = fine_layers * (
             _pad_page(FINE_STATE_TOKENS * self.head_size * fine_token_bytes)

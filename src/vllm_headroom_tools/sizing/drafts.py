@@ -14,7 +14,7 @@ DRAFT_MODEL: Final = "draft_model"
 HEAD_LAYERS: Final = {"eagle": 1, "eagle3": 1, "dflash": 8, "dspark": 8, "mtp": 1}
 """Our choice: the number of layers assumed for a draft head with an unknown configuration. EAGLE
 heads have one (models/llama_eagle3.py), and the published DFlash and DSpark heads have five to
-eight. Gemma 4's assistant ("mtp") has four layers of a quarter of the width.
+eight. Gemma 4's assistant ("mtp") has four layers, a quarter as wide as the model's.
 """
 
 CACHELESS_HEADS: Final = frozenset({"mtp"})
@@ -46,11 +46,11 @@ def name_head_method(draft: ModelShape, method: str) -> str:
 def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape | None:
     """Return the model's shape with an assumed draft head for a method.
 
-    The head's configuration is unknown, so the largest of its kind is assumed: HEAD_LAYERS dense
-    layers with the model's sizes, a projection from the outputs of several layers to the head's
-    input, and an output matrix. Medusa heads and MLP speculator heads consist of matrices for each
-    speculated token. Returns None for other methods, or if the sizes that the head needs are
-    unknown.
+    The head's configuration is unknown, so the largest head of its kind is assumed. It has
+    HEAD_LAYERS dense layers with the model's sizes, a projection from the outputs of several layers
+    to the head's input, and an output matrix. Medusa heads and MLP speculator heads instead consist
+    of matrices for each speculated token. Returns None for other methods, or if the sizes that the
+    head needs are unknown.
     """
     hidden_size = shape.hidden_size
     if hidden_size is None or shape.vocabulary is None or shape.compression is not None:
@@ -84,7 +84,7 @@ def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
 
 
 def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | None:
-    """Return the shape with more parameters; None if the current ones cannot be counted."""
+    """Return the shape with more parameters; None if its current parameters cannot be counted."""
     parameters = shape.parameters
     if parameters is None:
         return None
@@ -103,7 +103,7 @@ def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape
 
     A draft head uses the model's embedding. Only an EAGLE3 head has an output matrix, which may be
     for a smaller vocabulary. The head projects outputs of the model to its own input
-    (models/llama_eagle3.py, models/qwen3_dflash.py). Any other draft is served in full.
+    (models/llama_eagle3.py, models/qwen3_dflash.py). Any other draft is a complete model.
     """
     hidden_size = draft.hidden_size
     if method not in HEAD_INPUTS or hidden_size is None or target.hidden_size is None:
@@ -121,10 +121,10 @@ def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape
 
 
 def add_draft_cache(shape: ModelShape, draft: ModelShape) -> ModelShape:
-    """Return the model's shape including a draft's cache, if several kinds of layers form groups.
+    """Return the model's shape with the draft's layers added.
 
-    The draft is counted as additional layers that keep every token, with just enough of them to
-    hold the draft's bytes.
+    This is used if the layers form groups in the cache. The draft counts as additional layers of
+    the model that keep every token. Their number is the smallest that holds the draft's bytes.
     """
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=1)
     draft_bytes, _ = count_layer_bytes(draft, kv_dtype="auto", tensor_parallel=1)

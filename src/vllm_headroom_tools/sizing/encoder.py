@@ -48,7 +48,7 @@ class Encoder(Struct, frozen=True, kw_only=True):
 
 
 class LargestItem(Struct, frozen=True, kw_only=True):
-    """The largest image or video that a model accepts, split up as by the model's processor."""
+    """The largest image or video that a model accepts, as its processor splits it up."""
 
     # The number of tokens that the item turns into in the language model's sequence.
     tokens: int
@@ -61,8 +61,8 @@ class LargestItem(Struct, frozen=True, kw_only=True):
 def parse_encoder(config: Config) -> Encoder | None:
     """Return a model's encoders; None for a text-only model.
 
-    The largest input is that of the first encoder. Raises ValueError for a value that is not a
-    size.
+    If there are several encoders, the largest input is that of the first one. Raises ValueError for
+    a value that is not a size.
     """
     # In Omni models, the encoders are in the thinker part.
     thinker = read_mapping(config, "thinker_config")
@@ -127,7 +127,7 @@ configuration does not list them.
 
 
 def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
-    """Return how many layer outputs Qwen's encoder produces: the last one and each deep stack's.
+    """Return how many layer outputs of Qwen's encoder are used: the last one and each deep stack's.
 
     `usual_stacks` is used if the configuration does not list the deep stacks.
     """
@@ -148,8 +148,8 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
     if mlp_width is None:
         mlp_width = UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     patches = item.tokens * item.patches_per_token
-    # A patch has the same values as a token in a language model: either queries, keys, values and
-    # output, or the gate, up and down projections.
+    # A patch takes as many values as a token takes in a layer of a language model. These are either
+    # queries, keys, values and output, or the gate, up and down projections.
     layer_width = max(4 * hidden_size, 3 * mlp_width)
     return EncoderInput(
         tokens=item.tokens,
@@ -257,7 +257,9 @@ def _read_kimi_item(config: Config, _encoder: Config) -> LargestItem:
 
 
 MINIMAX_VIDEO_TOKENS: Final = 192_000
-"""The longest video: 500 frames of 602,112 pixels (vLLM 0.33, models/minimax_m3)."""
+"""The tokens of the longest video, which has 500 frames of 602,112 pixels (vLLM 0.33,
+models/minimax_m3).
+"""
 
 
 def _read_minimax_m3_item(_config: Config, _encoder: Config) -> LargestItem:

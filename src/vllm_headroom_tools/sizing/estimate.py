@@ -75,7 +75,7 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
       copies of the batch's hidden states. Tensor parallelism does not divide the sampling memory.
       In a pipeline, only the last stage samples, while also holding the hidden states and residuals
       that it received.
-    - The image encoder, whose tokens stay in memory during the other two
+    - The image encoder. Its tokens also stay in memory during the forward pass and sampling
       (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes as much memory as a token in the
       language model. Tensor parallelism divides some encoders but not others.
     """
@@ -138,7 +138,8 @@ def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Ran
     if item is None or items is None:
         return NO_BYTES
     value_bytes = items * question.shape.dtype_bytes
-    # The sum of the part that every GPU computes in full and the part that is divided among them.
+    # The sum of the part that every GPU computes in full and the part that is divided among the
+    # GPUs.
     spread_values = item.replicated_values + item.divided_values / question.tensor_parallel_size
     all_values = item.replicated_values + item.divided_values
     high_ratio = assumptions.forward_ratio.range.high
@@ -196,11 +197,13 @@ def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
 def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> tuple[Range, ...]:
     """Return what the budget must hold besides weights, KV cache, activations and graphs.
 
-    The parts are: the memory that libraries and communication take during the profile run; the
-    experts' workspace for the tokens of a batch (vLLM, v1/worker/workspace.py); with the second
-    model runner, the sampler's PENALTY_BYTES per sequence and vocabulary token; the gaps left by
-    repacked weights; and the amount by which the budget may be smaller because it is a share of
-    what CUDA sees.
+    The parts are:
+
+    - The memory that libraries and communication take during the profile run.
+    - The experts' workspace for the tokens of a batch (vLLM, v1/worker/workspace.py).
+    - With the second model runner, the sampler's PENALTY_BYTES per sequence and vocabulary token.
+    - The gaps that remain after weights are repacked.
+    - The uncertainty of the budget, which is a share of the memory that CUDA sees.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
     # Some kernels free the workspace after the pass.
@@ -263,7 +266,7 @@ def estimate_host(question: Question) -> Range:
     images_bytes = 0.0
     if question.shape.encoder is not None:
         images_bytes = servers_and_cores * question.mm_processor_cache_bytes
-    # Offloaded weights are counted per GPU, and an offloaded cache per engine.
+    # The size of offloaded weights is given per GPU, and the size of an offloaded cache per engine.
     offloaded_bytes = question.cpu_offload_bytes * workers + question.kv_offloading_bytes * engines
     own_bytes = processes * HOST_BYTES_PER_PROCESS
     return Range(
@@ -275,7 +278,7 @@ def estimate_host(question: Question) -> Range:
 def estimate_outside(question: Question, assumptions: StartAssumptions) -> Range:
     """Return the memory that the engine uses on the card outside its budget.
 
-    With unified memory, the result includes what the machine itself needs.
+    With unified memory, the result includes the memory that the machine itself needs.
     """
     outside = assumptions.missing_at_start.range
     if not question.release.has_graphs_in_budget:
@@ -307,8 +310,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None
-    # vLLM's share of the memory that CUDA sees, at most; also None if the KV cache's size is set
-    # instead.
+    # The largest possible value of vLLM's share of the memory that CUDA sees. It is also None if an
+    # option sets the KV cache's size instead.
     budget_bytes: float | None
     activations: Range | None
     sampler_warmup: Range | None
@@ -346,8 +349,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         if self.question.release.has_graphs_in_budget:
             parts.append(self.graphs)
         # With unified memory, the page cache also counts as used. In a start on one machine, all
-        # parts were close to their maximum at the same time (14.6 of 15.6 GiB); on two machines,
-        # communication and graphs were.
+        # parts were close to their maximum at the same time (14.6 of 15.6 GiB). On two machines,
+        # communication and graphs were close to their maximum.
         if self.question.unified_memory:
             return add_all(parts)
         return add_independent(parts)
@@ -356,9 +359,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def kv_cache(self) -> Range | None:
         """Return the bytes left for the KV cache.
 
-        The lower bound assumes the highest overhead. If the size is set, both bounds equal that
-        size. The range is negative if the budget is too small. Returns None if the budget, the
-        weights or the overhead is unknown.
+        The lower bound assumes the highest overhead. If an option sets the cache's size, both
+        bounds equal that size. The bounds are negative if the budget is too small. Returns None if
+        the budget, the weights or the overhead is unknown.
         """
         set_bytes = self.question.kv_cache_memory_bytes
         if set_bytes is not None:
@@ -387,7 +390,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
         With sliding-window or state-space layers, the result is the number of sequences of length
         `max_model_len` that fit, times `max_model_len`. Returns None if the blocks are unknown, or
-        if the length is required and unknown.
+        if such a model's `max_model_len` is unknown.
         """
         blocks = self.blocks
         if blocks is None:
@@ -411,8 +414,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def find_longest(self, sequences: int) -> int | None:
         """Return the maximum length at which this many sequences fit at once.
 
-        The length is capped at the model's limit, or at the question's if that is higher. It is 0
-        if not even one block fits. Returns None if the blocks are unknown.
+        The length is at most the model's limit, or the question's `max_model_len` if that is
+        higher. It is 0 if not even one block fits. Returns None if the blocks are unknown.
         """
         if self.blocks is None:
             return None
@@ -480,8 +483,8 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstimate:
     """Return the estimate with figures from a startup log that apply to these settings.
 
-    Activations grow with the batch, so the log's figure bounds the activations of smaller and
-    larger batches.
+    Activations grow with the batch. Therefore, the log's figure is an upper bound for smaller
+    batches and a lower bound for larger ones.
     """
     question = estimate.question
     weights_bytes = estimate.weights_bytes
@@ -521,10 +524,10 @@ def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -
 
 
 def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
-    """Return pairs of `max_num_seqs` and the largest `max_model_len` at which they all fit.
+    """Return pairs of `max_num_seqs` and the largest `max_model_len` that then fits.
 
-    The length is 0 if that number of sequences does not fit at all. The list is empty if the cache
-    is unknown.
+    In each pair, `max_num_seqs` sequences of this length fit at the same time. The length is 0 if
+    that number of sequences does not fit at all. The list is empty if the cache is unknown.
     """
     asked_count = estimate.question.max_num_seqs
     counts = {count for count in SEQUENCE_COUNTS if count <= asked_count}

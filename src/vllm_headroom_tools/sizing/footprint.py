@@ -36,7 +36,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # The number of layers that keep `state_bytes` per sequence instead of its tokens.
     stateful_layers: int = 0
     state_bytes: int | None = None
-    # The number of additional states per sequence that such a layer keeps compared to other kinds.
+    # The number of states per sequence that such a layer keeps in addition to those of other state
+    # kinds.
     state_checkpoints: int = 0
     # The number of states that a layer keeps for speculative tokens.
     speculative_states: int = 0
@@ -235,8 +236,8 @@ PACKED_KV_DTYPES: Final = {
 """The TurboQuant presets (vLLM 0.24 to 0.33)."""
 
 BOUNDARY_LAYERS: Final = 2
-"""The number of layers at each end of the model that keep the model's own dtype with these presets,
-unless other layers keep a state (`get_boundary_skip_layers`).
+"""With these presets, this number of layers at each end of the model keeps the model's own dtype.
+If the model has layers that keep a state, no layer does (`get_boundary_skip_layers`).
 """
 
 
@@ -278,7 +279,8 @@ def count_bytes_per_token(
     if full_bytes == windowed_bytes:
         layers = shape.full_layers + shape.windowed_layers
         return ceil(layers / pipeline_parallel) * full_bytes + index_bytes
-    # How vLLM distributes the two kinds across the stages is unknown here, so both are rounded up.
+    # It is unknown here how vLLM distributes full and windowed layers across the stages, so both
+    # numbers are rounded up.
     full_layers = ceil(shape.full_layers / pipeline_parallel)
     windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
     return full_layers * full_bytes + windowed_layers * windowed_bytes + index_bytes
@@ -287,7 +289,7 @@ def count_bytes_per_token(
 def _count_boundary_bytes(
     shape: ModelShape, kv_dtype: str, tensor_parallel: int, pipeline_parallel: int
 ) -> int:
-    """Return the additional bytes per token due to a stage's layers that are not packed."""
+    """Return the bytes per token that a stage needs in addition if not all layers are packed."""
     if kv_dtype not in PACKED_KV_DTYPES or shape.stateful_layers:
         return 0
     packed_bytes, _ = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
@@ -386,14 +388,14 @@ def count_weights_bytes(
     if model_bytes is None:
         return None
     embeddings_bytes = shape.embeddings_bytes
-    # Everything except the embeddings is layers, which the pipeline divides.
+    # Everything except the embeddings belongs to the layers, which the pipeline divides.
     layers_bytes = max(0.0, model_bytes - embeddings_bytes)
     experts_on_others = 1 - 1 / data_parallel
     layers_bytes *= 1 - _measure_experts_ratio(shape) * experts_on_others
     if pipeline_parallel == 1:
         stage_embeddings_bytes = min(model_bytes, embeddings_bytes)
     elif shape.has_tied_embeddings:
-        # both the first and the last stage need the single matrix
+        # Tied embeddings are a single matrix, which both the first and the last stage need.
         stage_embeddings_bytes = embeddings_bytes
     else:
         stage_embeddings_bytes = embeddings_bytes / 2
@@ -477,8 +479,8 @@ Mamba-2 keeps one more: the state at the end of the prompt
 """
 
 PADDING_LIMIT: Final = 1.5
-"""vLLM pads the rarer kinds of layers to groups of the same size if the most frequent kind is less
-than this many times as frequent as the rarest.
+"""If the most frequent kind of layer is less than this many times as frequent as the rarest kind,
+vLLM pads the rarer kinds to groups of the same size.
 """
 
 LATENT_BLOCK_TOKENS: Final = 128
@@ -583,8 +585,9 @@ def build_kv_layout(
     group_layers = _choose_group_layers((full_layers, windowed_layers, stateful_layers))
     tokens = _choose_block_tokens(shape, block_tokens, full_bytes, tensor_parallel)
 
-    # A page is one layer's part of a block. All pages have the size of the larger kind's page, so a
-    # page may hold several times as many tokens of the smaller kind.
+    # A page is one layer's part of a block. Full and windowed layers may need pages of different
+    # sizes. vLLM gives all pages the larger size, so a page of the smaller kind may hold several
+    # times as many tokens.
     full_page_bytes = full_bytes * tokens
     windowed_page_bytes = windowed_bytes * tokens
     page_bytes = 0
@@ -614,7 +617,7 @@ def build_kv_layout(
 def _build_compressed_layout(
     cache: CompressedCache, in_flight_tokens: int, pipeline_parallel: int
 ) -> KvLayout:
-    """Return how vLLM divides the compressed cache of DeepSeek V4, which is whole on every GPU."""
+    """Return how vLLM divides DeepSeek V4's compressed cache, which every GPU holds in full."""
     blocks = cache.build_blocks(pipeline_parallel)
     parts = []
     for part in blocks.windowed_parts:
@@ -674,8 +677,8 @@ def _choose_block_tokens(
 def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
     """Return how many pages of one layer kind fit in a page of the common size.
 
-    The number is 1 if the common size is not a multiple of the kind's page size; vLLM then pads the
-    page.
+    If the common size is not a multiple of the kind's page size, vLLM pads the page, and the number
+    is 1.
     """
     if page_bytes and own_page_bytes and page_bytes % own_page_bytes == 0:
         return page_bytes // own_page_bytes

@@ -86,8 +86,8 @@ FLAGGED_KINDS: Final = (
     ("hybrid_layer_pattern", "sliding_attention", "full_attention"),  # MiMo-V2
     ("attn_type_list", "full_attention", "linear_attention"),  # MiniMax
 )
-"""Fields with a flag per layer, each with the kind of a layer whose flag is 1 and the kind of the
-other layers.
+"""Fields with a flag per layer. Each is followed by the kind of a layer whose flag is 1, and by the
+kind of the other layers.
 """
 
 
@@ -141,7 +141,7 @@ def _read_flags(config: Config) -> list[str] | None:
 
 
 def _has_no_attention(block: object) -> bool:
-    """Return whether a Nemotron-NAS layer has no attention; raise ValueError for other kinds."""
+    """Return whether a Nemotron-NAS layer lacks attention; raise ValueError for unusual kinds."""
     attention = read_mapping(block, "attention") if isinstance(block, dict) else {}
     if attention.get("replace_with_linear") or attention.get("window_length"):
         raise ValueError("a layer has another attention than usual")
@@ -258,7 +258,7 @@ def _read_mamba_2(config: Config, heads: int, kernel_tokens: int | None) -> Stat
     return StateSizes(
         output_values=output_values,
         state_values=output_values * state_size,
-        # The inputs to the state, and the vectors B and C of each group.
+        # These are the inputs to the state, and the vectors B and C of each group.
         convolution_inputs=output_values + 2 * groups * state_size,
         head_values=heads,
         kernel_tokens=kernel_tokens,
@@ -350,8 +350,8 @@ HEAD_FIELDS: Final = frozenset({"head_dim", "num_key_value_heads"})
 def find_full_layer_override(config: Config) -> Config | None:
     """Return the heads of the full-attention layers if the configuration overrides them.
 
-    Returns None if the configuration does not override anything, or overrides anything other than
-    the heads of exactly these layers.
+    Returns None if the configuration overrides nothing. Also returns None if it overrides anything
+    other than the heads of exactly these layers.
     """
     overrides = read_mapping(config, OVERRIDES)
     kinds = config.get("layer_types")
@@ -366,7 +366,7 @@ def find_full_layer_override(config: Config) -> Config | None:
 
 
 def _read_head_size(config: Config) -> int:
-    """Return the head size, or else hidden size / heads; raise ValueError without either."""
+    """Return the head size, or else hidden size / heads; raise ValueError if both are missing."""
     attention_heads = read_integer(config, *ATTENTION_HEADS)
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     head_size = read_integer(config, "head_dim", "kv_channels", "attention_head_dim")
@@ -378,7 +378,7 @@ def _read_head_size(config: Config) -> int:
 
 
 def _count_kv_heads(config: Config) -> int:
-    """Return the number of KV heads, or else of query heads; raise ValueError without either."""
+    """Return the number of KV heads, or else of query heads; raise ValueError if it is missing."""
     count = read_integer(config, *KV_HEADS) or _count_nas_heads(config)
     if count is None:
         count = read_integer(read_mapping(config, "attn_config"), *KV_HEADS)

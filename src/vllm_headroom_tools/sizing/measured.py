@@ -30,7 +30,7 @@ WEIGHT_SETTINGS: Final = (
 """The settings that determine the weights on each GPU."""
 
 MODEL_SETTINGS: Final = (*GROUP_SETTINGS, "shape", "draft", "max_loras", "max_lora_rank")
-"""The settings besides the batch that determine activations and graphs."""
+"""The settings that, apart from the batch, determine activations and graphs."""
 
 BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
 """The settings that make activations and graphs grow."""
@@ -39,8 +39,8 @@ BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
 class MeasuredStart(Struct, frozen=True, kw_only=True):
     """One start's per-GPU figures and its settings; a figure is None if the log lacks it.
 
-    A figure only applies to a question that has the same values for the settings on which the
-    figure depends.
+    A figure depends on some of the settings. It applies to a question only if these settings have
+    the same values.
     """
 
     # The log file and vLLM's version.

@@ -157,7 +157,7 @@ TIED_MODEL_TYPES: Final = frozenset(
 """Model types whose output matrix is the embedding unless the configuration says otherwise."""
 
 TIED_PREFIXES: Final = ("gemma3", "gemma4")
-"""Prefixes of additional model types of this kind."""
+"""Prefixes of more model types whose output matrix is the embedding by default."""
 
 ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
     {
@@ -188,7 +188,7 @@ for the next token's logits.
 """
 
 GENERATING_CLASSES: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
-"""Classes with such names that nevertheless generate tokens."""
+"""Classes that generate tokens although their names end like those in HEADLESS_CLASSES."""
 
 TEXT_PARTS: Final = (
     "text_config",
@@ -198,7 +198,7 @@ TEXT_PARTS: Final = (
     "transformer_layer_config",
 )
 """The parts of a configuration that describe the language model, in a multimodal model or in a
-draft head in the format of the speculators library. A `thinker_config` contains such a part.
+draft head in the format of the speculators library. A `thinker_config` contains one of these parts.
 """
 
 SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -556,8 +556,8 @@ CHECKPOINT_LIMIT_BYTES: Final = 2**53
 def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
     """Return the shape of the model described by this config.json or contained in this folder.
 
-    Returns a sentence explaining the problem if the file cannot be read or understood. `overrides`
-    replaces fields in the file.
+    If the file cannot be read or understood, returns a sentence that explains the problem.
+    `overrides` replaces fields in the file.
     """
     is_folder = _is_folder(path)
     try:
@@ -656,7 +656,7 @@ def count_checkpoint_bytes(folder: Path) -> int | None:
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total_bytes, int | float) and 0 < total_bytes < CHECKPOINT_LIMIT_BYTES:
         return int(total_bytes)
-    # Including other files, such as consolidated ones, would count the weights twice.
+    # Other files, such as consolidated ones, contain the same weights and would count them twice.
     files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
     try:
         return sum(file.stat().st_size for file in files) or None

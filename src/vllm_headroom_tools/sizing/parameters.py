@@ -58,8 +58,8 @@ NOT_GATED: Final = frozenset(
 """Model types whose MLP has two matrices instead of three."""
 
 UNGIVEN_WIDTH_RATIO: Final = 4
-"""The MLP width of these models, as a multiple of the hidden size, if the configuration does not
-give it.
+"""The MLP width of the models in NOT_GATED, as a multiple of the hidden size, if the configuration
+does not give it.
 """
 
 LEARNED_POSITIONS: Final = frozenset(
@@ -78,7 +78,7 @@ UNCOUNTED_FIELDS: Final = (
     "use_double_wide_mlp",
     "zero_expert_num",
 )
-"""Fields that identify models with differences between layers that are not counted here."""
+"""Fields that identify models whose layers differ in a way that is not counted here."""
 
 EXPERTS: Final = ".experts."
 """A substring of the names of all expert matrices, through which only some tokens pass."""
@@ -548,7 +548,7 @@ def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
-    """Return whether a layer consists of experts, which are separate layers in Nemotron-H.
+    """Return whether a layer consists of experts; in Nemotron-H, experts are separate layers.
 
     Returns None for other models.
     """
@@ -569,7 +569,7 @@ def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer is the one in each `period` layers that has experts (Jamba).
+    """Return whether a layer has experts; in Jamba, one in each `period` layers does.
 
     Returns None if no period is given.
     """
@@ -597,8 +597,8 @@ EXPERT_LAYER_READERS: Final[tuple[Callable[[Config, int, str], bool | None], ...
     _read_expert_period,
     _read_sparse_step,
 )
-"""The functions in order of precedence: the first result that is not None is used. Each function
-takes the configuration, and the index and kind of a layer.
+"""The functions that tell whether a layer has experts, in order of precedence: the first result
+that is not None is used. Each function takes the configuration, and the index and kind of a layer.
 """
 
 
@@ -628,7 +628,8 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
     total: int
     # The number of these parameters that are not quantised in the checkpoint.
     unquantised: int
-    # The number of these parameters that are in experts through which only some tokens pass.
+    # The number of these parameters that belong to experts; only some tokens pass through each
+    # expert.
     experts: int
     # The average bytes per quantised parameter; None if all are quantised in the same way.
     mixed_bytes: float | None = None
@@ -671,7 +672,7 @@ def count_layer_parameters(
         elif read_matrix_bytes is not None:
             unquantised.append(matrix)
     experts = [matrix for matrix in matrices if EXPERTS in matrix.name]
-    # Adapters are never applied to exempt matrices, and only on demand to experts.
+    # Adapters are never applied to exempt matrices. They are applied to experts only on demand.
     adapted = [matrix for matrix in matrices if not (matrix.is_exempt or EXPERTS in matrix.name)]
     total = _sum_parameters(matrices)
     unquantised_total = _sum_parameters(unquantised)
@@ -698,7 +699,7 @@ def _count_adapter(matrices: Sequence[Matrix]) -> Adapter:
     replicated_values = 0
     divided_values = 0
     for matrix in matrices:
-        # If a matrix is split by rows, each GPU needs the full output side.
+        # If a matrix is split by rows, each GPU needs the output vector of the adapter in full.
         if matrix.name.endswith(ROW_PARALLEL):
             replicated_values += matrix.copies * matrix.outputs
             divided_values += matrix.copies * matrix.inputs

@@ -26,7 +26,7 @@ def list_public_models() -> dict[str, Config]:
 
 
 def find_public_model(name: str) -> Config | str:
-    """Return the configuration of the model with this name, or a sentence that says why not.
+    """Return the configuration of the model with this name, or a sentence explaining the failure.
 
     Case is ignored, and the owner may be omitted if the name is still unique.
     """

@@ -31,7 +31,9 @@ GROUP_SCALE_BYTES: Final = 2.5
 """
 
 ZERO_POINT_BYTES: Final = 0.5
-"""The zero point's part of GROUP_SCALE_BYTES, which symmetric quantisation does not need."""
+"""The bytes of the zero point, which are part of GROUP_SCALE_BYTES. Symmetric quantisation has no
+zero point.
+"""
 
 USUAL_GROUP_WEIGHTS: Final = 128
 """Our choice: the number of weights per group if the configuration does not give it."""
@@ -272,7 +274,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         for name, scheme in listed.items():
             algorithm = str(scheme.get("quant_algo") if isinstance(scheme, dict) else scheme)
             method = MODELOPT_METHODS.get(algorithm.upper())
-            # If a method is unknown, the part keeps its usual width.
+            # If a part's method is unknown, the part is counted with `other_bytes`.
             part = _find_part(str(name))
             if method is not None and part is not None:
                 bytes_by_part[part] = QUANTISED_BYTES[method]
@@ -333,7 +335,8 @@ def _list_unquantised_names(quantisation: Config) -> list[str]:
 def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
     """Return a pattern that matches modules with this name; None if the expression is invalid."""
     if name.startswith("re:"):
-        # Our names start at the layers, without the part of the model, so "^" would not match.
+        # The names used here start at the layers and leave out the part of the model, so "^" would
+        # not match.
         expression = name.removeprefix("re:").removeprefix("^")
         try:
             return re.compile(expression)

@@ -31,7 +31,9 @@ DEFAULT_BLOCK_TOKENS: Final = 16
 """vLLM's `DEFAULT_BLOCK_SIZE` on NVIDIA GPUs (config/cache.py)."""
 
 TYPICAL_TOKENS: Final = 2048
-"""Our choice: the length of a typical request; the report shows how many of these fit at once."""
+"""Our choice: the length of a typical request. The report shows how many requests of this length
+fit at the same time.
+"""
 
 
 class CardDefaults(Struct, frozen=True):
@@ -61,8 +63,8 @@ class Question(Struct, frozen=True, kw_only=True):
 
     shape: ModelShape
     release: Release = NEWEST_RELEASE
-    # The size of the whole model's weights as served, in bytes, and its number of parameters; a
-    # figure that is None is derived from the configuration.
+    # The size of the whole model's weights as served, in bytes, and the model's number of
+    # parameters. If one of them is None, it is derived from the configuration.
     checkpoint_bytes: int | None = None
     parameters: int | None = None
     kv_cache_dtype: str = "auto"
@@ -209,7 +211,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def _repeated_encoder_bytes(self) -> int:
-        """Return the bytes of an encoder on each GPU in excess of its share of a single copy."""
+        """Return the additional bytes per GPU that a replicated encoder takes."""
         encoder = self.shape.encoder
         if encoder is None or encoder.parameters is None or not self.has_whole_encoder:
             return 0

@@ -23,7 +23,7 @@ class SparseIndex(Struct, frozen=True, kw_only=True):
     layers: tuple[bool, ...]
     head_size: int
     heads: int
-    # The bytes per token that each of these layers keeps in full on every GPU.
+    # The bytes per token of one layer's index, which every GPU holds in full.
     bytes_per_token: int
 
     @property
@@ -62,7 +62,7 @@ def read_sparse_index(config: Config, layer_count: int) -> SparseIndex | None:
 
 
 def _list_indexed_layers(config: Config, layer_count: int) -> tuple[bool, ...]:
-    """Return whether each layer has an index; in GLM-5.2, most layers use another layer's."""
+    """Return for each layer whether it has an index of its own; in GLM-5.2, most do not."""
     types = config.get("indexer_types")
     if isinstance(types, list):
         return tuple(kind == "full" for kind in types)
