@@ -45,7 +45,7 @@ from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
 def build_report(assessment: Assessment) -> Report:
-    """Return the report; its headline is the first cause, or states that no cause was found.
+    """Return the report, whose headline names the first cause or says that there is none.
 
     In the data, unknown figures are None.
     """
@@ -78,7 +78,7 @@ def build_log_report(assessment: LogAssessment) -> Report:
 def _list_findings(
     all_advice: Iterable[Advice], missing: Iterable[str], notes: Iterable[str]
 ) -> tuple[Finding, ...]:
-    """Return the findings: causes, facts that are missing for a certain verdict, and notes."""
+    """Return the findings: causes, the missing facts that make the verdict uncertain, and notes."""
     findings = [
         Finding(
             advice.cause,
@@ -152,8 +152,8 @@ def _render_advice(number: int, advice: Advice) -> list[str]:
 def write_advice(change: Change) -> str:
     """Return a change as text: the option, its new and current values, and the reason.
 
-    If the current value is unknown, the text says by how much to change the option. A change that
-    involves no option already carries its own text.
+    If the current value is unknown, the text says by how much to change the option. If the change
+    involves no option, its own text is returned.
     """
     flag = change.flag
     if flag is None:
@@ -176,16 +176,16 @@ JSON_KEYS: Final = {
     Flag.LIMIT_MM_PER_PROMPT: "image",
     Flag.MM_PROCESSOR_KWARGS: "max_pixels",
 }
-"""The key under which the value goes, for options that take a JSON object."""
+"""For each option that takes a JSON object, the key of this object that holds the value."""
 
 
 def _format_number(value: float, flag: Flag) -> str:
-    """Return an option's value as it is typed: a share with decimals, other values without."""
+    """Return an option's value as it is typed: with decimals for a share, else as an integer."""
     if flag in JSON_KEYS:
         return f"'{{\"{JSON_KEYS[flag]}\": {value:.0f}}}'"
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
         return f"{value:.0f}"
-    # Use two decimals unless the configured share has more.
+    # Use two decimals, or more if the configured share has more.
     return f"{value:.2f}" if round(value, 2) == value else f"{value:.4g}"
 
 
@@ -295,7 +295,7 @@ def _add_options(parser: Parser) -> None:
 
 
 def _read_version(text: str) -> Version:
-    """Return the release named by a text; raise ValueError if it names none."""
+    """Return the release that a text names; raise ValueError if the text names no release."""
     version = parse_version(text)
     if version is None:
         raise ValueError
@@ -319,7 +319,7 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
         max_model_len=options.max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
-    # If an engine's page is also named, the file and the page are judged together.
+    # If `--engine-url` is also given, the file and the engine's page are judged together.
     if options.engine_url is None and given_sources and options.headroom_url is None:
         return _judge_file(options, settings)
     return _judge_live(options, settings)

@@ -16,19 +16,19 @@ from vllm_headroom_tools.history import LeakVerdict, Moment
 class FullFacts(Struct, frozen=True, kw_only=True):
     """The period during which an engine's KV cache was full."""
 
-    # How long the cache was full, from a trace. The field is None for a page, which only shows
+    # How long the cache was full during a trace. The field is None for a page, which only shows
     # current figures.
     seconds: float | None
-    # The number of requests that finished, and of preemptions, while the cache was full. For a
-    # page, both are counted from the engine's start.
+    # While the cache was full, the number of requests that finished, and the number of preemptions.
+    # For a page, both are counted from the engine's start.
     finished: float
     preemptions: float
     # The median number of running requests, and the median number of cached tokens per running
     # request.
     running: float
     tokens: float | None
-    # How long many requests were waiting while the cache was full, and the median number of waiting
-    # requests during that time.
+    # While the cache was full, the time during which at least WAITING_REQUESTS requests were
+    # waiting, and the median number of waiting requests in this time.
     queued_seconds: float = 0.0
     waiting: float | None = None
 
@@ -40,7 +40,7 @@ class CappedFacts(Struct, frozen=True, kw_only=True):
     """
 
     seconds: float
-    # The limit: the number of running requests never exceeded it.
+    # The limit on running requests, that is, the largest number of requests that ran at once.
     running: float
     # The 90th percentile of cache usage during this period.
     kv_used_ratio: float
@@ -52,7 +52,8 @@ class PrefixFacts(Struct, frozen=True, kw_only=True):
     # The number of tokens looked up, and how many of them were cached.
     queries: float
     hits: float
-    # The length of the history; None for a page, which counts from the engine's start.
+    # The length of the history. The field is None for a page, whose counters begin at the engine's
+    # start.
     seconds: float | None
     # The fraction of the time during which requests were waiting.
     blocked_ratio: float
@@ -63,7 +64,8 @@ class PrefixFacts(Struct, frozen=True, kw_only=True):
 class StrandedFacts(Struct, frozen=True, kw_only=True):
     """The share of the KV cache that stays in use while the engine is idle."""
 
-    # The latest share, and the share before it rose `rises` times in a row.
+    # The latest share, and the first one. From the first to the latest, the share rose `rises`
+    # times.
     ratio: float
     first_ratio: float
     rises: int
@@ -104,7 +106,7 @@ class FactsSource(StrEnum):
 
 
 class Shortage(StrEnum):
-    """The kind of memory shortage: permanent from the start, after a slow rise, or brief."""
+    """The kind of memory shortage: lasting from the start, lasting after a slow rise, or brief."""
 
     LEVEL = "level"
     RISEN = "risen"
@@ -126,11 +128,11 @@ class Leak(Struct, frozen=True, kw_only=True):
 
 
 class Spell(Struct, frozen=True, kw_only=True):
-    """A period with less than LOW_BYTES left on a GPU; memory of other processes counts as left."""
+    """A period with less than LOW_BYTES free on a GPU; memory of other processes counts as free."""
 
     kind: Shortage
     lowest_room_bytes: float
-    # When the spell began, and how long memory was short during it; None for a page.
+    # When the spell began, and for how long memory was short during the spell; None for a page.
     began_seconds: float | None = None
     seconds: float | None = None
     # The number of running requests when the room was lowest.
@@ -148,7 +150,7 @@ class Extent(Struct, frozen=True):
 
 
 UNATTRIBUTED_BYTES: Final = 200 * MIB
-"""Memory that belongs to no visible process is attributed to the driver up to this amount (runbook
+"""Up to this amount, memory that belongs to no visible process is attributed to the driver (runbook
 HeadroomGpuMemoryLow).
 """
 
@@ -156,7 +158,8 @@ HeadroomGpuMemoryLow).
 def measure_others(used_bytes: float, engine_bytes: float | None) -> float | None:
     """Return the bytes held by other processes on a GPU; None if the engine's are unknown.
 
-    An amount of up to UNATTRIBUTED_BYTES is attributed to the driver, and the result is 0.
+    If the amount is at most UNATTRIBUTED_BYTES, it is attributed to the driver, and the result is
+    0.
     """
     if engine_bytes is None:
         return None
@@ -169,7 +172,7 @@ class PeakFacts(Struct, frozen=True, kw_only=True):
 
     work: Work
     transient_bytes: float
-    # By how many bytes the next such peak may exceed this one.
+    # The number of bytes by which the next peak of this kind may exceed this one.
     spread_bytes: float
 
     def missing_bytes(self, room_bytes: float | None) -> float:
@@ -183,8 +186,8 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     """The facts about one of the engine's GPUs; unknown facts are None."""
 
     leak: Leak
-    # Whether growth on the GPU is known to come from the engine; otherwise, another process may be
-    # growing.
+    # Whether it is known that growth on the GPU comes from the engine. If it is not known, another
+    # process may be growing.
     is_holder_known: bool = True
     # The total minus the driver's reserve, as CUDA reports it.
     usable_bytes: float | None = None
@@ -193,7 +196,7 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     # The memory of other processes, as returned by `measure_others`; None if it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
-    # The bytes by which the engine exceeded its budget when it last served.
+    # The bytes by which the engine exceeded its budget in the last sample in which it served.
     excess: BudgetExcess | None = None
     # Processes that outlived their engine.
     leftovers: tuple[Leftover, ...] = ()
@@ -208,7 +211,7 @@ class GpuFacts(Device, frozen=True, kw_only=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
-    """The host memory of the engine's processes in one role."""
+    """The host memory of those processes of the engine that have one role."""
 
     process: str
     leak: Leak
@@ -216,7 +219,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """All facts that the rules judge; times are in seconds since the epoch, and None for a page."""
+    """All facts that the rules judge; times are in seconds since the epoch, or None for a page."""
 
     origin: FactsSource
     settings: EngineArgs
@@ -281,7 +284,7 @@ def list_leaks(facts: Facts) -> list[tuple[str, Leak]]:
 
 
 PEAK_BYTES: Final = 256 * MIB
-"""Having less room than this at a peak is a shortage (alert HeadroomGpuMemoryPeak)."""
+"""If a peak leaves less room than this, memory is short (alert HeadroomGpuMemoryPeak)."""
 
 AIM_BYTES: Final = GIB
 """The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""

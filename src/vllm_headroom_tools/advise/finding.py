@@ -12,7 +12,7 @@ from vllm_headroom_tools.advise.settings import Flag
 
 
 class Cause(StrEnum):
-    """The known causes. The set is closed, so that scripts can rely on it."""
+    """The known causes. Scripts can rely on this set, because advice names no other causes."""
 
     GPU_LEAK = "gpu_leak"
     HOST_LEAK = "host_leak"
@@ -50,8 +50,8 @@ class Change(Struct, frozen=True, kw_only=True):
     flag: Flag | None = None
     # The new value of `flag`; None for a flag that takes no value.
     value: float | None = None
-    # The amount by which to change `flag`; given instead of `value` if the current value is
-    # unknown.
+    # The amount by which to change `flag`. It is given instead of `value` if the current value is
+    # not known.
     difference: float | None = None
     # The current value of `flag`; None if it is unknown.
     now: float | None = None
@@ -83,12 +83,13 @@ FORMATS: Final = {
     "seconds": format_duration,
     "ratio": format_percent,
 }
-"""The functions that format figures, by the unit at the end of a figure's name. The unit "second"
-means bytes per second. Figures with any other unit are shown as plain numbers.
+"""The functions that format figures. The key is the unit, which is the last word of a figure's
+name. The unit "second" means bytes per second. Figures with any other unit are shown as plain
+numbers.
 """
 
 LOWER_BOUND: Final = "_lower"
-"""The suffix that follows the unit in the name of a lower bound."""
+"""If a figure is a lower bound, its name has this suffix after the unit."""
 
 
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
@@ -112,7 +113,7 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure
 def lower_option(facts: Facts, flag: Flag, value: float, text: str, cost: str) -> Change | None:
     """Return the change that lowers an option to a value.
 
-    Returns None if the value is not above 0, or not below the current one.
+    Returns None if the value is 0 or less, or if it is not below the current value.
     """
     now = facts.settings.read_value(flag)
     if value <= 0 or (now is not None and value >= now):

@@ -51,16 +51,17 @@ from vllm_headroom_tools.history import (
 from vllm_headroom_tools.versions import OLDEST, Version
 
 CAP_RUNNING_RATIO: Final = 0.97
-"""Our choice: a load within 3 % of the highest counts as being at the cap."""
+"""Our choice: a number of running requests within 3 % of the highest counts as being at the limit.
+"""
 
 CAP_TIME_RATIO: Final = 0.9
-"""Our choice: a cap makes requests wait if the load was at the cap for nine tenths of the waiting
-time.
+"""Our choice: if the number of running requests was at the limit for nine tenths of the time in
+which requests waited, this limit made them wait.
 """
 
 
 class EngineHistory:
-    """Collects the facts about one engine for as long as its settings do not change."""
+    """Collects the facts about one engine until its settings change."""
 
     def __init__(self, model_name: str, engine: str) -> None:
         self._facts = EngineFacts(model_name=model_name, engine=engine)
@@ -79,11 +80,12 @@ class EngineHistory:
         self._full_tokens = Histogram()
         self._full_waiting = Histogram()
         self._collapses = CollapseHistory()
-        # How long any requests waited, and how long at least WAITING_REQUESTS waited.
+        # The time in which any requests waited, and the time in which at least WAITING_REQUESTS
+        # waited.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
-        # Two histograms over the time when at least WAITING_REQUESTS waited although the cache had
-        # room: the seconds spent at each number of running requests, and the cache usage.
+        # Both cover the time in which at least WAITING_REQUESTS waited although the cache had room:
+        # the seconds spent at each number of running requests, and a histogram of the cache usage.
         self._roomy_seconds: defaultdict[float, float] = defaultdict(float)
         self._roomy_used = Histogram()
 
@@ -132,7 +134,7 @@ class EngineHistory:
             self._step_cache(reading, counts, is_full=reading.kv_used_ratio > FULL_RATIO)
 
     def _step_queue(self, reading: EngineReading, seconds: float) -> None:
-        """Add the time since the previous sample to the waiting times if requests are waiting."""
+        """If requests are waiting, add the time since the previous sample to the waiting times."""
         waiting = reading.waiting or 0.0
         if waiting > 0:
             self._waited_seconds += seconds
@@ -147,9 +149,9 @@ class EngineHistory:
             self._roomy_used.add(reading.kv_used_ratio)
 
     def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
-        """Add a sample's load to the period with a full cache, or to the period with room."""
-        # The counts cover the time since the previous sample, so the first sample after the cache
-        # was full still belongs to the full period.
+        """Add a sample's load to the time with a full cache, or to the time with room in it."""
+        # The counts cover the time since the previous sample. Therefore, the first sample after the
+        # cache was full still belongs to the time with a full cache.
         if is_full or self._was_full:
             self._full = replace(
                 self._full,
@@ -161,7 +163,7 @@ class EngineHistory:
             self._step_full_cache(reading, counts.seconds)
             return
         self._usual_tokens.add(count_tokens_per_request(reading))
-        # A load that causes no preemption is one that the cache can sustain.
+        # If there was no preemption, the cache can sustain this load.
         if reading.running and not counts.preemptions:
             calm_running = find_higher(self._facts.calm_running, reading.running)
             self._facts = replace(self._facts, calm_running=calm_running)
@@ -191,7 +193,7 @@ class EngineHistory:
         )
 
     def _build_full(self) -> FullFacts | None:
-        """Return the facts about a full cache; None if no load was seen while it was full."""
+        """Return the facts about a full cache; None if no sample shows a load while it was full."""
         running = self._full_running.quantile(0.5)
         if running is None:
             return None
@@ -205,9 +207,9 @@ class EngineHistory:
     def _build_capped(self) -> CappedFacts | None:
         """Return the facts about a limit on running requests.
 
-        Returns None if no requests waited while the cache had room. Also returns None if the number
-        of running requests was below its maximum while others waited, because something other than
-        a limit then made them wait.
+        Returns None if no requests waited while the cache had room. Also returns None if requests
+        waited although fewer than the highest number were running, because something other than a
+        limit then made them wait.
         """
         # The maximum is not used, because a single sample may be an outlier.
         kv_used_ratio = self._roomy_used.quantile(0.9)
@@ -239,10 +241,10 @@ class EngineHistory:
 def _step_stranded(
     earlier: StrandedFacts | None, stranded_ratio: float | None
 ) -> StrandedFacts | None:
-    """Update the facts with the share of the cache in use a minute after the last request.
+    """Update the facts with the share of the cache that is in use while the engine is idle.
 
-    An unknown share (None) changes nothing. When the share falls, the facts start over: the engine
-    freed the cache, so nothing had leaked.
+    An unknown share (None) changes nothing. When the share falls, the engine has freed the cache,
+    so nothing had leaked, and the facts start over.
     """
     if stranded_ratio is None:
         return earlier
@@ -254,8 +256,8 @@ def _step_stranded(
 
 
 SPELL_GAP_SECONDS: Final = 300.0
-"""Shortages at least this far apart are separate spells (the alert HeadroomGpuMemoryLow looks back
-five minutes).
+"""Two shortages are separate spells if at least this much time lies between them (the alert
+HeadroomGpuMemoryLow looks back five minutes).
 """
 
 LOW_TIME_RATIO: Final = 0.5
@@ -267,7 +269,8 @@ spell.
 class GpuHistory:
     """Collects the facts about one GPU.
 
-    Memory held by other processes counts as room, because the engine does not cause that shortage.
+    Memory that other processes hold counts as free, because the engine does not cause a shortage of
+    it.
     """
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
@@ -327,7 +330,7 @@ class GpuHistory:
             self._step_room(own_room_bytes, now_seconds, seconds, running)
 
     def set_excess(self, excess: BudgetExcess | None) -> None:
-        """Set the bytes by which the engine exceeds its budget on this GPU; None if it does not."""
+        """Set the bytes by which the engine exceeds its budget on this GPU; None if it keeps it."""
         self._facts = replace(self._facts, excess=excess)
 
     def build_facts(self, leak: Leak) -> GpuFacts:
@@ -339,7 +342,7 @@ class GpuHistory:
     ) -> None:
         """Begin, extend or close a spell, depending on the room in this sample."""
         if room_bytes < LOW_BYTES:
-            # A new spell's lowest room is initialized to the threshold, so that the first sample
+            # A new spell begins with the threshold as its lowest room, so that the first sample
             # lowers it.
             spell = self._open_spell or Spell(
                 kind=Shortage.PEAK,
@@ -357,8 +360,8 @@ class GpuHistory:
         if self._open_spell is not None and roomy_seconds >= SPELL_GAP_SECONDS:
             self._facts = self._add_open_spell(has_engine_exited=False)
             self._open_spell = None
-        # Samples shortly after a shortage still belong to its spell, and do not count as samples
-        # with room.
+        # Samples shortly after a shortage still belong to the same spell, so they do not count as
+        # samples with enough room.
         if running and self._open_spell is None:
             roomy_running = max(self._facts.roomy_running or 0.0, running)
             self._facts = replace(self._facts, roomy_running=roomy_running)
@@ -366,7 +369,7 @@ class GpuHistory:
     def _add_open_spell(self, *, has_engine_exited: bool) -> GpuFacts:
         """Return the facts, including the current spell if there is one.
 
-        A brief spell that left some room is ignored, unless the engine's exit ended it.
+        A brief spell that left some room is ignored, except if it ended with the engine's exit.
         """
         spell = self._open_spell
         if spell is None:
@@ -437,7 +440,7 @@ class TraceHistory:
     def _measure_interval(self, snapshot: Snapshot) -> float:
         """Return the seconds since the previous sample, capped at the longest sampling interval.
 
-        Returns 0 for the first sample, or if the clock went backwards. The cap matters after a
+        Returns 0 for the first sample, or if the clock went backwards. This limit matters after a
         clock jump or a gap in the trace.
         """
         if not self._replay.samples:
@@ -452,7 +455,7 @@ class TraceHistory:
             self._page = snapshot.page
         # A cache of a different size behaves differently.
         if self._have_other_settings(readings):
-            # Facts collected under other settings say nothing about the current ones.
+            # Facts that were collected under other settings say nothing about the current settings.
             self._since_seconds = self._newest_seconds
             self._engines = {}
             self._gpus = {}
@@ -525,13 +528,13 @@ class TraceHistory:
             engines=tuple(history.build_facts() for history in self._engines.values()),
             hosts=tuple(hosts),
             host=self._replay.memory,
-            # Failed starts count under any settings.
+            # Failed starts also count if the settings were different.
             ends=tuple(end for end in exits if not end.has_served or end.seconds > since_seconds),
         )
 
 
 def _build_leak(course: LeakCourse, span_seconds: float) -> Leak:
-    """Return the detector's state at the end, the verdict on the whole trace, and the alarm."""
+    """Return the state at the end of the trace, the verdict on the whole trace, and the alarm."""
     # Use the end of the last alarm, because earlier alarms say nothing about the current state.
     verdict, reason = judge_course(course, span_seconds)
     ended_seconds = None

@@ -57,14 +57,14 @@ GPU_LEAK_FIGURES: Final = {
     "time_to_oom_seconds": catalog.TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.TIME_TO_OOM_LOWER,
 }
-"""The figures of an alarm on a GPU, by field of Moment."""
+"""The metric for each figure of an alarm on a GPU, by its field in Moment."""
 
 HOST_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.HOST_LEAK_RATE,
     "time_to_oom_seconds": catalog.HOST_TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.HOST_TIME_TO_OOM_LOWER,
 }
-"""The figures of an alarm on a process role, by field of Moment."""
+"""The metric for each figure of an alarm on a process role, by its field in Moment."""
 
 
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
@@ -100,7 +100,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
 
 
 def _parse_page(text: str) -> Values:
-    """Return the page's samples of metrics in the catalogue, ignoring values that are not finite.
+    """Return the page's finite values of the metrics that the catalogue contains.
 
     Raises BadInput for a page in another format.
     """
@@ -124,8 +124,8 @@ def _parse_page(text: str) -> Values:
 def _check_page(page: Values) -> None:
     """Raise BadInput if the page does not come from a sidecar, or if its engine is not vLLM."""
     indices = {index for index, *_ in page.find_all(catalog.GPU_INFO)}
-    # A sidecar's page has exactly one build and plausible GPU indices; any other page comes from
-    # another exporter.
+    # A sidecar's page has exactly one build-info sample and plausible GPU indices. Any other page
+    # comes from another exporter.
     if len(page.find_all(catalog.BUILD_INFO)) != 1 or not indices <= KNOWN_INDICES:
         raise BadInput(
             "the page is not vllm-headroom's:"
@@ -146,7 +146,7 @@ def _read_host(page: Values) -> HostMemory:
 
 
 def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
-    """Return the settings, filling in from the page those that the operator did not provide."""
+    """Return the operator's settings, with missing settings filled in from the page."""
     offered_versions = [
         version
         for field, version in FIELD_VERSIONS.items()
@@ -155,7 +155,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
     sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         settings,
-        # The version is at least the oldest one that exports all of these series.
+        # The engine's version is at least the oldest version that exports all of these series.
         at_least=max((settings.at_least, *offered_versions)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
@@ -173,7 +173,7 @@ def _read_utilization(page: Values) -> float | None:
 
 
 def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuFacts:
-    """Return the facts about a GPU; if its memory is unknown, only the detector's verdict."""
+    """Return the facts about a GPU, or only the detector's verdict if its memory is unknown."""
     index, uuid = gpu
     facts = GpuFacts(
         index=int(index),
@@ -192,7 +192,8 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
     others_memory = None
     if others_bytes is not None:
         others_memory = Extent(others_bytes, others_bytes, others_bytes)
-    # Memory held by others does not count towards the engine's shortage.
+    # Memory that other processes hold counts as free, because the engine does not cause this
+    # shortage.
     room_bytes = usable_bytes - used_bytes + (others_bytes or 0.0)
     room_at_peak_bytes = usable_bytes - peak_bytes + (others_bytes or 0.0)
     return replace(
@@ -212,7 +213,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
 
 
 def _read_peaks(page: Values, gpu: tuple[str, str]) -> tuple[PeakFacts, ...]:
-    """Return the last minute's peaks, without kinds observed too rarely to have a spread."""
+    """Return the last minute's peaks of those kinds of work that were seen often enough."""
     peaks = []
     for work in Work:
         transient_bytes = page.value(catalog.ENGINE_PEAK, *gpu, work)
@@ -228,7 +229,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
     """Return the engine's excess over its budget; None if the page reports no excess."""
     if not page.value(catalog.SITUATION, Situation.OVER_BUDGET):
         return None
-    # Only these bases can be changed with an option.
+    # Only budgets on one of these bases can be changed with an option.
     for basis in ("budget", "configured"):
         budget_bytes = page.value(catalog.MEMORY_REPORTED, *gpu, basis)
         excess_bytes = page.value(catalog.MEMORY_DISCREPANCY, *gpu, basis)
@@ -248,7 +249,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
 def _judge_room(
     room_bytes: float, room_at_peak_bytes: float, running: float | None
 ) -> tuple[Spell, ...]:
-    """Return the current shortage, or else the one at the last minute's peak, if there is one."""
+    """Return the current shortage, or else one at the last minute's peak; empty without either."""
     lowest_room_bytes = max(0.0, room_at_peak_bytes)
     if room_bytes < LOW_BYTES:
         level = Spell(kind=Shortage.LEVEL, lowest_room_bytes=lowest_room_bytes, running=running)
@@ -261,7 +262,7 @@ def _judge_room(
 def _read_leak(
     page: Values, state_metric: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]
 ) -> Leak:
-    """Return the detector's verdict on a series, with figures only while an alarm is active."""
+    """Return the detector's verdict on a series; it has figures only while an alarm is active."""
     state_name = page.state(state_metric, *labels)
     # A newer sidecar may report a state that this version does not know.
     state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
@@ -270,7 +271,7 @@ def _read_leak(
         return Leak(state=state, verdict=verdict)
     location_name = page.state(catalog.LEAK_LOCATION, *labels)
     location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
-    # A figure shared by all series has fewer labels than the series, or none.
+    # A figure that applies to all series has fewer labels than a series, or none.
     values: dict[str, Any] = {
         field: page.value(metric, *labels[: len(metric.labels)])
         for field, metric in figures.items()
@@ -303,8 +304,8 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     hits = read(catalog.ENGINE_PREFIX_HITS)
     prefix = None
     if queries is not None and hits is not None:
-        # A page does not show how long requests waited. If any are waiting now, or if there has
-        # ever been a preemption, they count as waiting all the time.
+        # A page does not show how long requests waited. If any requests are waiting now, or if
+        # there has ever been a preemption, requests count as waiting all the time.
         has_waited = bool(read(catalog.ENGINE_WAITING) or preemptions)
         prefix = PrefixFacts(
             queries=queries,
@@ -316,7 +317,7 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     stranded_ratio = read(catalog.ENGINE_KV_STRANDED)
     stranded = None
     if stranded_ratio is not None:
-        # A page has no history, so the ratio may be new.
+        # A page has no history, so it is not known whether the ratio has risen.
         stranded = StrandedFacts(ratio=stranded_ratio, first_ratio=stranded_ratio, rises=0)
     return EngineFacts(
         model_name=model_name,
@@ -334,8 +335,8 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
 
 
 LIVE_TIMEOUT_SECONDS: Final = 20.0
-"""Longer than the daemon's timeout, because there is only one attempt and a busy engine responds
-slowly.
+"""This is longer than the daemon's timeout, because there is only one attempt, and a busy engine
+responds slowly.
 """
 
 
@@ -369,7 +370,7 @@ def list_node_engines(text: str) -> list[str] | None:
     Returns None for any other text, because only such a page has the metric that counts engines.
     """
     lines = text.splitlines()
-    # Fast path: single-engine pages lack this metric.
+    # Only a page with several engines has this metric.
     if not any(line.startswith(f"{catalog.ENGINES.name}{{") for line in lines):
         return None
     states = [line for line in lines if line.startswith(f"{catalog.ENGINE_STATE.name}{{")]
@@ -384,12 +385,11 @@ def list_node_engines(text: str) -> list[str] | None:
 
 
 async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
-    """Return the settings, filling in unknown ones from the engine whose page is at `url`.
+    """Return the settings, with unknown settings filled in from the engine's page at `url`.
 
-    The operator's settings take precedence. The version comes from the /version endpoint next to
-    the page, which vLLM serves without an API key. The version is None if that endpoint does not
-    answer, or if its answer is not a release. Raises BadInput if the page cannot be fetched or has
-    no engine.
+    The operator's settings take precedence. The version comes from vLLM's /version endpoint, which
+    needs no API key. It is None if this endpoint does not answer, or if the answer is not a
+    release. Raises BadInput if the page cannot be fetched or has no engine.
     """
     # Fetch the page and the version concurrently, because the operator is waiting.
     page, about = await asyncio.gather(

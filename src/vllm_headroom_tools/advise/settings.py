@@ -12,7 +12,7 @@ from vllm_headroom_tools.versions import OLDEST, Version
 
 
 class Flag(StrEnum):
-    """The options of `vllm serve` that advice may name; it never names any other."""
+    """The options of `vllm serve` that advice may name. Advice never names any other option."""
 
     GPU_MEMORY_UTILIZATION = "--gpu-memory-utilization"
     MAX_NUM_SEQS = "--max-num-seqs"
@@ -45,10 +45,10 @@ FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
     # The option may be older than this.
     Flag.MM_PROCESSOR_KWARGS: (0, 6, 3),
 }
-"""The first version that has each option (vllm/engine/arg_utils.py of its wheel)."""
+"""The first version that has each option (vllm/engine/arg_utils.py in that version's wheel)."""
 
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
-"""The first version that does not repeat the lookup of a waiting request in each step
+"""The first version that looks up a waiting request only once instead of in each step
 (vllm-project/vllm#48860).
 """
 
@@ -57,8 +57,8 @@ FIELD_VERSIONS: Final[dict[str, Version]] = {
     "kv_cache_memory_bytes": (0, 10, 2),
     "awake": (0, 11, 1),
 }
-"""The first version that exports each field of EngineReading. An engine whose page has the field
-runs this version or a newer one.
+"""The first version that exports each field of EngineReading. If an engine's page has the field,
+the engine runs this version or a newer one.
 """
 
 
@@ -79,7 +79,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
     @property
     def earliest_version(self) -> Version:
-        """Return the version, or its lower bound if the version is unknown."""
+        """Return the version or, if it is unknown, a lower bound for it."""
         return self.at_least if self.version is None else self.version
 
     def read_value(self, flag: Flag) -> float | None:
@@ -103,7 +103,7 @@ def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
 
 
 def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
-    """Return the settings, filling in unknown ones from the engine's page."""
+    """Return the settings, with unknown settings filled in from the engine's page."""
     cache_bytes = _read_common(page, "kv_cache_memory_bytes")
     max_num_seqs = _read_common(page, "max_num_seqs")
     utilization = _read_common(page, "gpu_memory_utilization_ratio")

@@ -34,8 +34,8 @@ EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (
     starts.find_failing_starts,
     leaks.find_kv_block_leak,
 )
-"""Rules that apply whether or not there is a leak. If there is one, changes to options are dropped,
-because the leak distorts their computed values.
+"""Rules that apply whether or not there is a leak. If there is a leak, changes to options are
+dropped, because the leak distorts the computed values.
 """
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
@@ -50,8 +50,8 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     capacity.find_too_few_requests,
     capacity.find_poor_prefix_cache,
 )
-"""Rules that apply only if there is no leak, in the order in which their advice is reported. Causes
-that can end the engine come before causes that slow it down.
+"""Rules that apply only if there is no leak. Their advice is reported in this order: causes that
+can end the engine come before causes that slow it down.
 """
 
 NO_OPTION_WHILE_GROWING: Final = (
@@ -66,7 +66,7 @@ class Assessment(Struct, frozen=True, kw_only=True):
     verdict: Conclusion
     facts: Facts
     advice: tuple[Advice, ...]
-    # The unknown facts that are required before the engine can be called healthy.
+    # The facts that are unknown, but required before the engine can be called healthy.
     missing: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -80,7 +80,7 @@ def judge_facts(facts: Facts) -> Assessment:
     is_growing = _is_growing(facts)
     notes = []
     advice = _apply_rules(EVEN_WITH_A_LEAK, facts)
-    # While memory grows, the causes still hold, but the computed option values do not, because the
+    # While memory grows, the causes are still true. The computed option values are not, because the
     # growth distorts the figures behind them.
     if is_growing:
         advice = [_keep_changes(one_advice, _has_no_flag) for one_advice in advice]
@@ -108,7 +108,7 @@ def judge_facts(facts: Facts) -> Assessment:
 
 
 def _is_growing(facts: Facts) -> bool:
-    """Return whether any series has had an alarm, or currently has an early warning."""
+    """Return whether any series has had an alarm, or has an early warning at the end."""
     return any(leak.alarm or leak.state in GROWING_STATES for _, leak in list_leaks(facts))
 
 
@@ -167,8 +167,8 @@ def _list_changes(advice: Iterable[Advice]) -> list[Change]:
 # Unknown facts that a good verdict requires.
 
 SHORTEST_SECONDS: Final = HOUR_SECONDS
-"""The shortest trace that can prove an engine healthy: the leak detector needs an hour to be
-certain.
+"""A shorter trace cannot prove that an engine is healthy, because the leak detector needs an hour
+to be certain.
 """
 
 STALE_PAGE_SECONDS: Final = 120.0
@@ -182,8 +182,8 @@ UNDECIDED_STATES: Final = {
     LeakState.GROWING: "it grows, and within hours it shows whether that is a leak: look again",
     LeakState.ASLEEP: "the engine sleeps",
 }
-"""The states in which a series may be leaking. `unsettled` is not one of them: the load varies, but
-there is no growth.
+"""The states in which a series may be leaking. The state `unsettled` is not one of them, because it
+means that the load varies without growth.
 """
 
 
@@ -201,7 +201,7 @@ def list_missing(facts: Facts) -> Iterator[str]:
         if gpu.least_room_bytes is None:
             yield f"{gpu.display_name}: its memory was not read"
         yield from _explain_leak(gpu.display_name, gpu.leak)
-    # Unknown host memory does not cast doubt on the rest of the verdict.
+    # If host memory is unknown, the rest of the verdict is still certain.
     for host in facts.hosts:
         is_growing = host.leak.verdict is LeakVerdict.GROWING
         if is_growing or host.leak.state is not LeakState.UNKNOWN:
@@ -224,7 +224,7 @@ def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
 
 
 def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
-    """Yield why a series may leak, from the verdict on the whole trace or the state at its end.
+    """Yield why a series may leak, based on the verdict on the trace or the state at its end.
 
     Yields nothing if neither the verdict nor the state leaves any doubt.
     """
@@ -234,7 +234,7 @@ def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
         yield f"{name}: {UNDECIDED_STATES[leak.state]}"
 
 
-# Notes: what else is worth knowing about the verdict.
+# Notes on the verdict.
 
 PAGE_IS_A_MOMENT: Final = (
     "One page shows a moment: earlier exits and bursts, the size of requests and hit ratios over"
@@ -250,18 +250,18 @@ SETTINGS_UNKNOWN: Final = (
 HOST_NOT_JUDGED: Final = "The engine's processes were not seen, so that host memory is not judged."
 
 UNEVEN_RANKS_BYTES: Final = 2 * GIB
-"""Our choice: a larger difference between an engine's GPUs is reported. NCCL buffers and kernels
-that load late account for a few hundred MiB.
+"""Our choice: if the memory on an engine's GPUs differs by more than this, it is reported. NCCL
+buffers and kernels that load late account for a few hundred MiB.
 """
 
 UNUSED_CACHE_RATIO: Final = 0.2
-"""Our choice: a cache is reported as too large if less than this share was in use at the peak of a
-trace of at least a day.
+"""Our choice: a cache is reported as too large if a trace covers at least a day and never shows
+more than this share in use.
 """
 
 
 def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
-    """Yield notes on the verdict: its limitations, and facts that no rule covers."""
+    """Yield notes on the limits of the verdict, and on facts that no rule covers."""
     changes = _list_changes(advice)
     if facts.since_seconds is not None:
         since = format_instant(facts.since_seconds)

@@ -122,14 +122,14 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
 def _read_settings(
     start: EngineStart, option_args: EngineArgs, failed_ratio: float | None
 ) -> EngineArgs:
-    """Return the options of a start: the operator's, falling back to those in the log."""
+    """Return the options of a start: the operator's, or those in the log where there are none."""
     version = option_args.version or (
         None if start.version is None else parse_version(start.version)
     )
     if start.engine != VLLM:
         return EngineArgs(version=version)
-    # The sources, from most to least trusted: the operator, the options in the log, vLLM's
-    # messages, and the failure.
+    # The sources in order of trust: the operator, the options in the log, vLLM's messages, and the
+    # failure message.
     utilization = _choose(
         option_args.gpu_memory_utilization,
         _find_number(start, "gpu_memory_utilization"),
@@ -168,7 +168,7 @@ def _read_settings(
 
 
 def _find_default_utilization(version: Version) -> float:
-    """Return the share of the GPU that vLLM uses by default."""
+    """Return the default `gpu_memory_utilization` of a vLLM version."""
     return DEFAULT_UTILIZATION if version >= NEW_DEFAULT_VERSION else OLD_DEFAULT_UTILIZATION
 
 
@@ -228,7 +228,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 
 
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
-    """Return the length of the longest request that a cache of this size holds, in whole blocks.
+    """Return the length of the longest request that fits in a cache, in whole blocks.
 
     Returns None if the size of a token or the current limit is unknown, or if requests at the
     current limit already fit.
@@ -244,5 +244,5 @@ def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
 
 
 def list_loads(start: EngineStart) -> list[dict[str, float]]:
-    """Return the figures of the most recent load reports, newest last."""
+    """Return the figures of the most recent load reports in the log, with the newest last."""
     return [dict(event.figures) for event in start.recent_events if event.kind is LogEventKind.LOAD]

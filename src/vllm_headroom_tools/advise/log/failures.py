@@ -73,8 +73,8 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
 def _find_remark(failure: LogFailure) -> str | None:
     """Return a sentence that distinguishes a failure from a similar one; None if there is none."""
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
-        # Once the cache is allocated, giving vLLM more memory does not help, because the failed
-        # allocation was outside its share.
+        # After the cache is allocated, a failed allocation is outside vLLM's share. Therefore, a
+        # larger share does not help.
         is_after_profile = failure.phase in (
             StartPhase.CACHE,
             StartPhase.READY,
@@ -139,7 +139,7 @@ def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _is_fragmented(refusal: Refusal) -> bool:
-    """Return whether torch's cache and the free memory together had room for the refused bytes."""
+    """Return whether the refused bytes would have fitted in torch's cache and the free memory."""
     if refusal.asked_bytes is None or not refusal.cached_bytes:
         return False
     return refusal.asked_bytes <= refusal.cached_bytes + (refusal.free_bytes or 0)
@@ -148,7 +148,7 @@ def _is_fragmented(refusal: Refusal) -> bool:
 def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ...]:
     """Return a smaller share for vLLM that leaves the refused bytes and AIM_BYTES free.
 
-    If the smaller cache cannot hold a full-length request, a shorter length limit is added.
+    If the smaller cache cannot hold a request of the maximum length, a lower maximum is added.
     """
     total_bytes = start_facts.total_bytes
     if not total_bytes:
@@ -180,11 +180,13 @@ def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ..
 
 
 SAMPLING_FILES: Final = ("/sample/", "/sampling/", "sampler", "logits", "logprob", "penalties")
-"""Parts of the names of source files whose code needs a vocabulary-sized row for each request."""
+"""Parts of the names of source files with sampling code. This code needs memory for each request
+and each word of the vocabulary.
+"""
 
 
 def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return fewer concurrent requests or fewer tokens, depending on which code was refused."""
+    """Return fewer concurrent requests or fewer tokens, depending on which code needed memory."""
     settings = start_facts.settings
     is_sampling = "dummy_requests" in failure.figures or any(
         part in frame.file for frame in failure.frames for part in SAMPLING_FILES
@@ -238,7 +240,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
     missing_bytes = AIM_BYTES + max(0.0, -_find_cache_bytes(start_facts))
     text = f"{format_size(missing_bytes)} more: what is missing, and a cache of 1 GiB"
     no_graphs = None
-    # Turning CUDA graphs off helps only if they take at least as much as is missing.
+    # Turning CUDA graphs off helps only if they take at least the missing memory.
     graphs_bytes = start_facts.start.find_largest("graphs_estimated_bytes")
     if graphs_bytes is not None and graphs_bytes >= missing_bytes:
         no_graphs = Change(
@@ -304,12 +306,13 @@ def _find_fitting_tokens(failure: LogFailure) -> int:
     cache_bytes = figures.get("kv_cache_bytes")
     if not context_tokens or not needed_bytes or cache_bytes is None:
         return 0
-    # Scale in proportion, because the needed bytes are for the whole context.
+    # The needed bytes are for the whole context, so the fitting length is in proportion to the
+    # bytes.
     return floor(context_tokens * cache_bytes / needed_bytes)
 
 
 def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a limit of as many requests as the cache has state blocks for."""
+    """Return a limit on running requests that equals the number of state blocks in the cache."""
     blocks = failure.figures.get("state_blocks")
     if not blocks:
         return ()
@@ -332,7 +335,7 @@ def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[
     free_bytes = start_facts.free_bytes
     lower_share = None
     if total_bytes and free_bytes is not None:
-        # vLLM refuses a share larger than the free memory, and its log rounds both figures.
+        # vLLM refuses a share that is larger than the free memory. Its log rounds both figures.
         share = floor(100 * (free_bytes - LOG_ROUNDING_BYTES) / total_bytes) / 100
         starts = would_start(start_facts, gpu_memory_utilization=share) if share > 0 else False
         if starts is False:
@@ -388,8 +391,8 @@ def _change_for_gpus(start_facts: StartFacts, failure: LogFailure) -> tuple[Chan
     if available_gpus and available_gpus < start_facts.tensor_parallel_size:
         fewer_gpus = Change(
             flag=Flag.TENSOR_PARALLEL_SIZE,
-            # Tensor parallelism divides the attention heads, and only powers of two suit every
-            # model.
+            # Tensor parallelism divides the attention heads, and only powers of two divide those of
+            # every model.
             value=float(2 ** (int(available_gpus).bit_length() - 1)),
             now=start_facts.tensor_parallel_size,
             text=f"the engine sees {available_gpus:.0f} GPUs",
@@ -513,7 +516,7 @@ STEPS: Final[Mapping[LogFailureKind, tuple[str, ...]]] = {
         "Look for an XID in the kernel's log: dmesg -T | grep -i xid",
     ),
 }
-"""Steps for failures that do not involve changing an option."""
+"""The steps for failures that no option can fix."""
 
 NO_OPTION_HELPS: Final = "No option that sizes GPU memory affects it."
 

@@ -35,8 +35,8 @@ NOTED_BYTES: Final = GIB // 2
 """Our choice: wasted memory below this amount is not worth a note."""
 
 UNEVEN_RANKS_BYTES: Final = GIB
-"""Our choice: a larger difference between two ranks' caches is reported, because vLLM gives all
-ranks the smaller cache.
+"""Our choice: if the caches of two ranks differ by more than this, it is reported, because vLLM
+gives all ranks the smaller cache.
 """
 
 GRAPHS_IN_BUDGET: Final[Version] = (0, 21, 0)
@@ -116,7 +116,7 @@ UNFINISHED: Final = (
 
 
 def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
-    """Note the log's other starts: those that failed in the same way, and any later start."""
+    """Note the other starts in the log that failed in the same way, and any later start."""
     if log.start_count == 1:
         return
     failure = start.root_failure
@@ -206,7 +206,7 @@ def _note_requests(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
-    """Note the memory between vLLM's share and the safe share, and the tokens it could hold."""
+    """Note how far vLLM's share is below the safe share, and how many tokens would fit there."""
     utilization = start_facts.settings.gpu_memory_utilization
     total_bytes = start_facts.total_bytes
     if utilization is None or not total_bytes or start_facts.settings.sizes_cache_in_bytes:
@@ -214,7 +214,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
     unused_bytes = (SAFE_UTILIZATION - utilization) * total_bytes
     if unused_bytes < NOTED_BYTES:
         return
-    # A gain of less than half a hundredth is not worth a restart.
+    # Raising the share by less than half a hundredth is not worth a restart.
     change = raise_share(start_facts, unused_bytes, "")
     bytes_per_token = start_facts.bytes_per_token
     if change is None or change.value is None or bytes_per_token is None:
@@ -227,7 +227,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
-    """Note CUDA graphs that took less memory than reserved, or that lie outside vLLM's share."""
+    """Note CUDA graphs that took less memory than was reserved, or that are not in vLLM's share."""
     start = start_facts.start
     estimated_bytes = start.find_largest("graphs_estimated_bytes")
     graphs_bytes = start.find_largest("graphs_bytes")

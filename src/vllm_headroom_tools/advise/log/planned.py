@@ -15,8 +15,8 @@ from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release, parse_r
 def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa: ANN401 - options
     """Return whether vLLM would start with these options instead of those in the log.
 
-    Returns None if `plan` cannot tell, because the model or the card is unknown to it or because
-    the result is too close.
+    Returns None if `plan` cannot tell, because it does not know the model or the card, or because
+    the model may or may not fit.
     """
     model = start_facts.start.model
     total_bytes = start_facts.total_bytes
@@ -52,7 +52,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
 
 
 def _find_release(start_facts: StartFacts) -> Release:
-    """Return the release named in the log, or the newest known one if that release is unknown."""
+    """Return the release named in the log, or the newest known release if it is unknown."""
     try:
         return parse_release(start_facts.start.version or "")
     except ValueError:
@@ -66,7 +66,8 @@ MOST_GPUS: Final = 8
 def find_enough_gpus(start_facts: StartFacts) -> int | None:
     """Return the fewest GPUs, at least double the current number, on which vLLM would start.
 
-    The estimate is `plan`'s. Returns None if `plan` cannot tell for any number of GPUs.
+    `plan` makes the estimate. Returns None if it does not predict a successful start for any number
+    of GPUs.
     """
     gpus = 2 * start_facts.tensor_parallel_size
     while gpus <= MOST_GPUS:

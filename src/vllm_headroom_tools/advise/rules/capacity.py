@@ -49,11 +49,11 @@ ROUNDING_TOLERANCE: Final = 1e-9
 def change_share(
     facts: Facts, usable_bytes: float, added_bytes: float, text: str, cost: str
 ) -> Change | None:
-    """Return the change that adds `added_bytes`, possibly negative, to vLLM's memory on a GPU.
+    """Return the change that adds `added_bytes` to vLLM's memory on a GPU, or takes them away.
 
-    The option is the share of the GPU, or the size of the KV cache if that size is set in bytes.
-    The value is rounded down. Returns None if the value would not change, or would leave vLLM
-    without memory.
+    `added_bytes` is negative if memory is taken away. The option is vLLM's share of the GPU, or the
+    size of the KV cache if that is set in bytes. The new value is rounded down. Returns None if the
+    value would not change, or if it would leave vLLM without memory.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -61,7 +61,7 @@ def change_share(
 
 
 def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) -> Change | None:
-    """Return the change to the utilization, in steps of a hundredth.
+    """Return the change to the utilization, as a multiple of one hundredth.
 
     Without the current value, the change is a difference. Returns None if rounding leaves no
     change.
@@ -76,7 +76,8 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
         if added_ratio > 0:
             text = f"{text}; not above {SAFE_UTILIZATION:g}"
         return Change(flag=flag, difference=difference, text=text, cost=cost)
-    # A share above the safe one was chosen deliberately, so it is neither raised nor lowered.
+    # If the share is above the safe share, the operator chose it deliberately, so it is neither
+    # raised nor lowered.
     highest = max(now, SAFE_UTILIZATION)
     value = floor(min(now + added_ratio, highest) * 100 + ROUNDING_TOLERANCE) / 100
     if not _is_useful(now, value, added_ratio):
@@ -85,7 +86,7 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
 
 
 def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -> Change | None:
-    """Return the change to a KV cache size that is set in bytes, in steps of a MiB.
+    """Return the change to a KV cache size that is set in bytes, as a multiple of one MiB.
 
     Without the current value, the change is a difference. Returns None if rounding leaves no
     change.
@@ -104,7 +105,7 @@ def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -
 
 
 def _is_useful(now: float, value: float, added_amount: float) -> bool:
-    """Return whether a rounded value is above 0 and moves `now` in the intended direction.
+    """Return whether a new rounded value is above 0 and differs from `now` in the right direction.
 
     `added_amount` is the amount before rounding: positive for an increase, negative for a decrease.
     """
@@ -152,9 +153,9 @@ representative. With a shorter trace, vLLM's share is not raised.
 def take_more(facts: Facts) -> Change | None:
     """Return the change that gives unused memory to the KV cache.
 
-    Unused memory is the room beyond AIM_BYTES at the highest peak of a trace of at least
-    PEAKS_SECONDS. Returns None for a page or a shorter trace, if memory ran short during a start or
-    later, or if other processes took memory.
+    Unused memory is the room at the highest peak of a trace, less AIM_BYTES. Returns None for a
+    page, or for a trace that is shorter than PEAKS_SECONDS. Also returns None if memory ran short
+    during a start or later, or if other processes took memory.
     """
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
@@ -213,13 +214,13 @@ NOT_OUT_OF_MEMORY: Final = (
 # A KV cache that preempts.
 
 LARGER_REQUESTS_RATIO: Final = 2.0
-"""Our choice: if requests are at least this multiple of the usual size, their size is what fills
-the cache; otherwise, their number is.
+"""Our choice: if requests have at least this multiple of their usual size, their size is the reason
+for a full cache. Otherwise, their number is the reason.
 """
 
 FEWEST_REQUESTS: Final = 4
-"""Our choice: if fewer requests of the usual size fit at once, the model is too large for the GPU,
-because there is almost nothing to batch.
+"""Our choice: if fewer requests of the usual size fit at the same time, the model is too large for
+the GPU, because vLLM can then hardly batch requests.
 """
 
 CONCURRENCY_KEPT_RATIO: Final = 0.9
@@ -235,16 +236,17 @@ LENGTH_STEP_TOKENS: Final = 1024
 
 
 class PressedCache(Struct, frozen=True, kw_only=True):
-    """An engine that preempts because its KV cache is full."""
+    """An engine that preempts requests because its KV cache is full."""
 
     engine: EngineFacts
     full: FullFacts
-    # The collapses on which the verdict is based; None if the cache was full for long enough.
+    # The collapses on which the verdict is based. It is None if the cache was full for so long that
+    # no collapses are needed for the verdict.
     thrash: ThrashFacts | None = None
 
 
 class CacheDiagnosis(Struct, frozen=True, kw_only=True):
-    """Why a KV cache preempts, and what helps."""
+    """The reason why a full KV cache leads to preemptions, and what helps."""
 
     cause: Cause
     summary: str
@@ -253,14 +255,15 @@ class CacheDiagnosis(Struct, frozen=True, kw_only=True):
 
 
 def find_full_cache(facts: Facts) -> Advice | None:
-    """Judge a KV cache that preempts.
+    """Judge preemptions caused by a full KV cache.
 
     The rule applies if there were at least HURTING_PREEMPTIONS preemptions per finished request
-    while the cache was full. In a trace, this must last for LASTING_SECONDS, unless most running
-    requests repeatedly returned to the queue within a few minutes. The first proposal is to give
-    unused memory to the cache, which costs least. The next one depends on the cause: more GPUs if
-    the cache is too small for any load, shorter requests if they are longer than usual, and
-    otherwise fewer concurrent requests. Returns None if the rule does not apply.
+    while the cache was full. In a trace, this must last for LASTING_SECONDS. A shorter time is
+    enough if most running requests returned to the queue several times within a few minutes. The
+    first proposal is to give unused memory to the cache, which costs least. The second proposal
+    depends on the cause: more GPUs if the cache is too small for any load, shorter requests if they
+    are longer than usual, and otherwise fewer concurrent requests. Returns None if the rule does
+    not apply.
     """
     pressed = find_pressed(facts)
     if pressed is None:
@@ -287,8 +290,8 @@ def find_pressed(facts: Facts) -> PressedCache | None:
     """Return the engine with the most preemptions per finished request while its cache is full.
 
     In a trace, the cache must be full for LASTING_SECONDS. If no engine's cache is full for that
-    long, the engine that thrashes most is returned. Returns None if no engine preempts often enough
-    to do harm.
+    long, the engine that thrashes most is returned. Returns None if preemptions are too rare on all
+    engines to do harm.
     """
     worst = None
     worst_rate = 0.0
@@ -296,7 +299,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
         full = engine.full
         if full is None or not _is_hurting(full):
             continue
-        # If no request finished, the rate is the number of preemptions.
+        # If no request finished, use the number of preemptions as the rate.
         rate = full.preemptions / max(1.0, full.finished)
         if rate > worst_rate:
             worst_rate = rate
@@ -305,7 +308,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
 
 
 def _find_thrashing(facts: Facts) -> PressedCache | None:
-    """Return the engine with the longest series of collapses; None if none does harm."""
+    """Return the engine with the longest series of collapses; None if no series does harm."""
     worst = None
     most_times = 0
     for engine in facts.engines:
@@ -327,7 +330,7 @@ def _find_thrashing(facts: Facts) -> PressedCache | None:
 
 
 def _is_hurting(full: FullFacts) -> bool:
-    """Return whether a full cache preempts for long enough and often enough to do harm."""
+    """Return whether a full cache lasts long enough and causes enough preemptions to do harm."""
     if full.seconds is not None and full.seconds < LASTING_SECONDS:
         return False
     return full.preemptions > 0 and full.preemptions >= HURTING_PREEMPTIONS * full.finished
@@ -336,8 +339,8 @@ def _is_hurting(full: FullFacts) -> bool:
 def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
     """Return the diagnosis that the model is too large for the GPU.
 
-    Returns None if the cache holds FEWEST_REQUESTS of the usual size, or if its capacity is
-    unknown.
+    Returns None if FEWEST_REQUESTS requests of the usual size fit in the cache, or if its capacity
+    is unknown.
     """
     engine = pressed.engine
     tokens = pressed.full.tokens if engine.usual_tokens is None else engine.usual_tokens
@@ -359,8 +362,8 @@ def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis
 def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
     """Return the diagnosis that requests are longer than usual.
 
-    Returns None if they are less than LARGER_REQUESTS_RATIO times the usual size, or if either size
-    is unknown.
+    Returns None if the requests are smaller than LARGER_REQUESTS_RATIO times the usual size, or if
+    one of the two sizes is unknown.
     """
     engine = pressed.engine
     tokens = pressed.full.tokens
@@ -399,7 +402,7 @@ def _diagnose_thrashing(facts: Facts, pressed: PressedCache, thrash: ThrashFacts
 
 
 def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis:
-    """Return the diagnosis that too many requests run at once.
+    """Return the diagnosis that too many requests run at the same time.
 
     The diagnosis applies if neither the model nor the requests are too large for the cache.
     """
@@ -421,7 +424,7 @@ def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
     thrash = pressed.thrash
     if thrash is not None:
         return _list_thrash_evidence(engine, thrash)
-    # A page has counts since the engine's start, but no duration.
+    # A page only has counts since the engine's start, and no duration.
     if full.seconds is None:
         lasted = "now"
         counted = " since the engine's start"
@@ -465,10 +468,10 @@ def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Fig
 
 
 def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Change | None:
-    """Return a limit on request length that is above the 99th percentile of tokens per request.
+    """Return a limit on request length, above the 99th percentile of tokens per request.
 
-    Returns None if the percentile is unknown, or if the limit would still allow requests of
-    `tokens` tokens, which filled the cache.
+    `tokens` is the length of the requests that filled the cache. Returns None if the percentile is
+    unknown, or if the limit would still allow requests of this length.
     """
     if engine.high_tokens is None:
         return None
@@ -492,8 +495,8 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
 
     The size of a request is the number of tokens that it held while the cache was full. If the size
     or the capacity is unknown, the limit is CONCURRENCY_KEPT_RATIO of the number of requests that
-    filled the cache. The highest load that ran without a preemption is not used as an upper bound,
-    because more requests may simply not have arrived.
+    filled the cache. The largest number of requests that ran without a preemption is not an upper
+    bound, because perhaps no more requests arrived.
 
     Returns None if the limit is not below the current one.
     """
@@ -524,21 +527,21 @@ def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
     return "capacity_tokens", engine.capacity_tokens, f"the cache holds {{}} tokens{in_bytes}"
 
 
-# A KV cache that is full without preemptions, on a GPU with memory to spare.
+# A KV cache that is full but causes no preemptions, on a GPU with unused memory.
 
 UNUSED_RATIO: Final = 0.15
-"""Our choice: at least this share of each GPU must have been free at all times. If vLLM uses more
-of the GPU, a queue in front of a full cache is normal.
+"""Our choice: memory counts as unused only if at least this share of each GPU was free at all
+times. If vLLM uses more of the GPU, it is normal that requests wait for a full cache.
 """
 
 
 def find_unused_memory(facts: Facts) -> Advice | None:
-    """Judge memory that was never used although requests waited for a full KV cache.
+    """Judge memory that was never used although requests waited because the KV cache was full.
 
-    The rule applies if requests waited for a full cache for at least LASTING_SECONDS while at least
-    UNUSED_RATIO of each GPU was free at all times. It does not apply if the cache also preempts, a
-    case that `find_full_cache` covers. It proposes giving the unused memory to the cache, or adding
-    a replica. Returns None if the rule does not apply.
+    The rule applies if a full cache made requests wait for at least LASTING_SECONDS, and at least
+    UNUSED_RATIO of each GPU was free at all times. It does not apply if requests are also
+    preempted; `find_full_cache` covers this case. It proposes giving the unused memory to the
+    cache, or adding a replica. Returns None if the rule does not apply.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -546,7 +549,7 @@ def find_unused_memory(facts: Facts) -> Advice | None:
         return None
     if room_bytes < UNUSED_RATIO * (facts.usable_bytes or 0.0):
         return None
-    # The engines share the GPUs, so checking stops at the first one with waiting requests.
+    # The engines share the GPUs, so the check stops at the first engine with waiting requests.
     for engine in facts.engines:
         full = engine.full
         if full is None or full.queued_seconds < LASTING_SECONDS:
@@ -570,8 +573,8 @@ def find_unused_memory(facts: Facts) -> Advice | None:
 # A KV cache that has room although requests wait.
 
 CONCURRENCY_FACTOR_LIMIT: Final = 2.0
-"""Our choice, not vLLM's: beyond vLLM's default for large cards, the limit on running requests is
-raised by at most this factor, because each sequence also takes sampler memory.
+"""Our choice, not vLLM's: the limit on running requests is raised by at most this factor, or to
+vLLM's default for large cards if that is higher. Each sequence also takes sampler memory.
 """
 
 CACHE_FILL_RATIO: Final = 0.8
@@ -584,10 +587,11 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     """Judge a limit on running requests that leaves the KV cache unused.
 
     The rule applies if requests waited for at least LASTING_SECONDS while the cache had room and
-    the number of running requests stayed the same. It does not apply if a peak left less than
-    AIM_BYTES, because more requests also take more memory outside the cache, or if another rank's
-    cache preempts. It proposes the limit at which CACHE_FILL_RATIO of the cache is in use, computed
-    from the tokens held by running requests. Returns None if the rule does not apply.
+    the number of running requests stayed the same. More requests also take more memory outside the
+    cache, so the rule does not apply if a peak left less than AIM_BYTES. It does not apply either
+    if another rank preempts requests. It proposes the limit at which CACHE_FILL_RATIO of the cache
+    is in use, computed from the tokens that running requests held. Returns None if the rule does
+    not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -613,8 +617,8 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
 def _run_more(facts: Facts, engine: EngineFacts, capped: CappedFacts) -> Change | None:
     """Return a higher limit on running requests that would use more of the cache.
 
-    Returns None if requests waited for too short a time, if something other than the limit made
-    them wait, or if a higher limit would fill the cache.
+    Returns None if requests did not wait long enough, if something other than the limit made them
+    wait, or if a higher limit would fill the cache.
     """
     now = facts.settings.max_num_seqs
     # If the limit is higher than the number of requests that ran, something else is holding
@@ -659,17 +663,18 @@ def _list_capped_evidence(capped: CappedFacts) -> tuple[Figure, ...]:
 # A prefix cache that rarely hits.
 
 PAYING_RATIO: Final = 0.3
-"""Below this hit ratio, lookups cost about as much as they save (alert
-HeadroomPrefixCacheNotPaying)."""
+"""If the hit ratio is below this, lookups cost about as much as they save (alert
+HeadroomPrefixCacheNotPaying).
+"""
 
 PREFIX_SECONDS: Final = 6 * HOUR_SECONDS
-"""A prefix cache is judged only after at least this much time with traffic (alert
+"""A prefix cache is judged only after it has had traffic for at least this time (alert
 HeadroomPrefixCacheNotPaying).
 """
 
 PREFIX_TOKENS_PER_SECOND: Final = 100.0
-"""A prefix cache is judged only at this traffic or more, because with less there is little to gain
-(alert HeadroomPrefixCacheNotPaying).
+"""A prefix cache is judged only if it looks up at least this many tokens per second. With less
+traffic, there is little to gain (alert HeadroomPrefixCacheNotPaying).
 """
 
 BLOCKED_RATIO: Final = 0.05
@@ -682,10 +687,10 @@ Before 0.27, vLLM repeats the lookup of a waiting request in each step (vllm-pro
 def find_poor_prefix_cache(facts: Facts) -> Advice | None:
     """Judge a prefix cache that rarely hits.
 
-    The rule applies if less than PAYING_RATIO of the looked-up tokens were cached, after
-    PREFIX_SECONDS with at least PREFIX_TOKENS_PER_SECOND. It proposes prompts with a common
-    beginning, or turning off the prefix cache, which saves the lookups. Returns None if the rule
-    does not apply.
+    The rule applies if fewer than PAYING_RATIO of the looked-up tokens were cached. Before it
+    judges, there must have been at least PREFIX_TOKENS_PER_SECOND for PREFIX_SECONDS. It proposes
+    prompts with a common beginning, or turning off the prefix cache, which saves the lookups.
+    Returns None if the rule does not apply.
     """
     for engine in facts.engines:
         judgement = judge_prefix_cache(facts, engine)
@@ -704,8 +709,8 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not show how long the engine has been counting. Assuming PREFIX_TOKENS_PER_SECOND
-    # gives the longest possible time.
+    # A page does not show how long the engine has been counting. At PREFIX_TOKENS_PER_SECOND, this
+    # number of lookups takes the longest time that is possible.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
         judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND
@@ -714,7 +719,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     if judged_seconds < PREFIX_SECONDS:
         needed = format_duration(PREFIX_SECONDS)
         return f"Too little was looked up in the prefix cache to judge it: {needed} of traffic do."
-    # Before this version, vLLM repeated the lookup of a waiting request in each step.
+    # Before this version, vLLM repeated the lookup in each step while a request was waiting.
     counts_again = facts.settings.earliest_version < COUNTS_PREFIXES_ONCE
     if counts_again and prefix.blocked_ratio > BLOCKED_RATIO:
         return (
@@ -744,7 +749,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
 
 
 def _hits_rarely(prefix: PrefixFacts) -> bool:
-    """Return whether the hit ratio is low; for a page, also over the last five minutes."""
+    """Return whether the hit ratio is low; for a page, also in the last five minutes."""
     if prefix.recent_ratio is not None and prefix.recent_ratio >= PAYING_RATIO:
         return False
     return prefix.hits < PAYING_RATIO * prefix.queries

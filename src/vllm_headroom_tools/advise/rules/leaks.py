@@ -68,7 +68,7 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
     LeakLocation.TENSORS: (REPORT_TENSORS,),
     None: (CHANGE_VERSION,),
 }
-"""What to try, in this order, by the location of the growth. The key None means that the location
+"""For each location of the growth, what to try, in this order. The key None means that the location
 is unknown.
 """
 
@@ -83,7 +83,7 @@ FIND_HOLDER: Final = Change(
 
 
 class WorstLeak(Struct, frozen=True, kw_only=True):
-    """The worst of several leaks: the fastest ongoing one, or else the fastest that has ended."""
+    """The worst of several leaks: the fastest ongoing leak, or else the fastest ended leak."""
 
     # All series that leaked, for the summary.
     names: str
@@ -98,9 +98,9 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     """Judge the growth of the engine's GPU memory (docs/leaks.md).
 
     The rule applies if the leak detector raised an alarm on a GPU. It proposes a restart before
-    memory runs out, then a fix that depends on the location of the growth; no vLLM option stops a
-    leak. If it is unknown which process is growing, the first step is to find out. Returns None if
-    the rule does not apply.
+    memory runs out, then a fix that depends on the location of the growth. No vLLM option stops a
+    leak. If it is unknown which process is growing, the first step is to find this process. Returns
+    None if the rule does not apply.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
@@ -109,8 +109,8 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     summary = f"The engine leaks GPU memory on {worst.names}."
     first_changes: tuple[Change, ...] = ()
     unknown_names = {gpu.display_name for gpu in facts.gpus if not gpu.is_holder_known}
-    # The probe measures only the engine's memory, so growth whose location is known comes from the
-    # engine.
+    # The probe measures only the engine's memory. If the location of the growth is known, the
+    # growth therefore comes from the engine.
     if worst.name in unknown_names and location is None:
         summary = (
             f"{worst.names} fills, by whom is not known; every process on the card is affected."
@@ -137,11 +137,11 @@ def find_straight_growth(facts: Facts) -> Advice | None:
     """Judge growth that filled a GPU within minutes, too fast for the leak detector.
 
     The rule applies if memory grew in a straight line under a constant load before an exit, and the
-    detector raised no alarm. It proposes fixing the growth; no vLLM option stops a leak. Returns
-    None if the rule does not apply.
+    detector raised no alarm. It proposes a fix for the growth, which is not a vLLM option, because
+    no option stops a leak. Returns None if the rule does not apply.
     """
     gpus = [causes.find_straight_growth_gpu(end) for end in facts.ends]
-    # Start with the latest exit, because that is the one the operator wants to know about.
+    # Start with the latest exit, because the operator wants to know about that exit.
     for gpu in reversed(gpus):
         if gpu is not None and gpu.straight_growth is not None:
             growth = gpu.straight_growth
@@ -218,7 +218,8 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
         if leak.alarm is None:
             continue
         names.append(name)
-        # An ongoing leak is worse than one that has ended; otherwise, the faster leak is worse.
+        # An ongoing leak is worse than an ended leak. If both are ongoing or both have ended, the
+        # faster leak is worse.
         rank = (leak.ended_seconds is None, leak.alarm.bytes_per_second or 0.0)
         if worst is None or rank > worst_rank:
             worst = WorstLeak(names=name, name=name, leak=leak, alarm=leak.alarm)
@@ -237,14 +238,14 @@ def _list_remedies(
 ) -> tuple[Change, ...]:
     """Return the changes for a leak: a restart, unless the leak has ended, and the `cures`.
 
-    `end` is what the leak leads to, and `usual_time` says when to restart if the remaining time is
-    unknown.
+    `end` names what happens if the leak goes on. `usual_time` says when to restart if the remaining
+    time is unknown.
     """
     upgrades = tuple(Change(text=cure, cost=UPGRADE_COST) for cure in cures)
     if worst.leak.ended_seconds is not None:
         # The leak has ended, probably because of a restart.
         return upgrades
-    # If the lower bound is known, it is the safe choice.
+    # The lower bound of the remaining time is the safe choice if it is known.
     seconds_left = worst.alarm.time_to_oom_seconds_lower
     if seconds_left is None:
         seconds_left = worst.alarm.time_to_oom_seconds
@@ -283,23 +284,24 @@ def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
 # KV cache block leaks.
 
 LOST_RATIO: Final = 0.01
-"""Blocks count as lost if, after LOST_RISES rises, more than this share of the KV cache is in use
-although no request holds it (alert HeadroomKvBlocksLeak).
+"""Blocks count as lost if more than this share of the KV cache is in use although no request holds
+it, and the share has risen LOST_RISES times (alert HeadroomKvBlocksLeak).
 """
 
 LOST_RISES: Final = 3
-"""How many times this share has to rise from one idle period to the next (alert
+"""How many times the share in use must have risen from one idle period to the next (alert
 HeadroomKvBlocksLeak).
 """
 
 
 def find_kv_block_leak(facts: Facts) -> Advice | None:
-    """Judge KV cache that stays in use while no request runs.
+    """Judge a KV cache of which a part stays in use while no request runs.
 
-    The rule applies if the share of the cache in use while the engine is idle exceeds
-    STRANDED_RATIO, or if it exceeds LOST_RATIO after LOST_RISES rises from one idle period to the
-    next. It proposes a restart, then an upgrade or running without the KV connector, which may lose
-    blocks in failed transfers. Returns None if the rule does not apply.
+    The rule concerns the share of the cache that is in use while the engine is idle. It applies if
+    this share exceeds STRANDED_RATIO. It also applies if this share exceeds LOST_RATIO and has
+    risen LOST_RISES times from one idle period to the next. It proposes a restart, then an upgrade
+    or running without the KV connector, which may lose blocks in failed transfers. Returns None if
+    the rule does not apply.
     """
     leaking_engines = []
     evidence: list[Figure] = []
@@ -339,7 +341,7 @@ def _name_engines(facts: Facts, engines: Iterable[EngineFacts]) -> str:
 
 
 def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
-    """Return the figures for KV cache that stays in use: its share, and how often the share rose.
+    """Return the share of the KV cache that stays in use, and how often this share has risen.
 
     The number of rises is left out if the share never rose.
     """
@@ -384,10 +386,10 @@ BURST_REMARK: Final = (
 def find_over_budget(facts: Facts) -> Advice | None:
     """Judge an engine that has exceeded its budget since its first traffic.
 
-    The excess is the memory that the engine holds beyond its budget while at rest. Like the
-    sidecar's verdict, the rule applies if the excess left little memory for OVER_BUDGET_SECONDS, or
-    if it explains an exit. It proposes reducing vLLM's share by the excess. Returns None if the
-    rule does not apply.
+    The excess is the memory that the engine holds beyond its budget while at rest. The rule applies
+    in the same cases as the sidecar's verdict: if little memory was left for OVER_BUDGET_SECONDS
+    because of the excess, or if the excess explains an exit. It proposes reducing vLLM's share by
+    the excess. Returns None if the rule does not apply.
     """
     gpus = _list_over_budget(facts)
     if not gpus:
@@ -405,7 +407,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     )
     duration = format_duration(excess.seconds)
     lasted = f", for {duration}" if facts.origin is FactsSource.TRACE else ""
-    # This is the room at rest; bursts need additional memory.
+    # This is the room while the engine is at rest. Bursts need additional memory.
     room_bytes = max(0.0, (gpu.usable_bytes or 0.0) - excess.budget_bytes - excess.excess_bytes)
     return Advice(
         cause=Cause.OVER_BUDGET,
@@ -449,12 +451,12 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
 
 
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
-    """Judge periods with less than LOW_BYTES left on a GPU that are not caused by a leak.
+    """Judge periods with less than LOW_BYTES left on a GPU, except those caused by a leak.
 
     The rule applies if any GPU had a shortage of this kind. It first proposes changes that make
-    bursts smaller, in the order of the runbook HeadroomGpuMemoryPeak, and then a smaller share for
-    vLLM that would leave AIM_BYTES free during the worst shortage. Returns None if the rule does
-    not apply.
+    bursts smaller, in the order of the runbook HeadroomGpuMemoryPeak. Then it proposes a smaller
+    share for vLLM, which would have left AIM_BYTES free in the worst shortage. Returns None if the
+    rule does not apply.
     """
     explained_uuids = _list_explained(facts, kind)
     spells = [
@@ -466,7 +468,7 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     ]
     if not spells:
         return None
-    # The worst moment determines how much smaller the share must be.
+    # The moment with the least room determines how much smaller the share must be.
     gpu, worst_spell = min(spells, key=lambda pair: pair[1].lowest_room_bytes)
     exits = sum(1 for _, spell in spells if spell.has_engine_exited)
 
@@ -493,7 +495,7 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
 
 
 def _list_explained(facts: Facts, kind: Shortage) -> set[str]:
-    """Return the UUIDs of GPUs whose shortages of this kind are explained by another rule."""
+    """Return the UUIDs of the GPUs on which another rule explains shortages of this kind."""
     if kind is Shortage.LEVEL:
         return {gpu.uuid for gpu, _ in _list_over_budget(facts)}
     if kind is Shortage.RISEN:
@@ -544,7 +546,9 @@ def _list_shortage_evidence(
 
 
 FEWEST_STEP_TOKENS: Final = 1024
-"""Our choice: steps with fewer tokens are not halved, because prompts would take too many steps."""
+"""Our choice: if a step has fewer tokens than this, it is not halved, because prompts would then
+take too many steps.
+"""
 
 
 def _halve_steps(facts: Facts) -> Change | None:
@@ -565,9 +569,9 @@ def _halve_steps(facts: Facts) -> Change | None:
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
-    """Return a limit on running requests: the number that ran while enough memory was left.
+    """Return a limit on running requests: the highest number that ran with enough memory left.
 
-    Returns None if that number is unknown, or if the burst had no more running requests.
+    Returns None if that number is unknown, or if no more requests than that ran in the burst.
     """
     if not facts.engines or not gpu.roomy_running or spell.running is None:
         return None

@@ -25,10 +25,10 @@ REMARK = (
 def find_unsafe_peaks(facts: Facts) -> Advice | None:
     """Judge the last minute's peaks and the largest safe requests, as measured by the probe.
 
-    The rule applies if a kind of work has a peak, including its spread, that would not fit a second
-    time, or if fewer tokens are safe with prompt logprobs than without. It proposes limiting that
-    kind of work to the value from the fit, then a smaller share. Returns None if the rule does not
-    apply.
+    The rule applies if another peak of the same kind of work, including its spread, would not fit.
+    It also applies if fewer tokens are safe with prompt logprobs than without. It proposes limiting
+    that kind of work to the value from the fit, then a smaller share. Returns None if the rule does
+    not apply.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]
@@ -42,7 +42,7 @@ def find_unsafe_peaks(facts: Facts) -> Advice | None:
 
 
 def _are_logprobs_limited(gpu: GpuFacts) -> bool:
-    """Return whether memory, not the KV cache or the model, limits prompts with logprobs."""
+    """Return whether prompts with logprobs are limited by memory rather than by cache or model."""
     if gpu.safe_prompt_tokens is None or gpu.safe_logprobs_tokens is None:
         return False
     return gpu.safe_logprobs_tokens < gpu.safe_prompt_tokens

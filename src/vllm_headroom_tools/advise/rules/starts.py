@@ -36,8 +36,8 @@ NO_COST: Final = "none to this engine"
 # Starts that exit before the engine begins to serve.
 
 FAILED_STARTS: Final = 2
-"""Our choice: advice requires this many exits or failed starts, because an operator may have
-stopped the engine once.
+"""Our choice: at least this many exits or failed starts are needed for advice, because the operator
+may have stopped the engine once.
 """
 
 MODEL_LOADED_RATIO: Final = 0.5
@@ -48,19 +48,18 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     """Judge starts that exited before the engine served.
 
     The rule applies if there were at least FAILED_STARTS failed starts. The cause is determined
-    from the room on the engine's GPUs, and the memory that the engine and other processes held on
-    them, at each exit. The advice addresses the first cause that fits: other processes on the GPU,
-    a full /dev/shm, a full GPU, a model that leaves no room for the KV cache, or a cause other than
-    memory.
+    from two figures at each exit: the room on the engine's GPUs, and the memory that the engine and
+    other processes held there. The advice addresses the first cause that fits: other processes on
+    the GPU, a full /dev/shm, a full GPU, a model that leaves no room for the KV cache, or a cause
+    other than memory.
 
-    Returns None if there were fewer failed starts, or if the cause is unknown, which is the case if
-    the room on a GPU is not known for any start and fewer than FAILED_STARTS starts had loaded the
-    model.
+    Returns None if there were fewer failed starts, or if the cause is unknown. It is unknown if no
+    start shows the room on a GPU, and fewer than FAILED_STARTS starts had loaded the model.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    # Use the median, because a single start next to a neighbour proves nothing.
+    # Use the median, because a single start while other processes held memory proves nothing.
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
     # A full /dev/shm makes a start fail no matter how much room the GPU has, so check it first.
@@ -102,7 +101,7 @@ def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 
 
 def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) -> Advice:
-    """Return the advice to make room for the KV cache if vLLM had none after loading the model.
+    """Return the advice to make room for the KV cache, if the loaded model left no room for it.
 
     In this case, vLLM logs "No available memory for the cache blocks", or that the cache is too
     small for the longest request.
@@ -174,17 +173,17 @@ def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice |
 
 
 def _find_others_bytes(start: Ending) -> float:
-    """Return the most bytes that others held on any GPU when a start ended; 0 if unknown."""
+    """Return the most bytes that other processes held on a GPU when a start ended; 0 if unknown."""
     return max((gpu.last_other_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _find_held_bytes(start: Ending) -> float:
-    """Return the most bytes that the engine held on any GPU when a start ended; 0 if unknown."""
+    """Return the most bytes that the engine held on a GPU when a start ended; 0 if unknown."""
     return max((gpu.last_engine_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
-    """Return the least room on any GPU when each start ended, skipping unknown values."""
+    """Return for each start the least room on any GPU when it ended, without unknown values."""
     # The room on the fullest GPU is always known, because a GPU whose room is unknown is never
     # considered the fullest.
     gpus = [start.fullest_gpu for start in starts]
@@ -200,7 +199,7 @@ def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
 
 
 def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
-    """Return the figures for failed starts: how many there were, and the memory when they ended."""
+    """Return the number of failed starts, and the figures on memory when they ended."""
     most_held_bytes = max(_find_held_bytes(start) for start in starts)
     most_others_bytes = max(_find_others_bytes(start) for start in starts)
     least_room_bytes = min(_list_rooms_bytes(starts), default=None)
@@ -215,9 +214,9 @@ def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     """Return the changes for other processes on the GPU: move them, and lower vLLM's share.
 
-    The new share is the memory that was free before the starts. It is left out if the free memory
-    is unknown, if the KV cache is sized in bytes, or if it would not be lower than the current
-    share.
+    The new share is the memory that was free before the starts. The new share is left out if the
+    free memory is unknown, if the KV cache's size is set in bytes, or if the new share would not be
+    lower than the current one.
     """
     move = Change(
         text=(
@@ -229,10 +228,11 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     free_bytes = _find_free_bytes(facts.failed_starts)
     if free_bytes is None or facts.usable_bytes is None or facts.settings.sizes_cache_in_bytes:
         return (move,)
-    # A share takes the most bytes on the largest GPU, so compute it for that GPU, rounded down to a
-    # hundredth.
+    # A share takes the most bytes on the largest GPU. Therefore, compute it for that GPU, and round
+    # it down to a hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
-    # An unknown current share is probably vLLM's default, which `share` does not undercut.
+    # If the current share is unknown, it is probably vLLM's default, and `share` is not lower than
+    # that.
     if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
         return (move,)
     lower_share = lower_option(
@@ -249,7 +249,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
     """Return the smallest number of bytes free on any GPU before a start; None if all are unknown.
 
-    Bytes that the engine already held in its first sample count as free.
+    The bytes that the engine held in its first sample count as free before the start.
     """
     least_free_bytes = None
     for start in starts:
@@ -287,7 +287,7 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
 
 
 def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
-    """Return a larger share of the GPU for vLLM if all of these starts left enough room.
+    """Return a larger share of the GPU for vLLM, if every one of these starts left enough room.
 
     Returns None if the share or the room is unknown, if memory ran short later, or if the room at
     any start was AIM_BYTES or less.
@@ -316,10 +316,11 @@ def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
 def find_crash(facts: Facts) -> Advice | None:
     """Judge exits of a serving engine that GPU memory does not explain.
 
-    Of the exits that `find_crashes` returns, those for which the room on the GPUs is known count.
-    The rule applies if there were at least FAILED_STARTS of these, or if engine processes outlived
-    one of them. It proposes reading the logs, which show whether an allocation failed; if none did,
-    changing options that size memory does not help. Returns None if the rule does not apply.
+    Only those exits from `find_crashes` count for which the room on the GPUs is known. The rule
+    applies if at least FAILED_STARTS exits count, or if engine processes outlived one of these
+    exits. It proposes reading the logs, which show whether an allocation failed. If no allocation
+    failed, changing options that size memory does not help. Returns None if the rule does not
+    apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
@@ -364,8 +365,8 @@ def find_crash(facts: Facts) -> Advice | None:
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
     """Return the exits that were crashes of a serving engine while GPU memory was left.
 
-    At such an exit, requests were running, or engine processes outlived it. An exit counts even if
-    the room on the GPUs is unknown.
+    At such an exit, requests were running, or some of the engine's processes stayed behind. An exit
+    counts even if the room on the GPUs is unknown.
     """
     crashes = []
     for end in facts.ends:
@@ -379,7 +380,7 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
 
 
 def _is_crash(end: Ending) -> bool:
-    """Return whether an exit was a crash, perhaps due to a failed allocation that left no trace."""
+    """Return whether an exit was a crash, perhaps by a failed allocation that left no evidence."""
     answer = judge_ending(end)[0]
     if answer.cause is EndCause.CRASH:
         return True
@@ -388,15 +389,15 @@ def _is_crash(end: Ending) -> bool:
 
 
 def _is_surely_a_crash(end: Ending) -> bool:
-    """Return whether the first cause of an exit is more than a possibility."""
+    """Return whether the most likely cause of an exit is more than a possibility."""
     return judge_ending(end)[0].sureness is not Sureness.POSSIBLE
 
 
 # Host memory.
 
 HOST_LOW_RATIO: Final = 0.05
-"""Our choice: once less than this share of the limit is left, one request with a large video can
-use it up.
+"""Our choice: if less than this share of the limit is left, host memory is short, because a single
+request with a large video can use up the rest.
 """
 
 PROCESSOR_CACHE_GB: Final = 1.0
@@ -407,9 +408,9 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     """Judge host memory that ran short.
 
     The rule applies if the kernel's out-of-memory killer ended a process, or if less than
-    HOST_LOW_RATIO of the container's memory limit was left at the highest usage. It proposes a
-    smaller cache for processed images, then less data in host memory, then a higher limit. Returns
-    None if the rule does not apply.
+    HOST_LOW_RATIO of the container's memory limit was left at the highest usage. The proposals are
+    a smaller cache for processed images, then less data in host memory, then a higher limit.
+    Returns None if the rule does not apply.
     """
     host = facts.host
     if host is None:
@@ -469,12 +470,12 @@ def find_host_shortage(facts: Facts) -> Advice | None:
 def find_other_tenant(facts: Facts) -> Advice | None:
     """Judge memory held by processes that do not belong to the engine.
 
-    The rule applies if other processes hold more than NEIGHBOUR_BYTES on one of the engine's GPUs
-    and either allocated that much during the trace or leave less than AIM_BYTES. Constant usage by
-    other processes next to an engine with room is not a problem (runbook HeadroomNeighbourGrowing,
-    "Do nothing when"). A page has no history, so only the memory that other processes currently
-    hold counts. The rule proposes moving the other processes, or else a smaller share for vLLM.
-    Returns None if the rule does not apply.
+    The rule applies if other processes hold more than NEIGHBOUR_BYTES on one of the engine's GPUs.
+    In addition, they must have allocated that much during the trace, or leave less than AIM_BYTES.
+    It is not a problem if other processes use a constant amount and the engine has enough room
+    (runbook HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so only the memory
+    that other processes currently hold counts. The rule proposes moving the other processes or, if
+    that is impossible, a smaller share for vLLM. Returns None if the rule does not apply.
     """
     gpu = None
     others_memory = None
@@ -530,7 +531,7 @@ def find_other_tenant(facts: Facts) -> Advice | None:
 def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
     """Return whether other processes allocated much memory during the trace, or leave too little.
 
-    For a page, return whether they currently hold much.
+    For a page, return whether other processes currently hold much memory.
     """
     if others_memory.highest_bytes <= NEIGHBOUR_BYTES:
         return False
@@ -542,10 +543,10 @@ def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
 
 
 def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> Change | None:
-    """Return a smaller share for vLLM; None if the current one leaves enough or is unknown.
+    """Return a smaller share for vLLM; None if the current share is unknown or leaves enough.
 
-    The new share leaves AIM_BYTES at peaks. It is also capped at the memory that other processes
-    leave free, because vLLM otherwise refuses to start (worker/utils.py).
+    The new share leaves AIM_BYTES at peaks. It is at most the memory that other processes leave
+    free, because vLLM otherwise refuses to start (worker/utils.py).
     """
     missing_bytes = 0.0
     if gpu.least_room_bytes is not None:
@@ -560,8 +561,8 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
 def find_leftovers(facts: Facts) -> Advice | None:
     """Judge processes that outlived their engine.
 
-    The rule applies if a trace ends with such a process on the engine's GPUs, and proposes ending
-    the process. A page names no such processes. Returns None if the rule does not apply.
+    The rule applies if such a process is on the engine's GPUs at the end of a trace. It proposes
+    ending this process. A page names no such processes. Returns None if the rule does not apply.
     """
     figures: list[tuple[str, float | str, str]] = []
     for gpu in facts.gpus:
