@@ -21,7 +21,7 @@ from vllm_headroom.model import USUAL_CONTAINER
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.units import parse_size
 
-PREFIX: Final = "HEADROOM_"
+VARIABLE_PREFIX: Final = "HEADROOM_"
 """The prefix of all environment variables of the sidecar."""
 
 AUTO: Final = "auto"
@@ -173,7 +173,7 @@ class Settings(BaseSettings):
         extra="forbid",
         hide_input_in_errors=True,
         allow_inf_nan=False,
-        env_prefix=PREFIX,
+        env_prefix=VARIABLE_PREFIX,
         env_prefix_target="all",
         enable_decoding=False,
     )
@@ -489,4 +489,4 @@ def name_key(field_name: str) -> str:
 
 def name_variable(field_name: str) -> str:
     """Return the name of a setting's environment variable."""
-    return PREFIX + name_key(field_name).upper()
+    return VARIABLE_PREFIX + name_key(field_name).upper()

@@ -14,6 +14,10 @@ GIB: Final = 2**30
 GIGABYTE: Final = 10**9
 HOUR_SECONDS: Final = 3600.0
 DAY_SECONDS: Final = 24 * HOUR_SECONDS
+FLOAT16_BYTES: Final = 2
+FLOAT32_BYTES: Final = 4
+PERCENT: Final = 100
+"""A share of 1, in percent."""
 
 LARGEST_EXACT_BYTES: Final = 2**53
 """The largest integer a float represents exactly."""

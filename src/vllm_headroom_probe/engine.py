@@ -42,7 +42,7 @@ DIVIDING_SIZES = (
 token's bytes depend on the layer, position or rank.
 """
 
-MAX_BLOCKS = 100_000
+MAX_COUNTED_BLOCKS = 100_000
 """The maximum number of blocks of live requests that are counted. Counting this many takes about 10
 ms.
 """
@@ -236,7 +236,7 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
         for request_id, blocks in list(manager.req_to_blocks.items()):
             if request_id in requests:
                 holdings.append((requests.get(request_id), list(blocks)))
-    if sum(len(blocks) for _, blocks in holdings) > MAX_BLOCKS:
+    if sum(len(blocks) for _, blocks in holdings) > MAX_COUNTED_BLOCKS:
         return None
 
     block_ids: set[int] = set()

@@ -28,7 +28,7 @@ T = TypeVar("T")
 INTERVAL_SECONDS = 5.0
 """The time between two readings."""
 
-SLOW_SECONDS = 0.05
+SLOW_READING_SECONDS = 0.05
 """A reading is slow if it takes more CPU time than this, or if the call to the allocator takes
 longer than this. Both hold the GIL.
 """
@@ -216,7 +216,7 @@ class Probe:
         self._cpu_seconds += time.thread_time() - start_seconds
         if self._slow_readings > MAX_SLOW_READINGS:
             self._stop(
-                f"three looks took more than {SLOW_SECONDS * 1000:.0f} ms,"
+                f"three looks took more than {SLOW_READING_SECONDS * 1000:.0f} ms,"
                 f" one {self._longest_seconds:.3f} s"
             )
 
@@ -236,7 +236,7 @@ class Probe:
     def _rate_reading(self, reading_seconds: float) -> None:
         """Count a slow reading; let a fast reading reduce the count of slow ones a little."""
         self._longest_seconds = max(self._longest_seconds, reading_seconds)
-        if reading_seconds > SLOW_SECONDS:
+        if reading_seconds > SLOW_READING_SECONDS:
             self._slow_readings += 1
         else:
             self._slow_readings = max(0.0, self._slow_readings - FORGIVEN_PER_READING)

@@ -27,7 +27,7 @@ UNATTENDED_SECONDS = 60
 ends. The command touches its request every few seconds.
 """
 
-MAX_FRAMES = 8
+MAX_RECORDED_FRAMES = 8
 """The number of frames recorded per stack."""
 
 MAX_STACKS = 20
@@ -130,7 +130,7 @@ class Recording:
         if tracemalloc.is_tracing():
             self._notes.append("tracemalloc was on before and was left alone")
         else:
-            tracemalloc.start(MAX_FRAMES)
+            tracemalloc.start(MAX_RECORDED_FRAMES)
             self._is_host_traced = True
 
     def _trace_gpu(self, worker: object) -> None:
@@ -256,7 +256,8 @@ def _list_gpu_stacks(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
             frames = block.get("frames") or ()
             if block["state"] == "active_allocated" and frames:
                 stack = tuple(
-                    _format_frame(frame["filename"], frame["line"]) for frame in frames[:MAX_FRAMES]
+                    _format_frame(frame["filename"], frame["line"])
+                    for frame in frames[:MAX_RECORDED_FRAMES]
                 )
                 sizes_bytes[stack].append(block["size"])
     stacks: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ENGINE_METAVAR: Final = "NAME"
 ENGINE_HELP: Final = "of several engines the one to take: NAMESPACE/POD, its unit or its URL"
 
-MOST_SHOWN: Final = 20
+MOST_SHOWN_NAMES: Final = 20
 """Our choice: the largest number of names that a message lists."""
 
 
@@ -34,9 +34,9 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
         raise BadInput("no engine is watched here")
     # If some names match, only these are shown.
     shown_names = sorted(matches or names)
-    listed = ", ".join(shown_names[:MOST_SHOWN])
-    if len(shown_names) > MOST_SHOWN:
-        listed += f" and {len(shown_names) - MOST_SHOWN} more"
+    listed = ", ".join(shown_names[:MOST_SHOWN_NAMES])
+    if len(shown_names) > MOST_SHOWN_NAMES:
+        listed += f" and {len(shown_names) - MOST_SHOWN_NAMES} more"
     if wanted is None or matches:
         raise BadInput(f"several engines are watched: choose one with --engine: {listed}")
     raise BadInput(f"no engine {wanted!r} is watched; there are: {listed}")

@@ -301,7 +301,7 @@ SET_BACK_STEP_SECONDS: Final = 5.0
 
 STATE_METRICS: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 
-LONGEST_STEP_SECONDS: Final = 300.0
+LONGEST_INTERVAL_SECONDS: Final = 300.0
 """The longest configurable sampling interval; a longer interval is a gap in the trace."""
 
 

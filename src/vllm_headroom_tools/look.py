@@ -45,7 +45,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     """The GPUs; empty if none could be read."""
 
 
-FIND_SECONDS: Final = 5.0
+FIND_ENGINES_SECONDS: Final = 5.0
 """The time limit for finding all engines on this machine."""
 
 
@@ -70,10 +70,10 @@ async def locate_engines(
     )
     try:
         # The scan finds pods and units; the search finds their servers.
-        await processes.scan(FIND_SECONDS)
-        return await processes.find_engines(FIND_SECONDS)
+        await processes.scan(FIND_ENGINES_SECONDS)
+        return await processes.find_engines(FIND_ENGINES_SECONDS)
     except TimeoutError:
-        raise BadInput(f"{proc} does not answer within {FIND_SECONDS:g} s") from None
+        raise BadInput(f"{proc} does not answer within {FIND_ENGINES_SECONDS:g} s") from None
     except OSError as error:
         raise BadInput(f"{proc} cannot be read: {error.strerror or error}") from error
 

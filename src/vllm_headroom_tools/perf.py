@@ -32,7 +32,7 @@ PERF_END_SECONDS: Final = 120.0
 MAX_STACKS: Final = 20
 """The number of stacks per process in the report; these are the stacks with the most faults."""
 
-MAX_FRAMES: Final = 16
+MAX_FAULT_FRAMES: Final = 16
 """The number of frames per stack in the report; these are the frames closest to the page fault."""
 
 Faults = dict[int, list[dict[str, Any]]]
@@ -110,7 +110,7 @@ def count_faults(script: str) -> Faults:
         pid, *frames = map(str.strip, sample.strip().split("\n"))
         if not pid.isdecimal() or not frames:
             continue
-        stack = tuple(map(_format_frame, frames[:MAX_FRAMES]))
+        stack = tuple(map(_format_frame, frames[:MAX_FAULT_FRAMES]))
         counts.setdefault(int(pid), Counter())[stack] += FAULTS_PER_STACK
     return {pid: _list_stacks(stack_counts) for pid, stack_counts in counts.items()}
 

@@ -20,7 +20,7 @@ from vllm_headroom_tools.sizing.releases import parse_release
 FILE_LIMIT_BYTES: Final = 2**20
 """Our choice: the maximum number of bytes of a script or manifest that are read."""
 
-LONGEST_LINE: Final = 2**15
+LONGEST_COMMAND_LINE: Final = 2**15
 """Our choice: the maximum number of characters in a command line. The time that shlex takes grows
 with the square of the word length: 0.3 s for a word of this length, and minutes for 1 MiB.
 """
@@ -272,8 +272,8 @@ def _split_line(line: str, *, has_comments: bool = False) -> list[str]:
 
     Raises ValueError if a quote is unbalanced or the line is too long.
     """
-    if len(line) > LONGEST_LINE:
-        raise ValueError(f"more than {LONGEST_LINE} characters")
+    if len(line) > LONGEST_COMMAND_LINE:
+        raise ValueError(f"more than {LONGEST_COMMAND_LINE} characters")
     return shlex.split(line, comments=has_comments)
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from vllm_headroom.config import (
-    PREFIX,
+    VARIABLE_PREFIX,
     Settings,
     find_display,
     list_conflicts,
@@ -127,7 +127,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
     variables = {
         name: text
         for name, text in sorted(os.environ.items())
-        if name.startswith(PREFIX) and text.strip()
+        if name.startswith(VARIABLE_PREFIX) and text.strip()
     }
     values = EnvSettingsSource(kind)()
     # HEADROOM_CONFIG is not a field of the settings, so pydantic omits it.

@@ -10,7 +10,7 @@ from vllm_headroom.vocabulary import Role
 
 Version = tuple[int, int, int]
 
-OLDEST: Final[Version] = (0, 4, 0)
+OLDEST_SUPPORTED: Final[Version] = (0, 4, 0)
 """The oldest version whose page is supported."""
 
 _VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
@@ -36,7 +36,7 @@ def parse_version(text: str) -> Version | None:
         else:
             minor = max(0, minor - 1)
     version = (major, minor, patch)
-    return version if version >= OLDEST else None
+    return version if version >= OLDEST_SUPPORTED else None
 
 
 def format_version(version: Version) -> str:
@@ -62,7 +62,7 @@ class Fault(Struct, frozen=True):
     reported: str = ""
     """The month of the report; empty if it is unknown."""
 
-    first_version: Version = OLDEST
+    first_version: Version = OLDEST_SUPPORTED
 
     last_version: Version | None = None
     """The newest version in which the fault was observed; None if unknown."""

@@ -15,9 +15,9 @@ from vllm_headroom.derive.verdicts import (
     GPU_ALERTS,
     HOST_ALERTS,
     LOW_BYTES,
+    LOW_FREE_SHARE,
     LOW_HOST_BYTES,
     LOW_HOST_SHARE,
-    LOW_SHARE,
     STRANDED_RATIO,
 )
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
@@ -33,10 +33,10 @@ RULES: Final = {rule.name: rule.expr for rule in alerts.rules() if rule.is_alert
 SAME: Final = (
     (NEIGHBOUR_BYTES, 2**30, "HeadroomNeighbourGrowing", "> 2^30"),
     (LOW_BYTES, 512 * 2**20, "HeadroomGpuMemoryLow", "< 512 * 2^20"),
-    (LOW_SHARE, 0.5, "HeadroomGpuMemoryLow", ">= 0.5 *"),
+    (LOW_FREE_SHARE, 0.5, "HeadroomGpuMemoryLow", ">= 0.5 *"),
     (LOW_HOST_BYTES, 4 * 2**30, "HeadroomHostMemoryLow", "< 4 * 2^30"),
     (1 - LOW_HOST_SHARE, 0.95, "HeadroomHostMemoryLow", "> 0.95 *"),
-    (LOW_SHARE, 0.5, "HeadroomHostMemoryLow", ">= 0.5 *"),
+    (LOW_FREE_SHARE, 0.5, "HeadroomHostMemoryLow", ">= 0.5 *"),
     (PEAK_BYTES, 256 * 2**20, "HeadroomGpuMemoryPeak", "< 256 * 2^20"),
     (LOST_RATIO, 0.01, "HeadroomKvBlocksLeak", "> 0.01"),
     (LOST_RISES, 3, "HeadroomKvBlocksLeak", ">= 3"),

@@ -98,5 +98,5 @@ if __name__ == "__main__":
     # In the namespace of the tests all pids are of one kind, as on a host.
     vars(files)[files.has_host_pids.__name__] = lambda _: True
     # The kernel measures how long a request waits, and its clock does not hurry.
-    vars(connections)["SLOW_SECONDS"] /= float(os.environ["SPEED"])
+    vars(connections)["SLOW_REQUEST_SECONDS"] /= float(os.environ["SPEED"])
     main()

@@ -35,7 +35,7 @@ ENDING_KINDS: Final = (
 )
 """The events that determine how a start ended, or show that it survived a failure."""
 
-READ_SECONDS: Final = 2.0
+READ_LOG_SECONDS: Final = 2.0
 """The time limit for reading a batch of lines. 2 MiB take 0.07 s, or 1 s if they contain only
 failures.
 """
@@ -43,7 +43,9 @@ failures.
 SLOW: Final = Failure(
     source=Source.LOG,
     reason=Reason.OUT_OF_BOUNDS,
-    message=f"the engine's log was not understood within {READ_SECONDS:g} s (HEADROOM_ENGINE_LOG)",
+    message=(
+        f"the engine's log was not understood within {READ_LOG_SECONDS:g} s (HEADROOM_ENGINE_LOG)"
+    ),
 )
 
 REQUEST_SECONDS: Final = 10.0
@@ -73,7 +75,7 @@ class EngineLogFollower:
             return batch
         try:
             read = partial(self._read_batch, batch, self._clock.time())
-            return await self._worker.call(read, READ_SECONDS)
+            return await self._worker.call(read, READ_LOG_SECONDS)
         except TimeoutError:
             return SLOW
 

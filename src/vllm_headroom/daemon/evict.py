@@ -31,7 +31,7 @@ LEASE_SECONDS: Final = 120
 count an evicted pod as missing (milliseconds), and longer than a request to it may take.
 """
 
-REQUEST_SECONDS: Final = 15.0
+EVICTION_REQUEST_SECONDS: Final = 15.0
 """The time limit for a request. The API server itself retries an eviction for up to 10 s while
 others are changing the PodDisruptionBudget.
 """
@@ -480,7 +480,7 @@ def _selects(budget: Object, labels: Object) -> bool:
 
 def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
     """Return the evictor for this pod; outside of a pod, log an error and return None."""
-    pod_api = open_pod_api(ACCOUNT, REQUEST_SECONDS)
+    pod_api = open_pod_api(ACCOUNT, EVICTION_REQUEST_SECONDS)
     if pod_api is None:
         log.error(
             STAYS_OFF,
@@ -497,7 +497,7 @@ def build_evictor_of(
     policy: EvictionPolicy, clock: Clock, pod: EnginePod, uid: str
 ) -> Evictor | None:
     """Return the evictor for another pod, given its names and UID; None if there is no token."""
-    api = open_api(ACCOUNT, REQUEST_SECONDS)
+    api = open_api(ACCOUNT, EVICTION_REQUEST_SECONDS)
     if api is None:
         return None
     return Evictor(api, policy, namespace=pod.namespace, name=pod.pod, uid=uid, clock=clock)

@@ -26,7 +26,7 @@ per GiB of 4 KiB pages, and 1 ms per GiB of huge pages (measured). During a read
 thread that maps memory may have to wait, but a thread that only uses memory does not.
 """
 
-MOST_PROCESSES: Final = 32
+MOST_MAPPED_PROCESSES: Final = 32
 """The maximum number of processes that are read: the largest ones of the engine."""
 
 MOST_KINDS: Final = 8
@@ -139,7 +139,7 @@ class Mappings:
         """
         # The largest process is the most likely to leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)
-        for name in by_size[:MOST_PROCESSES]:
+        for name in by_size[:MOST_MAPPED_PROCESSES]:
             if name not in self._growths:
                 return name
         growing_roles = {

@@ -47,7 +47,7 @@ FIND_SECONDS: Final = 1.0
 new engines are watched later.
 """
 
-LATE_SECONDS: Final = 15.0
+LONG_SEARCH_SECONDS: Final = 15.0
 """A search for engines that takes longer than this is reported. If CPU is scarce, a search takes
 seconds.
 """
@@ -483,7 +483,7 @@ class NodeWatch:
         # Unlike `wait_for`, `wait` does not cancel the search, so it continues in the next tick.
         await asyncio.wait((self._finding,), timeout=FIND_SECONDS)
         if not self._finding.done():
-            if self._clock.monotonic() - self._finding_since_seconds > LATE_SECONDS:
+            if self._clock.monotonic() - self._finding_since_seconds > LONG_SEARCH_SECONDS:
                 self._report("engines", "a command line in /proc does not answer: no new engine")
             return
         self._finding = None

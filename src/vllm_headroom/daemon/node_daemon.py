@@ -18,7 +18,7 @@ from vllm_headroom import catalog
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon import app, logs, loop
 from vllm_headroom.daemon.evict import (
-    REQUEST_SECONDS,
+    EVICTION_REQUEST_SECONDS,
     STAYS_OFF,
     TURN_SECONDS,
     Evictor,
@@ -70,7 +70,7 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     app.prepare_process()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     parts = build_node_parts(settings)
-    if settings.evict != "off" and open_api(ACCOUNT, REQUEST_SECONDS) is None:
+    if settings.evict != "off" and open_api(ACCOUNT, EVICTION_REQUEST_SECONDS) is None:
         log.error(STAYS_OFF, problem=NO_TOKEN)
     if parts.processes is not None and not parts.processes.sees_host:
         log.warning("engines of other pods cannot be found", problem=NO_HOST_PIDS)

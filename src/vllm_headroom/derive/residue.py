@@ -11,7 +11,7 @@ from vllm_headroom.derive.run_identity import identify_run, is_new_run
 from vllm_headroom.derive.series import label_gpu, limit_remembered
 from vllm_headroom.model import Sample, Snapshot
 
-SETTLED_SECONDS: Final = 30.0
+FREEING_SECONDS: Final = 30.0
 """Memory may still be freed for this long after the page reports sleep. On some devices, this takes
 seconds (vllm-project/vllm#37533).
 """
@@ -74,7 +74,7 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
     now_seconds = snapshot.monotonic_seconds
     since_seconds = now_seconds if state.since_seconds is None else state.since_seconds
     # vLLM may still be releasing memory.
-    if now_seconds - since_seconds < SETTLED_SECONDS:
+    if now_seconds - since_seconds < FREEING_SECONDS:
         return replace(state, since_seconds=since_seconds)
     residues_bytes = _list_residues(snapshot)
     if not residues_bytes:

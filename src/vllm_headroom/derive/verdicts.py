@@ -56,11 +56,11 @@ from vllm_headroom.vocabulary import (
 # description names.
 
 LOW_BYTES: Final = 512 * MIB
-"""A GPU's free memory is low if it is below both this and LOW_SHARE of the initially free memory.
-The alert HeadroomGpuMemoryLow has the same limits.
+"""A GPU's free memory is low if it is below both this and LOW_FREE_SHARE of the initially free
+memory. The alert HeadroomGpuMemoryLow has the same limits.
 """
 
-LOW_SHARE: Final = 0.5
+LOW_FREE_SHARE: Final = 0.5
 """The free memory of a GPU or the host is low only if it is also below this share of the memory
 that was free when the engine became ready. If an engine is configured to leave little memory free,
 the GPU is therefore not reported as short of memory.
@@ -68,8 +68,8 @@ the GPU is therefore not reported as short of memory.
 
 LOW_HOST_BYTES: Final = 4 * GIB
 """The host's free memory is low if it is below all of these: this size, LOW_HOST_SHARE of the
-host's limit, and LOW_SHARE of the initially free memory. The alert HeadroomHostMemoryLow has the
-same limits.
+host's limit, and LOW_FREE_SHARE of the initially free memory. The alert HeadroomHostMemoryLow has
+the same limits.
 """
 
 LOW_HOST_SHARE: Final = 0.05
@@ -606,7 +606,7 @@ def _find_low_memory(
         first_free_bytes = dict(status.first_room_bytes).get(uuid, 0)
     # Before an engine has served, memory is never reported as low, because the engine takes the
     # memory that it was granted when it starts.
-    is_low = free_bytes < min(LOW_BYTES, LOW_SHARE * first_free_bytes)
+    is_low = free_bytes < min(LOW_BYTES, LOW_FREE_SHARE * first_free_bytes)
     if not is_low and free_bytes >= wake_bytes:
         return None
     wake = f"to wake takes {format_size(wake_bytes)}, and " if wake_bytes else ""
@@ -1149,7 +1149,7 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
     low_bytes = min(
         LOW_HOST_BYTES,
         LOW_HOST_SHARE * (host.limit_bytes or 0),
-        LOW_SHARE * first_room_bytes,
+        LOW_FREE_SHARE * first_room_bytes,
     )
     return host.room_bytes < low_bytes
 

@@ -369,7 +369,7 @@ wrong.
 EXIT_SITUATIONS: Final = frozenset({Situation.CRASH_LOOP, Situation.DOWN})
 """Situations that begin with an exit, which is explained by the newest incident."""
 
-COMMANDS: Final = {
+COMMAND_BY_SITUATION: Final = {
     Situation.LEAKING: "vllm-headroom advise",
     Situation.GROWING: "vllm-headroom advise",
     Situation.HOST_LEAK: "vllm-headroom advise",
@@ -479,10 +479,10 @@ def find_advice(view: View, worst: Verdict) -> str:
 def _find_command(view: View, worst: Verdict) -> str | None:
     """Return the command that explains a situation in more detail; None if there is none."""
     if _was_never_seen(view, worst):
-        return COMMANDS[Situation.BLIND]
+        return COMMAND_BY_SITUATION[Situation.BLIND]
     if worst.situation in EXIT_SITUATIONS and view.last_incident is not None:
         return view.last_incident.command
-    return COMMANDS.get(worst.situation)
+    return COMMAND_BY_SITUATION.get(worst.situation)
 
 
 def _render_explained(view: View, worst: Verdict) -> str:

@@ -51,7 +51,7 @@ MOST_HISTORY_EVENTS: Final = 50
 all.
 """
 
-MOST_STARTS: Final = 5
+MOST_KEPT_STARTS: Final = 5
 """The number of engine starts whose durations are kept (our choice)."""
 
 FLOAT_TYPECODE: Final = "f"
@@ -274,7 +274,7 @@ class History:
         self._day.restore(saved.curves, saved.minute)
         self._week.restore(saved.week_curves, saved.minute)
         self.events = saved.events[-MOST_HISTORY_EVENTS:]
-        self.start_durations_seconds = saved.start_durations_seconds[-MOST_STARTS:]
+        self.start_durations_seconds = saved.start_durations_seconds[-MOST_KEPT_STARTS:]
         if saved.verdict_starts is None:
             self._verdict_starts = None
         else:
@@ -336,7 +336,7 @@ class History:
         if has_started and status is not None and status.began_seconds is not None:
             duration_seconds = snapshot.time_seconds - status.began_seconds
             durations_seconds = (*self.start_durations_seconds, duration_seconds)
-            self.start_durations_seconds = durations_seconds[-MOST_STARTS:]
+            self.start_durations_seconds = durations_seconds[-MOST_KEPT_STARTS:]
         self._state = state
 
     def _add_events(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:

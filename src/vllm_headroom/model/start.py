@@ -289,12 +289,12 @@ LOGGED_END_SECONDS: Final = 120.0
 a failed core may keep running for another minute.
 """
 
-SETTLED_SECONDS: Final = 10.0
+COMPLETE_LOG_SECONDS: Final = 10.0
 """A log without an error counts as complete once this much time has passed since an exit.
 containerd and journald write within a second, and the API server is polled every ten seconds.
 """
 
-QUIET_SECONDS: Final = 60.0
+STALE_LOG_SECONDS: Final = 60.0
 """If the newest line of a log is older than this at an exit, the log may be incomplete, or may not
 be the engine's. vLLM logs its load every 10 s while it is working.
 """
@@ -315,10 +315,10 @@ def find_log_ending(
         if abs(end_seconds - ending.seconds) <= LOGGED_END_SECONDS:
             return ending
     newest_seconds = reading.newest_seconds
-    if newest_seconds is None or now_seconds < end_seconds + SETTLED_SECONDS:
+    if newest_seconds is None or now_seconds < end_seconds + COMPLETE_LOG_SECONDS:
         return None
     # Lines from shortly before the exit show that the log was being followed until then.
-    is_whole = newest_seconds >= end_seconds - QUIET_SECONDS
+    is_whole = newest_seconds >= end_seconds - STALE_LOG_SECONDS
     return LogEnding(seconds=newest_seconds) if is_whole else None
 
 

@@ -20,7 +20,9 @@ from vllm_headroom.vocabulary import (
 )
 
 ROUNDING_TOLERANCE: Final = 1e-9
-"""The tolerance for products that are not exact in binary, such as 0.92 * 100."""
+"""Added before rounding down, and subtracted before rounding up. In floating point, 0.29 * 100 is
+slightly less than 29.
+"""
 
 TIGHT_SHARE: Final = 0.02
 """A GPU's memory is tight if less than this share of it is left."""

@@ -14,7 +14,7 @@ from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
-MOST_ENGINES: Final = 256
+MOST_PAGE_ENGINES: Final = 256
 """The maximum number of pairs of an engine and a model on one page. It is limited because each pair
 adds dozens of series to the sidecar's page.
 """
@@ -71,12 +71,13 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     # A page with too many engines is refused before grouping, because grouping its samples would be
     # too expensive.
     families = None
-    if len(keys) <= MOST_ENGINES:
+    if len(keys) <= MOST_PAGE_ENGINES:
         families = _group_by_engine(sorted(keys), profile_samples, sample_keys, prefix)
     if families is None:
         return refuse_page(
             f"has {len(keys)} engines and models, or repeats their settings too often (at most"
-            f" {MOST_ENGINES}, {MOST_SHARED_READINGS} readings of what they share): {ONE_SERVER}"
+            f" {MOST_PAGE_ENGINES}, {MOST_SHARED_READINGS} readings of what they share):"
+            f" {ONE_SERVER}"
         )
     engines = tuple(
         _build_reading(profile, key, engine_families, len(engine_names))

@@ -29,7 +29,7 @@ EpochSeconds = Annotated[float, Meta(ge=0, lt=YEAR_10000)]
 ByteCount = Annotated[int, Meta(ge=0, le=LARGEST)]
 """A size in bytes."""
 
-MOST_SHOWN: Final = 100
+MOST_SHOWN_ENTRIES: Final = 100
 """If a list in a header is longer than this, only this many of its newest entries are shown."""
 
 LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
@@ -383,8 +383,8 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
         end,
         gpus=tuple(_add_gpu_evidence(gpu, incident.before) for gpu in end.gpus),
         hung_seconds=hung_seconds,
-        xids=tuple(error.xid for error in incident.xids[-MOST_SHOWN:]),
-        ooms=tuple(oom.describe() for oom in incident.ooms[-MOST_SHOWN:]),
+        xids=tuple(error.xid for error in incident.xids[-MOST_SHOWN_ENTRIES:]),
+        ooms=tuple(oom.describe() for oom in incident.ooms[-MOST_SHOWN_ENTRIES:]),
         failed_step=_describe_failed_step(incident.ooms, end.seconds),
         highest_peak=_describe_highest_peak(incident.before),
         log=incident.engine_log or end.log,

@@ -40,7 +40,7 @@ from vllm_headroom_tools.full_cache import (
     find_higher,
 )
 from vllm_headroom_tools.history import (
-    LONGEST_STEP_SECONDS,
+    LONGEST_INTERVAL_SECONDS,
     RESIZED_RATIO,
     Histogram,
     LeakCourse,
@@ -48,7 +48,7 @@ from vllm_headroom_tools.history import (
     Rise,
     judge_course,
 )
-from vllm_headroom_tools.versions import OLDEST, Version
+from vllm_headroom_tools.versions import OLDEST_SUPPORTED, Version
 
 CAP_RUNNING_RATIO: Final = 0.97
 """Our choice: a number of running requests within 3 % of the highest counts as being at the limit.
@@ -415,7 +415,7 @@ class TraceHistory:
 
     def __init__(self, *, reported_bytes: int | None = None) -> None:
         self._replay = LeakReplay(reported_bytes=reported_bytes)
-        self._at_least: Version = OLDEST
+        self._at_least: Version = OLDEST_SUPPORTED
         # When the engine's settings last changed; None if they have not changed.
         self._since_seconds: float | None = None
         self._newest_seconds = 0.0
@@ -446,7 +446,7 @@ class TraceHistory:
         if not self._replay.samples:
             return 0.0
         seconds = snapshot.time_seconds - self._newest_seconds
-        return min(max(0.0, seconds), LONGEST_STEP_SECONDS)
+        return min(max(0.0, seconds), LONGEST_INTERVAL_SECONDS)
 
     def _step_engines(self, snapshot: Snapshot, seconds: float) -> None:
         """Add a sample to each engine's history; start over if the settings have changed."""

@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.model import EnginePage, EngineReading
-from vllm_headroom_tools.versions import OLDEST, Version
+from vllm_headroom_tools.versions import OLDEST_SUPPORTED, Version
 
 
 class Flag(StrEnum):
@@ -32,7 +32,7 @@ class Flag(StrEnum):
 NEWEST_CHECKED: Final[Version] = (0, 33, 0)
 """The newest version whose options have been checked."""
 
-FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST) | {
+FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST_SUPPORTED) | {
     # Before 0.6.5, prefix caching was off by default.
     Flag.NO_ENABLE_PREFIX_CACHING: (0, 6, 5),
     Flag.DATA_PARALLEL_SIZE: (0, 8, 3),
@@ -67,7 +67,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
     version: Version | None = None
     # A lower bound for the version, derived from the engine's page.
-    at_least: Version = OLDEST
+    at_least: Version = OLDEST_SUPPORTED
     gpu_memory_utilization: float | None = None
     # Whether kv_cache_memory_bytes is set, which overrides the utilization; its value may be
     # unknown.
@@ -94,7 +94,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
 def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
     """Return a lower bound for the engines' version, derived from the fields that they export."""
-    oldest_version = OLDEST
+    oldest_version = OLDEST_SUPPORTED
     for engine in engines:
         for field, first_version in FIELD_VERSIONS.items():
             if getattr(engine, field) is not None:

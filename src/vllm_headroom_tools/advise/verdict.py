@@ -249,7 +249,7 @@ SETTINGS_UNKNOWN: Final = (
 )
 HOST_NOT_JUDGED: Final = "The engine's processes were not seen, so that host memory is not judged."
 
-UNEVEN_RANKS_BYTES: Final = 2 * GIB
+UNEVEN_GPUS_BYTES: Final = 2 * GIB
 """Our choice: if the memory on an engine's GPUs differs by more than this, it is reported. NCCL
 buffers and kernels that load late account for a few hundred MiB.
 """
@@ -300,7 +300,7 @@ def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
         return
     least_room_bytes, fullest_gpu = min(rooms, key=lambda room: room[0])
     difference_bytes = max(room_bytes for room_bytes, _ in rooms) - least_room_bytes
-    if difference_bytes >= UNEVEN_RANKS_BYTES:
+    if difference_bytes >= UNEVEN_GPUS_BYTES:
         yield (
             f"{fullest_gpu.display_name} had {format_size(difference_bytes)} less room than another"
             " of the engine's GPUs: vLLM sizes the KV cache of all by the fullest."

@@ -16,7 +16,7 @@ from vllm_headroom_tools.check.judgement import (
     compare_with_limit,
 )
 from vllm_headroom_tools.check.record import (
-    LEAST_REQUESTS,
+    LEAST_TRACE_REQUESTS,
     Budget,
     Cost,
     SignedDiscrepancy,
@@ -91,8 +91,8 @@ def judge_costs(
         doubt = find_doubt(record, gpu.coverage, gpu.name)
         if cost is None and doubt is None:
             doubt = (
-                f"no load has {BASELINE_READINGS} readings, after {LEAST_REQUESTS:,.0f} requests: "
-                "run each for longer"
+                f"no load has {BASELINE_READINGS} readings, after {LEAST_TRACE_REQUESTS:,.0f}"
+                " requests: run each for longer"
             )
         value = None if cost is None else cost.bytes_per_request
         # In a trace that is too short, few requests run at once, which makes the cost per request
@@ -138,7 +138,7 @@ def judge_preemptions(
         preemptions = record.preemptions.total or 0.0
         requests = record.finished_requests.total or 0.0
         # The rate if no more preemptions occurred until enough requests had finished.
-        value_after_enough = 1000 * preemptions / max(requests, LEAST_REQUESTS)
+        value_after_enough = 1000 * preemptions / max(requests, LEAST_TRACE_REQUESTS)
         verdict = compare_with_limit(value_after_enough, limit, doubt)
         counts = f"{preemptions:,.0f} in all, of {requests:,.0f} requests"
         reason = counts

@@ -20,7 +20,7 @@ from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
 from vllm_headroom.units import format_duration
 from vllm_headroom.vocabulary import MemoryPart, Role
-from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, LeakCourse, LeakReplay, Rise
+from vllm_headroom_tools.history import LONGEST_INTERVAL_SECONDS, LeakCourse, LeakReplay, Rise
 
 DetectorInput = tuple[Observation, float]
 """An observation that the detector received, and its count of requests finished up to that point.
@@ -96,7 +96,7 @@ class Coverage(Struct):
         """
         if self.newest_seconds is not None:
             step_seconds = now_seconds - self.newest_seconds
-            if 0 < step_seconds <= LONGEST_STEP_SECONDS:
+            if 0 < step_seconds <= LONGEST_INTERVAL_SECONDS:
                 self.seconds += step_seconds
         self.newest_seconds = now_seconds
 
@@ -324,7 +324,7 @@ def pair_gpus(
         yield gpu, counterpart
 
 
-LEAST_REQUESTS: Final = WARM_REQUESTS
+LEAST_TRACE_REQUESTS: Final = WARM_REQUESTS
 """The number of requests that a trace needs in order to be judged. By then, the engine has loaded
 its kernels; earlier memory usage does not predict later usage.
 """
@@ -360,8 +360,8 @@ def find_shortfall(record: TraceRecord) -> str | None:
     requests = record.finished_requests.total
     if requests is None:
         return "the engine does not report how many requests it finished"
-    if requests < LEAST_REQUESTS:
-        needed = f"and a limit needs {LEAST_REQUESTS:,.0f}"
+    if requests < LEAST_TRACE_REQUESTS:
+        needed = f"and a limit needs {LEAST_TRACE_REQUESTS:,.0f}"
         return f"too little load: {requests:,.0f} requests finished, {needed}"
     return None
 

@@ -10,7 +10,7 @@ from vllm_headroom_tools.load.sender import RequestSender
 from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import Tally
 
-PAUSE_SECONDS: Final = 1.0
+RETRY_PAUSE_SECONDS: Final = 1.0
 """Our choice: a client waits this long after a failed request, to avoid flooding a server that
 refuses requests.
 """
@@ -73,9 +73,9 @@ class Clients:
             # with a rate, waiting for turns already keeps clients from flooding the server
             has_to_pause = outcome is not Outcome.SUCCEEDED and self.rate is None
             if has_to_pause:
-                if monotonic() + PAUSE_SECONDS >= end_seconds:
+                if monotonic() + RETRY_PAUSE_SECONDS >= end_seconds:
                     return
-                await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
     async def wait_turn(self, end_seconds: float) -> bool:
         """Wait until a client may begin a request, then return True.

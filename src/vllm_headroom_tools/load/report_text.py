@@ -43,7 +43,7 @@ TIME_UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
 NO_FIGURE: Final = "-"
 """The text that represents an unknown figure."""
 
-LATE_SECONDS: Final = 0.05
+NOTABLE_DELAY_SECONDS: Final = 0.05
 """The figures are affected if this process's delay exceeds this value in one case out of a hundred.
 """
 
@@ -233,7 +233,7 @@ def _list_conclusions(document: ReportDocument) -> Iterator[str]:
     """Yield the closing lines: this process's delays, why the load ended early, and the trace."""
     delays_seconds = [step["own_delay_seconds"]["p99"] for step in document["steps"]]
     longest_seconds = max(filter(None, delays_seconds), default=0.0)
-    if longest_seconds > LATE_SECONDS:
+    if longest_seconds > NOTABLE_DELAY_SECONDS:
         yield (
             f"This process was short of CPU, up to {1000 * longest_seconds:.0f} ms late: "
             "the times contain this delay."

@@ -16,6 +16,7 @@ from msgspec.structs import fields, replace
 from vllm_headroom.inputs import parse_number, redact_url
 from vllm_headroom.units import (
     GIB,
+    PERCENT,
     VLLM_NUMBER,
     RefusedError,
     parse_share,
@@ -95,9 +96,9 @@ from vllm_headroom_tools.sizing.question import (
     find_problem,
 )
 from vllm_headroom_tools.sizing.releases import (
-    NEWEST,
+    NEWEST_MINOR,
     NEWEST_RELEASE,
-    OLDEST,
+    OLDEST_MINOR,
     Release,
     apply_environment,
     parse_release,
@@ -418,7 +419,9 @@ def _parse_length(text: str) -> int:
 
 LENGTH_VALUE: Final = Value(read=_parse_length, accepts=f"{TOKENS_VALUE.accepts}, or auto")
 
-RELEASE_VALUE: Final = Value(read=parse_release, accepts=f"a release from 0.{OLDEST} to 0.{NEWEST}")
+RELEASE_VALUE: Final = Value(
+    read=parse_release, accepts=f"a release from 0.{OLDEST_MINOR} to 0.{NEWEST_MINOR}"
+)
 
 PARAMETERS_PATTERN: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 PARAMETERS_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -525,8 +528,6 @@ def _parse_utilization(text: str) -> float:
     return RATIO.read(text)
 
 
-PERCENT: Final = 100
-
 UTILIZATION_VALUE: Final = Value(read=_parse_utilization, accepts=RATIO.accepts)
 
 DTYPES: Final = ("auto", "half", "float16", "bfloat16", "float", "float32")
@@ -569,7 +570,7 @@ def add_options(parser: Parser) -> None:
         metavar="VERSION",
         type=RELEASE_VALUE,
         default=NEWEST_RELEASE,
-        help=f"0.{OLDEST} to 0.{NEWEST}, default the newest",
+        help=f"0.{OLDEST_MINOR} to 0.{NEWEST_MINOR}, default the newest",
     )
     parser.add_argument(
         "--vllm-env",

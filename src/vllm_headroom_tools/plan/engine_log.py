@@ -13,7 +13,7 @@ from vllm_headroom_tools.options import name_option
 from vllm_headroom_tools.sizing.estimate import MemoryEstimate
 from vllm_headroom_tools.sizing.measured import MeasuredStart
 from vllm_headroom_tools.sizing.question import Question
-from vllm_headroom_tools.sizing.releases import NEWEST, OLDEST, parse_release
+from vllm_headroom_tools.sizing.releases import NEWEST_MINOR, OLDEST_MINOR, parse_release
 from vllm_headroom_tools.terminal import wrap_text
 
 MODEL_NAMES: Final = frozenset({"model", "model_config", "layers", "kv_heads", "head_size"})
@@ -71,7 +71,7 @@ UNSET: Final[Mapping[str, Any]] = {
 }
 """The values of options that a startup log does not show because vLLM used its defaults."""
 
-SAME_CARD_BYTES: Final = GIB
+SAME_LOGGED_CARD_BYTES: Final = GIB
 """Our choice: a card is considered the same as the log's if their sizes differ by less than this.
 CUDA sees 79.2 of 79.6 GiB.
 """
@@ -118,7 +118,7 @@ def is_logged_card(options: Namespace, total_bytes: float) -> bool:
     named_bytes = options.gpu_memory_bytes
     if named_bytes is None and options.gpu is not None:
         named_bytes = options.gpu.card.memory_bytes
-    return named_bytes is None or abs(named_bytes - total_bytes) < SAME_CARD_BYTES
+    return named_bytes is None or abs(named_bytes - total_bytes) < SAME_LOGGED_CARD_BYTES
 
 
 def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
@@ -127,7 +127,7 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         yield "release", parse_release(start.version or "")
     except ValueError:
         version = start.version or "of an unknown version"
-        problem = f"plan computes releases from 0.{OLDEST} to 0.{NEWEST}"
+        problem = f"plan computes releases from 0.{OLDEST_MINOR} to 0.{NEWEST_MINOR}"
         raise BadInput(f"--log: the start is of vLLM {version}; {problem}") from None
     # The options take precedence; some figures appear only in vLLM's own log lines.
     for name, log_names in COUNTS.items():

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from msgspec.structs import asdict
 
-from vllm_headroom.units import DAY_SECONDS, GIB, format_duration
+from vllm_headroom.units import DAY_SECONDS, GIB, PERCENT, format_duration
 from vllm_headroom_tools.conclusion import Conclusion, Finding, Report
 from vllm_headroom_tools.plan.report import build_data
 from vllm_headroom_tools.plan.sizes import Size, Sizing
@@ -15,8 +15,6 @@ from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 
 MOST_ROWS: Final = 6
 """Our choice: the maximum number of other sizes in the table; --json lists all of them."""
-
-PERCENT: Final = 100
 
 SHORT_DAY_SECONDS: Final = 0.9 * DAY_SECONDS
 """Our choice: a shorter history does not show a day's peaks."""

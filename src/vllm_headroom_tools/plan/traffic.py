@@ -22,7 +22,7 @@ from vllm_headroom_tools.full_cache import (
     CollapseHistory,
     StepCounts,
 )
-from vllm_headroom_tools.history import LONGEST_STEP_SECONDS, RESIZED_RATIO, Histogram, Rise
+from vllm_headroom_tools.history import LONGEST_INTERVAL_SECONDS, RESIZED_RATIO, Histogram, Rise
 from vllm_headroom_tools.plan.engine_log import CARD_NAMES, MODEL_NAMES
 from vllm_headroom_tools.sizing.cards import CardCount, find_card_by_size, parse_gpus_by_name
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, PACKED_KV_DTYPES
@@ -191,7 +191,9 @@ class TraceTraffic:
         readings = tuple(
             reading for reading in list_named(snapshot.page) if reading.awake is not False
         )
-        seconds = min(max(0.0, snapshot.time_seconds - self._newest_seconds), LONGEST_STEP_SECONDS)
+        seconds = min(
+            max(0.0, snapshot.time_seconds - self._newest_seconds), LONGEST_INTERVAL_SECONDS
+        )
         self._newest_seconds = snapshot.time_seconds
         if not readings:
             return

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from vllm_headroom_tools.sizing.drafts import DRAFT_MODEL
 
-LOOKED_UP: Final = ("ngram", "ngram_gpu", "suffix", "custom_class")
+UNPREDICTABLE_METHODS: Final = ("ngram", "ngram_gpu", "suffix", "custom_class")
 """Methods that look drafts up in the text or run user code; their memory cannot be known in advance
 (vLLM 0.33, config/speculative.py).
 """
@@ -63,7 +63,7 @@ class Speculation(Struct, frozen=True, kw_only=True):
     def needs_draft(self) -> bool:
         """Return whether vLLM rejects the method because no draft is named."""
         has_no_draft = self.method is not None and self.draft_name is None
-        return has_no_draft and self.method not in {*LOOKED_UP, *OWN_CHECKPOINT}
+        return has_no_draft and self.method not in {*UNPREDICTABLE_METHODS, *OWN_CHECKPOINT}
 
 
 def read_speculation(options: Namespace) -> Speculation:
@@ -76,7 +76,7 @@ def read_speculation(options: Namespace) -> Speculation:
     model = config.get("model")
     name = None if model is None else str(model)
     method = _name_method(str(config.get("method") or ""), name)
-    if method in LOOKED_UP:
+    if method in UNPREDICTABLE_METHODS:
         name = None
     elif method == HIDDEN_STATES:
         name = HIDDEN_STATES

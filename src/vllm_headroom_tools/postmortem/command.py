@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.daemon.pod import read_engine_pod
-from vllm_headroom.daemon.state.folders import PREFIX, name_folder
+from vllm_headroom.daemon.state.folders import FOLDER_PREFIX, name_folder
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, save
@@ -61,10 +61,10 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
     """
     newest_folders: dict[str, Path] = {}
     try:
-        folders = [path for path in place.glob(f"{PREFIX}*") if path.is_dir()]
+        folders = [path for path in place.glob(f"{FOLDER_PREFIX}*") if path.is_dir()]
         for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
             # The last part of the folder's name is the pod's UID, which operators do not type.
-            *names, _ = folder.name.removeprefix(PREFIX).split("_")
+            *names, _ = folder.name.removeprefix(FOLDER_PREFIX).split("_")
             # The three names are the pod's namespace, its name and its UID.
             is_pods = len(names) == POD_NAMES
             newest_folders["/".join(names[:2]) if is_pods else "_".join(names)] = folder
@@ -76,7 +76,7 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
             raise BadInput(f"{place}: has no folders of several engines: leave --engine out")
         return place
     if wanted is not None and "://" in wanted:
-        wanted = name_folder(wanted.partition("://")[2]).removeprefix(PREFIX)
+        wanted = name_folder(wanted.partition("://")[2]).removeprefix(FOLDER_PREFIX)
     elif wanted is not None:
         wanted = "/".join(wanted.split("/")[:2])
     return newest_folders[choose_engine(newest_folders, wanted)]

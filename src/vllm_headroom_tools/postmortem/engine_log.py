@@ -9,7 +9,7 @@ from vllm_headroom.derive.engine_log import describe_failure, describe_place, de
 from vllm_headroom.model import LogEnding
 from vllm_headroom.model.start import (
     LOGGED_END_SECONDS,
-    QUIET_SECONDS,
+    STALE_LOG_SECONDS,
     EngineLog,
     EngineStart,
     LogEvent,
@@ -22,7 +22,7 @@ from vllm_headroom_tools.engine_log import find_decisive_start
 LAST_SECONDS: Final = 60.0
 """The length of the final part of the log that is shown."""
 
-MOST_EVENTS: Final = 16
+MOST_SHOWN_EVENTS: Final = 16
 """Our choice: the largest number of log lines that are shown."""
 
 LARGEST_ZONE_SECONDS: Final = 14 * HOUR_SECONDS
@@ -80,7 +80,7 @@ def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None
     seconds = place_time(find_end_time(start), end_seconds)
     if failure is not None or start.is_stopped:
         return LogEnding(failure=failure, is_stopped=start.is_stopped, seconds=seconds)
-    if seconds is None or seconds < end_seconds - QUIET_SECONDS:
+    if seconds is None or seconds < end_seconds - STALE_LOG_SECONDS:
         return None
     return LogEnding(seconds=seconds)
 
@@ -142,7 +142,7 @@ def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
         if not is_repeated:
             shown_events.append((describe_time(event.time) or f"line {event.line_number:,}", text))
     # A crash logs hundreds of lines within a second; the last lines are closest to the end.
-    yield from shown_events[-MOST_EVENTS:]
+    yield from shown_events[-MOST_SHOWN_EVENTS:]
 
 
 def _read_seconds(time: LogTime) -> float | None:

@@ -8,7 +8,7 @@ from vllm_headroom.expose import drawing
 from vllm_headroom.expose.assets import PAGE_STYLE
 from vllm_headroom.expose.drawing import Frame, Point, escape_text
 from vllm_headroom.model import Diagnosis, GpuAtEnd
-from vllm_headroom.trace.incident import MOST_SHOWN
+from vllm_headroom.trace.incident import MOST_SHOWN_ENTRIES
 from vllm_headroom.units import format_instant, format_size
 from vllm_headroom.vocabulary import Level, Sureness
 from vllm_headroom_tools.postmortem.advice import TODO
@@ -52,7 +52,7 @@ def _build_body(postmortem: Postmortem) -> Iterator[str]:
         yield _render_finding(diagnosis)
     yield "</ul>"
     yield from _draw_figures(postmortem)
-    for title, lines in list_sections(postmortem, MOST_SHOWN):
+    for title, lines in list_sections(postmortem, MOST_SHOWN_ENTRIES):
         yield _render_section(title, lines)
 
 

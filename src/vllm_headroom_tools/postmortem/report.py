@@ -21,7 +21,7 @@ from vllm_headroom.model import (
 from vllm_headroom.model.start import EngineLog, EngineStart
 from vllm_headroom.trace.flight import parse_incident_facts
 from vllm_headroom.trace.incident import (
-    MOST_SHOWN,
+    MOST_SHOWN_ENTRIES,
     Incident,
     MappingGrowth,
     TorchMemory,
@@ -351,7 +351,7 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
     """
     incident = postmortem.incident
     ending = postmortem.ending
-    verdicts = incident.before.verdicts[-MOST_SHOWN:]
+    verdicts = incident.before.verdicts[-MOST_SHOWN_ENTRIES:]
     yield "The sidecar's verdicts then", [("", verdict.sentence) for verdict in verdicts]
     yield (
         "Timeline",

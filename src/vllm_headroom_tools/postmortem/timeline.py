@@ -4,7 +4,7 @@ from collections import deque
 from typing import Final
 
 from vllm_headroom.model import EngineStatus, GpuReading, Snapshot, name_device
-from vllm_headroom.trace.incident import MOST_SHOWN, Incident
+from vllm_headroom.trace.incident import MOST_SHOWN_ENTRIES, Incident
 from vllm_headroom.units import GIB, format_size
 from vllm_headroom.vocabulary import EngineState, LeakState
 from vllm_headroom_tools.history import LeakReplay
@@ -56,7 +56,7 @@ class Timeline:
         """Return the entries and the incident's XIDs, sorted by time."""
         xids = [
             (error.t, f"the driver reported XID {error.xid} on {error.uuid}")
-            for error in incident.xids[-MOST_SHOWN:]
+            for error in incident.xids[-MOST_SHOWN_ENTRIES:]
         ]
         return tuple(sorted((*self._moments, *xids)))
 

@@ -31,7 +31,7 @@ RECORD_VERSION: Final = 1
 MAX_STACKS: Final = 20
 """The maximum number of stacks in an answer for each kind of memory."""
 
-MAX_FRAMES: Final = 16
+MAX_STACK_FRAMES: Final = 16
 """The maximum number of frames in a stack."""
 
 ProcessAnswer = dict[str, Any]
@@ -81,7 +81,7 @@ def _parse_stack(entry: dict[str, Any], _place: int) -> dict[str, Any]:
     return {
         "bytes": fields.read_size(entry, "bytes") or 0,
         "count": fields.read_size(entry, "count") or 0,
-        "stack": frames[:MAX_FRAMES],
+        "stack": frames[:MAX_STACK_FRAMES],
     }
 
 

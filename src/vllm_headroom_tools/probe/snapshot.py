@@ -24,7 +24,7 @@ REQUEST: Final = "snapshot.json"
 REQUEST_FORMAT: Final = "headroom_snapshot"
 REQUEST_VERSION: Final = 1
 
-ANSWER_SECONDS: Final = 30.0
+SNAPSHOT_SECONDS: Final = 30.0
 """The maximum wait for answers: the probes check for requests every five seconds, and take at most
 ten seconds to write.
 """
@@ -47,7 +47,7 @@ async def take_snapshots(folder: Path, say: Callable[[str], None]) -> dict[str, 
     if not processes:
         raise BadInput(NO_HISTORY)
     request_id = uuid.uuid4().hex
-    deadline_seconds = time.time() + ANSWER_SECONDS
+    deadline_seconds = time.time() + SNAPSHOT_SECONDS
     document = {REQUEST_FORMAT: REQUEST_VERSION, "id": request_id, "until": deadline_seconds}
     # The file is renamed once it is complete, so that a probe never reads a partial request.
     unfinished = folder / f".{REQUEST}.{request_id}"

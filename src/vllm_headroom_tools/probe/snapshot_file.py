@@ -21,7 +21,7 @@ from vllm_headroom_tools.bad_input import BadInput
 MAX_FILE_BYTES: Final = 64 << 20
 """The maximum file size, which the probe never exceeds (vllm_headroom_probe.snapshot)."""
 
-MAX_BLOCKS: Final = 500_000
+MAX_FILE_BLOCKS: Final = 500_000
 """The maximum number of blocks, and of events, because a forged file may repeat a list endlessly. A
 vLLM process has thousands.
 """
@@ -140,7 +140,7 @@ def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a
         reserved_bytes += _check_size(segment["total_size"])
         for block in segment["blocks"]:
             n_read += 1
-            if n_read > MAX_BLOCKS:
+            if n_read > MAX_FILE_BLOCKS:
                 raise ValueError("too many blocks")
             if block["state"].startswith("active"):
                 frames = block.get("frames") or ()
@@ -179,7 +179,7 @@ def _list_allocation_times(traces: Iterable[Any]) -> dict[int | None, float]:
     for trace in traces:
         for event in trace:
             n_read += 1
-            if n_read > MAX_BLOCKS:
+            if n_read > MAX_FILE_BLOCKS:
                 raise ValueError("too many events")
             if event["action"] == "alloc" and "time_us" in event:
                 seconds = event["time_us"] / 1e6

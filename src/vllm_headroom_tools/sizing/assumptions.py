@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom_tools.sizing.cards import SAME_CARD_BYTES, TOTALS_MIB
+from vllm_headroom_tools.sizing.cards import SAME_MODEL_BYTES, TOTALS_MIB
 from vllm_headroom_tools.sizing.measured import (
     BATCH_SETTINGS,
     GROUP_SETTINGS,
@@ -124,7 +124,7 @@ MEASURED_GPUS: Final = 4
 
 
 def _is_size(memory_bytes: float | None, card_bytes: float) -> bool:
-    return memory_bytes is not None and abs(memory_bytes - card_bytes) < SAME_CARD_BYTES
+    return memory_bytes is not None and abs(memory_bytes - card_bytes) < SAME_MODEL_BYTES
 
 
 def _is_measured_card(question: Question) -> bool:

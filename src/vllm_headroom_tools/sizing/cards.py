@@ -122,7 +122,7 @@ SYSTEM_SIZED: Final = "GH200"
 MEMORY_WORD: Final = re.compile(r"\d+g(?:i?b)?", re.ASCII)
 
 
-SAME_CARD_BYTES: Final = 32 * MIB
+SAME_MODEL_BYTES: Final = 32 * MIB
 """Our choice: sizes that differ by less than this belong to the same card, because totals differ by
 about ten MiB between drivers.
 """
@@ -131,7 +131,7 @@ about ten MiB between drivers.
 def find_card_by_size(memory_bytes: int) -> Card | None:
     """Return the first card in the table with this memory; None if there is none."""
     for card in CARDS:
-        if abs(card.memory_bytes - memory_bytes) < SAME_CARD_BYTES:
+        if abs(card.memory_bytes - memory_bytes) < SAME_MODEL_BYTES:
             return card
     return None
 

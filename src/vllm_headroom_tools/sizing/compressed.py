@@ -7,6 +7,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.units import FLOAT16_BYTES, FLOAT32_BYTES
 from vllm_headroom_tools.sizing.config_fields import Config, read_integer, require_integer
 
 COMPRESSED_BLOCK_TOKENS: Final = 256
@@ -31,8 +32,6 @@ PAGE_STEP_BYTES: Final = 576
 
 LATENT_SCALE_BYTES: Final = 8
 INDEX_SCALE_VALUES: Final = 128
-FLOAT32_BYTES: Final = 4
-FLOAT16_BYTES: Final = 2
 
 
 class WindowedPart(Struct, frozen=True, kw_only=True):

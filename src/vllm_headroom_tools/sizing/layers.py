@@ -4,6 +4,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.units import FLOAT16_BYTES, FLOAT32_BYTES
 from vllm_headroom_tools.sizing.config_fields import (
     ATTENTION_HEADS,
     HIDDEN_SIZE,
@@ -279,9 +280,6 @@ def _read_mamba_1(config: Config, kernel_tokens: int | None) -> StateSizes:
 
 FLOAT32_STATES: Final = ("nemotron_h", "kimi_linear")
 """Model types whose state uses 32 bits unless the configuration gives its dtype."""
-
-FLOAT32_BYTES: Final = 4
-FLOAT16_BYTES: Final = 2
 
 
 def count_state_bytes(config: Config) -> int | None:

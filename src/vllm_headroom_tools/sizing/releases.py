@@ -55,8 +55,8 @@ class Release(Struct, frozen=True, kw_only=True):
     has_wide_profile: bool
 
 
-OLDEST: Final = 19
-NEWEST: Final = 33
+OLDEST_MINOR: Final = 19
+NEWEST_MINOR: Final = 33
 """The minor versions of the oldest and the newest known release."""
 
 UTILIZATION_SINCE: Final = 20
@@ -142,10 +142,10 @@ ONLY_SECOND_RUNNER_SINCE: Final = 29
 features it supports.
 """
 
-LOOKED_UP: Final = frozenset({"ngram", "ngram_gpu"})
+NGRAM_METHODS: Final = frozenset({"ngram", "ngram_gpu"})
 SEPARATE_HEADS: Final = frozenset({"medusa", "mlp_speculator"})
 OWN_CODE: Final = frozenset({"suffix", "custom_class"})
-OLD_FIRST_RUNNER_METHODS: Final = LOOKED_UP | SEPARATE_HEADS | OWN_CODE | {"draft_model"}
+OLD_FIRST_RUNNER_METHODS: Final = NGRAM_METHODS | SEPARATE_HEADS | OWN_CODE | {"draft_model"}
 FIRST_RUNNER_METHODS: Final = {
     31: OLD_FIRST_RUNNER_METHODS - {"draft_model"},
     32: SEPARATE_HEADS | OWN_CODE,
@@ -155,7 +155,7 @@ FIRST_RUNNER_METHODS: Final = {
 OLD_FIRST_RUNNER_METHODS applies.
 """
 
-METHODS: Final = LOOKED_UP | {
+METHODS: Final = NGRAM_METHODS | {
     "draft_model",
     "eagle",
     "eagle3",
@@ -227,7 +227,7 @@ def _build_release(minor: int) -> Release:
     )
 
 
-NEWEST_RELEASE: Final = _build_release(NEWEST)
+NEWEST_RELEASE: Final = _build_release(NEWEST_MINOR)
 
 
 def parse_release(text: str) -> Release:
@@ -239,7 +239,7 @@ def parse_release(text: str) -> Release:
     if match is None:
         raise ValueError
     minor = int(match[1])
-    if not OLDEST <= minor <= NEWEST:
+    if not OLDEST_MINOR <= minor <= NEWEST_MINOR:
         raise ValueError
     return _build_release(minor)
 

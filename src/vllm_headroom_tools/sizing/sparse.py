@@ -4,6 +4,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.units import FLOAT16_BYTES
 from vllm_headroom_tools.sizing.config_fields import Config, read_integer, read_mapping
 
 SCALED_VALUES: Final = 128
@@ -12,7 +13,6 @@ models/deepseek_v32/attention.py, `quant_block_size`).
 """
 
 SCALE_BYTES: Final = 4
-FLOAT16_BYTES: Final = 2
 
 
 class SparseIndex(Struct, frozen=True, kw_only=True):

@@ -113,12 +113,12 @@ def _pass(text: str) -> SmokeStep:
 
 
 VERSION: Final = "version"
-VERSION_SECONDS: Final = 10.0
+VERSION_CHECK_SECONDS: Final = 10.0
 
 
 async def check_version(server: EngineServer, expected: str) -> SmokeStep:
     """Compare the version that vLLM reports at /version with the expected one."""
-    text = await server.text(VERSION, VERSION_SECONDS)
+    text = await server.text(VERSION, VERSION_CHECK_SECONDS)
     if isinstance(text, Failure):
         return _fail(text.message)
     version = parse_server_version(text)

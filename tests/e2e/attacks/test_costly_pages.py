@@ -75,7 +75,7 @@ def test_a_costly_page_is_a_failure_of_its_own_kind(name: str) -> None:
 
 
 ENGINES, CHARACTERS, SHARED = (
-    "parse.engines.MOST_ENGINES",
+    "parse.engines.MOST_PAGE_ENGINES",
     "parse.exposition.MOST_CHARACTERS",
     "parse.engines.MOST_SHARED_READINGS",
 )

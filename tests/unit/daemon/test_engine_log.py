@@ -159,7 +159,7 @@ def test_what_is_read_slowly_is_not_lost(file: Path, monkeypatch: pytest.MonkeyP
         return read_batch(batch, now_seconds)
 
     monkeypatch.setattr(follower, "_read_batch", wait_and_read)
-    monkeypatch.setattr(engine_log, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(engine_log, "READ_LOG_SECONDS", 0.01)
     append(file, DEATH)
 
     async def read_twice() -> list[LogReading | Failure]:

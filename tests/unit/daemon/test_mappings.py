@@ -19,7 +19,7 @@ from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import BEGAN, REFUSED, UNSEEN, WHOLE, WORKER, Watch, process, serving
 from vllm_headroom import catalog
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.mappings import MOST_PROCESSES, REREAD_SECONDS, Mappings
+from vllm_headroom.daemon.mappings import MOST_MAPPED_PROCESSES, REREAD_SECONDS, Mappings
 from vllm_headroom.derive.series import make_states
 from vllm_headroom.model import EngineProcess, Failure, Snapshot, Values
 from vllm_headroom.scrape.proc.smaps import read_mappings
@@ -169,7 +169,7 @@ def test_of_many_processes_the_largest_are_read() -> None:
     many = tuple(replace(process(100 + each, Role.WORKER), rss_bytes=each) for each in range(100))
     run(Mappings(kernel), *((make_snapshot(5.0 * tick, many), STABLE) for tick in range(150)))
 
-    assert sorted(kernel.read) == list(range(200 - MOST_PROCESSES, 200))
+    assert sorted(kernel.read) == list(range(200 - MOST_MAPPED_PROCESSES, 200))
 
 
 @pytest.mark.parametrize(("way", "kind"), [("malloc", "heap"), ("memfd", "memfd")])

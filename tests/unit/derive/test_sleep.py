@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from tests.samples import engine, failure, gpu, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.residue import SETTLED_SECONDS, SleepState, derive_sleep
+from vllm_headroom.derive.residue import FREEING_SECONDS, SleepState, derive_sleep
 from vllm_headroom.model import EnginePage, EngineStatus, Failure, Gpu
 from vllm_headroom.vocabulary import EngineState, Source
 
@@ -38,7 +38,7 @@ class Night:
 
     def slept(self, held: int) -> float | None:
         """Let it sleep until that has settled."""
-        for _ in range(int(SETTLED_SECONDS / 10)):
+        for _ in range(int(FREEING_SECONDS / 10)):
             self.look(held)
         return self.look(held)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.contract.data_parallel import data_parallel_page
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.parse.engines import MOST_ENGINES, MOST_SHARED_READINGS, parse_engines
+from vllm_headroom.parse.engines import MOST_PAGE_ENGINES, MOST_SHARED_READINGS, parse_engines
 from vllm_headroom.parse.exposition import LONGEST_LINE, MOST_CHARACTERS, MOST_LABELS, MOST_SAMPLES
 from vllm_headroom.vocabulary import Reason
 
@@ -32,7 +32,7 @@ def shared(number: int) -> str:
 
 
 WITHIN_AND_BEYOND = {
-    "engines": (models(MOST_ENGINES), models(MOST_ENGINES + 1)),
+    "engines": (models(MOST_PAGE_ENGINES), models(MOST_PAGE_ENGINES + 1)),
     "characters of a line": (line(LONGEST_LINE), line(LONGEST_LINE + 1)),
     "labels of a line": (labels(MOST_LABELS), labels(MOST_LABELS + 1)),
     "series": (f"{RUNNING} 1\n" * MOST_SAMPLES, f"{RUNNING} 1\n" * (MOST_SAMPLES + 1)),

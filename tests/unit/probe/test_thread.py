@@ -147,7 +147,7 @@ def test_an_allocator_that_keeps_the_gil_is_asked_three_times(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def slow(_: int) -> Document:
-        clock.now += 2 * probe.SLOW_SECONDS
+        clock.now += 2 * probe.SLOW_READING_SECONDS
         return cuda.STATS
 
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", slow)

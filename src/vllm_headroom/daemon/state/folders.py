@@ -9,7 +9,7 @@ from typing import Final
 
 from vllm_headroom.units import DAY_SECONDS
 
-PREFIX: Final = "engine-"
+FOLDER_PREFIX: Final = "engine-"
 """The prefix of the name of an engine's folder. No other folder is ever removed."""
 
 MOST_UNUSED: Final = 16
@@ -32,7 +32,7 @@ _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 def name_folder(*parts: str) -> str:
     """Return the name of an engine's folder, built from the engine's names and identity."""
     texts = [_UNSAFE.sub("-", part) for part in parts if part]
-    return PREFIX + "_".join(texts)[:200]
+    return FOLDER_PREFIX + "_".join(texts)[:200]
 
 
 def remove_unused(state_dir: Path, used_names: Collection[str]) -> None:
@@ -43,7 +43,9 @@ def remove_unused(state_dir: Path, used_names: Collection[str]) -> None:
     """
     newest_seconds: dict[Path, float] = {}
     for folder in state_dir.iterdir():
-        is_engines = folder.name.startswith(PREFIX) and folder.is_dir() and not folder.is_symlink()
+        is_engines = (
+            folder.name.startswith(FOLDER_PREFIX) and folder.is_dir() and not folder.is_symlink()
+        )
         if is_engines and folder.name not in used_names:
             newest_seconds[folder] = folder.stat().st_mtime
     newest_first = sorted(newest_seconds, key=newest_seconds.__getitem__, reverse=True)

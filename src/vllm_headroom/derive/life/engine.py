@@ -78,7 +78,7 @@ engine had loaded its model before the first sample.
 CONTEXT_BYTES: Final = GIB
 """CUDA contexts take less than this. An engine that holds less has not loaded anything."""
 
-YOUNG_SECONDS: Final = 15.0
+UNLOADED_SECONDS: Final = 15.0
 """An engine that was younger than this at its first sample cannot have loaded its model before, so
 LOADED_SHARE is not applied.
 """
@@ -403,7 +403,7 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
         return False
     age_seconds = record.first_age_seconds
     # An engine this young cannot have loaded its model before the first sample.
-    if age_seconds is not None and age_seconds < YOUNG_SECONDS:
+    if age_seconds is not None and age_seconds < UNLOADED_SECONDS:
         return False
     # If the memory of an engine this young keeps growing, the engine is still loading.
     may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS

@@ -21,7 +21,7 @@ log = Log(__name__)
 RELOAD_SECONDS: Final = 5.0
 """The interval at which the files are checked for changes (our choice)."""
 
-READ_SECONDS: Final = 2.0
+READ_CONFIG_SECONDS: Final = 2.0
 """The time limit for a check of the files (our choice), because a volume may hang."""
 
 
@@ -101,7 +101,7 @@ class Door:
             await asyncio.sleep(RELOAD_SECONDS)
             try:
                 reloaded, problem = await self._worker.attempt(
-                    lambda: _reload(self._file, self.loaded), READ_SECONDS
+                    lambda: _reload(self._file, self.loaded), READ_CONFIG_SECONDS
                 )
             except Exception as error:  # noqa: BLE001 - any error: the last version holds
                 reloaded = None

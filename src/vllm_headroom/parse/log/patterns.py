@@ -13,7 +13,7 @@ from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind, StartPhase
 
 COUNT: Final = 1
-PERCENT: Final = 0.01
+SHARE_PER_PERCENT: Final = 0.01
 
 NUMBER: Final = r"(-?\d[\d,]{0,18}(?:\.\d{1,12})?)"
 """A figure, whose thousands may be separated by commas."""
@@ -368,7 +368,7 @@ VLLM_LINES: Final = (
         ("generation_tokens_per_second", COUNT),
         ("running_requests", COUNT),
         ("waiting_requests", COUNT),
-        ("kv_cache_used_ratio", PERCENT),
+        ("kv_cache_used_ratio", SHARE_PER_PERCENT),
         kind=LogEventKind.LOAD,
         phase=_SERVING,
     ),
@@ -415,7 +415,7 @@ VLLM_LINES: Final = (
         r"Add <N> padding layers, may waste at most <N>% KV cache memory",
         "0.10",
         ("padding_layers", COUNT),
-        ("kv_cache_waste_ratio", PERCENT),
+        ("kv_cache_waste_ratio", SHARE_PER_PERCENT),
         kind=LogEventKind.REMARK,
         remark=LogRemarkKind.PADDING,
     ),

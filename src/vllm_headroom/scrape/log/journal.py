@@ -22,7 +22,7 @@ MOST_BYTES: Final = 4 * 2**20
 next call reads the rest.
 """
 
-CLOSE_SECONDS: Final = 0.2
+CLOSE_JOURNAL_SECONDS: Final = 0.2
 """How long the reader waits for a killed process to exit."""
 
 SHOWN_CHARACTERS: Final = 200
@@ -94,7 +94,7 @@ class Journal:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_SECONDS):
+                async with asyncio.timeout(CLOSE_JOURNAL_SECONDS):
                     await process.communicate()
 
 

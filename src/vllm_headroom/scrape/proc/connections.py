@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from struct import Struct
 from typing import Final
 
-SLOW_SECONDS: Final = 40.0
+SLOW_REQUEST_SECONDS: Final = 40.0
 """A request that has been waiting for at least this long is slow. An idle server responds sooner,
 even if it takes 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT).
 """
@@ -63,7 +63,7 @@ def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
 
 def find_slow_wait(waits_seconds: Collection[float]) -> float | None:
     """Return how many seconds the newest slow request has been waiting; None if there is none."""
-    return min((wait for wait in waits_seconds if wait >= SLOW_SECONDS), default=None)
+    return min((wait for wait in waits_seconds if wait >= SLOW_REQUEST_SECONDS), default=None)
 
 
 def count_lasting_waits(waits_seconds: Collection[float]) -> int:

@@ -41,7 +41,7 @@ RESCAN_SECONDS: Final = 15.0
 process is moved into its container's cgroup, and sets its title, only after it has started.
 """
 
-MOST_ENGINES: Final = 64
+MOST_NODE_ENGINES: Final = 64
 """The maximum number of engines that a daemon watches. We chose eight per GPU of a typical node. An
 engine's page has about 300 series.
 """
@@ -191,7 +191,7 @@ class NodeProcesses:
         return (self._monotonic() - last_seconds) / self._rescan_seconds
 
     def _find_engines(self) -> tuple[LocatedEngine, ...]:
-        """Return the engines that /proc shows now, of which at most MOST_ENGINES are watched.
+        """Return the engines that /proc shows now, of which at most MOST_NODE_ENGINES are watched.
 
         Raises OSError if there is no /proc.
         """
@@ -409,15 +409,15 @@ def _refuse(engine: LocatedEngine, problem: str) -> LocatedEngine:
 
 
 def _limit(engines: list[LocatedEngine]) -> tuple[LocatedEngine, ...]:
-    """Return the engines, of which at most MOST_ENGINES are watched."""
+    """Return the engines, of which at most MOST_NODE_ENGINES are watched."""
     limited: list[LocatedEngine] = []
     watched = 0
     # The engines are sorted, so that the same engines are watched on every tick.
     for engine in sorted(engines, key=lambda engine: engine.key):
         if engine.kind is EngineKind.WATCHED:
             watched += 1
-        if engine.kind is EngineKind.WATCHED and watched > MOST_ENGINES:
-            limited.append(_refuse(engine, f"{MOST_ENGINES} engines are watched already"))
+        if engine.kind is EngineKind.WATCHED and watched > MOST_NODE_ENGINES:
+            limited.append(_refuse(engine, f"{MOST_NODE_ENGINES} engines are watched already"))
         else:
             limited.append(engine)
     return tuple(limited)

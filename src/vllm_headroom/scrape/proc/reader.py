@@ -63,7 +63,7 @@ the same port is stronger evidence than the start time.
 
 _WAITS_SECONDS: Final = 4.0
 """How long a reading of the waiting requests stays valid. At the usual interval of 5 s, every tick
-reads them again. Only waits of SLOW_SECONDS or more are significant.
+reads them again. Only waits of SLOW_REQUEST_SECONDS or more are significant.
 """
 
 RAY_TITLE: Final = "ray::"

@@ -6,11 +6,12 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.model.start import EngineStart, LogFailure
+from vllm_headroom.model.status import ROUNDING_TOLERANCE
 from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import LogEventKind, LogFailureKind
 from vllm_headroom_tools.advise.facts import Facts, FactsSource
 from vllm_headroom_tools.advise.finding import Change
-from vllm_headroom_tools.advise.rules.capacity import ROUNDING_TOLERANCE, change_share
+from vllm_headroom_tools.advise.rules.capacity import change_share
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.sizing.question import (
     DEFAULT_BLOCK_TOKENS,

@@ -34,7 +34,7 @@ from vllm_headroom_tools.versions import Version, format_version
 NOTED_BYTES: Final = GIB // 2
 """Our choice: wasted memory below this amount is not worth a note."""
 
-UNEVEN_RANKS_BYTES: Final = GIB
+UNEVEN_CACHES_BYTES: Final = GIB
 """Our choice: if the caches of two ranks differ by more than this, it is reported, because vLLM
 gives all ranks the smaller cache.
 """
@@ -259,7 +259,7 @@ def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
     most_bytes = start.find_largest("kv_cache_bytes")
     if least_bytes is None or most_bytes is None:
         return
-    if most_bytes - least_bytes >= UNEVEN_RANKS_BYTES:
+    if most_bytes - least_bytes >= UNEVEN_CACHES_BYTES:
         yield (
             f"One rank has {format_size(least_bytes)} for the KV cache, another"
             f" {format_size(most_bytes)}: vLLM sizes the cache of all by the fullest."

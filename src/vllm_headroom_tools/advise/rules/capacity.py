@@ -9,6 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.model.status import ROUNDING_TOLERANCE
 from vllm_headroom.units import HOUR_SECONDS, MIB, format_duration, format_size
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
@@ -41,9 +42,6 @@ from vllm_headroom_tools.full_cache import (
 from vllm_headroom_tools.sizing.question import LARGE_CARD, SAFE_UTILIZATION
 
 # Changes that several rules propose: vLLM's share of the GPU, and the number of GPUs.
-
-ROUNDING_TOLERANCE: Final = 1e-9
-"""Added before rounding down, because 0.29 * 100 is slightly less than 29 in floating point."""
 
 
 def change_share(

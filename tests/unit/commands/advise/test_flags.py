@@ -7,7 +7,7 @@ import pytest
 from tests.unit.commands.advise import traces
 from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import judge_facts
-from vllm_headroom_tools.versions import OLDEST, Version, parse_version
+from vllm_headroom_tools.versions import OLDEST_SUPPORTED, Version, parse_version
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_version_is_a_release_or_the_one_before_a_candidate(text: str, version
 
 def test_every_option_has_a_first_version() -> None:
     assert set(FIRST_VERSIONS) == set(Flag)
-    assert min(FIRST_VERSIONS.values()) == OLDEST
+    assert min(FIRST_VERSIONS.values()) == OLDEST_SUPPORTED
 
 
 def test_the_options_are_those_of_vllm() -> None:
@@ -89,7 +89,7 @@ def test_where_nothing_tells_the_version_only_options_that_all_have_are_advised(
 
     assessment = judge_facts(traces.facts(bare(), EngineArgs(sizes_cache_in_bytes=True, kv_cache_memory_bytes=2**36)))
 
-    assert assessment.facts.settings.earliest_version == OLDEST
+    assert assessment.facts.settings.earliest_version == OLDEST_SUPPORTED
     assert [change.flag for advice in assessment.advice for change in advice.changes] == []
     assert any(note.startswith("Left out: kv-cache-memory-bytes") for note in assessment.notes)
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.streaming_server import MODEL, StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
-from vllm_headroom_tools.load.clients import PAUSE_SECONDS, Clients
+from vllm_headroom_tools.load.clients import RETRY_PAUSE_SECONDS, Clients
 from vllm_headroom_tools.load.prompts import PATHS, CompletionApi, build_request_body
 from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import Tally
@@ -158,7 +158,7 @@ def test_a_turn_that_comes_after_the_end_is_not_taken() -> None:
 
 
 def test_a_client_whose_request_did_not_succeed_waits_before_the_next() -> None:
-    seconds = 2.5 * PAUSE_SECONDS
+    seconds = 2.5 * RETRY_PAUSE_SECONDS
     with StreamingServer(lambda _: Way.BUSY) as server:
         (counted,) = step(server, 2, seconds)
 

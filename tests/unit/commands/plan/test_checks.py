@@ -11,7 +11,7 @@ import pytest
 from tests.unit.commands.plan.asked import Answer, estimated, of, plan
 from vllm_headroom_tools.sizing.assumptions import Range, add_independent
 from vllm_headroom_tools.sizing.checks import CheckName, check_start, find_failed_check
-from vllm_headroom_tools.sizing.releases import NEWEST, OLDEST, parse_release
+from vllm_headroom_tools.sizing.releases import NEWEST_MINOR, OLDEST_MINOR, parse_release
 
 Capsys = pytest.CaptureFixture[str]
 HYBRID = "qwen3-next-80b-a3b"
@@ -125,10 +125,10 @@ def test_weights_that_no_card_holds_are_no_matter_of_the_budget() -> None:
 
 
 def test_a_release_that_is_not_known_is_bad_input(capsys: Capsys) -> None:
-    for text in (f"0.{NEWEST + 1}", f"0.{OLDEST - 1}", "1.0", "newest"):
+    for text in (f"0.{NEWEST_MINOR + 1}", f"0.{OLDEST_MINOR - 1}", "1.0", "newest"):
         answer = plan(capsys, *of("llama-3.1-8b"), "--vllm-version", text)
         assert answer.status == 2
-        assert f"accepts a release from 0.{OLDEST} to 0.{NEWEST}" in answer.err
+        assert f"accepts a release from 0.{OLDEST_MINOR} to 0.{NEWEST_MINOR}" in answer.err
 
 
 SMALL_CARD = ("--gpu", "RTX 4090", "--max-model-len", "8192")

@@ -110,7 +110,7 @@ REPEATED_SEGMENT: Final = [{"total_size": 1, "blocks": BLOCKS * 10}] * 100
 def test_a_forged_file_is_one_line_and_runs_nothing(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_file, "MAX_BLOCKS", 1000)
+    monkeypatch.setattr(snapshot_file, "MAX_FILE_BLOCKS", 1000)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "forged").write_bytes(content)
     done = run_command("probe", "snapshot", "forged")
@@ -190,7 +190,7 @@ def test_every_process_that_keeps_a_history_is_asked(folder: Path) -> None:
 
 
 def test_a_process_that_does_not_answer_in_time_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(asking, "SNAPSHOT_SECONDS", 1.0)
 
     def answer_another_request(_: str) -> None:
         answer(folder, 7)

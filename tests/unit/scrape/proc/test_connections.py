@@ -27,7 +27,7 @@ JIFFY_SECONDS = 0.01
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SLOW_SECONDS", SLOW_SECONDS)
+    monkeypatch.setattr(connections, "SLOW_REQUEST_SECONDS", SLOW_SECONDS)
 
 
 class Wire:
@@ -97,7 +97,7 @@ def test_the_newest_slow_request_counts_and_only_of_these_ports(
     older, newer = wires
     older.ask()
     older.waits()
-    monkeypatch.setattr(connections, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "SLOW_REQUEST_SECONDS", 0.0)
     asked = time.monotonic()
     newer.ask()
     waited = find_wait({1, newer.port})

@@ -12,7 +12,7 @@ from tests.fakes.node_tree import UID, NodeTree, write_listening
 from vllm_headroom.model import EngineName, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import node as node_module
 from vllm_headroom.scrape.proc.network import Network, read_network
-from vllm_headroom.scrape.proc.node import MOST_ENGINES, LocatedEngine, NodeProcesses
+from vllm_headroom.scrape.proc.node import MOST_NODE_ENGINES, LocatedEngine, NodeProcesses
 from vllm_headroom.scrape.proc.owners import parse_owner
 from vllm_headroom.scrape.proc.reader import Processes, Scope
 from vllm_headroom.vocabulary import EngineKind, Reason, Source
@@ -261,12 +261,12 @@ def test_a_restart_keeps_the_key_and_a_pod_that_goes_leaves_no_process(node: Nod
 
 
 def test_the_number_of_watched_engines_is_bounded(node: NodeTree) -> None:
-    for number in range(MOST_ENGINES + 2):
+    for number in range(MOST_NODE_ENGINES + 2):
         node.add_pod(number, 1000 + number, *SERVER, address=f"10.244.2.{number}")
 
     kinds = [engine.kind for engine in find(node)]
 
-    assert (kinds.count(EngineKind.WATCHED), kinds.count(EngineKind.UNREADABLE)) == (MOST_ENGINES, 2)
+    assert (kinds.count(EngineKind.WATCHED), kinds.count(EngineKind.UNREADABLE)) == (MOST_NODE_ENGINES, 2)
 
 
 def test_of_several_interfaces_the_one_with_the_default_route_is_used(node: NodeTree) -> None:
