@@ -135,7 +135,11 @@ def size_setting(
     example: str = "",
     shown_default: str = "",
 ) -> Any:  # noqa: ANN401 - as pydantic's Field
-    """Declare a size; if it has no default, the help shows `example` as an accepted size."""
+    """Declare a setting that holds a size.
+
+    If the setting has no default, the help shows `example` as an accepted size. Raises ValueError
+    if `default` is not a size.
+    """
     return setting(
         None if default is None else parse_size(default),
         description,

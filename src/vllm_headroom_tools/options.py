@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_headroom.config import Settings
 
 T = TypeVar("T")
-Number = TypeVar("Number", int, float)
+AnyNumber = TypeVar("AnyNumber", int, float)
 MAX_WHOLE_NUMBER: Final = 2**53
 """A float represents every integer up to this number exactly."""
 
@@ -64,10 +64,10 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
         return self.read(text)
 
 
-def bounded(read: Callable[[str], Number], low: float, high: float) -> Callable[[str], Number]:
+def bounded(read: Callable[[str], AnyNumber], low: float, high: float) -> Callable[[str], AnyNumber]:
     """Return a function that parses a number; it raises ValueError outside `low` to `high`."""
 
-    def read_bounded(text: str) -> Number:
+    def read_bounded(text: str) -> AnyNumber:
         """Return the number; raise ValueError if it is out of bounds."""
         number = read(text)
         if not low <= number <= high:
