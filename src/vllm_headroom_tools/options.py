@@ -64,7 +64,9 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
         return self.read(text)
 
 
-def bounded(read: Callable[[str], AnyNumber], low: float, high: float) -> Callable[[str], AnyNumber]:
+def bounded(
+    read: Callable[[str], AnyNumber], low: float, high: float
+) -> Callable[[str], AnyNumber]:
     """Return a function that parses a number; it raises ValueError outside `low` to `high`."""
 
     def read_bounded(text: str) -> AnyNumber:
