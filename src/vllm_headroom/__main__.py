@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _is_command_name(word: str) -> bool:
-    """Return whether the first word is neither an option nor the engine's URL."""
+    """Return whether the first word is a command's name, and not an option or the engine's URL."""
     return not word.startswith("-") and "://" not in word
 
 

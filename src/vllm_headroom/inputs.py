@@ -274,7 +274,7 @@ def describe_refused(
 
 
 def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -> str:
-    """Return the line that refuses a name not in `names`, with similar names, if any.
+    """Return the line that refuses a name not in `names`; it suggests any similar names.
 
     The line does not show the value, which may be a secret under a misspelled name.
     """

@@ -14,7 +14,7 @@ Reading a pipe that has no writer would block forever.
 """
 
 CHUNK_BYTES: Final = 2**20
-"""The maximum number of bytes read at once."""
+"""The maximum number of bytes per read call."""
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:

@@ -1,6 +1,6 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
-A size is a number with a unit of bytes. A number without a unit is in bytes, and is accepted only
+A size is a number with a unit of bytes. A number without a unit is in bytes. It is accepted only
 from 1 MiB on, because a smaller number is unlikely to be meant in bytes: `80` may mean 80 GiB.
 """
 

@@ -190,7 +190,7 @@ class ServerAnswer(StrEnum):
     """How the engine's server answers requests other than for its metrics page."""
 
     HEALTHY = "healthy"
-    """`/health` answers 200 or, if there is no `/health`, `/v1/models` or `/load` does."""
+    """`/health` answers 200. If there is no `/health`, `/v1/models` or `/load` answers 200."""
 
     UNHEALTHY = "unhealthy"
     """`/health` reports an error in the server, as vLLM's does once its engine has died."""
@@ -199,7 +199,7 @@ class ServerAnswer(StrEnum):
     """Nothing answers."""
 
     UNCLEAR = "unclear"
-    """The answer shows neither health nor a fault of the server, as with a login page."""
+    """The answer does not show whether the server is healthy, as with a login page."""
 
 
 class IncidentKind(StrEnum):

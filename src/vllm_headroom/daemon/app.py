@@ -107,8 +107,8 @@ def prepare_process() -> None:
     """Configure the process: who may write to its files, and how it frees memory."""
     forbid_writing_by_others()
     # Only glibc has this function. By default, glibc raises the threshold when a large block is
-    # freed: without this call, a single page of 4 MiB left 13 MiB in use. An explicitly set
-    # threshold does not change.
+    # freed. Because of this, a single page of 4 MiB left 13 MiB in use. An explicitly set threshold
+    # does not change.
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 

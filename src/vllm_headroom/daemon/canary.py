@@ -126,5 +126,6 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
     if not engines:
         return None
     is_idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
-    # If the gauges are stale, the next request updates them; if they are not, it detects the hang.
+    # If the gauges are stale, the next request updates the gauges. Otherwise, the request detects
+    # the hang.
     return engines[0].model_name if is_idle or is_doubted else None

@@ -94,7 +94,7 @@ class Evictor:
         uid: str = "",
         clock: Clock,
     ) -> None:
-        """`uid` is the pod's UID; empty for this process's own pod, whose name is certain."""
+        """`uid` is the pod's UID; empty for this process's own pod, because its name is certain."""
         self._api = api
         self._policy = policy
         self._clock = clock
@@ -313,9 +313,9 @@ class Evictor:
     async def _read_lease(self) -> Object:
         """Return the Lease if it is free or held by this pod; an empty object if there is none.
 
-        A Lease counts as expired once this pod has seen it unchanged for its entire duration, so
-        the clocks of two machines are never compared. Raises NotNowError while another pod holds
-        it.
+        A Lease counts as expired if this pod has seen no change to it during its entire duration.
+        The clocks of two machines are therefore never compared. Raises NotNowError while another
+        pod holds it.
         """
         try:
             lease = await self._ask("GET", f"{self._leases_path}/{self._lease_name}")

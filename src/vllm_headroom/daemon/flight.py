@@ -141,7 +141,8 @@ class RecentReadings:
             for xid, count in gpu.reading.xid_errors
         }
         previous_counts = self._xid_counts
-        # A GPU that is missing for one tick keeps its counts, so that they are not reported again.
+        # The counts of a GPU that is missing for one tick are kept, so that its errors are not
+        # reported again.
         self._xid_counts = {**(previous_counts or {}), **counts}
         if previous_counts is None:  # It is unknown when the errors counted so far occurred.
             return

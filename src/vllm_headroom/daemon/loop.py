@@ -23,8 +23,8 @@ library twice.
 """
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
-"""NVML errors that last as long as the container: 18 always, and 17 or 999 if every GPU returns it
-(nvidia-container-toolkit#48).
+"""NVML errors that last until the container is replaced. Error 18 always does. Errors 17 and 999 do
+if every GPU returns the error (nvidia-container-toolkit#48).
 """
 
 LEAST_SILENCE_SECONDS: Final = 3.0
@@ -136,8 +136,8 @@ class GraceTime:
     def update(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure, now_seconds: float) -> bool:
         """Add the GPUs of a tick; return whether they have been failing for the whole grace time.
 
-        Only failures that last as long as the container count. `now_seconds` is on the monotonic
-        clock.
+        Only failures that last until the container is replaced are counted. `now_seconds` is on the
+        monotonic clock.
         """
         if not isinstance(gpus, Failure) or gpus.reason not in FATAL:
             self._failing_since_seconds = None

@@ -83,7 +83,7 @@ class Mappings:
         """The process that is being read, and the future for its sizes; None between readings."""
 
     def step(self, snapshot: Snapshot, values: Values) -> None:
-        """Store what was read since the last step, and begin the next reading that is due.
+        """Store what was read since the last step, and begin the next reading if one is due.
 
         Does nothing while the engine is out of service, or if its processes could not be read.
         """
@@ -152,7 +152,7 @@ class Mappings:
         return None
 
     def _add_reading(self, name: ProcessName, role: Role, snapshot: Snapshot, sizes: Sizes) -> None:
-        """Add a reading to those of its process; `sizes` is empty if it could not be read."""
+        """Add a reading of a process; `sizes` is empty if the process could not be read."""
         now_seconds = round(snapshot.time_seconds, 3)
         growth = self._growths.get(name)
         # A first reading that failed is replaced by the next one.

@@ -401,7 +401,7 @@ class NodeWatch:
         engines: list[WatchedEngine],
         engine_samples: list[tuple[Sample, ...]],
     ) -> Published:
-        """Return all samples; those of a GPU held by an engine appear only with that engine."""
+        """Return all samples; a GPU held by an engine has samples only with the engine's labels."""
         owned_uuids = set[str]()
         for engine in engines:
             owned_uuids |= engine.list_owned()

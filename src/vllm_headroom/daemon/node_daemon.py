@@ -260,8 +260,8 @@ class NodeDaemon:
     def _build_processes(self, located: LocatedEngine) -> Processes:
         """Return the reader of an engine's processes.
 
-        The processes are searched for in the engine's pod or unit or, for an engine named by its
-        URL, among all processes.
+        Usually, only the processes of the engine's pod or unit are searched. For an engine that is
+        named by its URL, all processes are searched.
         """
         if self._processes is None:
             is_local = is_here(httpx.URL(located.page_url).host)

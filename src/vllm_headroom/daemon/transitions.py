@@ -46,7 +46,7 @@ by the engine's container must not fill the log.
 """
 
 FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
-"""The time after which a logged probe whose file is gone is forgotten."""
+"""The time after which a logged probe is forgotten if its file is gone."""
 
 DISAGREEING_SECONDS: Final = 60.0
 """How long the log must disagree with the probe or the page before this is reported, because after
@@ -90,7 +90,7 @@ class Transitions:
     def report_leaks(self, values: Values) -> None:
         """Log when the leak detector begins or ceases to find growth in a GPU or host memory.
 
-        States in which the detector cannot reach a verdict are neither logged nor remembered.
+        While the detector cannot reach a verdict, nothing is logged, and the last state is kept.
         """
         gpu_states = values.find_all(catalog.LEAK_STATE)
         host_states = values.find_all(catalog.HOST_LEAK_STATE)

@@ -90,7 +90,7 @@ GRID_PARTS: Final = 4
 """The number of parts into which grid lines divide a figure's height (our choice)."""
 
 ROUND_DIGITS: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.5, 8.0, 10.0)
-"""The leading digits of round numbers whose quarters, halves and multiples are easy to read."""
+"""The leading digits of round numbers. Their quarters, halves and multiples are easy to read."""
 
 TICK_SECONDS: Final = (
     *(60.0 * minutes for minutes in (1, 2, 5, 10, 15, 30)),

@@ -303,7 +303,7 @@ def _choose_past(known_seconds: float, left_seconds: float) -> float:
 
 
 def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
-    """Yield the times of all alarms, except those of other GPUs."""
+    """Yield the times of all alarms, except alarms about other GPUs."""
     for event in view.history.events:
         is_of_this_gpu = event.text.startswith(f"{room.subject} ")
         is_of_no_gpu = not event.text.startswith("GPU ")

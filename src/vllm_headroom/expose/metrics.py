@@ -187,7 +187,7 @@ class MetricsPage:
         return _AGE_LINE.sub(age_line.encode(), page, count=1)
 
     def _encode_page(self, encode: Encode, content_type: str) -> bytes:
-        """Return the encoded page, encoding only the families whose samples have changed."""
+        """Return the encoded page; encode a family again only if its samples have changed."""
         families = self._families.setdefault(content_type, {})
         parts = []
         for metric, samples in self._collector.group_samples():

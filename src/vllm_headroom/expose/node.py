@@ -79,7 +79,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
 
 
 def list_engine_names(name: EngineName) -> tuple[str, ...]:
-    """Return the names by which an engine can be selected, the usual one first."""
+    """Return the names by which an engine can be selected, the usual name first."""
     if name.pod is not None and name.container:
         return name.text, f"{name.text}/{name.container}"
     return (name.text,)
@@ -199,8 +199,8 @@ def render_node(view: NodeView) -> str:
         reason = escape_text(view.stall_reason)
         stall = f"<p class=notice>The daemon does not sample: {reason}; all below is old.</p>"
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
-    # The page is reloaded no more often than people can read it and no more often than there are
-    # new samples.
+    # Reloading the page more often would not leave enough time to read it, or would show the same
+    # sample again.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     engine_count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     return (

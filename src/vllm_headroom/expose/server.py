@@ -29,8 +29,8 @@ that sends its cookies for the host sends a few thousand.
 
 MOST_CONNECTIONS: Final = 256
 """The maximum number of open connections. A sidecar has few scrapers. To make room for another
-connection, the server closes the one that has been waiting for its client the longest, or cancels
-the oldest handshake or password check.
+connection, the server closes the connection that has been waiting for its client the longest. To
+make room for another handshake, it cancels the oldest handshake or password check.
 """
 
 SLOW_CLIENT_SECONDS: Final = 1.0
@@ -264,7 +264,7 @@ class Connection(asyncio.Protocol):
         return self.phase in (Phase.HEAD, Phase.IDLE)
 
     def abandon(self) -> None:
-        """Forget the transport of a connection whose opening was cancelled; uvloop closes it.
+        """Forget the transport after opening the connection was cancelled; uvloop closes it.
 
         The connection may have been made, and a request read, in the same iteration of the event
         loop.

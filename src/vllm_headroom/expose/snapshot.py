@@ -34,7 +34,7 @@ AT_THE_SCRAPE: Final = (
     catalog.WEB_CONFIG_RELOAD,
     catalog.ENGINES,
 )
-"""Metrics whose names are not keys in the document. It shows the first three as `version`,
+"""Metrics without a key named after them in the document. It shows the first three as `version`,
 `age_seconds` and `last_incident`.
 """
 

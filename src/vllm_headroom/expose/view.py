@@ -44,7 +44,8 @@ MOST_CURVE_GPUS: Final = 64
 """The maximum number of GPUs, or parts of GPUs, with curves (our choice)."""
 
 MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 3
-"""There are two curves per GPU, plus those of the host, the running requests and the KV cache."""
+"""There are two curves per GPU, and one each for the host, the running requests and the KV cache.
+"""
 
 MOST_HISTORY_EVENTS: Final = 50
 """The number of events kept (our choice). The page shows the newest ten, and the snapshot shows
@@ -192,9 +193,12 @@ class _Rings:
 class History:
     """The curves of the last day and week, the newest events, and how long starts took.
 
-    A day curve has one point per minute, and a week curve one per ten minutes. The curves are each
-    GPU's lowest free memory, its lowest free memory at the peaks between samples, the host's lowest
-    free memory, the highest number of running requests, and the highest KV cache usage.
+    A day curve has one point per minute, and a week curve one per ten minutes. These are the
+    curves:
+    - Each GPU's lowest free memory in samples, and at the usage peaks between samples.
+    - The host's lowest free memory.
+    - The highest number of running requests.
+    - The highest KV cache usage.
     """
 
     def __init__(self) -> None:
@@ -238,10 +242,12 @@ class History:
     def read_curve(self, name: str, past_seconds: float | None = None) -> Curve:
         """Return one curve, from its first known value; empty if nothing is known.
 
-        The names are `free UUID` and `peak UUID` for a GPU's free memory in bytes, `host` for the
-        host's, `running` for the number of running requests, and `kv_cache` for the usage of the
-        fullest KV cache as a ratio. The result is the week curve if `past_seconds` is more than a
-        day, and the day curve otherwise.
+        The result is the week curve if `past_seconds` is more than a day, and the day curve
+        otherwise. The names of the curves:
+        - `free UUID` and `peak UUID`: a GPU's free memory in bytes.
+        - `host`: the host's free memory in bytes.
+        - `running`: the number of running requests.
+        - `kv_cache`: the usage of the fullest KV cache, as a ratio.
         """
         if past_seconds is not None and past_seconds > DAY_SECONDS:
             return self._week.read(name)

@@ -1,4 +1,4 @@
-"""State files, each of which is always replaced as a whole."""
+"""State files; each write replaces an entire file."""
 
 import errno
 import hashlib
@@ -48,8 +48,8 @@ class StateFile(Generic[T]):
         """What the operator loses if the file is unusable, as a clause for the log."""
         self._value_type = value_type
         # msgspec completes a type when it is first used. If two threads do this at the same time,
-        # as for the files of two engines, the process crashes with SIGSEGV (0.22), so it is done
-        # here, when the module is imported.
+        # as for the files of two engines, the process crashes with SIGSEGV (0.22). Therefore, the
+        # types are completed here, when the module is imported.
         msgspec.json.Decoder(value_type)
         self._format_number = format_number
 

@@ -13,7 +13,8 @@ class FolderLock:
 
     The folder itself is locked rather than a file in it, because a lock file could be replaced and
     needs space on the volume. If the folder cannot be opened, or its file system does not support
-    locks, this process counts as its owner, because keeping the state is more important.
+    locks, this process counts as the folder's owner. Keeping the state is more important than the
+    lock.
     """
 
     def __init__(self) -> None:

@@ -17,9 +17,9 @@ from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
-"""The longest gap after which the request count alone can identify the run. Growth is judged after
-ten minutes of work, and a new engine needs longer than this gap to start and to finish as many
-requests as in ten minutes of work.
+"""The longest gap after which the request count alone can identify the run. When growth is judged,
+an engine has worked for ten minutes. Within this gap, a new engine cannot start and finish as many
+requests as the former one did in that time.
 """
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
@@ -33,8 +33,8 @@ same length of time.
 """
 
 FUTURE_SECONDS: Final = 300.0
-"""The maximum expected difference between the clocks of two machines. A file whose time is further
-in the future is refused, because its age is unknown.
+"""The maximum expected difference between the clocks of two machines. If a file is from further in
+the future, it is refused, because its age is unknown.
 """
 
 UNUSABLE_COUNT: Final = (
@@ -91,9 +91,9 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> str | None:
     """Return why the running engine is not in the saved run; None if it is the same run.
 
-    If the engine does not report its start time, its request count decides: the count must not be
-    lower than the saved count, and the time since the state was saved, `gap_seconds`, must be
-    short.
+    `gap_seconds` is the time since the state was saved. If the engine does not report its start
+    time, the gap must be short, and the number of finished requests must not be lower than the
+    saved number.
     """
     if current.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"

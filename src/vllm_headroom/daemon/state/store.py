@@ -214,7 +214,7 @@ class StateKeeper:
         return value
 
     async def _write(self, file: StateFile[T], value: T, timeout_seconds: float) -> None:
-        """Write a file, unless the old one must be read or set aside first."""
+        """Write a file; do nothing if the old file must be read or set aside first."""
         if file.name not in self._unread_names:
             await self._try(file.name, partial(file.write, self._folder, value), timeout_seconds)
 

@@ -43,7 +43,8 @@ CLIENT_AUTH: Final = {
 TLS_VERSIONS: Final = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _BCRYPT: Final = re.compile(r"\$2[aby]?\$(?:0[4-9]|1[0-6])\$[./A-Za-z0-9]{53}", re.ASCII)
 """A bcrypt hash with a cost from 4 (the minimum) to 16. Each increment of the cost doubles the time
-of a check, from 4 s at cost 16 to a day at cost 31, during which no other login is checked.
+of a check. It takes 4 s at cost 16, and a day at cost 31. No other login is checked during that
+time.
 """
 
 _FILE_KEYS: Final = ("cert_file", "key_file", "client_ca_file")
@@ -165,7 +166,7 @@ def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
 
 
 def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
-    """Return the meaning of this key's value; without a value, that of the default.
+    """Return the meaning of this key's value, or of the default if the key has no value.
 
     Returns None if the value is not one of the accepted ones.
     """

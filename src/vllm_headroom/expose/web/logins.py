@@ -19,8 +19,8 @@ cost takes 60 ms, so only many guesses from other clients can delay a login this
 """
 
 REST_FACTOR: Final = 4
-"""The pause after a wrong password, as a multiple of the time that its check took, so that guesses
-use at most a fifth of a core.
+"""The pause after a wrong password, as a multiple of the time that its check took. With this pause,
+guesses use at most a fifth of a core.
 """
 
 MOST_WAITING_LOGINS: Final = 256
@@ -248,8 +248,8 @@ def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
 
     Otherwise, the timing would reveal which names exist. A check at one cost takes twice as long as
     a check at the next lower cost. After a wrong password, one more check is made at each cost from
-    that of `password_hash` up to the second highest. Together, all checks take as long as one check
-    at the highest cost.
+    the cost of `password_hash` up to the second highest cost. Together, all checks take as long as
+    one check at the highest cost.
     """
     if _is_right(password, password_hash.encode()):
         return True

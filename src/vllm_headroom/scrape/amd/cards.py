@@ -45,14 +45,12 @@ DRM_FOLDER: Final = "class/drm"
 TOPOLOGY_FOLDER: Final = "class/kfd/kfd/topology"
 
 TEMPERATURE_FILES: Final = ("temp1_input", "temp2_input")
-"""The edge temperature sensor or, if the card has none (as from the MI200 on), the junction
-temperature sensor.
+"""The edge temperature sensor. Cards from the MI200 on do not have this sensor, so the junction
+temperature sensor is used.
 """
 
 POWER_FILES: Final = ("power1_average", "power1_input")
-"""The average power sensor or, if the card has none, the current power sensor. A card has one of
-the two.
-"""
+"""The sensors for the average power and for the current power. A card has one of the two."""
 
 _CARD_NAME: Final = re.compile(r"card\d+")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -106,8 +104,8 @@ class AmdCard(Struct, frozen=True, kw_only=True):
 def find_cards(sys: str) -> dict[str, AmdCard]:
     """Return the driver's cards by UUID; empty if there are none.
 
-    The cards are ordered by PCI address, not by DRM number. A card whose unique id is missing or
-    shared gets a UUID derived from its PCI address.
+    The cards are ordered by PCI address, not by DRM number. If a card's unique id is missing or
+    shared, its UUID is derived from its PCI address.
     """
     folders = _find_folders(sys)
     kfd = _read_nodes(sys, folders.keys())

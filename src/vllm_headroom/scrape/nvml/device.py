@@ -428,8 +428,8 @@ class NvmlDevice:
             if session.has_single_gpu and is_unsupported:
                 return self._read_unified_memory(part)
             return None
-        # A GPU-sharing library can report values below zero (Project-HAMi/HAMi-core#200), in which
-        # case none of the values is reliable.
+        # A GPU-sharing library can report values below zero (Project-HAMi/HAMi-core#200). In that
+        # case, none of the values is reliable.
         is_overflown = max(info.used, info.free) > info.total
         if is_overflown or info.total > MAX_DEVICE_BYTES:
             return None

@@ -226,8 +226,8 @@ class Nvml:
     ) -> tuple[GpuReading, ...]:
         """Return the readings of the GPUs that were read, and failed readings of all others.
 
-        A GPU that failed or is no longer listed by NVML gets a failed reading for each of its MIG
-        instances, or one for the whole GPU if it has none.
+        A GPU gets failed readings if it failed or NVML no longer lists it. There is one failed
+        reading for each MIG instance or, without MIG instances, one for the whole GPU.
         """
         # A GPU that falls off the bus is not listed after the next init. Without this code, its
         # series would simply end.
@@ -434,8 +434,7 @@ class Lane:
         finished = self._worker.begin(run)
         previous_count = -1
         try:
-            # The loop keeps waiting as long as at least one more call returns within its time
-            # limit.
+            # The loop continues only if at least one more call has returned within its time limit.
             while previous_count < len(outcomes) and not finished.done():
                 previous_count = len(outcomes)
                 share_seconds = deadline - read_loop_seconds()

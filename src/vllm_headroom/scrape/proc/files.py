@@ -184,8 +184,8 @@ def read_entry(
 
     `previous` is the last result for this pid. It is returned again if the process and its command
     line cannot have changed. Also returns None if the process cannot be read for another reason,
-    with two exceptions that raise OSError: the daemon lacks a resource, or `is_engine` is set
-    because this is a process of the engine. In both cases, the process may still be running.
+    with two exceptions. If the daemon lacks a resource, or if the process belongs to the engine
+    (`is_engine`), raises OSError, because the process may still be running.
     """
     try:
         stat = _read_stat(proc, pid)

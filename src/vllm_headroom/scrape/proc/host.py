@@ -83,9 +83,9 @@ def _read_lines(path: Path) -> list[str]:
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a process's cgroup.
 
-    The values are those of the cgroup with the lowest limit, among the process's cgroup and its
-    ancestors. A limit that is not below the machine's memory is ignored. Returns None if the cgroup
-    is not visible, does not list the process, or cannot be read.
+    Among the process's cgroup and its ancestors, the cgroup with the lowest limit provides the
+    values. A limit that is not below the machine's memory is ignored. Returns None if the cgroup is
+    not visible, does not list the process, or cannot be read.
     """
     try:
         membership = read_content(proc / str(pid) / "cgroup").decode(errors="replace")
@@ -243,8 +243,8 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
 def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
     """Return the lowest limit in bytes of a cgroup and its ancestors, with the folder that sets it.
 
-    Returns None if no cgroup has a limit. Raises OSError if a limit cannot be read, unless the file
-    is missing or access to it is denied.
+    Returns None if no cgroup has a limit. A limit is ignored if its file is missing or access to it
+    is denied. Raises OSError if a limit cannot be read for any other reason.
     """
     mount = cgroup.mount
     limits: list[tuple[int, Path]] = []

@@ -191,7 +191,7 @@ class NodeProcesses:
         return (self._monotonic() - last_seconds) / self._rescan_seconds
 
     def _find_engines(self) -> tuple[LocatedEngine, ...]:
-        """Return the engines that /proc shows now, of which at most MOST_NODE_ENGINES are watched.
+        """Return the engines that /proc shows now; at most MOST_NODE_ENGINES of them are watched.
 
         Raises OSError if there is no /proc.
         """
@@ -409,7 +409,7 @@ def _refuse(engine: LocatedEngine, problem: str) -> LocatedEngine:
 
 
 def _limit(engines: list[LocatedEngine]) -> tuple[LocatedEngine, ...]:
-    """Return the engines, of which at most MOST_NODE_ENGINES are watched."""
+    """Return the engines; mark those beyond MOST_NODE_ENGINES as not watched."""
     limited: list[LocatedEngine] = []
     watched = 0
     # The engines are sorted, so that the same engines are watched on every tick.

@@ -406,8 +406,8 @@ class Processes:
         """
         changed_processes = self._scan(pids)
         # Choosing the engine requires walking over all processes. On a busy machine, some process
-        # starts or exits on every tick, so the engine is chosen again only if a change may concern
-        # an engine.
+        # starts or exits on every tick. Therefore, the engine is chosen again only if a change may
+        # concern an engine.
         concerns_engine = any(self._may_concern_engine(process) for process in changed_processes)
         if concerns_engine or page != self._page:
             self._page = page
@@ -566,8 +566,8 @@ class Processes:
         wait_seconds = None
         waiting_requests = None
         # Only the first API server gets these values. The machine's pressure and the connections to
-        # the engine's ports do not belong to a single process, and if several servers had them,
-        # they would be added up.
+        # the engine's ports do not belong to a single process. If several servers had these values,
+        # the values would be added up.
         if entry.pid == self._find_first_server():
             cpu_pressure_ratio = read_cpu_pressure(self._proc)
             if proc_files.has_same_network(self._proc, entry.pid, default=False):
@@ -650,8 +650,8 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
 def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
     """Return the pids of cores and workers left behind by an engine that was never observed.
 
-    Processes of the watched engine are left out. So are Ray's actors, whose parent is always Ray's
-    daemon, and processes of a family whose API server is still running.
+    Processes of the watched engine are left out. So are Ray's actors, because their parent is
+    always Ray's daemon, and processes that belong to a running API server.
     """
     # A family with an adopted API server is still serving.
     serving_families = {
@@ -861,7 +861,7 @@ def _is_ray_actor(process: ProcEntry) -> bool:
 
 
 def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
-    """Return the roots of each engine among `tops`, some of which may not belong to any engine.
+    """Return the roots of each engine among `tops`; some of `tops` may not belong to an engine.
 
     A server is the only root of its engine, and so is a supervisor's rank. Other processes with the
     same parent and process group are the roots of one engine. If there is also a server or rank,

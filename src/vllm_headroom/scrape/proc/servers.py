@@ -29,14 +29,14 @@ class ServerKind(Struct, frozen=True, kw_only=True):
     scripts: tuple[str, ...] = ()
     """The path suffixes of scripts that start the server."""
     default_port: int
-    """The port if neither an option nor the environment variable sets one."""
+    """The port if it is not set by an option or by the environment variable."""
     port_options: tuple[str, ...] = ("--port",)
     port_variable: str = ""
     """The environment variable that sets the port if no option does."""
     page_path: str = "/metrics"
     """The path of the server's metrics page."""
     options_hiding_port: frozenset[str] = frozenset()
-    """Options that make the port unknown, unless a port option is also given."""
+    """With one of these options and without a port option, the port is unknown."""
     titles: tuple[tuple[str, Role], ...] = ()
     """The title prefixes of the server's processes, with their roles. Like process names, they have
     at most 15 characters. The first match is used.
@@ -177,7 +177,7 @@ def find_default_port(command: CommandLine) -> int | None:
 def _strip_interpreter(command: CommandLine) -> CommandLine:
     """Return the script or module that an interpreter's command line runs, with its arguments.
 
-    If the interpreter runs neither, the result is a single empty argument.
+    If the interpreter does not run a script or module, the result is a single empty argument.
     """
     position = 1
     while position < len(command):
