@@ -183,7 +183,7 @@ class Batch:
         return 1
 
     def _admit_resumed(self, order: Any) -> None:  # noqa: ANN401
-        """Follow requests that resume after a preemption anew, because they start over."""
+        """Follow resumed requests from the start, because a preemption has reset them."""
         resumed_ids = getattr(order.scheduled_cached_reqs, "resumed_req_ids", ())
         for request_id in resumed_ids:
             self._prompts[request_id] = Prompt(None, has_logprobs=False)

@@ -87,8 +87,8 @@ def start(name: str, argv: Sequence[str]) -> NoReturn:
     """Run the named command, and exit the process with the command's exit status.
 
     An exception escapes from this function only if the program has a bug. The process exits without
-    waiting for its threads: a thread may hang for 10 s (measured) on a resolver that does not
-    respond, and SIGTERM must not be delayed by that.
+    waiting for its threads, because SIGTERM must not be delayed by a thread that hangs. A resolver
+    that did not respond delayed a thread by 10 s.
     """
     status = _find_and_execute(name, argv)
     logging.shutdown()
@@ -96,7 +96,7 @@ def start(name: str, argv: Sequence[str]) -> NoReturn:
 
 
 def _find_and_execute(name: str, argv: Sequence[str]) -> int:
-    """Run a command, or print the version; return the exit status, 2 for an unknown command."""
+    """Run a command or print the version; return the exit status (2 for an unknown command)."""
     if name not in COMMANDS:
         return refuse([describe_unknown(repr(name), COMMANDS, "a command")], PROGRAM, argv)
     # The first word cannot be the value of an option, so no parser needs to be imported.
@@ -143,7 +143,7 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
 
 
 def _write_lines(report: Report) -> None:
-    """Write a report line by line, because its last lines may take long to compute.
+    """Write a report line by line, because the last lines may take a long time to compute.
 
     The colour of the headline depends on the verdict.
     """
@@ -174,7 +174,7 @@ def _write_envelope(report: Report, name: str) -> None:
 
 
 def build_parser(command: Command, name: str) -> Parser:
-    """Build the parser of a command's options; the help of the daemon also lists all commands."""
+    """Build the parser of a command's options; for the daemon, its help also lists all commands."""
     parser = Parser(f"{PROGRAM} {name}", _read_version)
     parser.usage = command.usage
     parser.description = command.description
@@ -229,8 +229,8 @@ def save_lines(
 ) -> None:
     """Write a file line by line, because it may be larger than memory.
 
-    Raises BadInput if the file cannot be written, or if it is one of the inputs, which would be
-    overwritten. The message has `option` before the file's name.
+    Raises BadInput if the file cannot be written. To protect the inputs, it also raises BadInput if
+    the file is one of them. In the message, `option` precedes the file's name.
     """
     try:
         if _is_one_of(file, inputs):

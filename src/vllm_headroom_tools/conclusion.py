@@ -7,8 +7,8 @@ from typing import Any, Final
 from msgspec import Struct, to_builtins
 
 SCHEMA: Final = "https://vllm-headroom.github.io/vllm-headroom/schemas/{}-1.json"
-"""The schema's name, with a placeholder for the command. Nothing fetches this URL; the schemas are
-in the folder `schemas`.
+"""The name of a report's JSON schema, with a placeholder for the command. Nothing fetches this URL;
+the schemas are in the folder `schemas`.
 """
 
 
@@ -57,7 +57,8 @@ class Report(Struct, frozen=True, kw_only=True):
     """The report as text."""
 
     exit_status: int | None = None
-    """Overrides the verdict's exit status, for a command that only reports; None keeps that status.
+    """The exit status that replaces the verdict's, for a command that only reports. None means that
+    the verdict determines the exit status.
     """
 
     @property

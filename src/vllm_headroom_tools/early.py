@@ -34,14 +34,14 @@ def require_open_files() -> None:
 
 
 def exit_on_signals(status: int | None) -> None:
-    """Make SIGINT and SIGTERM end the process at once, without a traceback.
+    """Make SIGINT and SIGTERM end the process immediately, without a traceback.
 
     The process exits with `status`. If `status` is None, the signal itself ends the process, so
     that a shell sees which signal ended it.
     """
 
     def exit_now(number: int, _frame: object) -> None:
-        """End the process at once, with `status` or as the signal would have."""
+        """End the process immediately: with `status` or, if it is None, by the signal itself."""
         if status is not None:
             os._exit(status)
         signal.signal(number, signal.SIG_DFL)
@@ -56,8 +56,8 @@ def exit_on_signals(status: int | None) -> None:
 def open_closed_streams() -> None:
     """Connect each standard stream that was closed when the process started to /dev/null.
 
-    Otherwise the next opened file would get the stream's file descriptor, and output to the stream
-    would be written to that file.
+    Otherwise, the next file to be opened would get the closed stream's file descriptor, and output
+    to this stream would be written to that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -19,7 +19,7 @@ MOST_SHOWN_NAMES: Final = 20
 
 
 def choose_engine(names: Collection[str], wanted: str | None) -> str:
-    """Return the one engine that matches the wanted name, or the only engine if there is no name.
+    """Return the engine that matches the wanted name; without a name, return the only engine.
 
     `names` are full names: NAMESPACE/POD/CONTAINER, a unit or a URL. The wanted name may omit the
     container. Raises BadInput with a list of names unless exactly one engine matches.
@@ -43,7 +43,7 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
 
 
 def name_labels(labels: Mapping[str, Any]) -> str:
-    """Return the full name of an engine from the labels of its series or of its document."""
+    """Return the full name of an engine, given the labels of its series or of its document."""
     if labels.get("pod"):
         parts = (labels.get("namespace"), labels["pod"], labels.get("container"))
         return "/".join(str(part) for part in parts if part)

@@ -35,7 +35,7 @@ def parse_engine_log(lines: Iterator[bytes], expected: str = "a log of an engine
 
 
 def find_decisive_start(starts: Iterable[EngineStart]) -> EngineStart:
-    """Return the start to judge: the newest failed one, else the newest; there must be one."""
+    """Return the newest start that failed, or else the newest; `starts` must not be empty."""
     newest_first = sorted(starts, key=lambda start: start.first_line, reverse=True)
     for start in newest_first:
         if start.root_failure is not None:

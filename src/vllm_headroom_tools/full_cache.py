@@ -1,4 +1,4 @@
-"""Find out when a KV cache is full, and when that is harmful."""
+"""Find out when a KV cache is full, and when a full cache is harmful."""
 
 from typing import Final
 
@@ -19,19 +19,22 @@ HeadroomKvCacheThrashing).
 """
 
 HURTING_PREEMPTIONS: Final = 0.1
-"""The number of preemptions per finished request from which preemption is harmful; 0.01 is harmless
-(runbook HeadroomKvCacheThrashing).
+"""Preemption is harmful if there are at least this many preemptions per finished request; 0.01 is
+harmless (runbook HeadroomKvCacheThrashing).
 """
 
 WAITING_REQUESTS: Final = 10
 """The smallest number of waiting requests that counts as a queue (alert HeadroomQueueBacklog)."""
 
 ROOMY_RATIO: Final = 0.7
-"""Our choice: while KV cache usage is below this ratio, requests wait for some other reason."""
+"""Our choice: if requests wait while KV cache usage is below this ratio, the cache is not the
+reason.
+"""
 
 COLLAPSE_RATIO: Final = 0.5
 """Our choice: a cache collapses if at least this share of the running requests returns to the queue
-at once. If vLLM only preempts the newest request now and then, the others keep running.
+at the same time. If vLLM only preempts the newest request from time to time, the other requests
+keep running.
 """
 
 COLLAPSE_GAP_SECONDS: Final = 900.0
@@ -40,8 +43,8 @@ comparison, with 18 requests of 80,800 tokens, collapses were 200 s apart (discu
 """
 
 SHORTEST_THRASH_SECONDS: Final = 120.0
-"""Our choice: a shorter sequence of collapses is treated as an accident. Collapses that follow each
-other within minutes show that the same requests fill the cache again.
+"""Our choice: a sequence of collapses that is shorter than this is treated as an accident. A longer
+sequence shows that the same requests fill the cache again and again.
 """
 
 
@@ -66,7 +69,8 @@ class ThrashFacts(Struct, frozen=True, kw_only=True):
     times: int
     # The time from the first collapse to the last.
     seconds: float
-    # The number of requests that went back to the queue, and the number that finished meanwhile.
+    # The number of requests that went back to the queue, and the number of requests that finished
+    # in the meantime.
     returned: float
     finished: float
     # The smallest number of running requests before a collapse, and the largest number of cache
@@ -76,7 +80,7 @@ class ThrashFacts(Struct, frozen=True, kw_only=True):
 
 
 class CollapseHistory:
-    """Finds the collapses of a KV cache: when it is full and most running requests are requeued.
+    """Finds the times when a KV cache is full and most running requests are requeued (collapses).
 
     vLLM recomputes requeued requests from their first token, so they fill the cache again.
     """
@@ -92,7 +96,7 @@ class CollapseHistory:
 
     @property
     def worst(self) -> ThrashFacts | None:
-        """Return the longest sequence of collapses; None if below SHORTEST_THRASH_SECONDS."""
+        """Return the longest sequence of collapses; None if it is below SHORTEST_THRASH_SECONDS."""
         worst = self._worst
         if worst is None or worst.seconds < SHORTEST_THRASH_SECONDS:
             return None
@@ -106,7 +110,7 @@ class CollapseHistory:
         *,
         has_restarted: bool,
     ) -> None:
-        """Add a sample; a restart empties the cache without a collapse."""
+        """Add a sample; a restart of the engine empties the cache and is not a collapse."""
         previous_reading = self._previous_reading
         self._previous_reading = reading
         self._finished += counts.finished
@@ -156,11 +160,11 @@ class CollapseHistory:
 def _count_returned(
     previous_reading: EngineReading, reading: EngineReading, counts: StepCounts
 ) -> float | None:
-    """Return the number of requests that a full cache requeued since the previous sample.
+    """Return how many requests were requeued since the previous sample because the cache was full.
 
     The result is the number of preemptions or, if larger, the number of requests that changed from
-    running to waiting. Returns None if the cache had room, or if less than COLLAPSE_RATIO of the
-    running requests were requeued.
+    running to waiting. Returns None if the cache had room, or if the share of running requests that
+    were requeued is below COLLAPSE_RATIO.
     """
     running = previous_reading.running
     used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)

@@ -30,7 +30,7 @@ def render_man(name: str) -> Iterator[str]:
     yield ".SH OPTIONS"
     for action in parser._actions:  # noqa: SLF001 - argparse has no public list of them
         flags = ", ".join(action.option_strings)
-        # In argparse, a flag, which takes no value, has nargs 0.
+        # In argparse, an option without a value (a flag) has nargs 0.
         value = "" if action.nargs == 0 else f" {action.metavar}"
         yield ".TP"
         yield f".B {_escape(f'{flags}{value}'.strip())}"

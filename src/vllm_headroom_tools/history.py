@@ -25,13 +25,13 @@ from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 RESIZED_RATIO: Final = 0.01
-"""Our choice: a larger relative change of the KV cache size means that the engine's settings have
+"""Our choice: if the KV cache size changes by more than this ratio, the engine's settings have
 changed. Between starts with the same settings, the size differs by less.
 """
 
 
 class Rise(Struct):
-    """The total increase of a counter; a counter that falls has restarted at 0."""
+    """The total increase of a counter. If the counter falls, it has restarted at 0."""
 
     total: float | None = None
     """None until the first reading."""
@@ -41,8 +41,9 @@ class Rise(Struct):
     def step(self, value: float | None, *, restarted: bool = False) -> float:
         """Add a reading and return the increase since the previous one.
 
-        The increase is 0 for the first reading and for an unknown value (None). After a restart,
-        the counter is assumed to have started at 0, even if it already exceeds the previous value.
+        The increase is 0 for the first reading and for an unknown value (None). If `restarted` is
+        True, the counter is assumed to have started at 0, even if it already exceeds the previous
+        value.
         """
         if value is None:
             return 0.0
@@ -84,7 +85,7 @@ class Histogram(Struct):
 
 
 class Curves:
-    """The curves of each GPU's free and held memory, free host memory, and running requests.
+    """The curves of free and held memory per GPU, of free host memory, and of running requests.
 
     A sample takes only eight bytes per curve, because a trace may cover weeks; NaN marks an unknown
     value. A GPU's curves start at the first sample that contains the GPU.
@@ -107,7 +108,8 @@ class Curves:
         values = self._curves.get((name, uuid), array("d"))
         if all(map(isnan, values)):
             return []
-        # A curve may start late, but every sample since its start has added a value.
+        # A curve may start later than the first sample, but every sample since then has added a
+        # value.
         times = self._times[len(self._times) - len(values) :]
         return [
             (seconds, None if isnan(value) else value)
@@ -167,8 +169,8 @@ class LeakCourse(Struct):
     """The newest sample of the newest alarm; None without an alarm."""
 
     settled_seconds: float | None = None
-    """The latest time at which there were enough readings to rule out growth; None if there is
-    none.
+    """The latest time at which there were enough readings to rule out growth; None if there was no
+    such time.
     """
 
     growing: list[Interval] = []
@@ -178,8 +180,8 @@ class LeakCourse(Struct):
     """The times of alarms."""
 
     is_holder_known: bool = True
-    """Whether the newest alarm is known to concern the engine's memory. If not, memory is filling
-    up, but it is unknown whose memory is growing.
+    """Whether the newest alarm is known to concern the engine's memory. If False, memory is filling
+    up, but it is unknown which process's memory is growing.
     """
 
     _newest_warning: Moment | None = None
@@ -196,7 +198,7 @@ class LeakCourse(Struct):
 
     @property
     def newest(self) -> Moment | None:
-        """Return the newest sample of an alarm or else of an open early warning, or None."""
+        """Return the newest sample of an alarm, else of an open early warning, else None."""
         return self.last_alarm or self.warning
 
     @property
@@ -208,9 +210,12 @@ class LeakCourse(Struct):
     def is_undecided(self) -> bool:
         """Return whether an early warning may have been a leak.
 
-        This applies to a warning that is still open, or that was open when the engine restarted. It
-        also applies if the withdrawn warnings lasted as long as an alarm takes, or if the time
-        without growth since then is shorter than that.
+        It may have been a leak in any of these cases:
+
+        - A warning is still open, or was open when the engine restarted.
+        - All withdrawn warnings together lasted at least as long as the detector needs for an
+          alarm.
+        - The time without growth since the last warning is shorter than that.
         """
         if self._was_cut_off or self.warning is not None:
             return True
@@ -225,9 +230,8 @@ class LeakCourse(Struct):
     def step(self, state: LeakState, moment: Moment, *, restarted: bool = False) -> None:
         """Add a sample's state and figures.
 
-        Sleep or an unknown state does not end an interval, because only the next state shows
-        whether the interval continues. A restart of the engine leaves an open early warning
-        undecided.
+        Sleep or an unknown state does not end an interval. Only the next known state shows whether
+        the interval continues. A restart of the engine leaves an open early warning undecided.
         """
         self.state = state
         if state in (LeakState.STABLE, LeakState.UNSETTLED):
@@ -293,7 +297,9 @@ STATE_VERDICTS: Final = {
     LeakState.STABLE: LeakVerdict.NO_LEAK,
     LeakState.UNSETTLED: LeakVerdict.NO_LEAK,
 }
-"""The verdict on a single state without a course; for any other state it is CANNOT_TELL."""
+"""The verdict on a state that is known without its history. If a state is not listed, the verdict
+is CANNOT_TELL.
+"""
 
 
 SET_BACK_STEP_SECONDS: Final = 5.0
@@ -302,7 +308,9 @@ SET_BACK_STEP_SECONDS: Final = 5.0
 STATE_METRICS: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 
 LONGEST_INTERVAL_SECONDS: Final = 300.0
-"""The longest configurable sampling interval; a longer interval is a gap in the trace."""
+"""The longest sampling interval that can be configured. If more time passes between two samples,
+the trace has a gap.
+"""
 
 
 class LeakReplay:
@@ -374,9 +382,9 @@ class LeakReplay:
         return self._courses.get(series) or LeakCourse()
 
     def requests(self, series: str) -> float:
-        """Return the number of requests finished in this run since detection of the series began.
+        """Return the number of requests finished in this run since the detector follows the series.
 
-        The number is 0 if detection has not begun.
+        The number is 0 if the detector does not follow the series yet.
         """
         track = self.leak_memory.gpus.get(series) or self.leak_memory.host.get(series)
         return 0.0 if track is None else track.work.requests
@@ -384,7 +392,8 @@ class LeakReplay:
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Run a snapshot through the detector, and return it with the engine's state added.
 
-        The state of a series that the detector does not judge at this sample becomes unknown.
+        If the detector does not judge a series at this sample, the state of this series becomes
+        unknown.
         """
         begin_seconds = self.span[0] if self.samples else snapshot.time_seconds
         self.span = (begin_seconds, snapshot.time_seconds)
@@ -470,18 +479,18 @@ class LeakReplay:
         moment = build_moment(self.span[1], estimate, find_location(estimate, inside))
         course.step(LeakState(state), moment, restarted=has_restarted)
         if course.state is LeakState.LEAKING:
-            # The probe measures only the engine's memory, so growth with a known location belongs
-            # to the engine.
+            # The location of growth comes from the probe, which measures only the engine's memory.
+            # Growth with a known location is therefore the engine's.
             is_engines = series not in self._shared_uuids or moment.location is not None
             course.is_holder_known = is_engines
 
 
 def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:
-    """Return the reading with the higher host memory usage; None if both are None.
+    """Return the one of two readings with the higher host memory usage; None if both are None.
 
-    The usage and the limit are from the same sample. If the basis of the limit changed, for example
-    from the machine to a cgroup, only the newest reading counts. The shared memory and the number
-    of OOM kills are the higher ones of the two readings.
+    The usage and the limit in the result are from the same sample. If the basis of the limit
+    changed, for example from the machine to a cgroup, only the newest reading counts. For the
+    shared memory and the number of OOM kills, the result has the higher value of the two readings.
     """
     if newest is None or earlier is None:
         return newest or earlier
@@ -504,7 +513,7 @@ def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMe
 
 
 def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
-    """Return a sort key: the usage ratio, then the bytes in use, for memory without a limit."""
+    """Return a sort key: the usage ratio; without a limit, the bytes in use decide."""
     used_bytes = memory.used_bytes or 0
     return used_bytes / (memory.limit_bytes or inf), used_bytes
 

@@ -26,9 +26,9 @@ from vllm_headroom_tools.bad_input import BadInput
 PROC: Final = Path("/proc")
 SYS: Final = Path("/sys")
 LOOK_SECONDS: Final = 6.0
-"""The time limit for reading the GPUs and the page, which are read concurrently.
+"""The time limit for reading the GPUs and the page. Both are read concurrently.
 
-The processes are read afterwards, and all three must be done within ten seconds.
+The processes are read afterwards. All three readings together must end within ten seconds.
 """
 
 PROC_SECONDS: Final = 3.0
@@ -69,7 +69,7 @@ async def locate_engines(
         monotonic=time.monotonic,
     )
     try:
-        # The scan finds pods and units; the search finds their servers.
+        # The scan finds pods and units; the search then finds the servers in them.
         await processes.scan(FIND_ENGINES_SECONDS)
         return await processes.find_engines(FIND_ENGINES_SECONDS)
     except TimeoutError:

@@ -54,7 +54,9 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
     """A description of the accepted values, worded as the end of a sentence."""
 
     is_json: bool = False
-    """Whether the value is a JSON object, of which --name.key VALUE may set a single key."""
+    """Whether the value is a JSON object. A single key of this object can be set with --name.key
+    VALUE.
+    """
 
     show: Callable[[object], str] = show_value
     """Formats a rejected value for error messages, for example with the password removed."""
@@ -129,7 +131,7 @@ def add_reported_bytes(parser: argparse._ActionsContainer) -> None:
 
 
 def read_reported_bytes(environ: Mapping[str, str]) -> int | None:
-    """Read the same value from the sidecar's environment; None if it is not set.
+    """Read the value of this option from the sidecar's environment; None if it is not set.
 
     Raises BadOptions if the value is not a size.
     """
@@ -249,7 +251,7 @@ class TypedOption(Struct):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the next word is a value; an unknown option may also take one."""
+        """Return whether the next word is a value; an unknown option may also take a value."""
         takes_value = self.action is None or self.action.nargs != 0
         return takes_value and not self.values
 
@@ -257,8 +259,8 @@ class TypedOption(Struct):
 def join_parts(words: Sequence[str], json_names: Container[str]) -> list[str]:
     """Return the words with parts such as `--name.key VALUE` merged into one JSON object.
 
-    This is how vLLM parses such options (vLLM 0.33, utils/argparse_utils.py). `json_names` are the
-    options whose parts are merged. The object is placed last.
+    This is how vLLM parses such options (vLLM 0.33, utils/argparse_utils.py). Parts are merged only
+    for the options in `json_names`. The object comes after all other words.
     """
     joined_words: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
@@ -330,7 +332,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="store_true", help="show the version and exit")
 
     def add_settings(self, settings_class: type[Settings]) -> None:
-        """Add an option per setting; settings that `settings_class` adds to Settings come first.
+        """Add an option for each setting; those that only `settings_class` has come first.
 
         `read` then also reads the settings from the environment and from a file.
         """
@@ -381,12 +383,12 @@ class Parser(argparse.ArgumentParser):
         *,
         is_lenient: bool = False,
     ) -> None:
-        """Also accept another program's options and, after `--`, its whole command line.
+        """Also accept options of another program and, after `--`, this program's command line.
 
         `foreign_names` are the other program's options that have no effect on this one. `read_line`
-        extracts the options from such a command line. If an option is repeated on it, the last
-        occurrence counts; an option before `--` overrides the command line. Error messages call an
-        unknown option "no `option_kind`".
+        extracts the options from such a command line. If an option is repeated on this command
+        line, the last occurrence counts. An option before `--` overrides the command line. Error
+        messages call an unknown option "no `option_kind`".
 
         With `is_lenient`, unknown options on the command line are accepted, because a newer release
         of the program may have them. `unknown_options` in the namespace then contains a sentence
@@ -410,7 +412,7 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the options into a namespace, which includes `settings` if the parser has settings.
 
-        If the command has no positional arguments and the first word is a URL, it is the engine's
+        If the command has no positional arguments and the first word is a URL, this is the engine's
         URL. Raises BadOptions with a line for each mistake, including mistakes in values that
         another source overrides. Raises Printed for --help, --version and --print-config.
         """
@@ -458,7 +460,8 @@ class Parser(argparse.ArgumentParser):
             mistakes += self._store_settings(self._settings_class, arguments, namespace)
         mistakes += self._list_missing(typed_options)
         if mistakes:
-            # Otherwise, an option that is given three times would produce three identical lines.
+            # Duplicates are removed, because an option that is given three times produces identical
+            # lines.
             raise BadOptions(*dict.fromkeys(mistakes))
         if self._settings_class is not None and namespace.print_config:
             from vllm_headroom_tools.sources import format_settings  # noqa: PLC0415 - see above
@@ -538,7 +541,7 @@ class Parser(argparse.ArgumentParser):
         return f"{completions[0]}{equals_sign}{value}" if len(completions) == 1 else word
 
     def _is_foreign(self, spelling: str) -> bool:
-        """Return whether an option such as --name, -O3 or --name.key is the other program's."""
+        """Return whether the other program has an option such as --name, -O3 or --name.key."""
         if LEVEL.fullmatch(spelling):
             spelling = spelling[:2]
         return spelling.partition(".")[0] in self._foreign_names
@@ -590,7 +593,7 @@ class Parser(argparse.ArgumentParser):
                     problem += self._line_hint
                 mistakes.append(problem)
                 continue
-            # The help would hide the mistakes that precede it.
+            # If help were printed, mistakes that precede --help would not be shown.
             if action.dest == "help" and not mistakes:
                 raise Printed(self.format_help().rstrip())
             if action.dest == "version" and not mistakes:
@@ -635,7 +638,7 @@ class Parser(argparse.ArgumentParser):
 def _describe_misuse(
     name: str, action: argparse.Action, values: Sequence[str], count: int
 ) -> str | None:
-    """Describe an error in the use of an option; None if there is no error.
+    """Describe an error in the use of an option; return None if there is no error.
 
     `count` is the number of occurrences of the option so far; `values` are the words that follow
     this occurrence.

@@ -27,7 +27,7 @@ RECORDED_STATUSES: Final = (0, 130, -signal.SIGINT)
 """perf's exit statuses after a successful recording: a normal exit, or an exit on an interrupt."""
 
 PERF_END_SECONDS: Final = 120.0
-"""The time limit for perf to exit after an interrupt, which is when it unwinds the stacks."""
+"""The time limit for perf to exit after an interrupt. perf unwinds the stacks during this time."""
 
 MAX_STACKS: Final = 20
 """The number of stacks per process in the report; these are the stacks with the most faults."""
@@ -45,8 +45,9 @@ A stack is `{"faults": pages, "stack": frames}`. The first frame is the one that
 async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[Faults, str | None]:
     """Record where the processes touch new pages for `seconds`.
 
-    Returns the faults and None, or no faults and the reason. If `pids` is None, nothing is
-    recorded, and both are empty. If the call is cancelled, perf is killed and its file is removed.
+    Returns the faults and None. If recording fails, returns no faults and the reason. If `pids` is
+    None, nothing is recorded, and the result is no faults and None. If the call is cancelled, perf
+    is killed and its file is removed.
     """
     if pids is None:
         return {}, None
@@ -85,7 +86,8 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
-        # The first wait ends with an interrupt; the second is for the exit that it causes.
+        # The first wait ends with an interrupt. In the second wait, the program exits because of
+        # the interrupt.
         for timeout_seconds in (seconds, PERF_END_SECONDS):
             with contextlib.suppress(TimeoutError):
                 out, err = await asyncio.wait_for(process.communicate(), timeout_seconds)

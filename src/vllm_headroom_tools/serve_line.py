@@ -22,7 +22,8 @@ FILE_LIMIT_BYTES: Final = 2**20
 
 LONGEST_COMMAND_LINE: Final = 2**15
 """Our choice: the maximum number of characters in a command line. The time that shlex takes grows
-with the square of the word length: 0.3 s for a word of this length, and minutes for 1 MiB.
+with the square of a word's length: it takes 0.3 s for a word of this length, and minutes for a word
+of 1 MiB.
 """
 
 STANDARD_INPUT: Final = "-"
@@ -51,7 +52,7 @@ ENVIRONMENT: Final = (
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS",
     "VLLM_USE_V2_MODEL_RUNNER",
 )
-"""The environment variables of vLLM (envs.py) that affect its checks or how it divides the memory.
+"""vLLM's environment variables (envs.py) that affect vLLM's checks, or how vLLM divides the memory.
 """
 
 SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
@@ -78,10 +79,10 @@ def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) ->
     """Return the options of `vllm serve` in these words, with the model as the option --model.
 
     A single word may be `-` for standard input, the name of a script or manifest, or the pid of a
-    process. The options in the file named by --config are inserted. `with_surroundings` puts
-    options of `plan` first: --vllm-version with the release in the container image's tag, and
-    --vllm-env with the variables in ENVIRONMENT. Raises BadOptions if there is no `vllm serve`
-    command line.
+    process. The options in the file named by --config are inserted. With `with_surroundings`, the
+    result begins with two options of `plan`: --vllm-version with the release in the container
+    image's tag, and --vllm-env with the variables in ENVIRONMENT. Raises BadOptions if there is no
+    `vllm serve` command line.
     """
     options = _insert_config_file(_read_words(words))
     if with_surroundings:
@@ -93,7 +94,7 @@ def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) ->
 def _read_words(words: Sequence[str]) -> list[str]:
     """Return the options in a command line, or in the file or process named by a single word.
 
-    Raises BadOptions if there is no vLLM command line in it.
+    Raises BadOptions if the words, the file or the process contain no vLLM command line.
     """
     if len(words) != 1:
         return _find_options(words, {}, "the line")
@@ -101,7 +102,7 @@ def _read_words(words: Sequence[str]) -> list[str]:
     name = os.fsdecode(os.fsencode(word)[:NAME_BYTES])
     # Text with spaces is taken as a file name only if that file exists.
     if len(word.split()) > 1 and not Path(name).exists():
-        # It is an entire command line in quotes.
+        # The word is an entire command line in quotes.
         return _read_text(word, "the line")
     text = _read_source(word)
     if text is not None:
@@ -145,7 +146,8 @@ def _insert_config_file(options: list[str]) -> list[str]:
         file_options = []
         for key, setting in content.items():
             file_options += _spell_option(str(key), setting)
-        # They precede the command line's own options, because the last occurrence counts.
+        # The file's options precede those of the command line, because the last occurrence of an
+        # option counts.
         return [*file_options, *options]
     return options
 
@@ -167,7 +169,7 @@ def _spell_option(key: str, setting: object) -> list[str]:
 def _read_source(word: str) -> str | None:
     """Return the text of standard input or a file; None if the word is neither.
 
-    Raises BadOptions if it cannot be read or is not text.
+    Raises BadOptions if standard input or the file cannot be read, or is not text.
     """
     try:
         if word == STANDARD_INPUT:
@@ -235,7 +237,7 @@ def _list_containers(text: str) -> Iterator[Container]:
 
 
 def _find_containers(content: object) -> Iterator[Container]:
-    """Yield the containers, which are mappings with an image, in a part of a document."""
+    """Yield the containers in a part of a document; every mapping with an image is one."""
     parts: Iterable[object] = ()
     if isinstance(content, list):
         parts = content
@@ -340,7 +342,7 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
 
 
 def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """Return the option for the ENVIRONMENT variables that are set on the line or around it.
+    """Return an option with the ENVIRONMENT variables that are set on the line or around it.
 
     Returns an empty list if none of them are set.
     """
@@ -376,7 +378,7 @@ def _read_version(words: Sequence[str]) -> list[str]:
 
 
 def _find_first_argument(words: Sequence[str], name: str) -> int:
-    """Return the index of the first argument in words that do not name the server.
+    """Return the index of the first argument in `words`, which do not name the server.
 
     The words may be only the arguments, for example if the container's image starts the server.
     Raises BadOptions if they begin with neither an option nor a model name.

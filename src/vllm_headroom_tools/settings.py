@@ -70,7 +70,7 @@ def _parse_token_bytes(path: Path) -> TokenBytes | None:
 class ModelSettings(Settings):
     """The daemon's settings, with the model's configuration loaded."""
 
-    # This is the daemon's setting, but with a different type.
+    # This is the daemon's setting `model_config_` with a different type.
     model_config_: ModelConfig | None = Settings.model_fields["model_config_"]  # type: ignore[assignment]
 
     @property
@@ -82,8 +82,8 @@ class ModelSettings(Settings):
     def model_reader(self) -> ModelReader:
         """Return how the daemon determines the KV cache bytes per token.
 
-        They are computed from the configured model or, without one, from the model that the engine
-        serves. If the bytes themselves are configured, no model is read.
+        The bytes are computed from the configured model or, without one, from the model that the
+        engine serves. If the bytes per token themselves are configured, no model is read.
         """
         if self.model_shape is None:
             is_configured = self.kv_bytes_per_token is not None

@@ -13,8 +13,8 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 FETCH_TIMEOUT_SECONDS: Final = 5.0
 
 MOST_DOCUMENT_BYTES: Final = 64 * 2**20
-"""The maximum size of a document; for 64 engines on eight GPUs, each with one day of curves, it is
-40 MB.
+"""The maximum size of a document. A document of 64 engines on eight GPUs, with one day of curves
+for each engine, has 40 MB.
 """
 
 NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"

@@ -20,7 +20,9 @@ from vllm_headroom.config import (
 from vllm_headroom.inputs import describe_refused, describe_unknown, show_url, show_urls, show_value
 
 CONFIG: Final = "config"
-"""The key of --config and HEADROOM_CONFIG, which name the file and are not settings themselves."""
+"""The key of --config and HEADROOM_CONFIG. They name the settings file, and are not settings
+themselves.
+"""
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -55,8 +57,8 @@ SERVICE_VARIABLE: Final = re.compile(
 """A variable that Kubernetes sets in each container for a Service named headroom or headroom-*."""
 
 PROBE_VARIABLES: Final = frozenset({"HEADROOM_PROBE_SNAPSHOT", "HEADROOM_PROBE_PEAKS"})
-"""Variables that only the probe reads. They belong in vLLM's environment, which the sidecar may
-share.
+"""Variables that only the probe reads. They belong in vLLM's environment, but the sidecar may have
+the same environment.
 """
 
 SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
@@ -74,9 +76,9 @@ def read_settings(
 ) -> AnySettings | tuple[str, ...]:
     """Return the settings, or a line for each mistake in any of the sources.
 
-    Options take precedence over the environment, in which an empty variable counts as not set. The
-    environment takes precedence over the file named by `config` or else by HEADROOM_CONFIG. A value
-    that another source overrides is also checked.
+    Options take precedence over the environment. The environment takes precedence over the file
+    that `config` or, without it, HEADROOM_CONFIG names. An empty variable counts as not set. Values
+    that another source overrides are checked too.
     """
     # The options, the environment and the file are checked separately.
     environment = _read_environment(kind)
@@ -107,8 +109,8 @@ def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
     try:
         kind.model_validate(_list_values(entries))
     except ValidationError as error:
-        # pydantic's own messages are written for programmers. If one of our parsers raised the
-        # error, the reason is in `ctx`; otherwise there is none.
+        # pydantic's own messages are written for programmers and are not used. If one of our
+        # parsers raised the error, the reason is in `ctx`. Any other error has no reason.
         reasons = {
             details["loc"][0]: details.get("ctx", {}).get("error")
             for details in error.errors(include_input=False)
@@ -130,7 +132,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
         if name.startswith(VARIABLE_PREFIX) and text.strip()
     }
     values = EnvSettingsSource(kind)()
-    # HEADROOM_CONFIG is not a field of the settings, so pydantic omits it.
+    # HEADROOM_CONFIG is not a field of the settings, so pydantic's result does not contain it.
     values[CONFIG] = variables.get(name_variable(CONFIG))
     entries = {
         key: Entry(name_variable(key), value)
@@ -149,7 +151,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
 
 
 def _read_file(kind: type[Settings], config: Entry) -> SettingsSource:
-    """Read the YAML file, in which null counts as not set; invalid YAML is a mistake."""
+    """Read the YAML file; null counts as not set, and invalid YAML is a mistake."""
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML costs 25 ms
 
     path = str(config.value)

@@ -37,14 +37,15 @@ STYLES: Final = {
     "ok": "green",
     "passed": "green",
 }
-"""rich's style for each word: words in capitals, and the marks at the start of a line.
+"""rich's style for each word that is coloured. These are words in capitals, and the marks at the
+start of a line.
 
 The colours do not carry any additional meaning.
 """
 
 
 def _match_styled(word: str) -> str:
-    """Return the pattern for a styled word: capitals anywhere, a mark only at a line's start."""
+    """Return a word's pattern: capitals match anywhere, a mark only at the start of a line."""
     if word.isupper():
         return rf"\b{word}\b".replace(" ", r"\s+")
     return f"^{word}(?=  )"
@@ -53,7 +54,8 @@ def _match_styled(word: str) -> str:
 _STYLED_WORDS: Final = re.compile("|".join(map(_match_styled, STYLES)))
 
 _LEFT_COLUMNS: Final = re.compile(r" *(?:\S+(?: \S+)* {2,}){0,2}")
-"""Matches the columns with the mark and the name, to the right of which a wrapped line continues.
+"""Matches the columns with the mark and the name. A wrapped line continues to the right of these
+columns.
 """
 
 _MAX_INDENT: Final = 30
@@ -91,8 +93,8 @@ def render_line(line: str, stream: TextIO, style: str = "") -> str:
 def wrap_line(line: str, columns: int) -> Text:
     """Return a line with its words coloured.
 
-    A line that is longer than `columns` is wrapped, with its continuation indented to its last
-    column of text.
+    A line that is longer than `columns` is wrapped. Its continuation is indented to the column
+    where the line's text starts.
     """
     from rich.text import Text  # noqa: PLC0415 - see above
 
@@ -126,7 +128,8 @@ NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is
 def wrap_text(head: str, body: str, *, indent: int | None = None) -> list[str]:
     """Wrap a text that begins with `head`.
 
-    Continuation lines are indented by `indent` columns, or by the length of the head if it is None.
+    Continuation lines are indented by `indent` columns. If `indent` is None, they are indented by
+    the length of the head.
     """
     width = TEXT_WIDTH
     # A narrow terminal would wrap the lines again at arbitrary positions.
@@ -183,17 +186,18 @@ def draw_bars(
 ) -> list[str]:
     """Return the rows of a bar chart with one bar per column, top row first.
 
-    Each column covers an equal part of the curve's time span, and its bar shows what `pick` returns
-    for the values in that part. If there are none, the bar shows the last earlier value; a gap is
-    blank. `ends` are the values of the lowest and the highest bar, by default zero and the maximum
-    value. An empty curve results in empty rows.
+    Each column covers an equal part of the curve's time span. Its bar shows what `pick` returns for
+    the values in this part. If the part has no values, the bar shows the last earlier value. A gap
+    is blank. `ends` are the values of the lowest and the highest bar. By default, these are zero
+    and the maximum value. An empty curve results in empty rows.
     """
     columns = _pick_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)
     if ends is None:
         highest = max((value for value in columns if value is not None), default=0.0)
         ends = (0.0, highest)
     low, high = ends
-    # A flat curve has no range; with any divisor, its bars get the lowest step.
+    # The range of a flat curve is 0, which cannot be a divisor. With any other divisor, its bars
+    # get the lowest step.
     span = (high - low) or 1.0
     heights = []
     for value in columns:
@@ -201,7 +205,7 @@ def draw_bars(
             heights.append(0)
         else:
             steps = round(STEPS_PER_ROW * rows * (value - low) / span)
-            heights.append(max(1, steps))  # height 0 would look like a gap
+            heights.append(max(1, steps))  # A bar of height 0 would look like a gap.
     lines = []
     for row in reversed(range(rows)):
         row_heights = [height - STEPS_PER_ROW * row for height in heights]
@@ -222,7 +226,7 @@ def _pick_columns(curve: Sequence[Point], width: int, pick: Pick) -> list[float 
     ]
     columns: list[float | None] = []
     for start, end in pairwise((0, *edges, len(curve))):
-        # A stretch without points shows the last point before it.
+        # A stretch of the curve without points shows the last point before the stretch.
         stretch = curve[min(start, end - 1) : end]
         values = [float(value) for _, value in stretch if value is not None]
         columns.append(pick(values) if values else None)

@@ -68,7 +68,9 @@ from vllm_headroom_tools.progress import track_lines
 STDIN: Final = "standard input"
 
 MAX_CLOCK_STEP_SECONDS: Final = 300.0
-"""A larger backward step of the clock is reported; routine clock corrections are smaller."""
+"""If the clock is set back by more than this, the step is reported. Routine clock corrections are
+smaller.
+"""
 
 CLOCK_WENT_BACK: Final = (
     "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
@@ -80,12 +82,12 @@ OTHER_FORMATS: Final = {
     b"\x28\xb5\x2f\xfd": UNPACK.format("zstd"),
     b"\xfd7zXZ": UNPACK.format("xz"),
 }
-"""Descriptions of other file formats, by the bytes with which files of that format begin."""
+"""Descriptions of other file formats, keyed by the first bytes of such a file."""
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
 MAX_QUOTED_BYTES: Final = 60
-"""The number of bytes of a non-trace file that an error message quotes."""
+"""The number of bytes that an error message quotes from a file that is not a trace."""
 
 _NO_READING: Final = "the trace has no reading of the {} here"
 _GPUS_FAILED: Final = Failure(
@@ -130,7 +132,8 @@ def open_lines(name: str) -> Iterator[Iterator[bytes]]:
         return
     try:
         with Path(name).open("rb") as stream:
-            # The size of a compressed file does not reveal the size of its lines.
+            # The total size of the lines in a compressed file is not known from the size of the
+            # file.
             total_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
             with closing(track_lines(read_lines(stream), total_bytes)) as lines:
                 yield lines
@@ -141,7 +144,7 @@ def open_lines(name: str) -> Iterator[Iterator[bytes]]:
 
 
 def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
-    """Yield the snapshots, and report the first large backward clock step on standard error."""
+    """Yield the snapshots; report on standard error the first time the clock is set back far."""
     newest_seconds = 0.0
     is_noted = False
     for snapshot in snapshots:
@@ -152,14 +155,14 @@ def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snap
                 f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
                 f" {format_duration(step_seconds)}: {CLOCK_WENT_BACK}"
             )
-        # The newest time so far is kept, so that the step is not reported again for each sample
-        # until the clock has caught up.
+        # The highest time so far is kept, because each sample until the clock has caught up would
+        # otherwise be reported again.
         newest_seconds = max(newest_seconds, snapshot.time_seconds)
         yield snapshot
 
 
 def _write_note(line: str) -> None:
-    with suppress(OSError):  # a note that cannot be written is no reason to stop
+    with suppress(OSError):  # If a note cannot be written, the command continues.
         sys.stderr.write(f"{line}\n")
 
 
@@ -185,8 +188,8 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
     """Yield a snapshot for each sample after the header; raise BadInput at the first invalid line.
 
     Blank lines and further headers are skipped, so that rotated traces can be concatenated. An
-    incomplete last line is skipped with a note on standard error, because the daemon exited while
-    writing it or is still writing it.
+    incomplete last line is skipped with a note on standard error, because the daemon may have
+    exited while writing this line, or may still be writing it.
     """
     number = 0
     remaining_lines = iter(lines)
@@ -201,7 +204,7 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
             if not is_incomplete:
                 raise BadInput(f"line {number}: {record}")
             _write_note(f"{name}: line {number}, the last, is cut off and left out")
-        # A header in the middle means that several traces were concatenated.
+        # A header in the middle of a file means that several traces were concatenated.
         elif record is not None and not _is_header(record):
             try:
                 snapshot = parse_snapshot(record)
@@ -213,11 +216,12 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 
 def _describe_content(line: bytes) -> str:
-    """Describe a non-trace file by its first line, as the end of a sentence."""
+    """Describe a file that is not a trace by its first line, as the end of a sentence."""
     description = find_other_format(line)
     if description is not None:
         return f"is {description}"
-    # Imported here, because only an error needs it, and `plan --help` imports this module.
+    # This import is inside the function, because only an error needs it, and `plan --help` imports
+    # this module.
     from vllm_headroom.parse.log.reader import read_log  # noqa: PLC0415
 
     if read_log((line,)).starts:
@@ -268,9 +272,9 @@ def _parse_record(line: bytes) -> dict[str, Any] | str | None:
 def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     """Return a sample as the daemon saw it; raise BadInput if a field has an invalid value.
 
-    A field that is absent or null is unknown; a source that is absent or null has failed. `t` is
-    the time of both clocks. A GPU without an index or an engine without a name is identified by its
-    position in the list.
+    If a field is absent or null, it is unknown. If a source is absent or null, it has failed. `t`
+    is used as the time of both clocks. A GPU without an index or an engine without a name is
+    identified by its position in the list.
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)
@@ -393,7 +397,9 @@ def _find_member(kind: type[_Member], value: str | None) -> _Member | None:
 
 
 NO_PID: Final = 0
-"""The pid of every process in a trace, which identifies processes only by their start time."""
+"""The pid that every process in a trace gets. A trace identifies processes only by their start
+time.
+"""
 
 
 def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
@@ -483,14 +489,15 @@ def _parse_parts(entry: Mapping[str, Any]) -> tuple[tuple[MemoryPart, int], ...]
 
 
 def name_by_index(index: int) -> str:
-    """Return a name for a GPU without a UUID that cannot be mistaken for a UUID."""
+    """Return a name, which cannot be mistaken for a UUID, for a GPU without a UUID."""
     return f"index {index}"
 
 
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
     """Return a process; None if its memory is unknown.
 
-    Raises WrongFieldError if this version does not know the role, because sums would be wrong.
+    Raises WrongFieldError if this version does not know the role, because sums over processes would
+    be wrong.
     """
     name = read_text(entry, "role")
     role = Role.OTHER if name is None else _find_member(Role, name)
@@ -505,8 +512,8 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
     """Return a configured pool; None if its size is unknown.
 
-    Also returns None if this version does not know its part or role. Raises WrongFieldError if a
-    field has an invalid value.
+    Also returns None if this version does not know the pool's part or role. Raises WrongFieldError
+    if a field has an invalid value.
     """
     part = _find_member(HostPart, read_text(entry, "part"))
     role_name = read_text(entry, "role")
@@ -520,7 +527,7 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
 
 
 def parse_server(entry: Mapping[str, Any]) -> ServerReply | None:
-    """Return the server's reply; None if this version does not know it.
+    """Return the server's reply; None if this version does not know this kind of reply.
 
     Raises WrongFieldError for a field with a wrong value.
     """

@@ -51,7 +51,7 @@ class Fault(Struct, frozen=True):
     """The issue numbers in vllm-project/vllm."""
 
     effect: str
-    """The resource or function that the fault affects."""
+    """What the fault affects, such as "GPU memory" or "start"."""
 
     text: str
     """The description of the fault."""
@@ -79,8 +79,8 @@ class Fault(Struct, frozen=True):
     def is_in(self, version: Version) -> bool:
         """Return whether this version has the fault.
 
-        Versions newer than the last one in which the fault was observed are assumed not to have it,
-        even if they are older than the version with the fix.
+        If a version is newer than the last version in which the fault was observed, it is assumed
+        not to have the fault. This applies even if it is older than the version with the fix.
         """
         if version < self.first_version:
             return False

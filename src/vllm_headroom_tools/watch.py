@@ -54,7 +54,7 @@ FETCH_INTERVAL_SECONDS: Final = 2.0
 """Our choice: the time between two fetches."""
 
 SNAPSHOT_STALE_SECONDS: Final = 900.0
-"""Three times the longest sample interval."""
+"""A document that is older than this is stale. This is three times the longest sample interval."""
 
 FetchDocument = Callable[[], Awaitable[Document | str]]
 """Returns the document, or one line that explains why it is not available."""
@@ -106,8 +106,7 @@ async def _run(arguments: Namespace) -> Report | int:
         ca_file=arguments.ca_file,
     )
     try:
-        # With these options, the document is read only once, because a program needs a single
-        # result.
+        # A program needs a single result, so with these options, the document is read only once.
         if arguments.json or arguments.exit_code is not None:
             document = await fetch_document(reader, arguments.engine)
             if isinstance(document, str):
@@ -135,7 +134,7 @@ async def _follow(fetch: FetchDocument, host: str) -> int:
     except asyncio.CancelledError:
         return 0
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
-        # Reading the fields raises these errors if the document has a different structure.
+        # These errors are raised if the document does not have the expected structure.
         raise BadInput(NO_DOCUMENT) from None
 
 
@@ -169,11 +168,11 @@ def build_report(document: Document) -> Report:
 
 
 def judge_leak(document: Document, within_seconds: float) -> Report:
-    """Return the report, with exit status 1 if a leak may soon bring down a serving engine.
+    """Return the report. Its exit status is 1 if a leak may soon end an engine that serves.
 
-    The status is 1 if there is a leak alarm whose lower bound of the time to out-of-memory is below
-    `within_seconds`, and 0 otherwise. Raises BadInput if the document is stale or has a different
-    structure.
+    The exit status is 1 if there is a leak alarm, and memory may run out within `within_seconds`
+    according to the lower bound. Otherwise, it is 0. Raises BadInput if the document is stale or
+    has a different structure.
     """
     try:
         age_seconds = document["age_seconds"]
@@ -230,9 +229,9 @@ async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
 
 
 def _describe_verdicts(document: Document) -> dict[str, str]:
-    """Return each verdict's line, keyed so that the key changes with its level or alert.
+    """Return each verdict's line under a key that changes when its level or alert changes.
 
-    For an engine's verdict without an alert, the key also changes with the engine's state.
+    If the verdict on an engine has no alert, the key also changes when the engine's state changes.
     """
     lines = {}
     for verdict in document["verdicts"]:
@@ -250,7 +249,8 @@ CHART_ROWS: Final = 5
 def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Text]:
     """Yield the lines of the screen: the verdicts, the free GPU and host memory, and the load.
 
-    If `document` is a string that explains why there is no document, only the string is yielded.
+    `document` may be a string that explains why there is no document. In this case, only this
+    string is yielded.
     """
     if isinstance(document, str):
         yield _draw("bold red", document)
@@ -289,7 +289,7 @@ def _describe_situation(document: Document) -> str:
 
 
 def _read_host(document: Document) -> dict[str, Any]:
-    """Return the facts about host memory under the names used for a GPU."""
+    """Return the facts about host memory under the names that the facts about a GPU have."""
     limit_bytes = document["host_memory_limit_bytes"]
     used_bytes = document["host_memory_used_bytes"]
     free_bytes = None

@@ -83,7 +83,7 @@ NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name a
 
 
 class Recorder:
-    """Appends snapshots to `file`. At `max_bytes`, `file` is renamed to `file`.1 and begun anew."""
+    """Appends snapshots to `file`. A file that reaches `max_bytes` is renamed to `file`.1."""
 
     def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
         self._file = file

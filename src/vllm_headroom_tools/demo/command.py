@@ -20,7 +20,7 @@ MAX_SIMULATED_GPUS: Final = 64
 
 
 class DemoSettings(ModelSettings):
-    """The demo's own settings, and those of the daemon's settings that apply to a simulation.
+    """The demo's own settings, and the daemon's settings that also apply to a simulation.
 
     Settings that concern a real engine or the Kubernetes API server have no options in `demo`.
     """
@@ -64,7 +64,8 @@ async def _run(arguments: Namespace) -> int:
     else:
         # The value is a number of GPUs, not the index of a GPU to watch: all of them are watched.
         settings = settings.model_copy(update={"gpus": AUTO})
-    # The line is of no use to a log collector, and with port 0 the port is not known yet.
+    # The line is written only for a person at a terminal, not for a log collector. With port 0, it
+    # is not written either, because the port is not known yet.
     if sys.stderr.isatty() and settings.listen_port:
         write_note(f"Open {format_address(settings)}")
     if settings.scenario == FLEET:

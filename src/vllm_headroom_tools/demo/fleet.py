@@ -95,7 +95,7 @@ class Fleet(app.Daemon):
         return answer
 
     def _build_fleet_view(self) -> NodeView:
-        """Return the data for the page and the document, with each engine under its pod's name."""
+        """Return the data for the page and for /snapshot.json; each engine has its pod's name."""
         engines = []
         for place, daemon in enumerate((self, *self._others)):
             name = name_fleet_engine(place)

@@ -34,7 +34,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     neighbours: Visits | None = None
 
     restart_after_seconds: Bounds | None = None
-    """The time from the start of serving to the engine's exit.
+    """How long the engine serves until it exits.
 
     None if the engine exits only when memory runs out.
     """
@@ -42,8 +42,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     loading_seconds: Bounds = (40.0, 70.0)
 
     is_cold: bool = False
-    """Whether the engine starts together with the demo, instead of having served for an hour
-    already.
+    """Whether the engine starts when the demo starts. Otherwise, it has already served for an hour.
     """
 
     hangs: Visits | None = None
@@ -60,19 +59,18 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """GPU memory that the engine takes beyond its budget after its first finished request."""
 
     excess_after_seconds: float = -inf
-    """The time after the start of the demo during which the engine stays within its budget."""
+    """How long the engine stays within its budget after the start of the demo."""
 
     host_leak_bytes_per_request: float = 0.0
 
     offloaded_bytes_per_request: float = 0.0
-    """The host memory that each request fills in the configured KV cache offload."""
+    """The host memory that each request takes in the configured KV cache offload."""
 
     strands_after_seconds: float = inf
-    """The time after the start of the demo from which aborted requests do not free their KV cache.
-    """
+    """How long after the start of the demo aborted requests stop freeing their KV cache."""
 
     page_fails_after_seconds: float = inf
-    """The time after the start of the demo from which the engine's page responds with an error."""
+    """How long after the start of the demo the engine's page begins to respond with an error."""
 
 
 TABLE: Final[dict[str, Scenario]] = {
@@ -97,7 +95,8 @@ TABLE: Final[dict[str, Scenario]] = {
         ),
         Scenario(name="sleep", sleeps=Visits((900.0, 1_500.0), (600.0, 1_200.0))),
         Scenario(name="mig", has_mig=True),
-        # 5.9 % of the budget; a public report found 4.4 to 5.4 % on 16 engines.
+        # This is 5.9 % of the budget. A public report found an excess of 4.4 to 5.4 % on 16
+        # engines.
         Scenario(name="over-budget", excess_mib=4_400),
         Scenario(name="low-memory", excess_mib=5_450, excess_after_seconds=600.0),
         # At 10 requests per second, this is 16 MB per second.
@@ -153,7 +152,7 @@ class Drift:
 
 
 class Recurring:
-    """Something that arrives, stays and leaves repeatedly, or never if `visits` is None.
+    """Something that arrives, stays and leaves repeatedly; if `visits` is None, it never arrives.
 
     `number` counts the visits from 1. `size`, `came_seconds` and `leaves_seconds` describe the
     newest visit, which may still be in the future.
@@ -169,7 +168,7 @@ class Recurring:
         self._visits = visits
 
     def advance(self, seconds: float) -> None:
-        """Advance to a time, which must not be in the past; when a visit is over, plan the next."""
+        """Advance to a time that is not in the past, and plan the next visit when one is over."""
         self._seconds = seconds
         if self._visits is None:
             return
@@ -295,7 +294,7 @@ class SimulatedRun:
         self._tokens_per_request = float(MEAN_REQUEST_TOKENS)
 
     def sleep(self, *, asleep: bool) -> None:
-        """Go to sleep or wake up, as needed; vLLM ends all requests before it sleeps."""
+        """Bring the engine into the state `asleep`; vLLM ends all requests before it sleeps."""
         if asleep and not self.is_asleep:
             self.running = 0
             self.waiting = 0
@@ -317,10 +316,10 @@ class SimulatedRun:
         host_leak_bytes_per_request: float = 0.0,
         offloaded_bytes_per_request: float = 0.0,
     ) -> None:
-        """Serve for one second in which `arrived` requests arrive; during sleep, refuse them."""
+        """Serve for one second in which `arrived` requests arrive; refuse these during sleep."""
         if self.is_asleep:
             return
-        # 8 s at the normal load of 80 running requests
+        # The latency is 8 s at the normal load of 80 running requests.
         latency_seconds = 6.4 * (1.0 + self.running / 320.0)
         finished = min(self.running, draw_poisson(self._random, self.running / latency_seconds))
         self.generation_tokens_total += int(self.running * GENERATED_TOKENS / latency_seconds)
@@ -361,16 +360,16 @@ class SimulatedRun:
 
         Even a healthy engine keeps taking memory that it never frees. This is modelled on PyTorch's
         caching allocator (c10/core/AllocatorConfig.h: segments of 2 MiB and 20 MiB) and lazily
-        loaded kernels. The probability that the n-th request is the first to need something falls
-        as 1/n, so this growth fades, unlike that of a leak.
+        loaded kernels. The probability that the n-th request is the first to need something
+        decreases as 1/n. This growth therefore fades, unlike the growth of a leak.
         """
         if seconds < self.started_seconds:
             return 0
         if seconds < self.serving_seconds:
             loading_seconds = self.serving_seconds - self.started_seconds
             done_ratio = (seconds - self.started_seconds) / loading_seconds
-            # The first 70 % of the start loads the weights; the KV cache and graphs follow at the
-            # end.
+            # In the first 70 % of the start, the weights are loaded. The KV cache and graphs follow
+            # at the end.
             weights_mib = WEIGHTS_MIB * min(1.0, done_ratio / 0.7)
             loaded_mib = round_to_segments(weights_mib, SMALL_SEGMENT_MIB)
             return (OUTSIDE_MIB + loaded_mib) * MIB
@@ -452,7 +451,7 @@ class World:
 
     @property
     def neighbour_bytes(self) -> int:
-        """Return the neighbour's GPU memory, which grows in the first fifth of its stay, or 0."""
+        """Return the neighbour's GPU memory, which grows in the first fifth of a stay; else 0."""
         visit = self.neighbours
         if not visit.is_here:
             return 0
@@ -505,7 +504,7 @@ class World:
             )
 
     def _draw_arrivals(self) -> int:
-        """Return the number of arrivals in this second: a mild daily cycle, drift and bursts."""
+        """Return the number of requests that arrive now; it has a daily cycle, drift and bursts."""
         wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - 10_800.0) / DAY_SECONDS)
         factor = self._bursts.size if self._bursts.is_here else 1.0
         rate = REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step())

@@ -57,8 +57,8 @@ def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str,
 def build_report(checks: Mapping[str, Check], version: str, place: tuple[str, ...] = ()) -> Report:
     """Return the report on the checks, which are keyed by name.
 
-    `place` contains words for the environment of this process; fixes whose `where` contains one of
-    these words come first. The exit status is 1 if anything is missing or unknown.
+    `place` contains words for the environment of this process. A fix comes first if its `where`
+    contains one of these words. The exit status is 1 if anything is missing or unknown.
     """
 
     def is_elsewhere(fix: Fix) -> bool:
@@ -135,7 +135,8 @@ def _render_text(
             yield from wrap_text(f"{INDENT}  ", detail)
         if check.absent:
             yield from wrap_text(f"{INDENT}absent   ", ", ".join(check.absent))
-        # The first fix is for this environment; the others are alternatives.
+        # The first fix is for this environment. The other fixes are alternatives for other
+        # environments.
         for index, fix in enumerate(check.fixes):
             word = "fix" if is_elsewhere(fix) else "fix here"
             if index > 0:
@@ -152,7 +153,8 @@ def _render_text(
 
 async def _run(arguments: Namespace) -> Report:
     settings = arguments.settings
-    logs.configure(settings.log_format, "error")  # the readers would log what the checks report
+    # The readers would also log the problems that the checks report.
+    logs.configure(settings.log_format, "error")
     checks = await examine(settings)
     return build_report(checks, read_version(), find_place(os.environ))
 

@@ -60,8 +60,8 @@ WITHOUT_AN_ANSWER: Final = (
     "headroom_leaked_bytes",
     "headroom_time_to_oom_*",
 )
-"""The series that are absent without the page, and the leak series, which appear only once the
-engine has served requests.
+"""The series that are absent if the engine does not respond: those that need the page, and the leak
+series, which appear only after the engine has served requests.
 """
 
 SET_ENGINE_URL: Final = fix_setting(
@@ -110,13 +110,14 @@ def _describe_engines(survey: Survey, page: EnginePage) -> str:
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     """Return the check of a page that cannot be read.
 
-    The check is MISSING, or UNKNOWN on a timeout that is shorter than the daemon's.
+    The check is MISSING. After a timeout that is shorter than the daemon's, it is UNKNOWN.
     """
     ways = fixes.find_engine_fixes(failure.reason, _fix_address(survey))
     hints: list[str] = []
     status = Status.MISSING
     daemon_waits_seconds = survey.daemon_waits_seconds
-    # This command waits only briefly; the daemon may well receive a page that is too slow for it.
+    # This command waits only briefly. A page that is too slow for this command may be fast enough
+    # for the daemon.
     if failure.reason is Reason.TIMEOUT and daemon_waits_seconds > LOOK_SECONDS:
         status = Status.UNKNOWN
         hints.append(
@@ -203,8 +204,8 @@ def _list_series() -> dict[str, tuple[Metric, ...]]:
 
 
 SERIES: Final = _list_series()
-"""The series that depend on each input; inputs that no series needs have no entry. The engine's own
-memory figures are covered by the check `reported_memory`.
+"""The series that depend on each input. Inputs that no series needs have no entry. The inputs with
+the engine's own memory figures have none either, because the check `reported_memory` covers them.
 """
 
 
@@ -212,7 +213,8 @@ def check_engine_inputs(survey: Survey) -> Check:
     """Check which inputs are missing on the page, and which series are absent as a result.
 
     The check is UNKNOWN without a page. It is OK if no series needs the missing inputs, or if this
-    product never exports them. Until the first request, missing inputs are UNKNOWN.
+    kind of engine never exports them. Until the first request, the check is UNKNOWN if inputs are
+    missing.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -229,12 +231,12 @@ def check_engine_inputs(survey: Survey) -> Check:
         if name in SERIES:
             details.append(f"{profile.product} does not export {name}: {reason}")
     never_exported = dict(profile.absent)
-    # A newer version does not help with an input that this product never exports.
+    # If this kind of engine never exports an input, a newer version does not help.
     wanted = [name for name in missing if name in SERIES and name not in never_exported]
     if not wanted:
         return Check(Status.OK, offered, details=tuple(details))
     text = f"{offered}, not {', '.join(wanted)}"
-    # Some inputs appear only after the first request, so only then are they known to be missing.
+    # Some inputs appear only after the first request. Before it, they are not known to be missing.
     if any(engine.prompt_tokens_total for engine in page.engines):
         status = Status.MISSING
         fix = put("in vLLM's image", "# 0.11.1 or newer, which offers all of them")
@@ -264,7 +266,7 @@ def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
 
 
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
-    """Check whether the engine's memory can be compared with a budget, and with whose budget.
+    """Check whether there is a budget to compare the engine's memory with, and its source.
 
     The check runs the daemon's derivation on a fictitious GPU. It is UNKNOWN without a page.
     """
@@ -321,9 +323,9 @@ def check_kv_bytes(
 ) -> Check:
     """Check whether the KV cache size in bytes is known.
 
-    The size is computed from the configured bytes per token or else from a model, with the daemon's
-    derivation. If no model is configured, a failure is NOT_APPLICABLE rather than MISSING, because
-    the size is optional. The check is UNKNOWN without a page.
+    The daemon's derivation computes the size from the configured bytes per token or, without this
+    setting, from a model. If neither works and no model is configured, the check is NOT_APPLICABLE
+    rather than MISSING, because the size is optional. The check is UNKNOWN without a page.
     """
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
@@ -419,7 +421,8 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
     ways = RESTART if probe.silent or stopped else INSTALL_PROBE
     if probe.present:
         text = _describe_present(probe.present)
-        # Some processes write, but a single stopped or silent one makes the check fail.
+        # Some processes write, but the check fails if the probe of a single process is stopped or
+        # silent.
         details += [f"{_name_process(process)} writes no longer" for process in probe.silent]
         if not details:
             return Check(Status.OK, text, details=_describe_measurements(probe.present))
@@ -530,8 +533,8 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
         )
     if options.gpu_memory_utilization is None or isinstance(survey.page, Failure):
         return
-    # The page shows the value in effect; a different value on the page has another source, such as
-    # a configuration file.
+    # The page shows the value in effect. If it differs from the command line, the value comes from
+    # another source, such as a configuration file.
     page_ratios = {engine.gpu_memory_utilization_ratio for engine in survey.page.engines}
     if not page_ratios <= {None, options.gpu_memory_utilization}:
         ratio = max(filter(None, page_ratios))

@@ -33,7 +33,7 @@ from vllm_headroom_tools.settings import ModelSettings
 class Status(StrEnum):
     """The state of a check.
 
-    UNKNOWN means that the check could not be performed, so it is neither OK nor MISSING.
+    UNKNOWN means that the check could not be performed, so its result is neither OK nor MISSING.
     """
 
     OK = "ok"
@@ -194,7 +194,7 @@ def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
 
 
 VERSION_SECONDS: Final = 1.0
-"""The time limit for reading the engine's version and model; the checks also work without them."""
+"""The time limit for reading the engine's version and model. The checks also work without these."""
 
 
 class Survey(Machine, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Checks of the GPUs, of the engine's processes, and of which GPUs the engine uses."""
+"""Checks of the GPUs, the engine's processes, and the assignment of GPUs to the engine."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -96,7 +96,7 @@ def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
 
 
 def name_gpu_with_uuid(device: GpuReading) -> str:
-    """Return a GPU's name: its index, and its UUID if the GPU could ever be opened."""
+    """Return a GPU's name: its index, and its UUID if the GPU has been opened at least once."""
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
 
@@ -118,7 +118,8 @@ def _describe_memory(device: GpuReading) -> str:
         return ""
     total = format_gib(device.memory.total_bytes)
     free = format_gib(device.memory.free_bytes)
-    # When such a GPU is full, so is the machine: it swaps and then hangs.
+    # When such a GPU is full, the machine's memory is full too, so the machine swaps and then
+    # hangs.
     return (
         f", unified memory: {free} left of the {total} that it may take of the machine's,"
         " by /proc/meminfo"
@@ -130,8 +131,8 @@ WITHOUT_PROCESSES: Final = ("headroom_host_*", "headroom_leak_bound_bytes", *WIT
 """The series that are absent if /proc shows no vLLM process."""
 
 WITHOUT_PROC: Final = ("headroom_memory_pressure_ratio", *WITHOUT_PROCESSES)
-"""The series that are absent if /proc cannot be read; not even the machine's memory pressure is
-known then.
+"""The series that are absent if /proc cannot be read. In addition to the series above, this is the
+machine's memory pressure.
 """
 
 BASES: Final[Mapping[HostBasis | None, str]] = {
@@ -179,7 +180,7 @@ def _explain_no_process(
 ) -> tuple[Status, str, tuple[Fix, ...]]:
     """Return the check's state, the reason why no engine process is visible, and the fixes.
 
-    The state is UNKNOWN if the engine does not respond either, because it may not be running.
+    If the engine does not respond either, it may not be running, so the state is UNKNOWN.
     """
     if processes.ambiguous_engines:
         return Status.MISSING, AMBIGUOUS, fixes.SAY_WHICH_PORT
@@ -303,7 +304,7 @@ ATTRIBUTIONS: Final = {
 
 
 def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
-    """Check which GPUs are attributed to the engine, and how, or why none are.
+    """Check which GPUs are attributed to the engine and how; if none are, give the reason.
 
     The check is UNKNOWN without NVML.
     """
@@ -347,7 +348,7 @@ def _judge_attribution(survey: Survey, selection: Selection) -> tuple[Status, st
     is_single = owned[0].attribution is Attribution.SINGLE
     is_up = not isinstance(survey.page, Failure)
     if is_single and is_up and _can_match(survey):
-        # If an engine process were on the GPU, the attribution would be PROCESS.
+        # No engine process is on the GPU, because the attribution would otherwise be PROCESS.
         text = (
             "the only visible GPU is attributed to the engine, but none of the engine's processes"
             " is on it"
@@ -375,8 +376,8 @@ def _has_reliable_pids(survey: Survey) -> bool:
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
     """Return the check's state, the reason why no GPU is attributed to the engine, and the fixes.
 
-    The state is UNKNOWN if the engine does not respond and its processes are not the problem. They
-    are the problem if they cannot be read or are ambiguous. Otherwise the state is MISSING.
+    The state is MISSING if the engine's processes are the problem, because they cannot be read or
+    are ambiguous. It is also MISSING if the engine responds. Otherwise, it is UNKNOWN.
     """
     status = Status.MISSING
     if isinstance(survey.page, Failure) and not _is_process_problem(survey):
@@ -389,7 +390,7 @@ def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
 
 
 def _is_process_problem(survey: Survey) -> bool:
-    """Return whether the engine's processes are unknown even when it is running."""
+    """Return whether the engine's processes would be unknown even if the engine were running."""
     processes = survey.processes
     return isinstance(processes, Failure) or bool(processes.ambiguous_engines)
 
@@ -397,8 +398,8 @@ def _is_process_problem(survey: Survey) -> bool:
 def _explain_unattributed(survey: Survey) -> tuple[str, tuple[Fix, ...]]:
     """Return why the engine's processes do not identify a GPU, and the fixes."""
     processes = survey.processes
-    # The obstacles are ordered from general to specific; the first that applies explains the
-    # others.
+    # The obstacles are ordered from general to specific. The first obstacle that applies explains
+    # all later ones.
     if isinstance(processes, Failure):
         return NOT_ATTRIBUTED, fixes.SEE_THE_PROCESSES if processes == HIDDEN else ()
     if processes.ambiguous_engines:
@@ -435,7 +436,7 @@ def _is_unlisted_amd(device: GpuReading) -> bool:
 
 
 def _name_gpus(survey: Survey) -> Fix:
-    """Return the fix that names all visible GPUs, by index if it is unique, else by UUID."""
+    """Return the fix that names all visible GPUs, each by its index or, if not unique, its UUID."""
     devices = [gpu.reading for gpu in survey.gpus]
     # MIG instances and AMD partitions share their GPU's index, so only their UUIDs identify them.
     index_counts = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))

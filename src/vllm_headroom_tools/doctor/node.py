@@ -1,4 +1,4 @@
-"""Checks for a daemon that watches several engines: of the engines, and of each engine's page."""
+"""Checks for a daemon that watches several engines: one of all engines, and one of each page."""
 
 import asyncio
 from collections import Counter
@@ -34,7 +34,9 @@ from vllm_headroom_tools.look import LOOK_SECONDS, fetch_engines, locate_engines
 from vllm_headroom_tools.settings import ModelSettings
 
 BUDGETS_PATH: Final = "/apis/policy/v1/namespaces/{}/poddisruptionbudgets"
-"""A resource that the role for evictions also grants read access to; reading it tests the role."""
+"""A resource that can be read with the role for evictions. Reading this resource tests whether the
+daemon has the role.
+"""
 
 KIND_TEXTS: Final = {
     EngineKind.WATCHED: "watched",
@@ -70,7 +72,7 @@ REACH_IT: Final = put(
 
 
 async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[str, Check]:
-    """Return the result of each check by name, with a separate check for each watched engine."""
+    """Return the result of each check by name; each watched engine has a separate check."""
     located = await locate_engines(settings, proc)
     watched = [engine for engine in located if engine.kind is EngineKind.WATCHED]
     first_url = watched[0].page_url if watched else settings.engine_url
@@ -114,7 +116,7 @@ async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage |
 
 
 def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check:
-    """Check which engines exist; `has_hosts` is whether all of the host's engines can be found."""
+    """Check which engines exist; `has_hosts` means that all engines of the host can be found."""
     engines = tuple(located)
     details = [f"{engine.name.text}: {engine.problem}" for engine in engines if engine.problem]
     fixes: list[Fix] = []
@@ -144,8 +146,8 @@ def _count_kinds(engines: Iterable[LocatedEngine]) -> str:
 def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
     """Check whether the memory cgroups of the watched engines are visible.
 
-    The check is NOT_APPLICABLE, with a fix, if some cgroups are not visible, because the daemon
-    also works without them.
+    If some cgroups are not visible, the check is NOT_APPLICABLE, because the daemon also works
+    without them. It then still has a fix.
     """
     if not engines:
         return Check(Status.NOT_APPLICABLE, "no engine is watched")
@@ -156,7 +158,8 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
             pids_by_owner.setdefault(owner.key, []).append(pid)
     hidden_names = []
     for engine in engines:
-        # Any process will do, because all processes of a pod or unit are in the same cgroup tree.
+        # The cgroup of any process is sufficient, because all processes of a pod or unit are in the
+        # same cgroup tree.
         pids = pids_by_owner.get(engine.owner_key, [])
         if not any(read_cgroup(proc, pid, machine_bytes=UNLIMITED_BYTES) for pid in pids):
             hidden_names.append(engine.name.text)

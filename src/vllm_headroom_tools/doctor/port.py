@@ -31,10 +31,10 @@ ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfa
 
 
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
-    """Check whether a daemon already serves at this address, or could listen on it.
+    """Check whether a daemon already serves at this address, or whether one could listen on it.
 
-    With TLS, the daemon is recognised by the certificate that `web_config` names. The check is
-    UNKNOWN if the server requires a password or has a different certificate. It is NOT_APPLICABLE
+    With TLS, the daemon is recognised by the certificate that `web_config` names. If the server
+    requires a password or has a different certificate, the check is UNKNOWN. It is NOT_APPLICABLE
     for port 0.
     """
     if port == 0:
@@ -69,7 +69,7 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
 
 
 async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check | None:
-    """Return the check of a daemon at this address, or of a server that may be a daemon.
+    """Return the check's result if a daemon, or a server that may be one, is at this address.
 
     Returns None if nothing responds, or if the server is not vllm-headroom.
     """
@@ -90,7 +90,7 @@ async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check |
 async def _check_locked(
     failure: Failure, host: str, port: int, web_config: Path | None
 ) -> Check | None:
-    """Return the check of a server that requires a password or uses TLS.
+    """Return the check's result for a server that requires a password or uses TLS.
 
     Returns None if there is no such server.
     """
@@ -138,7 +138,9 @@ is considered hung.
 """
 
 WRITTEN_BYTES: Final = 4096
-"""Our choice: one block of most file systems, so that the write fails on a full volume."""
+"""The number of bytes written. We chose one block of most file systems, so that the write fails on
+a full volume.
+"""
 
 FOLDER: Final = "/var/lib/vllm-headroom"
 
@@ -166,7 +168,7 @@ async def check_trace_file(file: Path | None) -> Check:
 async def _check_writable(
     path: Path, attempt: Callable[[], None], variable: str, value: str
 ) -> Check:
-    """Run `attempt` in a thread, because a volume can hang; return the check of a path.
+    """Run `attempt` in a thread, because a volume can hang; return the result for the path.
 
     The fix mounts a volume and sets `variable` to `value`, a path on that volume.
     """
@@ -209,7 +211,7 @@ def _write_into(folder: Path) -> None:
 
 
 def _record_in(file: Path) -> None:
-    """Try what the daemon does with its trace, without changing the file.
+    """Try the operations that the daemon does on its trace, without changing the file.
 
     Raises OSError if that fails, or ValueError if the file is not a trace.
     """

@@ -95,7 +95,7 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
 def list_steps(
     cause: EndCause, end: Ending | None, pod: EnginePod | None
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return the steps for a cause, each with a link or None; options have their values filled in.
+    """Return the steps for a cause, each with a link or None; the options have their values.
 
     Commands contain the name of the engine's `pod` if it is known.
     """
@@ -123,6 +123,6 @@ SITUATIONS: Final = {
     EndCause.HANG: Situation.STALLED,
     EndCause.NOTHING: None,
 }
-"""The situation in docs/situations.md to which each cause belongs; causes that are not listed
-belong to "down".
+"""The situation in docs/situations.md to which each cause belongs. Causes that are not in this
+table belong to "down".
 """

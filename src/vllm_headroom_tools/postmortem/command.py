@@ -56,8 +56,8 @@ def _add_options(parser: Parser) -> None:
 def find_engine_folder(place: Path, wanted: str | None) -> Path:
     """Return one engine's state folder if `place` contains several; otherwise `place`.
 
-    If several pods match the wanted name, the newest pod's folder is returned. Raises BadInput
-    unless exactly one engine has that name, or if `place` cannot be read.
+    If several pods have had the wanted name, the newest pod's folder is returned. Raises BadInput
+    if not exactly one engine has the wanted name, or if `place` cannot be read.
     """
     newest_folders: dict[str, Path] = {}
     try:
@@ -70,7 +70,8 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
             newest_folders["/".join(names[:2]) if is_pods else "_".join(names)] = folder
     except OSError as error:
         raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
-    # The folders are sorted by date, so the newest pod with a given name replaces earlier ones.
+    # The folders are sorted by date, so the newest of several pods with the same name replaces the
+    # others.
     if not newest_folders:
         if wanted is not None:
             raise BadInput(f"{place}: has no folders of several engines: leave --engine out")
@@ -112,7 +113,8 @@ def _run(options: Namespace) -> Report:
     # A file that the operator names may be from another pod.
     pod = read_engine_pod() if options.place is None else None
     log = None if options.log is None else read_engine_log(options.log)
-    # The variable applies to this pod's engine, so it is ignored if the operator names a file.
+    # The environment variable applies to this pod's engine, so it is ignored if the operator names
+    # a file.
     reported_bytes = options.reported_bytes
     if reported_bytes is None and options.place is None:
         reported_bytes = read_reported_bytes(os.environ)

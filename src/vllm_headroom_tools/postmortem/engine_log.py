@@ -1,4 +1,4 @@
-"""The engine's log, read with a flight record: its report of the exit, and its last minute."""
+"""The engine's log, read together with a flight record: what it shows of the exit, and its end."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -43,8 +43,9 @@ REMARK_WORDS: Final = {
 def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
     """Return the engine start that ended with this exit, according to the times in the log.
 
-    If the times or the exit are unknown, this is the newest failed start or else the newest start.
-    Returns None if every start in the log is known to have ended at a different time.
+    If the times in the log or the time of the exit are unknown, the result is the newest failed
+    start or, if none failed, the newest start. Returns None if every start in the log is known to
+    have ended at a different time.
     """
     if end_seconds is None:
         return find_decisive_start(log.starts)
@@ -73,8 +74,8 @@ def find_end_time(start: EngineStart) -> LogTime:
 def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None:
     """Return what the log of a start shows about an exit.
 
-    Returns None if it contains no failure and its last line is too old to be the last one before
-    the exit.
+    Returns None if the log contains no failure, and its last line is too old to be the last line
+    before the exit.
     """
     failure = start.root_failure
     seconds = place_time(find_end_time(start), end_seconds)
@@ -97,8 +98,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     year = to_datetime(near_seconds).year
     candidates = []
-    # A December log may be read in January, and a January log may be compared with a time in
-    # December.
+    # Around New Year, the year of the log may be one less or one more than that of `near_seconds`.
     for near_year in (year - 1, year, year + 1):
         try:
             moment = datetime.strptime(f"{near_year} {time.clock}Z", "%Y %m-%d %H:%M:%S%z")
@@ -109,7 +109,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     seconds = min(candidates, key=lambda candidate: abs(candidate - near_seconds))
     distance_seconds = seconds - near_seconds
-    # No time zone explains such a distance, so the line is from another day.
+    # No time zone explains such a large difference, so the line is from another day.
     if abs(distance_seconds) > LARGEST_ZONE_SECONDS + LOGGED_END_SECONDS:
         return seconds
     return seconds - HOUR_SECONDS * round(distance_seconds / HOUR_SECONDS)

@@ -27,7 +27,7 @@ FINDING_LEVELS: Final = {
     Sureness.LIKELY: Level.WARNING,
     Sureness.POSSIBLE: Level.UNKNOWN,
 }
-"""The level that determines a finding's colour, keyed by the certainty of the finding."""
+"""The level from which a finding gets its colour, by the certainty of the finding."""
 
 
 def render_postmortem(postmortem: Postmortem) -> str:
@@ -76,7 +76,7 @@ def _render_section(title: str, lines: list[Line]) -> str:
 
 
 def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
-    """Yield figures of each GPU's free memory, in total and in the last minutes, and of the load.
+    """Yield diagrams of each GPU's free memory (all of it and the last minutes), and of the load.
 
     The last minutes are known only for the GPUs of a run that has ended.
     """
@@ -112,8 +112,8 @@ def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
 def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> str:
     """Return a figure of memory on a scale from 0; an empty string if no value is known.
 
-    The scale is set by the highest value up to the exit. After the exit, all memory is free, and on
-    a scale up to that value, the curve before the exit would look flat.
+    The scale ends at the highest value before the exit. After the exit, all memory is free. On a
+    scale that includes this value, the curve before the exit would look flat.
     """
     sizes = []
     for seconds, n_bytes in points:

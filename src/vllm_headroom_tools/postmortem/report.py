@@ -55,12 +55,12 @@ NO_END: Final = Diagnosis(
 )
 
 SAME_EVENT_SECONDS: Final = 0.5
-"""A sample this close to an incident's time is the sample of that event; an incident's time has
-millisecond precision.
+"""If a sample is this close to an incident's time, it is the sample of the incident's event. The
+time of an incident has millisecond precision.
 """
 
 MOST_LISTED_HOLDERS: Final = 16
-"""Our choice: the largest number of processes listed as holders of each kind of memory."""
+"""Our choice: the largest number of processes that are listed as holders of a kind of memory."""
 
 MOST_SNAPSHOT_LINES: Final = 10
 """Our choice: the number of lines of code that are listed for a snapshot."""
@@ -90,7 +90,7 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     log: EngineLog | None = None
     """The engine's log; None if it was not given."""
     log_start: EngineStart | None = None
-    """The start in the log that ended at that time; None if there is no such start."""
+    """The start in the log that ended with the run; None if there is no such start."""
 
     @property
     def answer(self) -> Diagnosis:
@@ -130,7 +130,7 @@ def read_postmortem(
     if log is not None:
         start = find_start(log, None if ending is None else ending.seconds)
         if ending is not None and start is not None:
-            # A log given by the operator replaces the log lines in the incident.
+            # If the operator gives a log, it replaces what the incident contains of the log.
             ending = replace(ending, log=build_log_ending(start, ending.seconds))
     # The daemon saves an incident only when an engine ends or stalls.
     has_ended = incident is not None or follower.is_page_lost
@@ -174,9 +174,9 @@ def read_facts(file: Path) -> Incident | None:
 class EndFollower:
     """Finds the end of a run by processing one sample after another.
 
-    `incident` gives the time of the event to look for. Without an incident, it is the last exit, or
-    a stall that lasts until the end of the trace. `reported_bytes` is the operator's figure for the
-    engine's memory on each GPU.
+    `incident` gives the time of the event to look for. Without an incident, the event is the last
+    exit, or a stall that lasts until the end of the trace. `reported_bytes` is the operator's
+    figure for the engine's memory on each GPU.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class EndFollower:
     def _build_due(
         self, incident: Incident, snapshot: Snapshot, previous: EngineMemory
     ) -> Ending | None:
-        """Return the incident's event if this sample was taken at its time; None otherwise.
+        """Return the incident's event if this sample was taken at the event's time; else None.
 
         If there is no sample at that time, the first later sample is used.
         """
@@ -320,7 +320,7 @@ def _conclude(diagnosis: Diagnosis) -> Conclusion:
 
 
 def _render_text(postmortem: Postmortem, headline: str) -> Iterator[str]:
-    """Yield the report's lines: the most certain finding, its evidence, the rest, the sections."""
+    """Yield the lines: the most certain finding, its evidence, other findings, the sections."""
     evidence = chain(*(wrap_headed("seen", sentence) for sentence in postmortem.answer.evidence))
     other_findings = chain(
         *(wrap_headed("or", _describe(diagnosis)) for diagnosis in postmortem.findings[1:])
@@ -367,7 +367,7 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
 
 
 def _list_log(postmortem: Postmortem) -> Iterator[Line]:
-    """Yield the last minute of the engine's log, or why there is none; nothing without a log."""
+    """Yield the last minute of the engine's log, or why it is empty; nothing without a log."""
     if postmortem.log is None:
         return
     if postmortem.log_start is None:
@@ -426,7 +426,7 @@ def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
         yield gpu.display_name, ", ".join(_list_gpu_figures(gpu))
     for holder in incident.before.holders[-MOST_LISTED_HOLDERS:]:
         yield "held by", f"{holder.uuid} pid {holder.pid} {format_amount(holder.used)}"
-    # An engine with many ranks would fill the page.
+    # The number is limited, because an engine with many ranks would fill the page.
     yield from islice(_list_torch_memory(incident), MOST_LISTED_HOLDERS)
     for growth in incident.before.mappings[-MOST_LISTED_HOLDERS:]:
         yield "host growth", _describe_growth(growth)

@@ -64,7 +64,7 @@ class Timeline:
         self._moments.append((seconds, sentence))
 
     def _add_state(self, now: float, status: EngineStatus) -> None:
-        """Add an exit, and the state if it is the first one or has changed."""
+        """Add an exit, and add the state if it is the first state or has changed."""
         if status.exit_reason is not None:
             self._add(now, "the engine exited")
         if self._state is None:

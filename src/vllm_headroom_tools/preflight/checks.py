@@ -30,16 +30,18 @@ lower than T by 0.33 (B200) to 0.53 GiB (H100), or by 0.49 to 1.55 GiB with tens
 """
 
 MAX_OWN_BYTES: Final = 6 * GIB // 10
-"""The maximum amount of memory that vLLM allocates before its check, from the same log lines."""
+"""The maximum amount of memory that vLLM allocates before it checks the free memory, from the same
+log lines as MIN_OWN_BYTES.
+"""
 
 MAX_OWN_PARALLEL_BYTES: Final = 165 * GIB // 100
-"""The maximum amount of memory that vLLM allocates before its check with tensor parallelism: 1.55
-GiB on two and four H100 (vLLM 0.19).
+"""The maximum amount of memory that vLLM allocates before it checks the free memory, if tensor
+parallelism is used. It was 1.55 GiB on two and four H100 (vLLM 0.19).
 """
 
 
 class MemoryRequest(Struct, frozen=True, kw_only=True):
-    """The memory that vLLM requests: a share of each GPU, bytes on each GPU, or the larger of both.
+    """The memory that vLLM requests on each GPU: a share, a number of bytes, or the larger of both.
 
     All fields are None if no request is set.
     """
@@ -55,7 +57,7 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
 
 
 def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
-    """Return the bytes that must be free when vLLM checks; 0 for an empty request.
+    """Return the bytes that must be free when vLLM checks this; 0 for an empty request.
 
     vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory).
     """
@@ -66,7 +68,7 @@ def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
 
 
 def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> float | None:
-    """Return the highest gpu_memory_utilization certain to work now, rounded down to 0.01.
+    """Return the highest gpu_memory_utilization that is certain to work now, in steps of 0.01.
 
     Returns None if not even 0.01 would work.
     """
@@ -124,7 +126,9 @@ class Obstacle(Struct, frozen=True):
 CERTAIN_REASONS: Final = frozenset(
     {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST}
 )
-"""The failures with which CUDA and therefore vLLM also fail; with others, vLLM may still start."""
+"""The reasons for failures that also make CUDA and therefore vLLM fail. With any other reason, vLLM
+may still start.
+"""
 
 RECOMMENDED_SHM_BYTES: Final = GIB
 """The size of /dev/shm that NVIDIA recommends for containers (NCCL user guide, troubleshooting:
@@ -156,11 +160,12 @@ def check_memory(
 ) -> Iterator[Obstacle]:
     """Compare a GPU's free memory with vLLM's request and its additional allocations.
 
-    Yields nothing if the free memory is sufficient. `holders` is the end of a sentence that names
-    the processes holding the used memory. `swap_bytes` is None if it is unknown.
+    Yields nothing if the free memory is sufficient. `holders` is the end of a sentence; it names
+    the processes that hold the used memory. `swap_bytes` is None if it is unknown.
     """
     memory = device.memory
-    # A failure explains more than missing figures.
+    # If there is a failure, it is reported instead of the missing figures, because it explains
+    # more.
     if device.failure is not None:
         yield report_failure(device.failure, device.index)
     elif memory is None:
@@ -186,14 +191,14 @@ def check_memory(
 def _check_free_memory(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Iterator[Obstacle]:
-    """Check a GPU with known memory for a shortage, a close fit, or limits of shared memory."""
+    """Check a GPU with known memory for a shortage, a close fit, and limits of unified memory."""
     # The free memory that exceeds vLLM's request, before vLLM's own processes take their part.
     spare_bytes = memory.free_bytes - compute_requested_bytes(request, memory)
     if spare_bytes < MIN_OWN_BYTES:
         yield _report_shortage(device, memory, request, holders)
         return
-    # The amount that vLLM allocates before its check varies within a range; if the spare memory is
-    # within that range, the start may succeed.
+    # The amount that vLLM allocates before it checks the free memory varies within a range. If the
+    # spare memory is within this range, the start may succeed.
     if spare_bytes < request.max_own_bytes:
         yield _report_memory(
             device,
@@ -218,7 +223,8 @@ def _check_free_blocks(
     blocks_bytes = memory.machine_free_blocks_bytes
     if blocks_bytes is None or blocks_bytes >= requested_bytes:
         return
-    # With few free blocks, vLLM fails at once; with many, it may still run out of them later.
+    # With few free blocks, vLLM fails immediately. With many, it may still run out of free blocks
+    # later.
     is_scarce = blocks_bytes < SCARCE_BLOCKS_BYTES
     yield Obstacle(
         Kind.HOST,
@@ -260,7 +266,7 @@ def _check_machine(
 def _report_shortage(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Obstacle:
-    """Return the finding on a shortage of memory, which may go away unless the GPU is too small."""
+    """Return the finding on a shortage of memory. It may go away unless the GPU is too small."""
     requested_bytes = compute_requested_bytes(request, memory)
     needed_bytes = requested_bytes + MIN_OWN_BYTES
     needs = (
@@ -301,7 +307,7 @@ def _report_memory(
 def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obstacle]:
     """Check for faults that require a reset or a new GPU (NVIDIA GPU Memory Error Management).
 
-    `faults` is None if the GPU did not respond, which yields a single finding, "cannot tell".
+    If the GPU did not respond (`faults` is None), the only finding is "cannot tell".
     """
     if faults is None:
         yield Obstacle(
@@ -318,7 +324,8 @@ def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[O
         " node), or reboot the node"
     )
     if faults.ecc is not None:
-        # On some GPUs, ECC takes up part of the memory, so a reset would change what fits.
+        # On some GPUs, ECC takes up part of the memory. If a reset changes the ECC mode, it also
+        # changes how much memory vLLM can use.
         is_on, is_on_after_reset = faults.ecc
         if is_on != is_on_after_reset:
             now, later = ("on", "off") if is_on else ("off", "on")
@@ -340,7 +347,8 @@ def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[O
 
 
 HOT_CELSIUS: Final = 87.0
-"""The temperature from which a GPU throttles itself; HeadroomGpuHot uses the same threshold."""
+"""The temperature at which a GPU begins to throttle itself. HeadroomGpuHot uses the same threshold.
+"""
 
 
 def check_heat(device: GpuReading) -> Iterator[Obstacle]:
@@ -390,8 +398,8 @@ def check_unknown_options(
     """Report the options that do not exist in any vLLM release in our table.
 
     `unknown_options` contains a line about each option. `vllm_version` is the version of vLLM in
-    this environment. If the table covers that release, vLLM would refuse to start; otherwise a
-    newer release may have the options.
+    this environment. If our table covers this version, vLLM would refuse to start. If it does not,
+    the version may have the options.
     """
     release = re.match(r"(\d+)\.(\d+)", vllm_version or "")
     is_refused = release is not None and (int(release[1]), int(release[2])) <= LAST_RELEASE
@@ -449,7 +457,7 @@ def _report_fault(faults: GpuFaults, text: str, fix: str) -> Obstacle:
 def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterator[Obstacle]:
     """Compare the free host memory of the container or machine with what vLLM needs.
 
-    Yields nothing if it is sufficient or unknown.
+    Yields nothing if the free memory is sufficient or unknown.
     """
     if host is None or host.limit_bytes is None or host.room_bytes is None:
         return
@@ -472,7 +480,7 @@ def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterat
 def check_offload_files(sizes_bytes: Mapping[str, int]) -> Iterator[Obstacle]:
     """Report the files that KV cache offloading has left in /dev/shm.
 
-    `sizes_bytes` maps the paths of these files to their sizes. Yields nothing if it is empty.
+    `sizes_bytes` maps the paths of these files to their sizes. Yields nothing if there are none.
     """
     if sizes_bytes:
         files = ", ".join(f"{name} ({format_gib(size)})" for name, size in sizes_bytes.items())
@@ -538,8 +546,8 @@ def choose_gpus(
 ) -> tuple[tuple[GpuReading, ...], tuple[Obstacle, ...]]:
     """Return the GPUs that vLLM will use, and the findings on this selection.
 
-    These are the named GPUs or, without names, the first `count` GPUs in CUDA_VISIBLE_DEVICES,
-    because vLLM uses the first ones. Both results may be empty.
+    If the choice names GPUs, vLLM uses these. Without names, vLLM uses the first `count` GPUs in
+    CUDA_VISIBLE_DEVICES. Both results may be empty.
     """
     # Names given by --gpus take precedence over the variable.
     names = choice.visible if choice.named is None else choice.named
@@ -609,9 +617,9 @@ def _depends_on_order(
 
 
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
-    """Check that the GPUs that work in parallel have the same name and memory size.
+    """Check that all GPUs that work in parallel have the same name and the same memory size.
 
-    Yields nothing if they do. GPUs that cannot be read are covered by another check.
+    Yields nothing if they have. Another check covers GPUs that cannot be read.
     """
     # GPUs with the same name but different memory sizes differ in their ECC mode.
     kinds = {

@@ -47,7 +47,9 @@ from vllm_headroom_tools.sizing.question import DEFAULT_UTILIZATION
 from vllm_headroom_tools.vllm_options import VLLM_RELEASES, list_vllm_options
 
 GPU_SECONDS: Final = 15.0
-"""The time limit for reading all GPUs: without the persistence daemon, waking one takes seconds."""
+"""The time limit for reading all GPUs. Without the persistence daemon, it takes seconds to wake up
+a GPU.
+"""
 
 GPU_CALL_SECONDS: Final = 5.0
 """The time limit for one NVML call."""
@@ -135,10 +137,10 @@ async def wait_until_settled(
     wait_seconds: float,
     say: Callable[[str], None],
 ) -> Clearance:
-    """Repeat the reading until waiting cannot improve the clearance, or until the time limit.
+    """Repeat the reading until waiting cannot improve the result, or until the time limit.
 
-    Returns the last clearance, which includes the time waited. Obstacles are reported every ten
-    seconds.
+    Returns the last result with the time that was spent waiting. Every ten seconds, the obstacles
+    are reported.
     """
     now = asyncio.get_running_loop().time
     ends_at_seconds = now() + wait_seconds
@@ -186,8 +188,8 @@ def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
 def _read_request(arguments: Namespace) -> MemoryRequest:
     """Return the memory that vLLM requests.
 
-    Without options, the request for a start is vLLM's default share. For a wake-up, it is empty at
-    first, because the share is taken from the engine's page.
+    Without options, the request for a start is vLLM's default share. The request for a wake-up is
+    then empty, because the share is taken from the engine's page later.
     """
     utilization_ratio = arguments.gpu_memory_utilization
     has_size = utilization_ratio is not None or arguments.bytes is not None
@@ -209,8 +211,8 @@ def _find_port(url: str | None) -> int:
 
 
 async def _run(arguments: Namespace) -> Report:
-    """Read the GPUs, with --wait until vLLM would start, and return the report."""
-    # Otherwise the readers would log what the report already contains.
+    """Read the GPUs and return the report; with --wait, first wait until vLLM would start."""
+    # The readers would log problems that the report already contains.
     logs.configure("logfmt", "error")
     gpu_choice = _read_choice(arguments, os.environ)
     request = _read_request(arguments)

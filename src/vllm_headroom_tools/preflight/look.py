@@ -60,7 +60,8 @@ class Conditions(Struct, frozen=True, kw_only=True):
     offload_sizes_bytes: Mapping[str, int] = {}
     """The sizes of the files in /dev/shm to which a KV cache was offloaded, by path.
 
-    Empty while any vLLM process is visible, because it may be using the files.
+    The mapping is empty while any vLLM process is visible, because this process may be using the
+    files.
     """
 
     host: HostMemory | None = None
@@ -116,7 +117,9 @@ async def read_conditions(
 
 
 CUDA_PACKAGES: Final = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
-"""The packages with which torch installs CUDA: the first since CUDA 13, the second before that."""
+"""The packages with which torch installs CUDA. The first is for CUDA 13 and newer, the second is
+for older versions.
+"""
 
 
 def find_cuda_major() -> int | None:
@@ -164,8 +167,8 @@ async def _find_holders(
 ) -> dict[str, tuple[GpuOccupant, ...]]:
     """Return the processes on each GPU, by UUID.
 
-    A GPU is absent if NVML does not list its processes. Names and sizes are None if the driver's
-    pids or sizes are not valid in this container.
+    A GPU is absent if NVML does not list its processes. In a container, the driver's pids and sizes
+    may not be valid; the names and sizes are then None.
     """
     names: dict[int, str] = {}
     if not isinstance(listed, Failure) and are_pids_reliable(readings, listed):
@@ -201,7 +204,7 @@ async def _name_processes(
     worker = Worker[dict[int, str]]("names")
     try:
         names = await worker.call(lambda: _read_names(proc, visible_pids), PROCESSES_SECONDS)
-    except OSError:  # reading the command line of a process stuck in the driver would also hang
+    except OSError:  # If a process hangs in the driver, reading its command line would also hang.
         names = {}
     finally:
         worker.stop()

@@ -31,13 +31,13 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     unlisted_bytes: int | None
     """The memory in use that does not belong to any listed process.
 
-    It belongs to processes that are not visible here, or to an ended process whose memory the
-    driver has not freed yet.
+    Either processes hold it that are not visible here, or a process has ended and the driver has
+    not freed its memory yet.
     """
 
 
 class Clearance(Struct, frozen=True, kw_only=True):
-    """The result of one reading of the machine, and the findings; those with GOOD are remarks."""
+    """The result of one reading of the machine, with the findings; a GOOD finding is a remark."""
 
     conditions: Conditions
     findings: tuple[Obstacle, ...]
@@ -46,7 +46,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Conclusion:
-        """Return whether vLLM would start; a definite obstacle outweighs unknown facts."""
+        """Return whether vLLM would start; if there is an obstacle, unknown facts do not matter."""
         return find_worst(finding.verdict for finding in self.findings)
 
     @property
@@ -56,14 +56,14 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
     @property
     def may_pass(self) -> bool:
-        """Return whether there are hindrances, all of which may go away by waiting."""
+        """Return whether there are hindrances, and all of them may go away if one waits."""
         return bool(self.hindrances) and all(finding.may_pass for finding in self.hindrances)
 
     @property
     def highest_utilization_ratio(self) -> float | None:
-        """Return the highest gpu_memory_utilization certain to work on all of the GPUs now.
+        """Return the highest gpu_memory_utilization that is certain to work on all GPUs now.
 
-        Returns None if no value would work on one of the GPUs, or if there are no GPUs.
+        Returns None if there is a GPU on which no value works, or if there are no GPUs.
         """
         ratios = []
         for gpu in self.gpus:
@@ -156,8 +156,8 @@ def build_gpu_report(
 ) -> GpuReport:
     """Return the figures of a GPU for this request.
 
-    The figures are None if the GPU's memory is unknown; the highest utilization is also None if no
-    share fits.
+    If the GPU's memory is unknown, all figures are None. If no share fits, the highest utilization
+    is None.
     """
     holders = conditions.holders.get(device.uuid)
     memory = device.memory
@@ -309,9 +309,9 @@ def judge_wake(
 ) -> Clearance:
     """Judge whether a sleeping engine could wake up in the free memory of its GPUs.
 
-    `given_request` is the request that the operator set. An awake engine holds its share of the GPU
-    to within one or two GiB, because activations vary and CUDA graphs are not included in the
-    share.
+    `given_request` is the request that the operator set. The memory that an awake engine holds
+    differs from its share of the GPU by up to two GiB, because activations vary, and CUDA graphs
+    are not included in the share.
     """
     if isinstance(conditions.readings, Failure):
         return Clearance(
@@ -341,7 +341,7 @@ def _check_wake(
 ) -> tuple[Obstacle, ...]:
     """Return a finding for each GPU of a sleeping engine.
 
-    If the engine is awake, or if its state or its GPUs are unknown, this is a single finding.
+    If the engine is awake, or if its state or its GPUs are unknown, there is a single finding.
     """
     if isinstance(page, Failure):
         return (_report_unknown_engine(page.message),)
@@ -369,7 +369,7 @@ def _report_unknown_engine(text: str, fix: str | None = None) -> Obstacle:
 
 
 def _report_awake(host: HostMemory | None) -> Obstacle:
-    """Return a remark that there is nothing to wake, and how much host memory a sleep could use."""
+    """Return a remark: no engine is asleep, and a sleep could use this much host memory."""
     text = "the engine is awake: there is nothing to wake"
     if host is not None and host.limit_bytes is not None and host.room_bytes is not None:
         text += (
@@ -382,8 +382,8 @@ def _report_awake(host: HostMemory | None) -> Obstacle:
 def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> MemoryRequest | None:
     """Return the engine's memory request, from the options or else from its page.
 
-    Without options, returns None if the page has no single share, or if it shows a KV cache size
-    that was set in bytes. Without a page, only the options count.
+    Without options, returns None if the engines on the page do not have the same share, or if their
+    KV cache size was set in bytes. Without a page, only the options count.
     """
     is_given = (
         given_request.utilization_ratio is not None or given_request.bytes_per_gpu is not None
@@ -404,7 +404,7 @@ def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> M
 def _check_gpu_wake(
     gpu: GpuReport, request: MemoryRequest, engine_pids: frozenset[int]
 ) -> Obstacle:
-    """Compare a GPU's free memory with what the engine needs in addition to what it holds asleep.
+    """Compare a GPU's free memory with the memory that a sleeping engine needs to wake up.
 
     The verdict is "cannot tell" if the memory of the GPU or of the engine is unknown.
     """

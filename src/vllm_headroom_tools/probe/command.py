@@ -71,7 +71,7 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report:
-    """Perform the action and return its report; raise BadOptions if the options do not fit it.
+    """Perform the action and return its report; raise BadOptions for options that do not fit.
 
     Raises BadInput if the action cannot be performed.
     """

@@ -38,17 +38,18 @@ ProcessAnswer = dict[str, Any]
 """A process's answer, as printed by --json: a `note`, the `cost`, and the `host` and `gpu` stacks
 that hold the most memory.
 
-The `bytes` of a stack are the memory that it allocated during the recording and that is still held.
-The first frame of a stack is the line that allocated the memory. The cost is what the recording
-consumed in the process; `pause_seconds` is the time for which the process was paused at the end.
+The `bytes` of a stack are the memory that was allocated there during the recording and is still
+held at its end. The first frame of a stack is the line that allocated the memory. The cost is what
+the recording consumed in the process; `pause_seconds` is the time for which the process was paused
+at the end.
 """
 
 
 def parse_answer(content: bytes, request_id: str) -> ProcessAnswer | str | None:
     """Parse a process's answer to a request.
 
-    Returns None if it answers another request, or a message describing the problem if it cannot be
-    used.
+    Returns None if the content answers another request. If the content cannot be used, returns a
+    message that describes the problem.
     """
     try:
         document = json.loads(content)
@@ -110,8 +111,8 @@ command is no longer running, and the probes stop the recording.
 POLL_SECONDS: Final = 0.5
 
 RECORD_ANSWER_SECONDS: Final = 60.0
-"""The maximum wait for answers after the end of the recording: the probes check for the end every
-five seconds, and take several seconds to add up the stacks.
+"""The maximum time to wait for answers after the end of the recording. The probes notice the end
+within five seconds, and take several seconds to add up the stacks.
 """
 
 MAX_ANSWER_BYTES: Final = 256 * 1024
@@ -192,7 +193,7 @@ async def _measure_growth(
 ) -> dict[ProbedProcess, dict[str, int]]:
     """Return the growth of each kind of mapping in bytes, by process.
 
-    A process is absent if its mappings could not be read both before and after.
+    A process is absent unless its mappings could be read both before and after the recording.
     """
     growths = {}
     for process, old_mappings in mappings.items():
@@ -234,11 +235,12 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     """Return a process's memory in bytes, by kind of mapping.
 
     Returns None if the mappings cannot be read. The probe reports the pid in the PID namespace of
-    the process; if this pid is a different process here, the mappings count as unreadable.
+    the process; if this pid is a different process in the sidecar's namespace, the mappings count
+    as unreadable.
     """
 
     def read() -> dict[str, int] | None:
-        """Return the memory by mapping; None if another process now has the pid."""
+        """Return the memory by kind of mapping; None if the pid is now another process."""
         entry = read_entry(PROC, process.pid)
         if entry is None:
             return None
@@ -257,14 +259,14 @@ def _write_request(
 ) -> None:
     """Write the file that requests a recording from the probes.
 
-    Raises BadInput if another recording is running, which shows in a recently touched request.
-    Raises OSError if the file cannot be written.
+    Raises BadInput if there is a request that was touched recently, because another recording is
+    then running. Raises OSError if the file cannot be written.
     """
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
         age_seconds = time.time() - path.lstat().st_mtime
-        # An older file was left by a command that was killed. abs: the clock may have been set
-        # back.
+        # An older file was left by a command that was killed. abs() is used, because the clock may
+        # have been set back.
         if abs(age_seconds) < 2 * TOUCH_SECONDS:
             raise BadInput(f"{path} is another recording's, which is running")
     document: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A report on a recording: the largest stacks by the memory that each process still holds."""
+"""A report on a recording: for each process, the stacks that still hold the most memory."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -11,8 +11,8 @@ MIN_SHOWN_BYTES: Final = MIB
 """Our choice: smaller growth of a mapping is not reported."""
 
 MAX_SHOWN: Final = 3
-"""Our choice: the number of stacks of each kind in the text, and of callers per stack; --json
-contains more.
+"""Our choice: the number of stacks of each kind that the text shows, and the number of callers per
+stack. --json contains more.
 """
 
 

@@ -25,8 +25,8 @@ REQUEST_FORMAT: Final = "headroom_snapshot"
 REQUEST_VERSION: Final = 1
 
 SNAPSHOT_SECONDS: Final = 30.0
-"""The maximum wait for answers: the probes check for requests every five seconds, and take at most
-ten seconds to write.
+"""The maximum time to wait for answers. The probes check for requests every five seconds, and take
+at most ten seconds to write a snapshot.
 """
 
 POLL_SECONDS: Final = 0.5
@@ -78,7 +78,8 @@ async def _collect_answers(
     answers: dict[int, AllocatorSnapshot] = {}
     while missing_pids and time.time() < deadline_seconds:
         await asyncio.sleep(POLL_SECONDS)
-        # If there are no processes left, all of them have exited in the meantime.
+        # `find_processes` raises BadInput if no process is left, because all have exited in the
+        # meantime.
         with contextlib.suppress(BadInput):
             for process in await find_processes(folder):
                 snapshot = None if process.history is None else process.history.requested

@@ -19,19 +19,19 @@ from vllm_headroom.trace.entries import YEAR_10000
 from vllm_headroom_tools.bad_input import BadInput
 
 MAX_FILE_BYTES: Final = 64 << 20
-"""The maximum file size, which the probe never exceeds (vllm_headroom_probe.snapshot)."""
+"""The maximum file size. The probe never writes larger files (vllm_headroom_probe.snapshot)."""
 
 MAX_FILE_BLOCKS: Final = 500_000
-"""The maximum number of blocks, and of events, because a forged file may repeat a list endlessly. A
-vLLM process has thousands.
+"""The maximum number of blocks, and the maximum number of events. A vLLM process has thousands of
+each, but a forged file may repeat a list endlessly.
 """
 
 MAX_LARGEST: Final = 10
 """The number of lines of code in the report; these are the lines that hold the most memory."""
 
 TORCH_CODE: Final = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches paths in torch itself and in code that torch generates. The line that calls torch is more
-informative about who holds the memory.
+"""Matches paths in torch itself and in code that torch generates. These lines are skipped, because
+the line that calls torch shows better who holds the memory.
 """
 
 MAX_OPERATIONS: Final = 10_000_000
@@ -61,7 +61,7 @@ class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001
 
 
 def _build_counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return an operation that counts against the limit and raises ValueError beyond it."""
+    """Return an operation that counts how often it runs, and raises ValueError above the limit."""
 
     def count_and_load(unpickler: Any) -> None:  # noqa: ANN401 - a PlainUnpickler
         """Run one pickle operation; raise ValueError after MAX_OPERATIONS."""
@@ -127,7 +127,7 @@ def parse_torch_snapshot(content: bytes, name: str) -> ReadSnapshot:
 
 
 def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a pickle holds
-    """Summarise a snapshot; raise some Python error if its structure is different."""
+    """Summarise a snapshot; raise any Python error if its structure is not as expected."""
     times_seconds = _list_allocation_times(snapshot["device_traces"])
     # Stacks are cached by identity, because a forged file may repeat a long stack in every block.
     places: dict[int, CodePlace] = {}

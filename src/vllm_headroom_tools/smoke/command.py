@@ -71,8 +71,8 @@ class EngineServer:
     ) -> T | Failure:
         """Return the result of `read` on a path, or a Failure, within this time.
 
-        The message for a timeout is replaced, because the daemon's message gives advice on a
-        different time limit.
+        For a timeout, the daemon's message is replaced, because it gives advice on a different time
+        limit.
         """
         reader = build_page_reader(
             self._settings, str(self._page.join(path)), timeout_seconds=seconds
@@ -81,7 +81,8 @@ class EngineServer:
             answer = await read(reader)
         finally:
             await close_all(reader)
-        # A smoke test is meant to find hangs, so its message says where to look for the cause.
+        # A smoke test is meant to find hangs, so the message for a timeout names the place to look
+        # for the cause.
         if not isinstance(answer, Failure) or answer.reason is not Reason.TIMEOUT:
             return answer
         message = (
@@ -97,7 +98,8 @@ class SmokeStep(NamedTuple):
     verdict: Conclusion
 
     text: str
-    """What was observed, or why the step failed or was skipped and what to do about it."""
+    """What was observed. For a step that failed or was skipped, this is the reason and what to do.
+    """
 
 
 def _skip(text: str) -> SmokeStep:
@@ -138,7 +140,7 @@ PROMPTS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
     ("v1/completions", {"prompt": "Hello"}),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
 )
-"""The path and body of each request; the second is for models that serve only chats."""
+"""The path and body of each request. The second request is for models that serve only chats."""
 
 NOT_SERVED: Final = frozenset(
     {
@@ -155,7 +157,7 @@ MAX_QUOTED_CHARACTERS: Final = 200
 
 
 async def request_completion(server: EngineServer, limit_seconds: float) -> SmokeStep:
-    """Request a completion, or else a chat completion, from the first model that is listed.
+    """Request a completion from the first model that is listed, or else a chat completion.
 
     The step fails if no model is listed, or if neither request returns tokens. The limit applies to
     each request.
@@ -180,12 +182,13 @@ async def request_completion(server: EngineServer, limit_seconds: float) -> Smok
             elapsed_seconds = now() - requested_at_seconds
             return _pass(f"{model.name} gave {completion} tokens in {elapsed_seconds:.2f} s")
         problem = completion
-        # The chat request is tried only if this type of request was rejected; any other response is
-        # final.
+        # The chat request is tried only if the model does not serve completions. Any other response
+        # is final.
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
             return _fail(problem)
         problems.append(problem)
-    # The reason for rejecting completions is more informative than that for rejecting chats.
+    # The first problem is the one with the completion, which is more informative than the one with
+    # the chat.
     return _fail(problems[0])
 
 
@@ -236,8 +239,8 @@ def _describe_refusal(answer: Reply, address: str) -> str:
 COUNTER_SECONDS: Final = 15.0
 """Our choice: the time that the counters may take to include a request.
 
-vLLM counts a request when it finishes, but the web server may be busy, and with several web servers
-the gauges lag behind.
+vLLM counts a request when it finishes. However, the web server may be busy, and if there are
+several web servers, the gauges are updated later.
 """
 
 COUNTER_POLL_SECONDS: Final = 0.5
@@ -257,7 +260,8 @@ async def check_counters(
     The step fails if the page cannot be read, lacks inputs, or does not show a finished request in
     time.
     """
-    # Without an old page, the count is 0, and any finished request counts as this one.
+    # If the old page could not be read, its count is 0, so that any finished request counts as
+    # ours.
     old_finished = _count_finished(old_page)
     now = asyncio.get_running_loop().time
     deadline_seconds = now() + patience_seconds
@@ -281,14 +285,14 @@ async def check_counters(
 def _count_finished(page: EnginePage | Failure) -> float:
     """Return the number of finished requests of all engines.
 
-    A counter that is not on the page yet counts as 0, as does a page that cannot be read.
+    If a counter is not on the page yet, or the page cannot be read, it counts as 0.
     """
     engines = () if isinstance(page, Failure) else page.engines
     return sum(engine.finished_total or 0.0 for engine in engines)
 
 
 NEEDED_INPUTS: Final = ("requests_running", "requests_waiting", "requests_finished")
-"""The page inputs that this step requires."""
+"""The inputs without which the step `metrics` fails."""
 
 
 def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
@@ -302,7 +306,7 @@ def _check_inputs(page: EnginePage | Failure, empty_problem: str) -> SmokeStep:
         return _fail(empty_problem)
     present = [name for name, is_present in page.inputs if is_present]
     absent = [name for name, is_present in page.inputs if not is_present]
-    # Other inputs are useful, but an image does not fail the test without them.
+    # Other inputs are useful, but the test passes without them.
     missing = [name for name in absent if name in NEEDED_INPUTS]
     if missing:
         return _fail(
@@ -347,7 +351,7 @@ async def check_discrepancy(
         processes=(),
     )
     samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
-    # An engine without a budget produces no samples, which compare_discrepancies() also handles.
+    # An engine without a budget produces no samples. compare_discrepancies() handles this case too.
     if samples or page.engines:
         return compare_discrepancies(samples, limit_ratio)
     return _skip(f"the page has no series of an engine, and so no budget: {SET_REPORTED_BYTES}")
@@ -441,7 +445,9 @@ class SmokeSettings(Settings):
 
 HEALTH: Final = "health"
 HEALTH_TIMEOUT_SECONDS: Final = 5.0
-"""The time limit for one response; the last response may therefore arrive after the deadline."""
+"""The time limit for one response. It is independent of the deadline, so the last response may
+arrive after the deadline.
+"""
 
 HEALTH_POLL_SECONDS: Final = 1.0
 HEALTH_REPORT_SECONDS: Final = 30.0
@@ -462,7 +468,7 @@ async def wait_until_healthy(
     now = asyncio.get_running_loop().time
     started_at_seconds = now()
     ends_at_seconds = started_at_seconds + limit_seconds
-    # The first message is due at once.
+    # The first message is written without waiting.
     repeat_at_seconds = started_at_seconds
     reported_message = ""
     while True:
@@ -511,7 +517,7 @@ async def _run(arguments: Namespace) -> Report:
 
 
 async def _find_url(settings: SmokeSettings) -> str:
-    """Return the URL of the selected engine's page; raise BadInput if none can be selected."""
+    """Return the URL of the selected engine's page; raise BadInput if no engine can be selected."""
     urls = {}
     for engine in await locate_engines(settings):
         if engine.page_url:
@@ -570,8 +576,8 @@ async def take_steps(
     steps = {"health": health}
     if settings.expect_version:
         steps["version"] = await check_version(server, settings.expect_version)
-    # The page is read before the completion, so that its counters can be compared with those
-    # afterwards.
+    # The page is read before the completion is requested, so that its counters can be compared with
+    # the counters after the completion.
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
     # The counters include a request only once it has been completed.
