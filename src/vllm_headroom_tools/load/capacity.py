@@ -11,7 +11,7 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import write_note
 
 OWN_DESCRIPTORS: Final = 64
-"""Descriptors reserved for files other than streams: the sampler's, /proc and the trace."""
+"""Descriptors reserved for everything except streams: the sampler's files, /proc and the trace."""
 
 STREAM_BYTES: Final = 16 * 2**10
 """The memory per stream over http: twice the sum of 6 KiB in this process (measured) and the
@@ -19,8 +19,8 @@ kernel's memory for a socket.
 """
 
 TLS_STREAM_BYTES: Final = 128 * 2**10
-"""The memory per stream over https: as over http, but with 47 KiB in this process (measured),
-because each connection has encryption buffers.
+"""The memory per stream over https: twice the sum of 47 KiB in this process (measured) and the
+kernel's memory for a socket. Each connection has encryption buffers.
 """
 
 UNLIMITED_DESCRIPTORS: Final = 2**31
@@ -41,7 +41,7 @@ def raise_descriptors() -> int:
 def list_limits(
     descriptors: int, *, uses_tls: bool, proc: Path = Path("/proc")
 ) -> list[tuple[int, str]]:
-    """Return how many streams to one address each limit allows, with its name, lowest first.
+    """Return each limit's number of streams to one address, and the limit's name, lowest first.
 
     Limits that cannot be read are left out. The limit on open files is always included.
     """
@@ -81,9 +81,10 @@ def _read_free_memory(proc: Path) -> int | None:
 
 
 def check_capacity(concurrency: int, streams: int, *, uses_tls: bool) -> None:
-    """Report on standard error how many streams this process can keep open.
+    """Report on standard error how many streams this process can keep open at the same time.
 
-    Raises BadInput if `--concurrency` needs more `streams` than this.
+    `streams` is the number that `--concurrency` needs. Raises BadInput if this process cannot keep
+    that many open.
     """
     # The usual limit of 1,024 open files is too low for most loads, so raise it first.
     held_streams, limit_name = list_limits(raise_descriptors(), uses_tls=uses_tls)[0]

@@ -1,4 +1,4 @@
-"""Concurrent clients, which send their next request after an answer or when their turn comes."""
+"""Concurrent clients, each of which sends its next request after an answer or at its turn."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,9 @@ class Clients:
     """Runs the clients of each step.
 
     Requests that are still open `grace_seconds` after the end of a step are cancelled; `stop`
-    cancels requests immediately. `most_requests` caps the total number of requests in all steps;
-    None means no cap. With `requests_per_second`, the loop is open: requests begin as a Poisson
-    process without waiting for answers to earlier ones.
+    cancels requests immediately. `most_requests` is the maximum number of requests in all steps
+    together; None means no maximum. With `requests_per_second`, the loop is open: requests begin as
+    a Poisson process and do not wait for the answers to earlier requests.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Clients:
 
     @property
     def is_used_up(self) -> bool:
-        """Return whether the cap on requests has been reached."""
+        """Return whether the maximum number of requests has been reached."""
         return self._remaining_requests == 0
 
     async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
-        """Run a step with `count` clients for some seconds, at a share of the rate.
+        """Run a step of `seconds` with `count` clients, at `share` of the full rate.
 
         Returns once all requests of the step have ended or been cancelled; `tally` counts them.
         """
@@ -80,8 +80,8 @@ class Clients:
     async def wait_turn(self, end_seconds: float) -> bool:
         """Wait until a client may begin a request, then return True.
 
-        Returns False immediately if the client's turn is not before `end_seconds`, or if the cap
-        has been reached.
+        Returns False immediately if the client's turn is not before `end_seconds`, or if the
+        maximum number of requests has been reached.
         """
         now_seconds = monotonic()
         turn_seconds = now_seconds
@@ -90,7 +90,7 @@ class Clients:
             turn_seconds = self._next_seconds + self._random.expovariate(self.rate)
         if turn_seconds >= end_seconds or self.is_used_up:
             return False
-        # Take the turn before waiting, so that waiting clients do not exceed the cap.
+        # Take the turn before waiting, so that waiting clients do not exceed the maximum.
         self._next_seconds = turn_seconds
         if self._remaining_requests is not None:
             self._remaining_requests -= 1

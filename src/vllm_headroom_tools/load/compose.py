@@ -39,7 +39,7 @@ SAMPLE_SECONDS: Final = 1.0
 """Our choice: the interval at which a load is sampled; a step takes a minute."""
 
 PAGE_TIMEOUT_SECONDS: Final = 10.0
-"""Longer than the daemon's timeout, because an overloaded server responds slowly."""
+"""This is longer than the daemon's timeout, because an overloaded server responds slowly."""
 
 
 async def run_load(order: LoadOrder) -> Report:
@@ -59,8 +59,8 @@ async def run_load(order: LoadOrder) -> Report:
     target = await find_target(order.url, order.api, tls, bearer)
     check_capacity(order.concurrency, count_streams(order.concurrency), uses_tls=tls is not None)
     model = await _choose_model(order, target)
-    # Create the trace before the first request, so that an hour's load is not lost because it
-    # cannot be recorded.
+    # Create the trace before the first request. Otherwise, an hour's load could be lost because the
+    # trace cannot be written.
     create_trace(order.trace)
     sampling = Sampling(
         parts=_build_parts(order, target, SystemClock()),
@@ -111,8 +111,8 @@ async def run_load(order: LoadOrder) -> Report:
 async def _choose_model(order: LoadOrder, target: Target) -> str:
     """Return the name of the model to request: the configured one, or else the server's first.
 
-    Raises BadInput if the server does not list any model, or if requests are too long for the first
-    one.
+    Raises BadInput if the server does not list any model, or if the requests are too long for the
+    first model.
     """
     if order.model is not None:
         return order.model
@@ -133,8 +133,8 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
 def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     """Return the sources to sample.
 
-    If the server is on another machine, its processes and probe cannot be read from here, and
-    neither can its GPUs, unless the order names them.
+    If the server is on another machine, its processes and its probe cannot be read from here. Its
+    GPUs cannot be read either, except if the order names them.
     """
     is_local = is_here(target.address[0])
     # If the server is on another machine, this machine's GPUs are not the engine's.

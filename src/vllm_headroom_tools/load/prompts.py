@@ -15,8 +15,8 @@ from vllm_headroom.text_file import read_file
 from vllm_headroom_tools.bad_input import BadInput
 
 PROMPTS_LIMIT_BYTES: Final = 2**30
-"""The maximum number of bytes to read from a dataset: ShareGPT has 0.6 GiB, and a device such as
-/dev/zero never ends.
+"""The maximum number of bytes to read from a dataset. ShareGPT has 0.6 GiB. Without a maximum,
+reading a device such as /dev/zero would never end.
 """
 
 
@@ -64,9 +64,10 @@ def find_prompt(entry: object) -> str:
 
 
 def _find_first_message(entry: dict[str, Any]) -> object:
-    """Return an entry's prompt or the first message of its conversation: a string or an object.
+    """Return an entry's prompt, or the first message of its conversation.
 
-    Returns an empty string if the entry has neither.
+    The result is a string or an object. Returns an empty string if the entry has neither a prompt
+    nor a conversation.
     """
     for key in ("prompt", "conversations", "messages"):
         if key not in entry:
@@ -86,8 +87,9 @@ _TEXT: Final = (
     "over know water than call first people may down side been now find"
 )
 WORDS: Final = tuple(_TEXT.split())
-"""Words so common that tokenizers have a single token for each word with its leading space. 1,000
-of these words are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and Tekken (measured).
+"""Words that are so common that most tokenizers have a single token for the word and its leading
+space. 1,000 of these words are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and
+Tekken (measured).
 """
 
 RING_WORDS: Final = 8192
@@ -111,12 +113,12 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
     own_ring = random.choices(WORDS, k=RING_WORDS)
 
     def make_prompt(word_count: int) -> str:
-        """Return a prompt with this many words, a share of which is the same in every prompt."""
+        """Return a prompt with this many words, the first of which are the same in all prompts."""
         # The share is measured in words; a word is about one token.
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]
-        # Without fresh words, a prompt that begins like an earlier one would hit a prefix cache.
+        # Without fresh words, a prompt could begin like an earlier prompt and hit a prefix cache.
         fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
         own_count = word_count - shared_count - len(fresh_words)
         start = random.randrange(RING_WORDS)

@@ -99,7 +99,7 @@ def _explain_engine_end(
         engine_end = "the engine died: its web server says so"
     if engine_end is None:
         return None
-    # The detector knows causes that are not visible on the page alone.
+    # The detector knows causes that the page alone does not show.
     for event in detector.events:
         if event.kind is IncidentKind.ENDED:
             cause = judge_ending(event)[0]
@@ -121,7 +121,7 @@ def list_load_faults(
         yield f"{out_of_memory} answers were out of memory"
     if engine_end is not None:
         yield engine_end
-    # Requests that this machine could not send, or that a stop cancelled, are not a fault.
+    # It is not a fault if this machine could not send a request, or if a stop cancelled it.
     served_or_failed = outcomes.total() - outcomes[Outcome.NOT_SENT]
     if is_interrupted:
         served_or_failed -= outcomes[Outcome.UNFINISHED]
@@ -139,10 +139,11 @@ def list_load_faults(
 def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
     """Yield a text for each step up to 100 % whose requests were slower than the order allows.
 
-    A step without a successful request is left out, because it is already a fault or is incomplete.
+    A step without a successful request is left out, because it already counts as a fault, or it is
+    incomplete.
     """
     for stage in stages:
-        # A step above 100 % only shows what happens when the load is higher than planned.
+        # A step above 100 % is not judged, because it only shows what happens under overload.
         if stage.share > 1:
             continue
         for name, times, most_seconds in (
@@ -167,7 +168,11 @@ def _name_series(series: Mapping[str, Any]) -> str:
 def _judge_load(
     outcomes: Counter[Outcome], faults: Sequence[str], *, is_interrupted: bool
 ) -> Conclusion:
-    """Return "not good" with faults, "cannot tell" if the load is incomplete, else "good"."""
+    """Return the verdict on a load.
+
+    It is "not good" if there are faults, "cannot tell" if the load is incomplete, and "good"
+    otherwise.
+    """
     if faults:
         return Conclusion.NOT_GOOD
     # a load that was cut short is never good

@@ -38,14 +38,15 @@ LATENCY_LABELS: Final = {
 
 GROWTH_LABELS: Final = {"leaking": "LEAKING", "growing": "growing", "no_leak": "no leak"}
 TIME_UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
-"""The units of time: the shortest time shown in the unit, the unit in seconds, and its name."""
+"""The units of time. Each has the shortest time that is shown in this unit, the unit in seconds,
+and the unit's name.
+"""
 
 NO_FIGURE: Final = "-"
 """The text that represents an unknown figure."""
 
 NOTABLE_DELAY_SECONDS: Final = 0.05
-"""The figures are affected if this process's delay exceeds this value in one case out of a hundred.
-"""
+"""If 1 % of this process's delays are longer than this, they affect the figures."""
 
 LABEL_COLUMNS: Final = 32
 CELL_COLUMNS: Final = 11
@@ -69,7 +70,7 @@ def render_document(document: ReportDocument) -> Iterator[str]:
 
 
 def _list_texts(texts: Sequence[ReportDocument]) -> list[str]:
-    """Return a heading and a line for each text with which requests failed, if there are any."""
+    """Return a heading and a line for each error text; empty if no request failed with a text."""
     if not texts:
         return []
     return [
@@ -95,8 +96,8 @@ def _list_rows(document: ReportDocument) -> Iterator[Row]:
             yield f"{label}, {quantile}", [_format_latency(step[field][quantile]) for step in steps]
     yield "tokens of a request, in + out", [_format_tokens(step) for step in steps]
     yield _build_row("tokens generated per second", steps, "generation_tokens_per_second")
-    # Only loads with a rate offer requests; without a rate, each client sends its next request
-    # after an answer.
+    # Only a load with a rate has an offered rate. Without a rate, each client sends its next
+    # request after an answer.
     if any(step["offered_requests_per_second"] for step in steps):
         yield _build_row("requests offered per second", steps, "offered_requests_per_second")
     yield _build_row("requests per second", steps, "requests_per_second")
@@ -125,7 +126,7 @@ def _list_request_rows(document: ReportDocument) -> Iterator[Row]:
 
 
 def _list_gpu_rows(steps: Sequence[ReportDocument]) -> Iterator[Row]:
-    """Yield two rows per GPU in any step: the memory held, in total and per running request."""
+    """Yield two rows for each GPU: the memory held in total, and the memory per running request."""
     indices: dict[str, int] = {}
     for step in steps:
         # A GPU may be missing in some steps, so rows are built by UUID.
@@ -154,9 +155,9 @@ def _build_row(
     field: str,
     format_figure: Callable[[float], str] | None = None,
 ) -> Row:
-    """Return a row with one figure per part, taken from this field; "-" if it is unknown.
+    """Return a row with the value of `field` in each of the parts; "-" if it is unknown.
 
-    The parts are either the steps or the same part of each step.
+    There is one part for each step: the step itself, or an object within it.
     """
     format_known = format_figure or _format_number
     cells = []
@@ -218,7 +219,7 @@ def _name_series(series: ReportDocument) -> str:
 
 
 def _format_growth(series: ReportDocument) -> str:
-    """Return the detector's verdict on a GPU or role, without the name if it cannot tell."""
+    """Return the detector's verdict on a GPU or role; "cannot tell" is written without its name."""
     if series["verdict"] == "cannot_tell":
         return f"Cannot tell whether it leaks: {series['reason']}"
     growth = GROWTH_LABELS[series["verdict"]]

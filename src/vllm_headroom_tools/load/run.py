@@ -20,7 +20,8 @@ the behaviour under overload.
 """
 
 STOP_SECONDS: Final = 1.0
-"""Our choice: after a stop, how often to check whether to keep waiting for a sample."""
+"""Our choice: the interval at which a wait for a sample checks whether the load has been stopped.
+"""
 
 DELAY_SECONDS: Final = 0.1
 """Our choice: the interval at which this process's own delay is measured."""
@@ -29,8 +30,8 @@ SHOW_SECONDS: Final = 1.0
 """Our choice: the interval at which the screen is redrawn."""
 
 ENGINE_LOST_SECONDS: Final = 15.0
-"""Our choice: the load ends if the engine has been gone or replaced for this long. The engine does
-not return to its previous state, so the remaining load would not measure anything.
+"""Our choice: the load ends if the engine has been gone or replaced for this long. A new engine
+does not have the state of the old one, so the remaining load would not measure anything.
 """
 
 
@@ -55,7 +56,8 @@ def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
 class LoadRun:
     """Runs the steps in sequence, each for `seconds`.
 
-    The run ends early if the clients are stopped, their cap is reached, or the engine ends.
+    The run ends early if the clients are stopped, if they have sent the maximum number of requests,
+    or if the engine ends.
     """
 
     concurrency: int
@@ -67,7 +69,7 @@ class LoadRun:
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)  # of the current step
 
     async def run_steps(self) -> tuple[Stage, ...]:
-        """Run the steps and return those that were begun; a stop cuts the last one short."""
+        """Run the steps and return those that began; a stop shortens the last of them."""
         stages: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
@@ -76,7 +78,7 @@ class LoadRun:
                 group.create_task(self._measure_delays()),
                 group.create_task(self._watch_engine()),
             ]
-            # No further step begins after a stop or after the last allowed request.
+            # After a stop, or after the last allowed request, no further step begins.
             for number, share in enumerate(SHARES, start=1):
                 if not self.clients.is_stopped and not self.clients.is_used_up:
                     stages.append(await self._run_step(number, share))
@@ -124,7 +126,7 @@ class LoadRun:
         task.cancel()
 
     async def _measure_delays(self) -> None:
-        """Measure how late this process's loop runs, because such delays look like the server's.
+        """Measure the delays of this process's loop, which would look like the server's.
 
         Runs until cancelled.
         """
@@ -135,8 +137,8 @@ class LoadRun:
 
     async def _watch_engine(self) -> None:
         """Redraw the screen until cancelled; stop the clients if the engine is lost."""
-        # When the engine was last known to be alive; a single page failure does not mean that it
-        # has ended.
+        # When the engine was last known to be alive. If its page fails once, this does not mean
+        # that the engine has ended.
         alive_seconds = monotonic()
         while True:
             await asyncio.sleep(SHOW_SECONDS)

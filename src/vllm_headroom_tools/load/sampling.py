@@ -35,7 +35,7 @@ COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_FINISHED: add,
     catalog.ENGINE_KV_USED: max,
 }
-"""How the figures of several engines are combined: by summing them or taking the highest."""
+"""How the figures of several engines are combined: as their sum or as their maximum."""
 
 
 class SeriesSummary(Struct):
@@ -85,7 +85,7 @@ class LoadObservation:
         self.first_snapshot = self.first_snapshot or snapshot
         self.newest_snapshot = snapshot
         for failure in snapshot.failures:
-            # Keep a source's latest message, because the first one may date from its startup.
+            # Keep a source's latest message, because the first message may date from the startup.
             count, _ = self.failures.get(failure.source, (0, failure))
             self.failures[failure.source] = (count + 1, failure)
         for gpu in snapshot.devices:
@@ -126,10 +126,10 @@ class LoadObservation:
 
     @property
     def engine_end(self) -> str | None:
-        """Return how the engine ended during the load: it is either gone or was restarted.
+        """Return how the engine ended during the load: it is gone, or it was restarted.
 
-        Returns None if the engine is still running, or if that is unknown because the first page
-        was not read or the latest page failed for a reason other than a refused connection.
+        Returns None if the engine is still running. Also returns None if this is unknown: the first
+        page was not read, or the latest page failed for a reason other than a refused connection.
         """
         if self.first_snapshot is None or self.newest_snapshot is None:
             return None
@@ -141,7 +141,8 @@ class LoadObservation:
             if newest_page.reason is Reason.UNREACHABLE:
                 return "the engine is gone: its page refuses connections"
             return None
-        # A changed start time proves a restart; a page without start times does not prove anything.
+        # A changed start time proves a restart. A page without start times proves neither a restart
+        # nor its absence.
         first_starts = _list_starts(first_page)
         newest_starts = _list_starts(newest_page)
         if first_starts and newest_starts and first_starts != newest_starts:
@@ -149,7 +150,7 @@ class LoadObservation:
         return None
 
     def find_bytes_per_request(self, labels: SeriesLabels) -> float | None:
-        """Return the median, over all samples, of a GPU's bytes per running request.
+        """Return a GPU's bytes per running request, as the median of all samples.
 
         Returns None if no request ran in any sample.
         """
@@ -179,7 +180,7 @@ OTHER_MACHINE: Final = (
 
 
 class UnavailableSource:
-    """Replaces NVML or /proc if the server is on a different machine from this process."""
+    """Takes the place of NVML or /proc if the server is not on this machine."""
 
     def __init__(self, source: Source, reason: Reason) -> None:
         self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)

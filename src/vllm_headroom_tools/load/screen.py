@@ -33,7 +33,7 @@ class Screen:
             write_note(f"{title}, {seconds:g} s")
 
     def show(self, tally: Tally, elapsed_seconds: float, *, is_over: bool = False) -> None:
-        """Show the current step's progress by updating the bar, or by writing a line if one is due.
+        """Show the current step's progress: update the bar, or write a line every LINE_SECONDS.
 
         Shows nothing between steps. When a step is over, its bar stays on the screen.
         """

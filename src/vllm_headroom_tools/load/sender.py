@@ -23,8 +23,8 @@ from vllm_headroom_tools.load.tally import Tally
 from vllm_headroom_tools.load.target import Target
 
 MOST_CONNECTING: Final = 256
-"""The maximum number of connections being established at the same time. More would overflow the
-queue of the server's listening socket and then be delayed by seconds.
+"""The maximum number of connections being established at the same time. More connections would
+overflow the queue of the server's listening socket, which delays them by seconds.
 """
 
 KEEP_SECONDS: Final = 4.0
@@ -34,7 +34,7 @@ KEEP_SECONDS: Final = 4.0
 
 OK: Final = 200
 MOST_BODY_BYTES: Final = 2**16
-"""The maximum number of bytes kept of an answer that is not a stream, which is enough for a
+"""If an answer is not a stream, at most this many bytes of it are kept. This is enough for a
 server's error message.
 """
 
@@ -114,7 +114,8 @@ class RequestSender:
     async def _find_connection(self) -> tuple["ClientConnection", float]:
         """Return an idle or a new connection, and the number of seconds that connecting took.
 
-        The number is 0 for an idle connection; the wait for a turn to connect is not included.
+        For an idle connection, the number is 0. The time spent waiting for a turn to connect is not
+        included.
         """
         # Try the most recently used connection first, because it is the least likely to have been
         # closed.
@@ -145,7 +146,7 @@ class RequestSender:
 
 
 class ClientConnection(asyncio.Protocol):
-    """Carries one request at a time; another may follow as long as `is_reusable` is true."""
+    """Carries one request at a time; the next one may follow while `is_reusable` is true."""
 
     def __init__(self) -> None:
         self.is_reusable = False
@@ -166,8 +167,8 @@ class ClientConnection(asyncio.Protocol):
     async def send(self, target: Target, body: bytes, stream: Stream) -> Completion:
         """Send a request and return how it ended; `stream` receives the bytes of the answer.
 
-        The connection is closed on cancellation, and after an answer that does not permit another
-        request.
+        The connection is closed if the request is cancelled, or if the answer does not allow
+        another request.
         """
         self._completion = asyncio.get_running_loop().create_future()
         self._stream = stream
@@ -229,8 +230,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request when the connection ends.
 
-        In HTTP/1.0, the end of the connection is the regular end of the answer; otherwise, the
-        answer was cut off.
+        In HTTP/1.0, an answer normally ends with its connection. In other versions, the answer was
+        cut off.
         """
         self.is_reusable = False
         if exc is None:

@@ -1,4 +1,4 @@
-"""A streamed answer, parsed event by event, and what it reveals about its request."""
+"""A streamed answer, parsed event by event, and the result of its request."""
 
 import json
 import re
@@ -32,7 +32,7 @@ LONGEST_TEXT: Final = 160
 class Outcome(StrEnum):
     """How a request ended.
 
-    The set is closed, and each request is counted exactly once.
+    There are no other outcomes, and each request is counted under exactly one.
     """
 
     SUCCEEDED = "succeeded"
@@ -90,7 +90,7 @@ DONE: Final = b"[DONE]"
 """The last event of a stream."""
 
 LONGEST_EVENT_BYTES: Final = 2**20
-"""The maximum length of a line, because a stream without line breaks would fill this process's
+"""The maximum length of a line. Without it, a stream without line breaks would fill this process's
 memory.
 """
 
@@ -105,8 +105,8 @@ class StreamError(Exception):
 class Stream:
     """The part of an answer that has arrived so far.
 
-    `add_gap` is called with the seconds between one event with a choice and the next, or 0 if both
-    arrive together. vLLM's own benchmark counts the same events
+    For every event with a choice, `add_gap` is called with the seconds since the previous such
+    event, or with 0 if both arrive together. vLLM's own benchmark counts the same events
     (vllm/benchmarks/lib/endpoint_request_func.py).
     """
 

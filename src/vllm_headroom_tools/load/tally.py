@@ -16,7 +16,7 @@ OTHER_TEXTS: Final = "(other texts)"
 
 
 QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
-"""The quantiles reported for each time, by name."""
+"""The quantiles that are reported for each kind of time, by name."""
 
 
 class Tally:
@@ -74,8 +74,8 @@ class Tally:
         self.first_token_seconds.add(first_token_seconds - start_seconds)
         self.end_to_end_seconds.add(end_seconds - start_seconds)
         tokens = completion.generation_tokens or 0
-        # The first token's time is recorded separately, so the time per token covers only later
-        # tokens.
+        # The time to the first token is recorded separately, so the time per token only covers the
+        # later tokens.
         if tokens > 1:
             self.per_token_seconds.add((end_seconds - first_token_seconds) / (tokens - 1))
         self.prompt_tokens += completion.prompt_tokens or 0

@@ -38,7 +38,7 @@ async def find_target(
 ) -> Target:
     """Return the target, using the first of the host's addresses that accepts a connection.
 
-    Raises BadInput if no address accepts one.
+    Raises BadInput if none of the addresses accepts a connection.
     """
     headers = [
         ("Host", url.netloc.decode()),
