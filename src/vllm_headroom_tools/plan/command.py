@@ -112,8 +112,8 @@ SIZE_OPTIONS: Final = (
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""The options that set a model's sizes: the option, the configuration field that it overrides, and
-its meaning.
+"""The options that set a model's sizes. Each has its name, the configuration field that it
+overrides, and its meaning.
 """
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
@@ -232,7 +232,7 @@ def _check_speculation(speculation: Speculation, release: Release) -> None:
 
 
 def _set_longest(shape: ModelShape, options: Namespace) -> ModelShape:
-    """Return the shape with the longest sequence that this vLLM release reads from the model."""
+    """Return the shape with the longest sequence that this vLLM release allows for the model."""
     longest = shape.max_model_len
     if options.release.has_multiplied_yarn and shape.yarn_length is not None:
         longest = shape.yarn_length
@@ -268,7 +268,7 @@ def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace)
         return Drafting(shape=shape, draft=draft)
     if name is None:
         return Drafting(shape=shape)
-    # For a head with an unknown configuration, assume an upper bound; other drafts stay unknown.
+    # If the configuration of a head is unknown, assume an upper bound. Other drafts stay unknown.
     shape_with_head = add_assumed_head(shape, method, speculation.tokens)
     if shape_with_head is None:
         return Drafting(shape=shape, is_unknown=True)
@@ -350,7 +350,7 @@ def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str
 def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
     """Return the size of the weights as served, in bytes, and the number of parameters.
 
-    At most one of the two is known; both are None if they have to be derived from the
+    At most one of the two is known. If both are None, they have to be derived from the
     configuration. vLLM serves quantised weights in the form in which they are stored, so the size
     of the files is used. Other weights are served in the dtype set by the options, so only the
     number of parameters is used.
@@ -389,7 +389,7 @@ def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
 def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
     """Return the shape with this dtype; a quantised cache and quantised weights are unchanged."""
     kv_dtype_bytes = shape.kv_dtype_bytes
-    # A cache that uses the model's dtype follows the change.
+    # If the cache uses the model's dtype, its dtype changes too.
     if kv_dtype_bytes == shape.dtype_bytes:
         kv_dtype_bytes = dtype_bytes
     weight_bytes = shape.weight_bytes_per_parameter
@@ -854,8 +854,8 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
 def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -> Question:
     """Build the question from the options and, if given, a startup log and the traffic.
 
-    Typed options take precedence over those in the log. A log contains all options of its start;
-    without one, the traffic reveals some of them.
+    Typed options take precedence over those in the log. A log contains all options of its start.
+    Without a log, the traffic reveals some of the options.
     """
     start_figures = None
     if options.log is not None:

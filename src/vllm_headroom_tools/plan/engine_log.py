@@ -1,4 +1,4 @@
-"""Plan from a startup log, using its options, and its figures in place of assumptions."""
+"""Plan from a startup log, using its options, and using its figures instead of assumptions."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -72,8 +72,8 @@ UNSET: Final[Mapping[str, Any]] = {
 """The values of options that a startup log does not show because vLLM used its defaults."""
 
 SAME_LOGGED_CARD_BYTES: Final = GIB
-"""Our choice: a card is considered the same as the log's if their sizes differ by less than this.
-CUDA sees 79.2 of 79.6 GiB.
+"""Our choice: two cards are considered the same if their sizes differ by less than this. CUDA sees
+79.2 of 79.6 GiB.
 """
 
 
@@ -91,8 +91,9 @@ def choose_start(log: EngineLog) -> EngineStart:
 def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: bool) -> Namespace:
     """Return the options, filled in with those of a start.
 
-    Typed options take precedence over those of the start. If `with_typed` is False, only typed
-    options that name the model or the card do. Raises BadInput if the start's release is unknown.
+    Typed options take precedence over those of the start. If `with_typed` is False, this only
+    applies to typed options that name the model or the card. Raises BadInput if the start's release
+    is unknown.
     """
     applied = Namespace(**vars(options))
     typed_names = options.typed_names
@@ -129,7 +130,7 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         version = start.version or "of an unknown version"
         problem = f"plan computes releases from 0.{OLDEST_MINOR} to 0.{NEWEST_MINOR}"
         raise BadInput(f"--log: the start is of vLLM {version}; {problem}") from None
-    # The options take precedence; some figures appear only in vLLM's own log lines.
+    # The logged options take precedence, but some figures only appear in other lines of vLLM's log.
     for name, log_names in COUNTS.items():
         count = start.find_option(*log_names)
         if not _is_count(count) and name in FIGURES:
@@ -206,7 +207,7 @@ CHANGED_OPTIONS: Final = (
 
 
 def describe_log(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield what the logged start had, and what the changed options would give.
+    """Yield lines on what the logged start had and what the changed options would give.
 
     Yields nothing without a log.
     """

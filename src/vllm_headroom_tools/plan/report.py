@@ -227,7 +227,7 @@ def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _name_origin(assumption: Assumption) -> str:
-    """Return a few words on where a figure comes from."""
+    """Return a few words on the source of a figure."""
     return str(assumption.origin)
 
 
@@ -452,7 +452,7 @@ def build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str,
 
 
 def _build_sequence_data(estimate: MemoryEstimate) -> dict[str, float | None]:
-    """Return the figures about sequences; those for `max_model_len` are None if it is unknown."""
+    """Return the figures about sequences; if `max_model_len` is unknown, its figures are None."""
     length = estimate.question.max_model_len
     sequences = estimate.question.max_num_seqs
     sequence_bytes = None

@@ -14,8 +14,8 @@ from vllm_headroom_tools.sizing.estimate import MemoryEstimate, estimate_memory
 from vllm_headroom_tools.sizing.question import SMALL_CARD, Question, choose_defaults, find_problem
 
 SPARE_FACTOR: Final = 1.25
-"""Our choice: a size must handle the traffic with a quarter to spare, because the trace does not
-cover every hour of a day. `advise` uses a similar rule to propose lengths (LENGTH_MARGIN).
+"""Our choice: a size must handle this multiple of the traffic, because the trace does not cover
+every hour of a day. `advise` uses a similar rule to propose lengths (LENGTH_MARGIN).
 """
 
 GROUP_SIZES: Final = (1, 2, 4, 8)
@@ -65,7 +65,7 @@ class Size(Struct, frozen=True, kw_only=True):
 class Waste(Struct, frozen=True, kw_only=True):
     """The memory on each GPU that the traffic never used; unknown figures are None."""
 
-    # The part of the KV cache beyond what the traffic needs times SPARE_FACTOR.
+    # The part of the KV cache that exceeds the traffic's need times SPARE_FACTOR.
     kv_cache_bytes: float | None
     # The card's memory that was still free at the highest peak.
     free_bytes: float | None
@@ -145,7 +145,7 @@ def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | 
 
 
 def _estimate_used_tokens(estimate: MemoryEstimate, traffic: Traffic) -> float:
-    """Return the most tokens that were in use, based on the planned size of the KV cache."""
+    """Return the largest number of tokens in use, based on the planned size of the KV cache."""
     kv_cache = estimate.kv_cache
     if kv_cache is None or not estimate.layout.block_bytes:
         return 0.0
@@ -223,7 +223,7 @@ def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
 def _find_smaller_share(trials: Trials) -> Size | None:
     """Return the engine's own GPUs with the smallest vLLM budget that can handle the traffic.
 
-    Returns None if that is not less than the current budget.
+    Returns None if no budget below the current one can handle the traffic.
     """
     question = trials.question
     if question.kv_cache_memory_bytes is not None:
@@ -234,8 +234,8 @@ def _find_smaller_share(trials: Trials) -> Size | None:
         if cache_bytes >= question.kv_cache_memory_bytes or not trials.holds(smaller):
             return None
         return trials.describe(smaller, (("--kv-cache-memory-bytes", str(cache_bytes)),))
-    # If a budget is enough for the traffic, so is every larger one, so bisection finds the
-    # smallest.
+    # If a budget is enough for the traffic, every larger budget is enough too. Therefore, bisection
+    # finds the smallest one.
     lowest_percent = 1
     highest_percent = floor(question.gpu_memory_utilization * 100)
     while lowest_percent < highest_percent:
@@ -264,7 +264,7 @@ def _list_others(trials: Trials) -> Iterator[Size]:
 
 
 def _list_alternatives(card_name: str) -> Iterator[Card]:
-    """Yield the cards to which an engine could move, which are those from the same manufacturer."""
+    """Yield the cards to which an engine could move: those of the same manufacturer."""
     is_amd = card_name.startswith(AMD_PREFIX)
     for card in CARDS:
         if card.name != card_name and card.name not in PROPOSED_CARDS:

@@ -1,4 +1,4 @@
-"""The report on sizes: what the traffic needs, what it leaves unused, and what can handle it."""
+"""The report on sizes: the traffic's need, the unused memory, and sizes that handle the traffic."""
 
 from collections.abc import Iterator
 from math import floor
@@ -68,7 +68,7 @@ def _conclude(sizing: Sizing) -> str:
     larger = "no size that is known here holds this traffic"
     if sizing.larger:
         larger = f"{sizing.larger[0].name} holds this traffic with a quarter to spare"
-    # The worst result comes first: if the traffic has suffered, any free room is irrelevant.
+    # The worst result comes first: if preemptions did harm, it does not matter how much is free.
     if traffic.has_hurt:
         duration = format_duration(traffic.full_seconds)
         return f"It is too small: its KV cache was full for {duration} and preempted; {larger}."

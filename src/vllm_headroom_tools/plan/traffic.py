@@ -44,8 +44,8 @@ class Traffic(Struct, frozen=True, kw_only=True):
     capacity_tokens: float | None = None
     # How long the cache was full.
     full_seconds: float = 0.0
-    # If requests queued for long: the median number of waiting requests, and the number of requests
-    # and tokens if all of them were running.
+    # How long requests queued. If this was long, the next fields are the median number of waiting
+    # requests, and the numbers of requests and tokens if all of them had been running.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
     queued_requests: float | None = None
@@ -70,7 +70,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
 
     @property
     def needed_tokens(self) -> float | None:
-        """Return the most tokens in use at once, including those that queued requests would use.
+        """Return the largest number of tokens in use, including the need of queued requests.
 
         Returns None if the size of the KV cache is unknown.
         """
@@ -81,7 +81,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
 
     @property
     def needed_requests(self) -> float:
-        """Return the most concurrent requests, including those that would run without a queue."""
+        """Return the largest number of concurrent requests, as if queued requests were running."""
         return max(self.highest_running, self.queued_requests or 0.0)
 
     @property
@@ -120,7 +120,7 @@ class RankHistory:
 
     @property
     def has_hurt(self) -> bool:
-        """Return whether preemptions with a full cache did harm, by the criteria of `advise`."""
+        """Return whether preemptions with a full cache did harm, by the rules of `advise`."""
         thrash = self._collapses.worst
         if thrash is not None and thrash.returned >= HURTING_PREEMPTIONS * thrash.finished:
             return True
@@ -153,8 +153,8 @@ class RankHistory:
         self.highest_running = max(self.highest_running, reading.running or 0.0)
         self.highest_used_ratio = max(self.highest_used_ratio, used_ratio)
         is_full = used_ratio > FULL_RATIO
-        # Counters cover the time since the previous sample, so the first sample after the cache was
-        # full still belongs to the full period.
+        # Counters cover the time since the previous sample. Therefore, the first sample after the
+        # cache was full still belongs to the time with a full cache.
         if is_full or self._was_full:
             self._full_preemptions += counts.preemptions
             self._full_finished += counts.finished
@@ -265,8 +265,7 @@ class TraceTraffic:
         )
         _check_traffic(traffic)
         if traffic.queued_seconds < LASTING_SECONDS:
-            # A queue that lasts only moments is a burst, which a median over a longer period does
-            # not describe.
+            # A short queue is a burst, and the median of a longer time does not describe a burst.
             return traffic
         return replace(
             traffic,
@@ -370,7 +369,7 @@ SPREAD_NAMES: Final = frozenset(
 
 
 def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
-    """Return the options, filling in from the engine those that were not typed.
+    """Return the options, with those that were not typed filled in from the engine.
 
     If a whole command line follows `--`, options that it does not set use vLLM's defaults.
     """

@@ -70,7 +70,7 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
 
 
 def _explain_margin(estimate: MemoryEstimate) -> str:
-    """Return which check passes with the estimates' lower bounds but not with the upper ones."""
+    """Return the check that passes with the lower bounds but fails with the upper bounds."""
     # If several checks are undecided, report the one that vLLM runs first.
     check = next(check for check in check_start(estimate) if check.passes is None)
     if check.name is CheckName.HOST_MEMORY:
@@ -202,7 +202,11 @@ def _note_omissions(question: Question) -> Iterator[str]:
 
 
 def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield a note on memory outside the budget: the machine's own use, or a card nearly full."""
+    """Yield notes about memory outside the budget.
+
+    With unified memory, they are about the machine's own use. Otherwise, there is a note if the
+    card is nearly full.
+    """
     question = estimate.question
     if question.unified_memory:
         offloaded = ""
@@ -274,8 +278,7 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
     trials = [] if shortened is None else [shortened]
     for trial in _list_trials(estimate.question):
         trials.append(trial)
-        # Combine a change with a shorter length only if the shorter length is not enough on its
-        # own.
+        # A change is combined with a shorter length only if the shorter length alone is not enough.
         if is_shortening_enough or find_problem(trial.question):
             continue
         shorter = _shorten(trial.question)
@@ -301,7 +304,7 @@ def _surely_starts(question: Question) -> bool:
 def _shorten(question: Question) -> Trial | None:
     """Return a trial with the longest `max_model_len` that fits.
 
-    Returns None if the current length fits, or if only uselessly short ones would fit.
+    Returns None if the current length fits, or if only lengths below SMALLEST_LENGTH would fit.
     """
     longest = estimate_memory(question).find_longest(1) or 0
     length = question.max_model_len
@@ -335,8 +338,8 @@ def _list_trials(question: Question) -> Iterator[Trial]:
 def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
     """Yield trials with fewer sequences, in descending order: each sequence needs room for logits.
 
-    The first trial has as many sequences as there are state blocks. The next ones have half of the
-    current number, a quarter and so on.
+    The first trial has as many sequences as there are state blocks. The next trials have half of
+    the current number, a quarter of it, and so on.
     """
     blocks = estimate_memory(question).blocks or 0
     if question.shape.stateful_layers and 0 < blocks < question.max_num_seqs:
@@ -356,7 +359,7 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
 
 
 def _enlarge_batch(question: Question) -> Iterator[Trial]:
-    """Yield a trial that enlarges the batch to one block's tokens; none if it is large enough."""
+    """Yield a trial that enlarges the batch to one block's tokens, unless it is large enough."""
     block_tokens = estimate_memory(question).layout.block_tokens
     if question.shape.stateful_layers and block_tokens > question.max_num_batched_tokens:
         yield Trial(
@@ -382,8 +385,8 @@ def _leave_graphs(question: Question) -> Iterator[Trial]:
 def _change_share(question: Question) -> Iterator[Trial]:
     """Yield a trial with a different share of the card for vLLM; none if the cache's size is set.
 
-    The new share is the highest safe one. With unified memory, the machine's own needs are
-    subtracted, so the highest safe share may be below the current one.
+    The new share is the highest safe one. With unified memory, the memory that the machine itself
+    needs is subtracted, so the highest safe share may be below the current share.
     """
     if question.kv_cache_memory_bytes is not None:
         return
@@ -472,7 +475,7 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
     """Yield a trial for each larger `--tensor-parallel-size`."""
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
         # `find_problem` later rejects a number of ranks that does not divide the model's heads. The
-        # number of cards is not limited here, but is named as the price.
+        # number of cards is not limited here, but the advice names it as the disadvantage.
         wider = replace(question, tensor_parallel_size=ranks, card_count=None)
         yield Trial(
             (("--tensor-parallel-size", str(ranks)),),
@@ -482,16 +485,17 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
 
 
 PCIE_BYTES_PER_SECOND: Final = 25e9
-"""Our choice: the bandwidth that is assumed to be achieved, out of the 31.5 GB/s of PCIe 4.0 x16.
-It is only accurate to an order of magnitude.
+"""Our choice: the assumed bandwidth of PCIe 4.0 x16, whose theoretical bandwidth is 31.5 GB/s. It
+is only accurate to an order of magnitude.
 """
 
 
 def _offload_weights(question: Question) -> Iterator[Trial]:
-    """Yield a trial that offloads the fewest GiB of weights per GPU that let vLLM start.
+    """Yield a trial that offloads as few GiB of weights per GPU as vLLM needs to start.
 
-    If no amount lets vLLM start, the trial offloads as much as the host can hold. Yields nothing if
-    the host's memory is not given, is the card's own, or has no room for more.
+    If vLLM does not start with any amount, the trial offloads as much as the host can hold. Yields
+    nothing if the host's memory is not given, if it is the card's own memory, or if it has no room
+    for more.
     """
     host_bytes = question.host_memory_bytes
     weights_bytes = question.weights_bytes
@@ -506,8 +510,8 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
     most_gib = floor(most_bytes / GIB)
     if most_gib <= now_gib:
         return
-    # If vLLM starts with some weights on the host, it also starts with more, as long as the host
-    # has room, so bisection finds the smallest amount.
+    # If vLLM starts with some weights on the host, it also starts with more of them, provided that
+    # the host has room. Therefore, bisection finds the smallest amount.
     lowest_gib = now_gib + 1
     highest_gib = most_gib
     while lowest_gib < highest_gib:

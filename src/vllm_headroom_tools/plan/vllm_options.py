@@ -30,8 +30,8 @@ NAMED_METHODS: Final = (
     ("accelerator", "mlp_speculator"),
     ("eagle", "eagle"),
 )
-"""Substrings of a draft's name, each with the method that vLLM chooses for such a name if no method
-is given; the first match is used. The first four come from vLLM 0.33 (config/speculative.py,
+"""Substrings of a draft's name, each with a method. If no method is given, vLLM chooses the method
+of the first substring that matches. The first four come from vLLM 0.33 (config/speculative.py,
 `__post_init__`). vLLM recognises the last three by the draft's configuration.
 """
 
@@ -39,7 +39,8 @@ HIDDEN_STATES: Final = "extract_hidden_states"
 """The method that keeps hidden states in the cache; its configuration names the layers."""
 
 ASSISTANT: Final = "-assistant"
-"""The name suffix of Gemma 4's drafts, which have no cache but read the model's."""
+"""The name suffix of Gemma 4's drafts, which have no cache of their own and read the model's cache.
+"""
 
 USER_CODE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 """The path of a user-defined class (vLLM 0.33, `_is_custom_proposer_path`)."""
