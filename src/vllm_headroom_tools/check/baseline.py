@@ -25,8 +25,8 @@ from vllm_headroom_tools.check.record import (
 from vllm_headroom_tools.conclusion import Conclusion
 
 SAME_SIZE_RATIO: Final = 0.01
-"""GPUs whose sizes differ by at most this share are considered the same kind, because the memory
-reserved by drivers varies.
+"""If the sizes of two GPUs differ by at most this share, the GPUs are considered the same kind,
+because drivers reserve different amounts of memory.
 """
 
 COMPARED_PARTS: Final = (
@@ -44,7 +44,7 @@ compared either, because it varies with load.
 def judge_growths(
     record: TraceRecord, baseline: TraceRecord | None, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge how much each GPU, role and part of GPU memory grew over the baseline at the same load.
+    """Judge how much each GPU, role and part exceeds the baseline's memory at the same load.
 
     Also judge by how much each KV cache shrank. A role or an engine that is in only one of the
     traces cannot be judged. Yields nothing if there is no baseline.
@@ -101,8 +101,8 @@ def _find_doubt(
         return ONLY_BASELINE
     if baseline_series is None:
         return NOT_IN_BASELINE
-    # Doubts are checked from the series up to the whole trace, so that the first one found is the
-    # most specific.
+    # Doubts about the series are checked before doubts about the whole trace, so that the first
+    # doubt found is the most specific.
     doubt = _find_size_mismatch(series, baseline_series)
     if doubt is not None:
         return doubt
@@ -172,7 +172,7 @@ def _judge_growth(
 def _find_largest_growth(
     series: MemorySeries, baseline_series: MemorySeries
 ) -> tuple[Cost, Cost] | None:
-    """Return the cost here and in the baseline, at the load whose memory grew the most.
+    """Return the costs in this trace and in the baseline at the load with the largest growth.
 
     If several loads have the same growth, the highest load is used. Returns None if the two series
     have no load in common.

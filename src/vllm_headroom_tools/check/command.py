@@ -54,8 +54,8 @@ SIZE: Final = size_value("1MiB")
 NUMBER: Final = Value(read=bounded(parse_number, 0, 1.7e308), accepts="a number, 0 or more")
 
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
-"""A function that yields a judgement on each GPU, role or engine, given a trace, its baseline and
-the bound.
+"""A function that takes a trace, its baseline and the bound, and yields a judgement on each GPU,
+role or engine.
 """
 
 
@@ -128,8 +128,8 @@ def judge_limits(
 ) -> Iterator[Judgement]:
     """Yield the judgements for each limit; `bounds` maps the limits' options to their values.
 
-    If the trace has no GPU or process to which a limit applies, the limit yields a single
-    judgement, "cannot tell".
+    If the trace has no GPU or process to which a limit applies, the only judgement for this limit
+    is "cannot tell".
     """
     for option, bound in bounds.items():
         limit = LIMITS[option]
@@ -145,7 +145,7 @@ def judge_limits(
 
 
 def read_limits(options: Namespace) -> dict[str, float]:
-    """Return the bounds by option: those that were given, plus the one on restarts.
+    """Return the bound for each option that was given, and the bound on restarts.
 
     Raises BadOptions if no limit is set, or if options conflict.
     """
@@ -234,7 +234,7 @@ def _compare_logs(options: Namespace) -> Report:
     problems += [
         f"{name_option(name)} is about traces and cannot be given with --log"
         for name in trace_options
-        # The limit on growth is the only one that both kinds of comparison support.
+        # The limit on growth is the only limit that also applies to logs.
         if name != GROWTH_LIMIT and getattr(options, name) is not None
     ]
     if options.json and options.format is not None:

@@ -93,7 +93,7 @@ def compare_with_limit(
     """Compare a value with its limit; "cannot tell" if either is unknown.
 
     A value above the limit fails even if there is a doubt. A value within the limit passes only if
-    there is none, because a missing part of the trace may contain a higher value.
+    there is no doubt, because a missing part of the trace may contain a higher value.
     """
     if value is None or highest_allowed is None:
         return Conclusion.CANNOT_TELL

@@ -1,4 +1,4 @@
-"""Judge the limits on leaks by whether the detector would have found a leak at the limit."""
+"""Judge the limits on leaks: would the detector have found a leak as large as the limit?"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -50,7 +50,7 @@ def _judge_leak(
     baseline_series: MemorySeries | None,
     limit_bytes: float,
 ) -> Judgement:
-    """Judge a series by its alarm or, if there is none, by what would have been detected."""
+    """Judge a series by its alarm; without one, by the smallest leak that would have been found."""
     begin_seconds, end_seconds = record.replay.span
     leak_verdict, leak_reason = judge_course(series.course, end_seconds - begin_seconds)
     draft = Judgement(
@@ -80,7 +80,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
     """Judge an alarm by its estimated leak per request.
 
     The series fails if the estimate is above the limit, or if there is no estimate. It passes only
-    if the entire 95 % interval is within the limit; otherwise, it cannot be judged.
+    if the entire 95 % interval is within the limit. In all other cases, it cannot be judged.
     """
     per_thousand_bytes = _compute_per_thousand(alarm)
     rate = alarm.bytes_per_second or 0.0
@@ -112,7 +112,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
 
 
 def _judge_warning(draft: Judgement, course: LeakCourse, reason: str) -> Judgement:
-    """Judge early warnings, which neither pass nor fail regardless of the limit."""
+    """Judge early warnings: whatever the limit is, they neither pass nor fail."""
     if course.warning is not None:
         reason = "an early warning; steady growth takes an hour or more to become an alarm"
     return replace(
@@ -187,10 +187,10 @@ def find_smallest_visible(
 ) -> float | None:
     """Return the smallest leak per request that the detector would find in these readings.
 
-    A steady leak is added to the readings and the detector is run on the result, first with
-    `bytes_per_request` and then with successively doubled leaks. The drift in the second half is
-    subtracted from the added leak, because the drift may be a missed leak or may hide one. Returns
-    None if the detector does not find any such leak, or if the drift is unknown.
+    A steady leak is added to the readings, and the detector is run on the result. The first leak is
+    `bytes_per_request`, and each further leak is twice as large. The drift in the second half is
+    subtracted from the added leak, because the drift may be a missed leak or may hide a leak.
+    Returns None if the detector does not find any such leak, or if the drift is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:
@@ -203,14 +203,14 @@ def find_smallest_visible(
 
 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
-    """Return by how many bytes per request the floor moved, up or down, in the second half.
+    """Return how far the floor rose or fell in the second half, in bytes per request.
 
     A floor is the lowest memory within an eighth of the readings. Returns None if there are no
     memory readings or no requests.
     """
     eighth = len(readings) // 8
     half = len(readings) // 2
-    # Only the second half counts, because warm-up moves the floor in the first half.
+    # Only the second half counts, because the floor also moves during warm-up, in the first half.
     middle_floor_bytes = _find_floor(readings[half - eighth : half])
     last_floor_bytes = _find_floor(readings[len(readings) - eighth :])
     if middle_floor_bytes is None or last_floor_bytes is None:

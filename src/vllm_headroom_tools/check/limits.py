@@ -126,8 +126,8 @@ def judge_preemptions(
 ) -> Iterator[Judgement]:
     """Judge the preemptions per thousand requests.
 
-    If the trace has fewer requests than the limit needs, it fails only if the rate would still be
-    too high with the missing requests finishing without another preemption.
+    The trace may have fewer requests than are needed for a verdict. It then fails only if the rate
+    would still be too high if the missing requests finished without another preemption.
     """
     doubt = find_doubt(record, record.engine_coverage, "the engine")
     value = compute_preemption_rate(record)
@@ -137,7 +137,7 @@ def judge_preemptions(
     else:
         preemptions = record.preemptions.total or 0.0
         requests = record.finished_requests.total or 0.0
-        # The rate if no more preemptions occurred until enough requests had finished.
+        # This would be the rate if enough requests finished and no more preemptions occurred.
         value_after_enough = 1000 * preemptions / max(requests, LEAST_TRACE_REQUESTS)
         verdict = compare_with_limit(value_after_enough, limit, doubt)
         counts = f"{preemptions:,.0f} in all, of {requests:,.0f} requests"

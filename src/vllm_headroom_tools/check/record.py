@@ -39,7 +39,7 @@ class Budget(Struct, frozen=True, kw_only=True):
 
 
 class SignedDiscrepancy(Struct, frozen=True):
-    """The memory held on a GPU minus its budget in one sample; negative if below the budget."""
+    """The memory held on a GPU minus the budget, in one sample; negative if less was held."""
 
     ratio: float  # of the budget
     n_bytes: float
@@ -133,8 +133,8 @@ class MemorySeries:
         self.readings: list[DetectorInput] = []
         self._keeps_readings = keeps_readings
         self._loads: defaultdict[int, _LoadReadings] = defaultdict(_LoadReadings)
-        # For GPUs only: the size, the probe's readings of the parts, the highest discrepancy, and
-        # the time during which a discrepancy was known.
+        # These are for GPUs only: the size, the probe's readings of the parts, the highest
+        # discrepancy, and the time during which a discrepancy was known.
         self.total_bytes: int | None = None
         self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
         self.highest_discrepancy: SignedDiscrepancy | None = None
@@ -174,7 +174,7 @@ class MemorySeries:
 
     @property
     def costs(self) -> dict[int, Cost]:
-        """Return the cost in each of the daemon's load bands with enough readings, by load."""
+        """Return the cost for each of the daemon's load bands that has enough readings."""
         return {
             band: Cost(held_bytes=fmean(load.held_bytes), running=fmean(load.running))
             for band, load in sorted(self._loads.items())
@@ -303,7 +303,8 @@ class TraceRecord:
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
                 tokens = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
-                # Keep the smallest of all starts, because another start may have had less room.
+                # Keep the smallest size of all starts, because another start may have had less
+                # room.
                 self.capacity_tokens[engine.engine] = min(tokens, engine.kv_capacity_tokens)
 
 
@@ -337,9 +338,9 @@ LEAST_SHARE: Final = 0.9
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
     """Return why a subject cannot be judged; None if it can be judged.
 
-    The trace may be too short, or the engine's page or the subject itself (according to `coverage`)
-    may have been read for too little of the time. If `coverage` is None, the subject was never
-    read.
+    There are two possible reasons. The trace may be too short. Or the engine's page, or the subject
+    itself, may have been read for too small a part of the time. `coverage` is the time during which
+    the subject was read; None if it was never read.
     """
     return (
         find_shortfall(record)

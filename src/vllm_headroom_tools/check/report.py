@@ -190,7 +190,8 @@ def build_junit(judgements: Iterable[Judgement]) -> str:
 def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
     """Return a JUnit file with one test per case, given as name, verdict, message and reason.
 
-    The body of a passed test is its message and reason; for any other test, it is the reason.
+    The body of a passed test contains its message and its reason. The body of any other test
+    contains only the reason.
     """
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", {"name": SUITE, "skipped": "0"})
@@ -201,7 +202,7 @@ def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
         else:
             problem = ET.SubElement(case, JUNIT_ELEMENTS[verdict], {"message": message})
             problem.text = reason or message
-    # JUnit viewers show these counts instead of the number of cases.
+    # JUnit viewers show these counts and do not count the cases themselves.
     for element in (root, suite):
         element.set("tests", str(len(suite)))
         element.set("failures", str(len(suite.findall("testcase/failure"))))

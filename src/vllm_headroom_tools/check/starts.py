@@ -1,4 +1,4 @@
-"""Compare two starts of an engine by their logs, showing what each part takes in each version."""
+"""Compare two starts of an engine by their logs, with the memory of each part in each version."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -43,8 +43,8 @@ SETTINGS: Final = (
 """Options that affect the memory of a start. Starts that differ in any of these are not judged."""
 
 EQUAL_CARDS_BYTES: Final = GIB // 8
-"""Cards whose sizes differ by less than this are considered the same kind: two H100 cards with 80
-GB differ by 0.1 GiB.
+"""If the sizes of two cards differ by less than this, the cards are considered the same kind. For
+example, two H100 cards with 80 GB differ by 0.1 GiB.
 """
 
 
@@ -80,7 +80,7 @@ def judge_starts(
 
 
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
-    """Return the largest of the ranks' figures, using the first of these fields that is known.
+    """Return the ranks' largest value of the first of these fields that is known.
 
     Returns None if no field is known.
     """

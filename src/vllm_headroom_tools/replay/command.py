@@ -147,7 +147,7 @@ def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
-    """Yield a line for each of the first intervals, and one with the number of remaining ones."""
+    """Yield a line for each of the first intervals, and a line with the number of the others."""
     for begin, end in intervals[:MOST_INTERVALS]:
         until = "to the end"
         if end is not None:
@@ -169,7 +169,7 @@ def _format_moment(moment: Moment) -> Iterator[str]:
         yield f"    how much     {format_size(moment.leaked_bytes)} since it began"
     if moment.time_to_oom_seconds is not None:
         time_left = f"about {format_duration(moment.time_to_oom_seconds)}"
-        # The lower bound comes first, because it is the one to plan with.
+        # The lower bound comes first, because operators should plan with it.
         if moment.time_to_oom_seconds_lower is not None:
             earliest = format_duration(moment.time_to_oom_seconds_lower)
             time_left = f"{earliest} at the earliest, likely {time_left}"
@@ -246,9 +246,10 @@ _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
 
 
 def _parse_time(text: str) -> tuple[bool, float]:
-    """Parse a time: whether it is relative to now, and its seconds from now or since the epoch.
+    """Parse a time that is relative to now or absolute.
 
-    Raises ValueError if the text is not a time or has no time zone.
+    Returns whether the time is relative, and its seconds from now or since the epoch. Raises
+    ValueError if the text is not a time or has no time zone.
     """
     if text == "now":
         return True, 0.0
@@ -373,7 +374,7 @@ def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> 
 def _run(options: Namespace) -> Report:
     """Run the detector on the recorded data and return the report.
 
-    Raises BadOptions unless exactly one source is named.
+    Raises BadOptions if no source or more than one is named.
     """
     if (options.trace is None) == (options.from_prometheus is None):
         raise BadOptions("needs a TRACE or --from-prometheus, and not both")

@@ -54,8 +54,8 @@ SCRAPE_LABELS: Final = 'job="vllm-headroom",instance="replay"'
 """The labels that Prometheus would add."""
 
 MOST_BUFFERED_POINTS: Final = 500_000
-"""Our choice: the number of points of all series that are kept in memory, which take 8 MB, before
-they are written to disk.
+"""Our choice: the number of points, of all series together, that are kept in memory before they are
+written to disk. They take 8 MB.
 """
 
 POINT_NUMBERS: Final = 2
@@ -70,7 +70,7 @@ class SampleExport:
     """
 
     def __init__(self, *, has_health: bool, reported_bytes: int | None = None) -> None:
-        """`has_health` is whether an absent source has failed, as it has in the daemon's trace."""
+        """`has_health` says whether a source without data counts as failed, as in a trace."""
         self._has_health = has_health
         derivations: list[Derivation[Any]] = []
         for derivation in build_derivations(reported_bytes=reported_bytes):

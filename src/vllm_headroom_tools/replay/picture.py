@@ -166,8 +166,8 @@ AXIS_COLUMNS: Final = 11
 """The width of the labels of the vertical axis, in columns."""
 
 FLOOR_MARGIN: Final = 0.05
-"""Our choice: the scale of held memory starts below the curve's minimum by this share of the
-curve's range.
+"""Our choice: the scale of held memory starts below the curve's minimum. The distance is this share
+of the curve's range.
 """
 
 FLAT_MARGIN: Final = 0.01
@@ -269,7 +269,7 @@ def _draw_chart(
 
 
 def _choose_decimals(extent: float) -> int:
-    """Return the number of decimals of an axis's labels with which its extent has two digits."""
+    """Return the number of decimals for an axis's labels, so that its extent has two digits."""
     for decimals, least_extent in ((0, 20.0), (1, 2.0), (2, 0.2)):
         if extent >= least_extent:
             return decimals

@@ -25,14 +25,16 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.openai import parse_object
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
-"""Prometheus cancels a query after two minutes (--query.timeout); this waits for that response."""
+"""Prometheus cancels a query after two minutes (--query.timeout). This timeout is longer, so that
+Prometheus's own error arrives.
+"""
 
 _LONGEST_TEXT: Final = 300
 """Our choice: the maximum number of characters of external text that an error message quotes."""
 
 _MOST_BYTES: Final = 128 * MIB
-"""The maximum size of a decompressed response; 8 GPUs and their engine, at a step of 15 s, take 5
-MB per page.
+"""The maximum size of a decompressed response. A page with 8 GPUs and their engine, at a step of 15
+s, takes 5 MB.
 """
 
 _ENCODINGS: Final = frozenset({"", "identity", "gzip"})
@@ -95,7 +97,7 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
 
 
 Time = tuple[bool, float]
-"""Whether a time is relative to now, and its seconds from now or since the epoch."""
+"""A time: first, whether it is relative to now; second, its seconds from now or since the epoch."""
 
 
 def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:

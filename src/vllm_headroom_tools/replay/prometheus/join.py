@@ -92,9 +92,8 @@ def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Ser
     """Return the source's series over the page, without the labels that scrapes add.
 
     Raises BadInput if the series cannot be read or are ambiguous. The query uses `last_over_time`,
-    which limits the age of a value. A plain selector would repeat the last value of a series that
-    has ended for five minutes unless it ends with a staleness marker, and the memory of a dead
-    engine would look constant.
+    which limits the age of a value. If a series ends without a staleness marker, a plain selector
+    repeats its last value for five minutes. The memory of a dead engine would then look constant.
     """
     selector = build_selector(source.kind.names, source.matchers)
     series = api.query_range(_select_latest(selector, source.window_ms), page)
@@ -177,7 +176,7 @@ def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     """
     metric = group[0].name
     differing: dict[str, list[str]] = {}
-    # Only the scrape labels differ; the identity labels are the same.
+    # Only the scrape labels differ, because the identity labels are the same.
     for name in sorted({name for series in group for name in series.labels} - kind.identity):
         texts = sorted({series.labels.get(name, "") for series in group})
         if len(texts) > 1:
@@ -304,8 +303,8 @@ SMI_GPUS: Final = _describe_gpus(
 
 
 _ENGINE_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
-"""The facts that the detector and the picture need; each additional metric would put load on the
-server.
+"""The facts that the detector and the picture need. No others are read, because each metric puts
+load on the server.
 """
 
 SUMMED_LABELS: Final = frozenset({"finished_reason", "is_streaming"})
@@ -324,7 +323,8 @@ def _sample_own(
 ) -> Side:
     """Return a trace entry for each engine or process of this project's exporter.
 
-    `labels` maps each identifying label to a key of the entry; `fields` does so for metric names.
+    `labels` maps each identifying label to a key of the entry, and `fields` maps each metric name
+    to a key.
     """
     entries: dict[tuple[str, ...], dict[str, Any]] = {}
     for series, value in values:
@@ -347,7 +347,8 @@ def _sample_engines(profile: Profile, values: Iterable[SeriesValue]) -> Side:
 def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
     """Return the names of the metrics whose values provide these fields.
 
-    The names are in the order of the profile. A field that is read only from labels has none.
+    The names are in the order of the profile. A field that is read only from labels has no metric
+    name.
     """
     families: dict[str, None] = {}
     for fact in profile.facts:

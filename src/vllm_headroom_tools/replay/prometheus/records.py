@@ -117,7 +117,7 @@ def _build_source(
     names: frozenset[str],
     matchers: tuple[str, ...],
 ) -> Scraped:
-    """Build a source; its scrape interval is the shortest in the span, estimated from a count."""
+    """Build a source; its scrape interval is estimated from the highest count of samples."""
     lead = next(name for name in kind.lead if name in names)
     expression = f"max(count_over_time({build_selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
     scrape_count = 1.0
@@ -146,8 +146,8 @@ A page of 8 GPUs and their engine at a step of 15 s is 5 MB of JSON.
 """
 
 _INTERVAL_ERROR: Final = 1.1
-"""The factor by which the scrape interval may be overestimated, because it comes from a count of
-scrapes.
+"""The scrape interval is computed from a count of scrapes, so it may be too high by up to this
+factor.
 """
 
 
@@ -155,8 +155,8 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the records of a trace that covers the span, without a header.
 
     A side that has no values at a time is None in the record. Values are at most one and a half
-    scrape intervals old. If the scrape interval of the GPUs is longer than --step, it is used as
-    the step. Raises BadInput if the data cannot be read or a side is missing.
+    scrape intervals old. If the scrape interval of the GPUs is longer than --step, the interval is
+    used as the step. Raises BadInput if the data cannot be read or a side is missing.
     """
     span = build_span(args.start, args.end, args.step, time.time())
     gpu_matchers = (*args.match, *args.match_gpu)
