@@ -124,7 +124,7 @@ class Input(Struct, frozen=True):
 
 
 def _input(name: str, metric: str | None = None) -> Input:
-    """Declare an input; `metric` is the name of its metric after `headroom_engine_`.
+    """Declare an input; `metric` is the metric's name without the prefix `headroom_engine_`.
 
     `metric` is None if no metric exports the input unchanged.
     """
@@ -387,7 +387,7 @@ class HangSign(Enum):
 
 
 class EngineName(Struct, frozen=True, kw_only=True):
-    """The names of an engine that a daemon watches along with others."""
+    """The names of an engine, if the daemon also watches other engines."""
 
     namespace: str | None = None
     """The engine's Kubernetes namespace. It is set together with `pod`."""

@@ -224,8 +224,8 @@ class Inside(Struct, frozen=True, kw_only=True):
 _PART: Final = re.compile(
     r"(MIG-.{1,8}).*|(?:GPU-[0-9a-f]+|PCI-[0-9a-f:.]+)-([0-9]+)", re.IGNORECASE
 )
-"""Matches the UUID of a part of a GPU: a MIG instance, or a partition of an AMD card with its
-number.
+"""Matches the UUID of a part of a GPU. The groups are the beginning of a MIG instance's UUID, and
+the number of an AMD card's partition.
 """
 
 

@@ -201,7 +201,7 @@ class Values:
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """How severe the situation of a GPU, the engine, its host memory or the sidecar is, and why."""
+    """The severity of the situation of one subject, such as a GPU or the engine, and the reason."""
 
     subject: str
     """The name of what is judged, such as "GPU 0", "engine" or "sidecar"."""

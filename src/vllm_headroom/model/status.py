@@ -28,7 +28,7 @@ TIGHT_SHARE: Final = 0.02
 """A GPU's memory is tight if less than this share of it is left."""
 
 BURST_MARGIN: Final = 1.5
-"""Memory is also tight if less than this many times the largest peak is left, as in
+"""Memory is also tight if the memory left is less than this factor times the largest peak, as in
 HeadroomGpuMemoryTight.
 """
 
@@ -157,7 +157,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
             return self
         engine_bytes = self.last_engine_bytes
         if self.newest_held_bytes is not None:
-            # The engine may have held the entire rise.
+            # The engine may have caused the entire rise in used memory.
             peak_bytes = self.newest_held_bytes + used_bytes - self.newest_used_bytes
             engine_bytes = max(peak_bytes, engine_bytes or peak_bytes)
         return replace(

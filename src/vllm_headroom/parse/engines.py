@@ -46,8 +46,8 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     A series without a model belongs to every model of its engine. A series with neither a model nor
     an engine belongs to every engine on the page, and a series with only a model belongs to engine
     "0". If no series names a model, the model name is the profile's name if the profile's pages
-    never name a model, and otherwise "". In some modes, vLLM exports only its settings, including
-    the budget, until the first request.
+    never name a model, and otherwise "". An engine may have only settings: in some modes, vLLM
+    exports nothing but its settings, including the budget, until the first request.
     """
     samples = tuple(samples)
     prefix = _find_prefix(profile, samples)
@@ -279,7 +279,7 @@ def _has_contradiction(samples: Collection[Sample]) -> bool:
 
 
 def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
-    """Return a key for the part of the engine, such as a worker or rank, behind a sample.
+    """Return a key for the part of the engine (a worker or rank, for example) of a sample.
 
     Samples of the same part have the same key, even if different API servers report them.
     """

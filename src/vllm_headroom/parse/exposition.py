@@ -23,8 +23,8 @@ MOST_SAMPLES: Final = 5000
 """The maximum number of samples read from a page, which is about what 150 engines have."""
 
 LONGEST_LINE: Final = 16 * 2**10
-"""The maximum number of characters in a line. The longest line of vLLM has 1,061. A line of this
-length that consists only of escapes takes 10 ms.
+"""The maximum number of characters in a line. vLLM's longest line has 1,061 characters. A line of
+the maximum length that consists only of escapes takes 10 ms to parse.
 """
 
 MOST_LABELS: Final = 128
@@ -45,11 +45,11 @@ page, but too few to fill a log.
 """
 
 _MOST_CACHED_SERIES: Final = 512
-"""The number of series that are cached, which is what 28 engines have."""
+"""The maximum number of cached series. 28 engines have this many."""
 
 _LONGEST_CACHED_SERIES: Final = 2048
-"""The maximum number of characters in a cached series. vLLM's lines have up to 1.1 kB. The cache
-therefore cannot exceed 16 MiB.
+"""The maximum number of characters in a cached series, so that the cache cannot exceed 16 MiB.
+vLLM's lines have up to 1.1 kB.
 """
 
 _SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?')

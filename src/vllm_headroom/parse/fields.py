@@ -64,7 +64,7 @@ def read_within(
 
 
 def _read_object(name: str, entry: object, accepts: str, read: Callable[..., T], *index: int) -> T:
-    """Return what `read` returns for an object; raise WrongFieldError if it is not an object.
+    """Return what `read` returns for `entry`; raise WrongFieldError if `entry` is not an object.
 
     An error from `read` is raised again with `name` in front of its field.
     """

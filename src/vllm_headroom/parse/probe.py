@@ -70,7 +70,8 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
     interval_seconds = fields.read_number(document, "interval_seconds")
     oom = fields.read_within(document, "oom", _read_oom)
     if oom is not None and oom.at_seconds > written_at_seconds:
-        oom = None  # an error dated in the future would explain the end of every later run
+        # An error with a time in the future would count as the cause of every later exit.
+        oom = None
     return ProbedProcess(
         pid=pid,
         started_at_seconds=_read_needed(document, "started_at"),

@@ -68,7 +68,9 @@ shows how memory developed and takes 1.5 MiB for six hours.
 """
 
 _SAMPLE_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
-"""The start of each sample, which contains its time, so that the rest need not be parsed."""
+"""Matches the start of a sample, which contains its time. The rest of the sample need not be
+parsed.
+"""
 
 
 def locate_incident(folder: Path, seconds: float) -> Path:

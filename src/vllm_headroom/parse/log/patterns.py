@@ -71,7 +71,7 @@ _KV_CACHE_ADVICE: Final = (
     r"(?: Replace gpu_memory_utilization config with `--kv-cache-memory=<N>` \(\S{1,20} GiB\) to"
     r" fit into requested memory, or `--kv-cache-memory=<N>`)?"
 )
-"""The rest of the line that follows the sizes of a successful start."""
+"""The optional advice at the end of the line that reports the sizes of a successful start."""
 
 VLLM_LINES: Final = (
     # Loading.
