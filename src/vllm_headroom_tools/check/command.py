@@ -62,7 +62,7 @@ role or engine.
 class Limit(Struct, frozen=True, kw_only=True):
     """A limit that the operator can set, and its option."""
 
-    name: str  # in the report
+    name: str  # the name in the report
     judge: Judge
     metavar: str  # of the option
     kind: Value[Any]  # of the option's value

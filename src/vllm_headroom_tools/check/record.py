@@ -41,7 +41,7 @@ class Budget(Struct, frozen=True, kw_only=True):
 class SignedDiscrepancy(Struct, frozen=True):
     """The memory held on a GPU minus the budget, in one sample; negative if less was held."""
 
-    ratio: float  # of the budget
+    ratio: float  # as a share of the budget
     n_bytes: float
     seconds: float  # the time of the sample
 
@@ -197,8 +197,8 @@ class TraceRecord:
     def __init__(self, budget: Budget, *, keeps_readings: bool) -> None:
         self.budget = budget
         self.replay = LeakReplay()
-        self.coverage = Coverage()  # of all samples, regardless of content
-        self.engine_coverage = Coverage()  # of samples with the engine's page
+        self.coverage = Coverage()  # the time covered by all samples
+        self.engine_coverage = Coverage()  # the time covered by samples with the engine's page
         self.finished_requests = Rise()
         self.preemptions = Rise()
         self.host: dict[Role, MemorySeries] = {}

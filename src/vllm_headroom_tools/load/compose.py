@@ -45,9 +45,13 @@ PAGE_TIMEOUT_SECONDS: Final = 10.0
 async def run_load(order: LoadOrder) -> Report:
     """Put the load on the server and return the report.
 
-    Raises BadInput if the load cannot begin, because there is no server, the credentials cannot be
-    used, this machine cannot keep enough streams open, or the trace already exists. SIGINT or
-    SIGTERM ends the load early; a second signal ends the process.
+    SIGINT or SIGTERM ends the load early; a second signal ends the process. Raises BadInput if the
+    load cannot begin, for one of these reasons:
+
+    - There is no server.
+    - The credentials cannot be used.
+    - This machine cannot keep enough streams open.
+    - The trace already exists.
     """
     try:
         # Read the files first, so that the load does not begin if one of them is invalid.

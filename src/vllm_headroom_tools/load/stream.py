@@ -51,7 +51,7 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     outcome: Outcome
     text: str = ""  # why the request did not succeed; may be empty
-    is_engine_dead: bool = False  # whether the server's answer says so
+    is_engine_dead: bool = False  # whether the answer says that the engine died
     # the server's own counts; None if the server did not report them
     prompt_tokens: int | None = None
     generation_tokens: int | None = None
@@ -181,7 +181,7 @@ class Stream:
             error = _find_abort(choices)
         else:
             error = find_error(event)
-        self._error = self._error or error  # later errors follow from the first
+        self._error = self._error or error  # later errors are results of the first one
         usage = event.get("usage")
         if isinstance(usage, dict):
             self._usage = usage

@@ -351,9 +351,9 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     """Return the size of the weights as served, in bytes, and the number of parameters.
 
     At most one of the two is known. If both are None, they have to be derived from the
-    configuration. vLLM serves quantised weights in the form in which they are stored, so the size
-    of the files is used. Other weights are served in the dtype set by the options, so only the
-    number of parameters is used.
+    configuration. vLLM serves quantised weights as they are stored, so the size of the files is
+    used. Other weights are served in the dtype set by the options, so only the number of parameters
+    is used.
     """
     if options.parameters is not None or options.model_config is None:
         return None, options.parameters

@@ -202,7 +202,7 @@ class Trials(Struct, frozen=True, kw_only=True):
 
 
 def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
-    """Return one size for the table: its capacity, and how much of it the traffic uses."""
+    """Return one size for the table: its capacity, and the share of it that the traffic uses."""
     question = estimate.question
     used_ratio = None
     if estimate.blocks:

@@ -30,7 +30,7 @@ from vllm_headroom_tools.trace import STDIN, read_trace
 
 
 class Traffic(Struct, frozen=True, kw_only=True):
-    """The largest amounts used by the requests of one engine; unknown figures are None.
+    """The peaks of one engine's traffic; unknown figures are None.
 
     With several data-parallel ranks, the figures are those of the busiest rank.
     """

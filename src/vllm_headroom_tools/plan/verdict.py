@@ -101,7 +101,7 @@ def _explain_concurrency(estimate: MemoryEstimate) -> str:
         return "It keeps nothing of a sequence: there is no KV cache."
     length = estimate.question.max_model_len or 1
     sequences = estimate.question.max_num_seqs
-    # Use the lower bound: vLLM starts in any case, and preempts requests if fewer sequences fit.
+    # Use the lower bound. vLLM starts in any case, and preempts requests if not all sequences fit.
     at_once = int(estimate.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
@@ -287,7 +287,8 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
             both_prices = f"{trial.price}; {shorter.price}"
             trials.append(Trial(both_settings, both_prices, shorter.question))
 
-    # The trials of an option begin with the nearest value, and the first one that starts is used.
+    # The trials of an option begin with the value nearest to the current one. The first trial with
+    # which vLLM starts is used.
     savings: dict[tuple[str, ...], Saving] = {}
     for trial in trials:
         options = tuple(option for option, _ in trial.settings)
@@ -348,7 +349,8 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
             "more requests wait",
             replace(question, max_num_seqs=blocks),
         )
-    # Halve the number repeatedly, so that the first trial that fits is the nearest.
+    # Halve the number repeatedly, so that the first trial that fits is nearest to the current
+    # number.
     for halvings in range(1, question.max_num_seqs.bit_length()):
         sequences = question.max_num_seqs >> halvings
         yield Trial(

@@ -129,7 +129,7 @@ class SampleExport:
     def _read_leaks(
         self, _memory: LeakMemory, _snapshot: Snapshot
     ) -> tuple[LeakMemory, tuple[Sample, ...]]:
-        """Return the replay detector's results for this snapshot, so that it runs only once."""
+        """Return the replay's results for this snapshot, so that the detector runs only once."""
         return self._leak_memory, self._leak_samples
 
 

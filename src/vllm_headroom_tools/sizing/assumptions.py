@@ -55,10 +55,10 @@ def add_all(parts: Sequence[Range]) -> Range:
 def add_independent(parts: Sequence[Range]) -> Range:
     """Return the bounds of a sum of independent parts.
 
-    The lower bound is the sum of the parts' lower bounds. Because the parts hardly ever reach their
-    upper bounds all at once, the upper bound is the value that the sum exceeds in 2 of 100 cases if
-    each part is uniformly distributed over its range. If only one part is uncertain, that part's
-    bound is used.
+    The lower bound is the sum of the parts' lower bounds. The parts hardly ever reach their upper
+    bounds at the same time. Therefore, the upper bound is the value that the sum exceeds in 2 of
+    100 cases, assuming that each part is uniformly distributed over its range. If only one part is
+    uncertain, its own upper bound is used.
     """
     bounds = add_all(parts)
     variance = sum((part.high - part.low) ** 2 for part in parts) * UNIFORM_VARIANCE
@@ -453,9 +453,10 @@ MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
 def _assume_graphs(question: Question) -> Assumption:
     """Return vLLM's estimate of its CUDA graphs.
 
-    The estimate covers the first graph and, for each additional batch size, a graph of the parts
-    and one of the whole model (v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`, 0.19).
-    Since 0.29, vLLM measures the graphs of the parts instead, which yields a smaller figure.
+    The estimate covers the first graph and two graphs for each additional batch size: a graph of
+    the model's parts and a whole-model graph (v1/worker/gpu_model_runner.py,
+    `profile_cudagraph_memory`, 0.19). Since 0.29, vLLM measures the graphs of the parts instead,
+    which yields a smaller figure.
     """
     if question.enforce_eager:
         return Assumption(

@@ -48,8 +48,8 @@ CUDA_OUT_OF_MEMORY: Final = "torch.OutOfMemoryError: CUDA out of memory."
 def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
     """Return the checks that this start reaches, in vLLM's order.
 
-    vLLM stops at the first check that fails. The checks of host memory and unified memory are not
-    vLLM's own: if they fail, the kernel kills the processes or the machine hangs.
+    vLLM stops at the first check that fails. vLLM itself does not check host memory and unified
+    memory. If one of these checks fails, the kernel kills the processes, or the machine hangs.
     """
     return [
         *_check_gpus(estimate),

@@ -21,8 +21,9 @@ CACHELESS_HEADS: Final = frozenset({"mtp"})
 """Gemma 4's assistant reads the model's cache (config/speculative.py, `gemma4_assistant`)."""
 
 TOKEN_MATRICES: Final = {"medusa": 1, "mlp_speculator": 2}
-"""The number of matrices per token in these heads. Each matrix is as large as the output matrix
-(models/medusa.py, models/mlp_speculator.py, assuming an inner width equal to the model's).
+"""The number of matrices per speculated token in Medusa heads and MLP speculator heads. Each matrix
+is as large as the output matrix (models/medusa.py, models/mlp_speculator.py, assuming an inner
+width equal to the model's).
 """
 
 HEAD_INPUTS: Final = {"eagle": 2, "eagle3": 3, "dflash": 5, "dspark": 5, "mtp": 1}

@@ -246,7 +246,8 @@ def _read_qwen_item(
 
 KIMI_IMAGE_PATCHES: Final = 16_384
 """The patches in the largest image, according to published preprocessor_config.json files
-(`in_patch_limit`). Four video frames do not have more patches, and become fewer tokens.
+(`in_patch_limit`). A video of four frames has no more patches than this, and it becomes fewer
+tokens.
 """
 
 

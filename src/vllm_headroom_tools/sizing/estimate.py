@@ -43,8 +43,8 @@ LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
 it is for vLLM's processes on the host, which take one or two GiB each, and half is for the rest of
 the system.
 
-On such a machine, the CPU only has the memory that vLLM leaves. When it runs out, allocations do
-not fail; instead, the machine swaps and hangs (vllm-project/vllm#46307,
+On such a machine, the CPU only has the memory that vLLM leaves. When this memory runs out,
+allocations do not fail; instead, the machine swaps and hangs (vllm-project/vllm#46307,
 NVIDIA/dgx-spark-playbooks#97).
 """
 
@@ -415,7 +415,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         """Return the maximum length at which this many sequences fit at once.
 
         The length is at most the model's limit, or the question's `max_model_len` if that is
-        higher. It is 0 if not even one block fits. Returns None if the blocks are unknown.
+        higher. The result is 0 if not even one block fits. Returns None if the blocks are unknown.
         """
         if self.blocks is None:
             return None
@@ -542,8 +542,8 @@ def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
 def list_most_sequences(estimate: MemoryEstimate) -> list[tuple[int, int]]:
     """Return pairs of `max_model_len` and the number of sequences of that length that fit at once.
 
-    The lengths go up to the longest that a single sequence can have, and always include the
-    question's `max_model_len`. The list is empty if the cache is unknown.
+    The longest length is the one at which only a single sequence fits. The question's
+    `max_model_len` is always included. The list is empty if the cache is unknown.
     """
     # Lengths beyond the longest sequence would only yield zeros.
     longest = estimate.find_longest(1) or 0

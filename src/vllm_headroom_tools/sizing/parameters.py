@@ -112,8 +112,8 @@ def list_matrices(
 ) -> tuple[Matrix, ...] | None:
     """Return all matrices of layers of these kinds, excluding the token embeddings.
 
-    Returns None if a size is not given, or if the model's layers are not understood. Raises
-    ValueError if a size that other fields require is missing.
+    Returns None if the model's layers are not understood, or if a size that every model needs is
+    missing. Raises ValueError if a size is missing that only this kind of model needs.
     """
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     attention_heads = read_integer(config, *ATTENTION_HEADS)
@@ -535,8 +535,8 @@ def read_widest_mlp(config: Config) -> WidestMlp | None:
     return WidestMlp(width=max(width or 0, expert_width), experts_per_token=chosen)
 
 
-# Which layers have experts. Configurations express this in different ways, with one function for
-# each. A function returns None if the configuration uses a different way.
+# Which layers have experts. Configurations express this in different ways, and there is one
+# function for each way. A function returns None if the configuration uses another way.
 
 
 def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:

@@ -230,9 +230,9 @@ def _pick_number(*values: object) -> int | None:
 def match_unquantised(config: Config) -> Callable[[str], bool]:
     """Return a function that decides from a module's name whether it is left unquantised.
 
-    The function takes a name such as "layers.3.mlp.down_proj". Checkpoints list such names, or the
-    names of enclosing modules, in full, with wildcards, or as a regular expression after "re:". A
-    name in the checkpoint may begin with the part of the model that contains the layers.
+    The function takes a name such as "layers.3.mlp.down_proj". Checkpoints list such names or the
+    names of enclosing modules. A listed name is written in full, with wildcards, or as a regular
+    expression after "re:". It may begin with the part of the model that contains the layers.
     """
     quantisation = read_quantisation(config)
     patterns = []

@@ -256,11 +256,11 @@ class Question(Struct, frozen=True, kw_only=True):
         """Return the bytes that vLLM reserves on each GPU for LoRA adapters; 0 without adapters.
 
         Returns None if the model's parameters cannot be counted. For every matrix, an adapter has
-        inputs x rank and rank x outputs values, in the model's dtype. Tensor parallelism divides
-        one of the two (vLLM 0.32, lora/layers, `create_lora_weights`). For experts, expert
-        parallelism divides both, because each GPU holds some of the experts in full and all engines
-        share the experts. Adapters of the embedding and the output are ignored, because they are as
-        small as those of a single layer.
+        two matrices in the model's dtype: one with inputs x rank values, and one with rank x
+        outputs values. Tensor parallelism divides one of the two (vLLM 0.32, lora/layers,
+        `create_lora_weights`). Expert parallelism divides both matrices of experts, because each
+        GPU holds some of the experts in full, and all engines share the experts. Adapters of the
+        embedding and the output are ignored, because they are as small as those of a single layer.
         """
         if not self.max_loras:
             return 0

@@ -133,7 +133,7 @@ def _read_start_times(
         replace(start, labels=lead.labels)
         for lead in lead_series
         for start in start_series
-        # All series of a target have the target's labels, and the start time has no others.
+        # All series of a target have the target's labels. The start time has no other labels.
         if start.labels.items() <= lead.labels.items()
     ]
 
@@ -310,7 +310,7 @@ load on the server.
 SUMMED_LABELS: Final = frozenset({"finished_reason", "is_streaming"})
 """Labels that split a counter into several series, which are summed."""
 
-# The fact that each of our own exporter's metrics provides, by metric name.
+# For each metric of this project's exporter, the fact that it provides.
 _OWN_FIELDS: Final = {
     reading.metric: field
     for field, reading in INPUTS.items()
