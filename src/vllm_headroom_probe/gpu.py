@@ -31,7 +31,7 @@ def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
 
 
 def can_read_torch(worker: object) -> bool:
-    """Return whether reading torch's allocator is safe. It is if the allocator never calls Python.
+    """Return whether torch's allocator never calls Python, so that reading it is safe.
 
     Returns False if the worker's configuration is unknown.
     """

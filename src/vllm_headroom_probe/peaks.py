@@ -330,7 +330,7 @@ class Peaks:
         self._hook_ns += time.perf_counter_ns() - start_ns
 
     def _is_due(self, step: Step, now_ns: int) -> bool:
-        """Return whether to measure a step. If it is to be measured, record its size."""
+        """Return whether to measure a step; record the size of a step that is to be measured."""
         rows = step.requests + step.drafts
         largest_tokens = self._largest_tokens.get(step.kind, 0)
         is_larger = step.total_tokens > largest_tokens or rows > self._largest_rows

@@ -159,8 +159,9 @@ class Snapshots:
     def take_oom(self, owner: object) -> TakenSnapshot | None:
         """Take the snapshot of an OutOfMemoryError, for `tick` to write.
 
-        This is safe, because torch calls its observers without holding the allocator's lock.
-        Returns None if no history is recorded, and for any OutOfMemoryError after the first.
+        Taking a snapshot here is safe, because torch calls its observers without holding the
+        allocator's lock. Returns None if no history is recorded, and for any OutOfMemoryError after
+        the first.
         """
         if self._began_at is None or self._has_taken_oom or not can_read_torch(owner):
             return None
@@ -221,7 +222,7 @@ class Snapshots:
 
 
 def find_torch_cuda() -> Any:  # noqa: ANN401 - torch's
-    """Return torch.cuda; None unless CUDA is initialised, or this thread is initialising it."""
+    """Return torch.cuda if CUDA is initialised, or being initialised by this thread; else None."""
     module = read_own(sys.modules.get("torch"), "cuda")
     # While torch initialises CUDA, it runs the calls that were queued until then, including ours.
     is_initialising = getattr(getattr(module, "_tls", None), "is_initializing", False)

@@ -382,9 +382,9 @@ class LeakReplay:
         return self._courses.get(series) or LeakCourse()
 
     def requests(self, series: str) -> float:
-        """Return the requests finished in this run since the detector began with the series.
+        """Return the requests finished in this run since the detector began to follow the series.
 
-        The number is 0 if the detector has not begun with the series yet.
+        The number is 0 if the detector does not follow the series yet.
         """
         track = self.leak_memory.gpus.get(series) or self.leak_memory.host.get(series)
         return 0.0 if track is None else track.work.requests

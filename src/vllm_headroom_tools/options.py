@@ -332,7 +332,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="store_true", help="show the version and exit")
 
     def add_settings(self, settings_class: type[Settings]) -> None:
-        """Add an option for each setting; those that only `settings_class` has come first.
+        """Add an option for each setting; the settings that `settings_class` adds come first.
 
         `read` then also reads the settings from the environment and from a file.
         """
@@ -383,7 +383,7 @@ class Parser(argparse.ArgumentParser):
         *,
         is_lenient: bool = False,
     ) -> None:
-        """Also accept options of another program and, after `--`, this program's command line.
+        """Also accept options of another program and, after `--`, that program's command line.
 
         `foreign_names` are the other program's options that have no effect on this one. `read_line`
         extracts the options from such a command line. If an option is repeated on this command
@@ -412,9 +412,9 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the options into a namespace, which includes `settings` if the parser has settings.
 
-        If the command has no positional arguments and the first word is a URL, this is the engine's
-        URL. Raises BadOptions with a line for each mistake, including mistakes in values that
-        another source overrides. Raises Printed for --help, --version and --print-config.
+        If the command has no positional arguments and the first word is a URL, the word is the
+        engine's URL. Raises BadOptions with a line for each mistake, including mistakes in values
+        that another source overrides. Raises Printed for --help, --version and --print-config.
         """
         positionals = [action for action in self._actions if not action.option_strings]
         if self._begins_with_url(argv) and not positionals:

@@ -86,8 +86,8 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
-        # The first wait ends with an interrupt. In the second wait, the program exits because of
-        # the interrupt.
+        # After the first wait, the program is interrupted. During the second wait, it exits because
+        # of the interrupt.
         for timeout_seconds in (seconds, PERF_END_SECONDS):
             with contextlib.suppress(TimeoutError):
                 out, err = await asyncio.wait_for(process.communicate(), timeout_seconds)

@@ -489,7 +489,7 @@ def _parse_parts(entry: Mapping[str, Any]) -> tuple[tuple[MemoryPart, int], ...]
 
 
 def name_by_index(index: int) -> str:
-    """Return a name, which cannot be mistaken for a UUID, for a GPU without a UUID."""
+    """Return a name for a GPU without a UUID; the name cannot be mistaken for a UUID."""
     return f"index {index}"
 
 

@@ -335,8 +335,8 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """The root processes of all other engines."""
 
     ports: frozenset[int] = frozenset()
-    """The port on the engine's command line. If no engine is chosen, these are the ports of all
-    visible engines.
+    """The ports on the command lines of all visible engines. If an engine is chosen, only this
+    engine's port.
     """
 
     orphans: frozenset[int] = frozenset()

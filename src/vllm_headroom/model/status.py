@@ -242,7 +242,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the run has ended, or no longer serves without a process that it needs."""
+        """Return whether the run has ended, or cannot serve because a necessary process exited."""
         return self.kind is IncidentKind.ENDED or bool(self.lost_processes)
 
     @property

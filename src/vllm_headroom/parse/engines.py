@@ -20,8 +20,8 @@ adds dozens of series to the sidecar's page.
 """
 
 MOST_SHARED_READINGS: Final = 5000
-"""The maximum number of times that shared series are read, which is once per engine or model. Each
-reading takes 10 us.
+"""The maximum number of times that shared series are read. A shared series is read once for each
+engine or model that shares it, and each reading takes 10 us.
 """
 
 _ONLY_ENGINE: Final = "0"
@@ -279,7 +279,7 @@ def _has_contradiction(samples: Collection[Sample]) -> bool:
 
 
 def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
-    """Return a key for the part of the engine (a worker or rank, for example) of a sample.
+    """Return a key for the part of the engine that a sample describes, such as a rank.
 
     Samples of the same part have the same key, even if different API servers report them.
     """

@@ -293,7 +293,7 @@ def find_process_name(pid: int) -> str | None:
 
 
 class ScaledClock(SystemClock):
-    """A clock that starts at the machine's time and runs `speed` times as fast (above 0)."""
+    """A clock that starts at the machine's time and runs `speed` times (above 0) as fast."""
 
     def __init__(self, speed: float) -> None:
         self.speed = speed

@@ -294,7 +294,7 @@ class SimulatedRun:
         self._tokens_per_request = float(MEAN_REQUEST_TOKENS)
 
     def sleep(self, *, asleep: bool) -> None:
-        """Bring the engine into the state `asleep`; vLLM ends all requests before it sleeps."""
+        """Put the engine to sleep or wake it up; vLLM ends all requests before it sleeps."""
         if asleep and not self.is_asleep:
             self.running = 0
             self.waiting = 0
@@ -451,7 +451,7 @@ class World:
 
     @property
     def neighbour_bytes(self) -> int:
-        """Return the neighbour's GPU memory, which grows in the first fifth of a stay; else 0."""
+        """Return the neighbour's GPU memory: 0 if away, growing in the first fifth of a stay."""
         visit = self.neighbours
         if not visit.is_here:
             return 0
@@ -504,7 +504,7 @@ class World:
             )
 
     def _draw_arrivals(self) -> int:
-        """Return the number of requests that arrive now; it has a daily cycle, drift and bursts."""
+        """Return the number of arrivals in this second, with a daily cycle, drift and bursts."""
         wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - 10_800.0) / DAY_SECONDS)
         factor = self._bursts.size if self._bursts.is_here else 1.0
         rate = REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step())

@@ -131,8 +131,8 @@ WITHOUT_PROCESSES: Final = ("headroom_host_*", "headroom_leak_bound_bytes", *WIT
 """The series that are absent if /proc shows no vLLM process."""
 
 WITHOUT_PROC: Final = ("headroom_memory_pressure_ratio", *WITHOUT_PROCESSES)
-"""The series that are absent if /proc cannot be read. In addition to the series above, this is the
-machine's memory pressure.
+"""The series that are absent if /proc cannot be read. These are the machine's memory pressure, and
+the series that also need a vLLM process.
 """
 
 BASES: Final[Mapping[HostBasis | None, str]] = {

@@ -57,7 +57,7 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
     """Return one engine's state folder if `place` contains several; otherwise `place`.
 
     If several pods have had the wanted name, the newest pod's folder is returned. Raises BadInput
-    if not exactly one engine has the wanted name, or if `place` cannot be read.
+    if no engine or more than one has the wanted name, or if `place` cannot be read.
     """
     newest_folders: dict[str, Path] = {}
     try:

@@ -76,7 +76,7 @@ def _render_section(title: str, lines: list[Line]) -> str:
 
 
 def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
-    """Yield diagrams of each GPU's free memory (all of it and the last minutes), and of the load.
+    """Yield diagrams of the load and of each GPU's free memory (whole trace and last minutes).
 
     The last minutes are known only for the GPUs of a run that has ended.
     """

@@ -619,7 +619,7 @@ def _depends_on_order(
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
     """Check that all GPUs that work in parallel have the same name and the same memory size.
 
-    Yields nothing if they have. Another check covers GPUs that cannot be read.
+    Yields nothing if the GPUs are identical. Another check covers GPUs that cannot be read.
     """
     # GPUs with the same name but different memory sizes differ in their ECC mode.
     kinds = {

@@ -31,8 +31,8 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     unlisted_bytes: int | None
     """The memory in use that does not belong to any listed process.
 
-    Either processes hold it that are not visible here, or a process has ended and the driver has
-    not freed its memory yet.
+    This memory belongs to processes that are not visible here, or to a process that has ended and
+    whose memory the driver has not freed yet.
     """
 
 

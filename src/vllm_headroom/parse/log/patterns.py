@@ -621,7 +621,7 @@ def _failure(
     *figures: tuple[str, float],
     exceptions: tuple[str, ...] = (),
 ) -> FailurePattern:
-    """Return a failure pattern; `<N>` matches a number, `since` is the first version with it."""
+    """Return a failure pattern; `<N>` matches a number, `since` is the message's first version."""
     text = pattern.replace("<N>", NUMBER)
     return FailurePattern(
         kind=kind,

@@ -354,7 +354,7 @@ class _StartBuilder:
         return self._add_failure(failure_pattern, match, message, key, line_number, exception=None)
 
     def _find_process(self, message: Message) -> str:
-        """Return the key of the process that wrote a line. Its name may become known later."""
+        """Return the key of the process that wrote a line; the process may get its name later."""
         key = message.process if message.pid is None else str(message.pid)
         if key not in self._names and len(self._names) >= MOST_PROCESSES:
             return ""
@@ -447,7 +447,7 @@ class _StartBuilder:
     def _add_exception(
         self, exception: re.Match[str], message: Message, key: str, line_number: int
     ) -> list[LogEvent]:
-        """Add the failure that an exception names; without a traceback, only if it is known."""
+        """Add an exception's failure; without a traceback, only if the message is a known one."""
         name = exception[2]
         text = exception[3] or ""
         pattern, match = _find_failure(text, name)
