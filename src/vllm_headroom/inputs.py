@@ -80,7 +80,7 @@ def parse_http_url(text: str) -> httpx.URL:
 
 
 def parse_metrics_url(text: str) -> str:
-    """Parse an http or https URL, and add /metrics if it has no path.
+    """Parse an http or https URL, and add /metrics if the URL has no path.
 
     Raises ValueError for any other text.
     """
@@ -89,7 +89,7 @@ def parse_metrics_url(text: str) -> str:
 
 
 def parse_path(text: str) -> Path:
-    """Parse a file path; raise ValueError if it is not valid."""
+    """Parse a file path; raise ValueError if the path is not valid."""
     if not text or "\0" in text:
         raise ValueError
     if text.startswith("~"):

@@ -105,14 +105,14 @@ class Worker(Generic[T]):
 
 
 def _run_jobs(jobs: "SimpleQueue[_Job[T] | None]", running: "_Running[T]") -> None:
-    """Make the calls one after another until None arrives; this runs as the thread."""
+    """Make the calls one after another until None arrives; runs as the thread."""
     while True:
         job = jobs.get()
         if job is None:
             return
         function, future = job
         _run_job(function, future, running)
-        # Otherwise, the last call's result, such as a page of 16 MiB, would stay in memory until
+        # Without this, the last call's result, such as a page of 16 MiB, would stay in memory until
         # the next call.
         del job, function, future
 

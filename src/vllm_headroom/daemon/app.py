@@ -55,13 +55,13 @@ CANNOT_LISTEN: Final = 2
 
 LONGEST_TICK_SECONDS: Final = 30.0
 """The longest time between two ticks. A source that hangs does not delay the next tick for longer,
-because it has a timeout of a few seconds. If more time passes, the daemon itself was stopped or did
-not get any CPU.
+because each source has a timeout of a few seconds. If more time passes, the daemon itself was
+stopped or did not get any CPU.
 """
 
 OTHERS_WRITE_BITS: Final = 0o022
-"""The permissions that the daemon never gives its files, because they would let others change its
-state.
+"""The permissions that the daemon never gives its files. With them, other users could change the
+daemon's state.
 """
 
 

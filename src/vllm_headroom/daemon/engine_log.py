@@ -36,8 +36,8 @@ ENDING_KINDS: Final = (
 """The events that determine how a start ended, or show that it survived a failure."""
 
 READ_LOG_SECONDS: Final = 2.0
-"""The time limit for reading a batch of lines. 2 MiB take 0.07 s, or 1 s if they contain only
-failures.
+"""The time limit for reading a batch of lines. A batch of 2 MiB takes 0.07 s, or 1 s if it contains
+only failures.
 """
 
 SLOW: Final = Failure(
@@ -67,7 +67,8 @@ class EngineLogFollower:
 
     async def read(self, timeout_seconds: float) -> LogReading | Failure:
         """Return what the log shows so far, or a Failure with the reason if it cannot be read."""
-        # While a batch is being read, no other batch is fetched, because it would be lost.
+        # While a batch is being read, no other batch is fetched, because the other batch would be
+        # lost.
         if self._worker.is_busy:
             return SLOW
         batch = await self._source.fetch(timeout_seconds)

@@ -280,7 +280,7 @@ class Sampler:
     def _run_guarded(self, name: str, step: Callable[[], T], fallback: F) -> T | F:
         """Return what an evaluation step returns; log any error and return `fallback`.
 
-        This way, the page is published even if a step raises.
+        Thanks to the fallback, the page is published even if a step raises.
         """
         try:
             outcome = step()
@@ -414,8 +414,8 @@ async def recall_states(
 ) -> Mapping[str, Any]:
     """Return the states to continue from, keyed by derivation, and restore the page's history.
 
-    Both were saved by an earlier daemon. On most ticks the result is empty, because each state is
-    returned only once.
+    An earlier daemon saved the states and the history. On most ticks, the result is empty, because
+    each state is returned only once.
     """
     states = dict(await keeper.recall(snapshot))
     saved_history = states.pop(HISTORY.name, None)

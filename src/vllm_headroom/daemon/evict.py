@@ -27,8 +27,8 @@ TURN_SECONDS: Final = 10.0
 """The interval at which the evictor takes a turn and renews the Lease."""
 
 LEASE_SECONDS: Final = 120
-"""How long a Lease that is not renewed stays taken. This is longer than the API server needs to
-count an evicted pod as missing (milliseconds), and longer than a request to it may take.
+"""How long a Lease that is not renewed stays taken. The API server needs less time to count an
+evicted pod as missing (milliseconds), and a request to the API server may not take this long.
 """
 
 EVICTION_REQUEST_SECONDS: Final = 15.0
@@ -146,8 +146,8 @@ class Evictor:
         """Give the Lease to the next pod at shutdown if that is safe; otherwise, let it expire.
 
         Giving it back is safe once the status of the PodDisruptionBudget counts this pod as
-        missing, because the next pod then waits for the replacement. This takes at most
-        GIVE_BACK_SECONDS.
+        missing, because the next pod then waits for the replacement. Giving the Lease back takes at
+        most GIVE_BACK_SECONDS.
         """
         if not (self._has_evicted and self._is_holder):
             return
@@ -247,8 +247,8 @@ class Evictor:
     async def _read_pod(self) -> Object:
         """Return this pod's object, and set the names of the Lease and of its holder.
 
-        Raises NotNowError if no controller would replace the pod, or if it has no readinessProbe to
-        show when a replacement is serving.
+        Raises NotNowError if no controller would replace the pod, or if the pod has no
+        readinessProbe to show when a replacement is serving.
         """
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
@@ -315,7 +315,7 @@ class Evictor:
 
         A Lease counts as expired if this pod has seen no change to it during its entire duration.
         The clocks of two machines are therefore never compared. Raises NotNowError while another
-        pod holds it.
+        pod holds the Lease.
         """
         try:
             lease = await self._ask("GET", f"{self._leases_path}/{self._lease_name}")

@@ -104,8 +104,8 @@ MOST_XIDS: Final = 32
 """The number of the driver's newest errors that are kept (our choice)."""
 
 MOST_INCIDENT_GPUS: Final = 16
-"""The maximum number of GPUs whose samples an incident contains, because an engine does not use
-more on one machine. They take 260 kB in the header.
+"""An incident contains samples of at most this many GPUs. An engine does not use more GPUs on one
+machine. The samples take 260 kB in the header.
 """
 
 
@@ -242,7 +242,7 @@ class Flight:
             self._engine_log = snapshot.log
         event = self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:
-            return  # The other daemon records the tick.
+            return  # The daemon with the lock records the tick.
         # The last incident is read only once, after the lock has been taken.
         if self._recorded_seconds is None:
             await self._writer.do(self._find_last_incident)

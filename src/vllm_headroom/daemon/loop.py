@@ -150,7 +150,7 @@ class GraceTime:
 class TickMonitor:
     """Checks that the daemon keeps ticking, and that the ticks can read the GPUs.
 
-    It must be created within the event loop.
+    A monitor must be created within the event loop.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class _Growth(Struct, frozen=True, kw_only=True):
     clock.
     """
     first_sizes: Sizes
-    """The sizes of the first reading; empty if it failed."""
+    """The sizes of the first reading; empty if that reading failed."""
     newest_seconds: float
     newest_sizes: Sizes
 

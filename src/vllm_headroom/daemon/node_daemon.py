@@ -245,7 +245,8 @@ class NodeDaemon:
     def _is_gone(self, located: LocatedEngine) -> bool:
         """Return whether an engine's pod or unit no longer has any processes.
 
-        Its address may then belong to another engine, because pod addresses are reused.
+        If it has none, the engine's address may belong to another engine, because pod addresses are
+        reused.
         """
         return self._processes is not None and not self._processes.has_processes(located.owner_key)
 

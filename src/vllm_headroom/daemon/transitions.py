@@ -120,7 +120,7 @@ class Transitions:
                 )
 
     def log_fault(self, name: str, error: Exception | None) -> None:
-        """Log a derivation's error, with its traceback, when it begins and when it ends.
+        """Log an error of a derivation, with the traceback, when the error begins and when it ends.
 
         `error` is what the derivation raised in this tick; None if it succeeded.
         """

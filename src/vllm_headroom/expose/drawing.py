@@ -76,8 +76,8 @@ def render_text(text: str) -> str:
 
 
 MARGIN: Final = 1.15
-"""The margin of a picture (our choice). Its height is this multiple of the usual highest value, and
-its end lies at this multiple of the forecast's length.
+"""The margin of a picture (our choice). A picture's height is this multiple of the usual highest
+value. The time axis ends at this multiple of the forecast's length.
 """
 
 SCALE_QUANTILE: Final = 0.9

@@ -117,7 +117,8 @@ def draw_figures(
     The host and each of the engine's GPUs have a figure if they have a curve. The figure with the
     worst verdict is large and has the legend. The load uses the same time axis, and is left out if
     it has fewer than two points. Nothing is yielded if there are no curves. `past_seconds` is how
-    much of the past is shown; None means as much as suits the curve and its forecast.
+    much of the past is shown; if it is None, the length is chosen to suit the curve and its
+    forecast.
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
@@ -244,7 +245,8 @@ def _draw_room(
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
     peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
     if past and room.free_bytes is not None:
-        # The curve has one point per minute. This point connects the curve to the current value.
+        # The curve has one point per minute. The point added here connects the curve to the current
+        # value.
         past[-1].append((now, room.free_bytes))
     usual_top = svg.find_top(
         (value for stretch in past for _, value in stretch),
@@ -345,7 +347,7 @@ def _format_level(top_bytes: float, quarter: int) -> str:
 
 
 def _render_tick(frame: Frame, seconds: float) -> str:
-    """Return the label below a time's line; empty if it would extend beyond the plot."""
+    """Return the label below a time's line; empty if the label would extend beyond the plot."""
     # The position is a percentage of the width, because the labels are outside of the stretched
     # picture.
     percent = 100 * frame.x(seconds) / frame.width

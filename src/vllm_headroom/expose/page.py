@@ -182,7 +182,7 @@ def _render_headline(view: View, worst: Verdict) -> str:
 
 
 def _list_alike_gpus(view: View, worst: Verdict) -> list[str]:
-    """Return the GPUs in the situation of the worst verdict; empty if it does not concern a GPU."""
+    """Return the GPUs in the worst verdict's situation; empty if the verdict is not about a GPU."""
     if not worst.subject.startswith("GPU "):
         return []
     subjects = [
@@ -390,7 +390,7 @@ PURPOSES: Final = {
 
 
 def _was_never_seen(view: View, worst: Verdict) -> bool:
-    """Return whether the engine counts as down only because none has ever been seen."""
+    """Return whether the engine counts as down only because no engine has ever been seen."""
     status = view.engine_status
     return worst.situation is Situation.DOWN and status is not None and not status.was_seen
 
@@ -665,7 +665,8 @@ NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], KeyFigure | None]]] 
     Situation.FILLING: _measure_bound,
     Situation.STARTING: _measure_start,
 }
-"""The functions that find the key figure, by situation. They return None if it is unknown."""
+"""The functions that find the key figure, by situation. They return None if the figure is unknown.
+"""
 
 
 def _find_free_memory(values: Values) -> tuple[str, str]:
@@ -700,7 +701,7 @@ def _render_verdicts(view: View) -> str:
 
 
 def _find_contradictions(view: View) -> list[Verdict]:
-    """Return the verdict that the engine is healthy, if it also has an alarm or warning.
+    """Return the verdict that the engine is healthy, if there is also an alarm or warning about it.
 
     In a crash loop, an engine serves between two exits, and a green line would contradict the
     alarm.

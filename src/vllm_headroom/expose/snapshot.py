@@ -34,8 +34,8 @@ AT_THE_SCRAPE: Final = (
     catalog.WEB_CONFIG_RELOAD,
     catalog.ENGINES,
 )
-"""Metrics without a key named after them in the document. It shows the first three as `version`,
-`age_seconds` and `last_incident`.
+"""Metrics without a key named after them in the document. The document shows the first three as
+`version`, `age_seconds` and `last_incident`.
 """
 
 _UNLISTED_METRICS: Final = (

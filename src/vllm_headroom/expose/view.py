@@ -370,7 +370,8 @@ class History:
                 key=key, seconds=snapshot.time_seconds, is_exact=not is_first
             )
         if state is EngineState.ASLEEP:
-            # These alerts pause while the engine is asleep, so they are not new when it wakes up.
+            # These alerts pause while the engine is asleep, so they are not new when the engine
+            # wakes up.
             starts |= {
                 key: start for key, start in previous_starts.items() if _is_paused_by_sleep(key)
             }
@@ -405,7 +406,7 @@ class LastIncident(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """Return the command that explains the incident; it must be run where the file is."""
+        """Return the command that explains the incident; people must run it where the file is."""
         return f"vllm-headroom postmortem {self.file}"
 
 

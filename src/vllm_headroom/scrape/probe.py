@@ -63,8 +63,8 @@ class TooManyError(Exception):
 def list_newest(folder: Path) -> dict[str, FileVersion]:
     """Return the versions of the newest MAX_FILES probe files by name, newest first.
 
-    The result is empty if there are no such files. Raises OSError if the folder cannot be listed,
-    and TooManyError if it has more than MAX_ENTRIES entries, whatever their names.
+    The result is empty if there are no probe files. Raises OSError if the folder cannot be listed,
+    and TooManyError if it has more than MAX_ENTRIES entries of any name.
     """
     versions: list[tuple[FileVersion, str]] = []
     with os.scandir(folder) as entries:

@@ -43,8 +43,8 @@ CLIENT_AUTH: Final = {
 TLS_VERSIONS: Final = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _BCRYPT: Final = re.compile(r"\$2[aby]?\$(?:0[4-9]|1[0-6])\$[./A-Za-z0-9]{53}", re.ASCII)
 """A bcrypt hash with a cost from 4 (the minimum) to 16. Each increment of the cost doubles the time
-of a check. It takes 4 s at cost 16, and a day at cost 31. No other login is checked during that
-time.
+of a check. A check takes 4 s at cost 16, and a day at cost 31. No other login is checked during
+that time.
 """
 
 _FILE_KEYS: Final = ("cert_file", "key_file", "client_ca_file")

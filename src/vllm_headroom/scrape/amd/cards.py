@@ -12,7 +12,7 @@ from vllm_headroom.scrape.proc.files import parse_digits, read_start, split_kern
 
 
 def read_text_file(path: str) -> str:
-    """Return the text of a file of /sys or /proc; raise OSError if it cannot be read."""
+    """Return the text of a file in /sys or /proc; raise OSError if the file cannot be read."""
     return read_start(path).decode(errors="replace").strip()
 
 

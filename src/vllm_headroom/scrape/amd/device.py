@@ -88,7 +88,7 @@ def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
     if total_bytes is None or used_bytes is None:
         return None
     limit_bytes = card.nodes[0].memory_bytes if card.nodes else None
-    # Only an integrated GPU can have more memory than its VRAM, because it uses the machine's
+    # Only an integrated GPU can have more memory than its VRAM, because it also uses the machine's
     # memory.
     if limit_bytes is not None and limit_bytes > total_bytes:
         return _read_unified_memory(card, limit_bytes, proc)
@@ -133,9 +133,9 @@ def _read_partition(
 ) -> GpuReading:
     """Return a reading of the partition with this KFD node.
 
-    The partition's memory in use is the sum of what its processes use according to KFD. It does not
-    include what the driver itself uses. The memory is None if the partition's size or the use of
-    any process is unknown.
+    The partition's memory in use is the sum of what its processes use according to KFD. The sum
+    does not include what the driver itself uses. The memory is None if the partition's size or the
+    use of any process is unknown.
     """
     processes = context.list_on_node(node)
     uuid = f"{card.uuid}-{position}"
@@ -160,7 +160,7 @@ def _read_partition(
 def _build_memory(
     total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None
 ) -> GpuMemory:
-    """Return a GPU's memory; `machine_available_bytes` is set if it is the machine's memory."""
+    """Return a GPU's memory; set `machine_available_bytes` if the GPU uses the machine's memory."""
     return GpuMemory(
         total_bytes=total_bytes,
         used_bytes=used_bytes,

@@ -126,8 +126,8 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
             return build_failure(
                 Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s"
             )
-        # The text of these errors is left out, because it quotes the received bytes or the header,
-        # which may be a secret.
+        # The text of these errors is left out. It quotes the received bytes or the header, which
+        # may contain a secret.
         case httpx.LocalProtocolError():
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
         case httpx.RemoteProtocolError() | httpx.InvalidURL():

@@ -93,11 +93,12 @@ class Reply(Struct, frozen=True, kw_only=True):
 class PageReader:
     """Repeatedly fetches the page at `url`, an http or https URL.
 
-    Files are read and host names are resolved on a separate thread, because both may hang. The
-    token in `bearer_token_file` replaces the URL's user and password. It is read for each request,
-    because tokens may be rotated. `ca_file` replaces the default authorities. `max_bytes` limits
-    the size of the page, and `timeout_seconds` the duration of the whole request. While `is_gone`
-    returns True, nothing is sent, because the address may already belong to another server.
+    Files are read and host names are resolved on a separate thread, because both operations may
+    hang. The token in `bearer_token_file` replaces the URL's user and password. It is read for each
+    request, because tokens may be rotated. `ca_file` replaces the default authorities. `max_bytes`
+    limits the size of the page, and `timeout_seconds` the duration of the whole request. While
+    `is_gone` returns True, nothing is sent, because the address may already belong to another
+    server.
     """
 
     def __init__(
@@ -336,8 +337,8 @@ def _is_silence(answer: Reply | Failure) -> bool:
 def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...]) -> bool:
     """Return whether a health check reports that the engine has died.
 
-    In this case, vLLM returns 503, or 500 in older versions. If all other pages of the server
-    return errors too, a status of 500 proves nothing.
+    After the engine has died, vLLM returns 503, or 500 in older versions. If all other pages of the
+    server return errors too, a status of 500 proves nothing.
     """
     if isinstance(health, Failure) or _is_silence(health):
         return False

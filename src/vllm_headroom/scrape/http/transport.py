@@ -40,9 +40,9 @@ class PageTransport(httpx.AsyncBaseTransport):
     """Sends requests to one server, one after another.
 
     httpx's own asynchronous transport uses almost three times as much CPU. Cookies, redirects and
-    proxies are not supported. `tls` verifies the server; it is None for plain http. Requests that
-    follow each other within _MOST_IDLE_SECONDS share a connection. The connection is dropped as
-    soon as unrequested bytes arrive, so that a response is never mistaken for the response to
+    proxies are not supported. `tls` verifies the server; `tls` is None for plain http. Requests
+    that follow each other within _MOST_IDLE_SECONDS share a connection. The connection is dropped
+    as soon as unrequested bytes arrive, so that a response is never mistaken for the response to
     another request.
     """
 

@@ -12,8 +12,8 @@ class LogBatch(Struct, frozen=True, kw_only=True):
 
     content: bytes
     is_old: bool = False
-    """Whether the bytes were written before the sidecar began to follow the log. In that case, it
-    is unknown when they were written.
+    """Whether the bytes were written before the sidecar began to follow the log. If they were, the
+    time of writing is unknown.
     """
 
     is_broken: bool = False

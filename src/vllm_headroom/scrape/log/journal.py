@@ -99,7 +99,7 @@ class Journal:
 
 
 async def _read_answer(process: asyncio.subprocess.Process, unit: str) -> bytes | Failure:
-    """Return journalctl's output, up to MOST_BYTES; a Failure if it reports an error."""
+    """Return journalctl's output, up to MOST_BYTES; a Failure if journalctl reports an error."""
     assert process.stdout is not None  # noqa: S101 - both are pipes
     assert process.stderr is not None  # noqa: S101
     content = bytearray()

@@ -93,7 +93,7 @@ class PodLog:
         return LogBatch(content=content, is_old=is_first, is_broken=is_first)
 
     async def _count_restarts(self) -> int:
-        """Return the container's restart count; raise RequestFailedError if it is not available."""
+        """Return the container's restart count; raise RequestFailedError if there is no count."""
         reply = await self._ask(self._path)
         try:
             pod: Any = json.loads(reply.text)

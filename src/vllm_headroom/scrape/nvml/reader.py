@@ -61,11 +61,11 @@ _SILENT: Final = explain_source(Reason.TIMEOUT)
 class Nvml:
     """Reads all GPUs.
 
-    If a GPU is lost or hangs, the others are still read. A failed driver is reinitialised after
+    If a GPU is lost or hangs, the other GPUs are still read. A failed driver is reinitialised after
     increasingly long pauses. While a call is stuck, NVML is not shut down, because that could crash
     the process. A GPU that disappears stays listed as failed, along with its last known MIG
-    instances. A MIG instance that disappears from a GPU that is still present is no longer listed,
-    because it was removed on purpose.
+    instances. If a MIG instance disappears while its GPU is still present, the instance is no
+    longer listed, because it was removed on purpose.
 
     If a call to a GPU takes longer than `call_timeout_seconds`, its thread is abandoned. For GPUs
     that use the machine's memory, that memory is read from `proc`.

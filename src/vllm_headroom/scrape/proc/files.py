@@ -15,7 +15,7 @@ from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
 """The maximum number of bytes that `read_start` reads, because a command line may be megabytes
-long. This is enough for a program and its first arguments, and for any stat or /sys file.
+long. 4096 bytes are enough for a program and its first arguments, and for any stat or /sys file.
 """
 
 KIB: Final = 1024
@@ -85,7 +85,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def role(self) -> Role | None:
-        """Return the process's role in an engine, from its command line alone; None if it has none.
+        """Return the process's role in an engine, from the command line; None if there is none.
 
         The result is cached, because every process is checked whenever any process changes.
         """
@@ -257,7 +257,7 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
 def _read_stat(proc: Path, pid: int) -> ProcStat:
     """Read a process's stat file (see proc(5)).
 
-    Raises OSError if it cannot be read, and ValueError if it is incomplete.
+    Raises OSError if the file cannot be read, and ValueError if the file is incomplete.
     """
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     # The name is enclosed in parentheses and may contain any byte, even parentheses.

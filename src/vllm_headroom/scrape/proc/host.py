@@ -388,7 +388,7 @@ def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
 def read_shm(path: Path) -> Shm | None:
     """Return the size and free space of the file system at `path`.
 
-    Returns None if it cannot be read or `path` does not exist.
+    Returns None if the file system cannot be read or `path` does not exist.
     """
     try:
         volume = os.statvfs(path)

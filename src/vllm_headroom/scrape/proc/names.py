@@ -31,8 +31,8 @@ class ProcessNames:
     """Names processes by their command line and their cgroup.
 
     `find_command` returns a process's command line as last read, or None if the process is not
-    visible. This class does not read command lines itself, because that would hang for a process
-    that is stuck in a driver.
+    visible. This class does not read command lines itself, because the read would hang for a
+    process that is stuck in a driver.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ def read_network(proc: Path, pid: int) -> Network | None:
     # A pod may have additional interfaces, for example for RDMA, which this pod cannot reach.
     if routed_network is not None:
         addresses.sort(key=lambda address: address not in routed_network)
-    # These files do not exist without IPv6.
+    # On a machine without IPv6, the files about IPv6 do not exist.
     listening.update(_list_listening(_read_optional(folder / "tcp6")))
     return Network(
         addresses=(*addresses, *_list_ipv6_addresses(_read_optional(folder / "if_inet6"))),

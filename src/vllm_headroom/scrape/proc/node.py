@@ -148,7 +148,7 @@ class NodeProcesses:
     async def scan(self, timeout_seconds: float) -> None:
         """Read the owners of all processes.
 
-        Raises TimeoutError if that takes too long, and OSError if there is no /proc.
+        Raises TimeoutError if reading takes too long, and OSError if there is no /proc.
         """
         await self._scanner.call(self._scan, timeout_seconds)
 
@@ -346,8 +346,8 @@ class NodeProcesses:
         """Return the port on a server's command line.
 
         If the command line sets no port, returns the only listening port. If several ports are
-        listening, returns the default port. Returns None if none of these is known. A rank's title
-        hides its command line, so its parent's command line is used.
+        listening, returns the default port. Returns None if no port is known. A rank's title hides
+        its command line, so its parent's command line is used.
         """
         entry = self._entries.get(pid)
         parent_command: CommandLine = ()
@@ -367,7 +367,7 @@ class NodeProcesses:
         return default_port if default_port in listening_ports else port
 
     def _build_name(self, owner: Owner, page_url: str) -> EngineName:
-        """Return the names of an engine; `page_url` is used if it has neither a pod nor a unit."""
+        """Return the names of an engine; `page_url` is used if the engine has no pod or unit."""
         if owner.pod_uid is None:
             return EngineName(unit=owner.unit, engine_url="" if owner.unit else page_url)
         name = self._names.find(owner.pod_uid, owner.container_id)

@@ -38,14 +38,16 @@ connector in this JSON may have a size (vllm/v1/kv_offload/, LMCache's config.py
 """
 
 _MAX_SHOWN_CHARACTERS: Final = 4096
-"""The number of characters of a command line that are shown, because some are megabytes long."""
+"""The number of characters of a command line that are shown, because some command lines are
+megabytes long.
+"""
 
 _MAX_OPTION_NAMES: Final = 1000
 """The maximum number of options kept from one command line. vLLM has about 300."""
 
 _MAX_SEARCHED_CHARACTERS: Final = 2**16
-"""The number of characters of an argument that are searched for secrets. It is higher than the
-number shown, because a pattern cannot match a secret whose end is cut off.
+"""The number of characters of an argument that are searched for secrets. More characters are
+searched than shown, because a pattern cannot match a secret if its end is cut off.
 """
 
 _SECRET_OPTION: Final = re.compile(

@@ -125,13 +125,13 @@ class Choice(Struct, frozen=True, kw_only=True):
 
     roots: Roots = ()
     """The engine's root processes; empty if the engine is down, or if it is unknown which of
-    several engines is the right one.
+    several engines serves the page.
     """
     ambiguous_engines: int = 0
-    """The number of visible engines if it is unknown which of them is the right one; 0 otherwise.
-    """
+    """The number of visible engines if it is unknown which of them serves the page; 0 otherwise."""
     certain_port: ServedPort | None = None
-    """The engine's port when the choice was last certain; None if it never was."""
+    """The engine's port when the choice was last certain; None if no choice has been certain yet.
+    """
     servers: frozenset[ProcIdentity] = frozenset()
     """The engine's roots and the API servers directly below them."""
     neighbours: frozenset[ProcIdentity] = frozenset()
@@ -178,7 +178,7 @@ class Rank(NamedTuple):
     """
     closeness: float = -inf
     """The negative difference, in seconds, between the engine's start time and the page's; -inf if
-    they do not match.
+    the two times do not match.
     """
     may_have_port: bool = False
     """Whether the engine may be reachable at the page's port: its own port is unknown, or something
@@ -318,7 +318,8 @@ class Processes:
         if not pids >= self._roles.keys():
             self._forget_entries()
         engine = self._read_engine(pids, page_state)
-        # All processes are also read again if one exited after its pid was listed.
+        # All processes are also read again if a process of the engine exited after its pid was
+        # listed.
         if len(engine) < len(self._roles):
             self._forget_entries()
             engine = self._read_engine(pids, page_state)
@@ -328,7 +329,7 @@ class Processes:
         # engine.
         if self._is_engine_hidden(pids, engine):
             return HIDDEN
-        # A zombie has no entry, because it has no command line, so only its state is read.
+        # A zombie has no command line and therefore no entry, so only its state is read.
         states = {
             pid: proc_files.read_state(self._proc, pid) for pid in pids - self._entries.keys()
         }
@@ -604,7 +605,7 @@ class Processes:
         return self._waits_seconds
 
     def _find_first_server(self) -> int | None:
-        """Return the pid of the engine's first root that is an API server; None if none is."""
+        """Return the pid of the engine's first root that is an API server, or None."""
         for pid in self._choice.roots:
             if self._roles.get(pid) is Role.API_SERVER:
                 return pid
@@ -622,8 +623,8 @@ class Processes:
     def _boot_time_seconds(self) -> float:
         """Return when the machine booted, in seconds since the epoch.
 
-        The boot time is read only once, because it changes when the clock is set, which would
-        change the start times that identify processes.
+        The boot time is read only once. It changes when the clock is set, and that would change the
+        start times that identify processes.
         """
         return read_boot_time(self._proc)
 
@@ -919,7 +920,7 @@ def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedP
 
 
 def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> Rank:
-    """Return how certain it is that this engine serves the page; NO_EVIDENCE if none is found."""
+    """Return how certain it is that this engine serves the page; without evidence, NO_EVIDENCE."""
     is_first_choice = previous.certain_port is None
     was_chosen = not candidate.root_processes.isdisjoint(previous.servers)
     page_port = ServedPort(page.port, can_listen=True)
@@ -974,7 +975,7 @@ def _match_start(closeness: float) -> StartMatch:
 def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
     """Return, by pid, the roles of an engine's `roots` and of all their descendants.
 
-    The daemon may be a descendant of the engine's entrypoint. It is left out along with its own
+    The daemon may be a descendant of the engine's entrypoint. The daemon is left out along with its
     descendants. A process without a known title has the role OTHER.
     """
     children: dict[int, list[int]] = defaultdict(list)

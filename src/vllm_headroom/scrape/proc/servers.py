@@ -141,7 +141,7 @@ def find_role(command: CommandLine) -> Role | None:
 
 
 def find_server(command: CommandLine) -> ServerKind | None:
-    """Return the kind of server that this command line runs; None if it runs none.
+    """Return the kind of server that this command line runs; None if it does not run a server.
 
     A command line that only mentions a server, such as that of an editor, does not run one.
     """
