@@ -3,11 +3,13 @@
 import argparse
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
 
 from vllm_headroom.inputs import parse_number
+from vllm_headroom.trace.flight import FLIGHT
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.check.baseline import judge_growths
 from vllm_headroom_tools.check.judgement import (
@@ -32,6 +34,8 @@ from vllm_headroom_tools.check.report import build_junit, build_report, build_su
 from vllm_headroom_tools.check.starts import build_start_report, judge_starts
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Conclusion, Report
+from vllm_headroom_tools.engine_choice import ENGINE_HELP, ENGINE_METAVAR
+from vllm_headroom_tools.engine_folders import find_engine_folder
 from vllm_headroom_tools.engine_log import read_engine_log
 from vllm_headroom_tools.options import (
     FILE,
@@ -178,10 +182,16 @@ def _find_conflicts(options: Namespace, bounds: Mapping[str, float]) -> Iterator
 def _add_options(parser: Parser) -> None:
     """Declare the options of `check`: the traces, the limits and the report files."""
     traces = parser.add_argument_group("traces")
-    traces.add_argument("--trace", metavar="FILE", type=TRACE, help="what is judged; - for stdin")
+    traces.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=TRACE,
+        help="what is judged, or a state folder with a flight record; - for stdin",
+    )
     traces.add_argument(
         "--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load"
     )
+    traces.add_argument("--engine", metavar=ENGINE_METAVAR, help=ENGINE_HELP)
     parser.add_argument("newer_log", metavar="LOG", nargs="?", type=LOG, help=argparse.SUPPRESS)
     traces.add_argument(
         "--log",
@@ -230,7 +240,14 @@ def _compare_logs(options: Namespace) -> Report:
     if names.count("-") > 1:
         problems.append("--log: both logs cannot be standard input")
     # An option that only applies to traces must not be silently ignored.
-    trace_options = ("trace", "baseline", "gpu_memory_utilization", "reported_bytes", *LIMITS)
+    trace_options = (
+        "trace",
+        "baseline",
+        "engine",
+        "gpu_memory_utilization",
+        "reported_bytes",
+        *LIMITS,
+    )
     problems += [
         f"{name_option(name)} is about traces and cannot be given with --log"
         for name in trace_options
@@ -257,6 +274,17 @@ def _compare_logs(options: Namespace) -> Report:
     return build_start_report(starts, judgements, for_github=options.format == "github")
 
 
+def _locate_trace(name: str, engine: str | None) -> str:
+    """Return the file to read: `name` itself, or the flight record if `name` is a state folder.
+
+    Raises BadInput if the folder belongs to several engines and none of them is chosen.
+    """
+    place = Path(name)
+    if not place.is_dir():
+        return name
+    return str(find_engine_folder(place, engine) / FLIGHT)
+
+
 LOGS: Final = 2
 GROWTH_LIMIT: Final = "max_growth_over_baseline"
 """The only limit that applies to starts."""
@@ -280,13 +308,15 @@ def _run(options: Namespace) -> Report:
     # only the leak limits rerun the detector and need the readings, which take up memory
     keeps_readings = any(LIMITS[option].name in (LEAK, HOST_LEAK) for option in bounds)
     inputs = (options.trace, options.baseline)
+    if options.engine is not None and not any(name and Path(name).is_dir() for name in inputs):
+        raise BadOptions("--engine: needs a state folder as --trace or --baseline")
     traces = []
     for flag, name in zip(("--trace", "--baseline"), inputs, strict=True):
         if name is None:
             continue
         record = TraceRecord(budget, keeps_readings=keeps_readings)
         try:
-            for snapshot in read_trace(name):
+            for snapshot in read_trace(_locate_trace(name, options.engine)):
                 record.step(snapshot)
         except BadInput as error:
             problem = f"{flag}: {error}"

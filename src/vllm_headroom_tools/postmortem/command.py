@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.daemon.pod import read_engine_pod
-from vllm_headroom.daemon.state.folders import FOLDER_PREFIX, name_folder
 from vllm_headroom.trace.flight import FLIGHT, INCIDENTS, list_incidents
 from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Report
-from vllm_headroom_tools.engine_choice import ENGINE_HELP, ENGINE_METAVAR, choose_engine
+from vllm_headroom_tools.engine_choice import ENGINE_HELP, ENGINE_METAVAR
+from vllm_headroom_tools.engine_folders import find_engine_folder
 from vllm_headroom_tools.engine_log import read_engine_log
 from vllm_headroom_tools.options import (
     FILE,
@@ -26,9 +26,6 @@ from vllm_headroom_tools.postmortem.page import render_postmortem
 from vllm_headroom_tools.postmortem.report import build_report, read_postmortem
 
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
-
-POD_NAMES: Final = 3
-"""The number of names in a state folder's name before the port: namespace, pod and UID."""
 
 
 def _add_options(parser: Parser) -> None:
@@ -51,36 +48,6 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file"
     )
-
-
-def find_engine_folder(place: Path, wanted: str | None) -> Path:
-    """Return one engine's state folder if `place` contains several; otherwise `place`.
-
-    If several pods have had the wanted name, the newest pod's folder is returned. Raises BadInput
-    if no engine or more than one has the wanted name, or if `place` cannot be read.
-    """
-    newest_folders: dict[str, Path] = {}
-    try:
-        folders = [path for path in place.glob(f"{FOLDER_PREFIX}*") if path.is_dir()]
-        for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
-            # The last part of the folder's name is the pod's UID, which operators do not type.
-            *names, _ = folder.name.removeprefix(FOLDER_PREFIX).split("_")
-            # The three names are the pod's namespace, its name and its UID.
-            is_pods = len(names) == POD_NAMES
-            newest_folders["/".join(names[:2]) if is_pods else "_".join(names)] = folder
-    except OSError as error:
-        raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
-    # The folders are sorted by date, so the newest of several pods with the same name replaces the
-    # others.
-    if not newest_folders:
-        if wanted is not None:
-            raise BadInput(f"{place}: has no folders of several engines: leave --engine out")
-        return place
-    if wanted is not None and "://" in wanted:
-        wanted = name_folder(wanted.partition("://")[2]).removeprefix(FOLDER_PREFIX)
-    elif wanted is not None:
-        wanted = "/".join(wanted.split("/")[:2])
-    return newest_folders[choose_engine(newest_folders, wanted)]
 
 
 def find_trace(place: Path) -> Path:

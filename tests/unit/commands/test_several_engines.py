@@ -21,10 +21,12 @@ from tests.fakes.api_server.server import ApiServer
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.node_tree import NodeTree
+from tests.unit.commands.check.engine_traces import engine, write_trace
 from tests.unit.expose.views import day
 from vllm_headroom.expose.snapshot import build_document
 from vllm_headroom.model import EngineName
 from vllm_headroom.scrape.proc.node import LocatedEngine
+from vllm_headroom.trace.flight import FLIGHT
 from vllm_headroom.vocabulary import EngineKind
 from vllm_headroom_tools.doctor import node as doctor_node
 from vllm_headroom_tools.doctor.node import check_cgroups, check_evictions, check_probes, examine_node
@@ -168,6 +170,25 @@ class TestPostmortem:
 
         assert done.returncode == 2
         assert "leave --engine out" in done.stderr
+
+
+def test_check_reads_the_flight_record_of_the_engine_that_is_named(tmp_path: Path) -> None:
+    for namespace, restart_seconds in {"a": 0.0, "b": 600.0}.items():
+        folder = tmp_path / f"engine-{namespace}_llama-0_uid_8000"
+        folder.mkdir()
+        write_trace(folder / FLIGHT, engine(0.5, restarts_at=restart_seconds))
+    limit = ("--max-restarts", "0")
+
+    named = {
+        name: run_command("check", "--trace", str(tmp_path), "--engine", f"{name}/llama-0", *limit) for name in "ab"
+    }
+    unnamed = run_command("check", "--trace", str(tmp_path), *limit)
+    misplaced = run_command("check", "--trace", "-", "--engine", "a/llama-0", *limit)
+
+    assert {name: command.returncode for name, command in named.items()} == {"a": 0, "b": 1}
+    assert (unnamed.returncode, misplaced.returncode) == (2, 2)
+    assert "choose one with --engine: a/llama-0, b/llama-0" in unnamed.stderr
+    assert "--engine: needs a state folder" in misplaced.stderr
 
 
 def test_smoke_takes_the_engine_that_is_named() -> None:
