@@ -40,7 +40,8 @@ class CappedFacts(Struct, frozen=True, kw_only=True):
     """
 
     seconds: float
-    # The limit on running requests, that is, the largest number of requests that ran at once.
+    # The limit on running requests, that is, the largest number of requests that ran at the same
+    # time.
     running: float
     # The 90th percentile of cache usage during this period.
     kv_used_ratio: float
@@ -137,7 +138,7 @@ class Spell(Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     # The number of running requests when the room was lowest.
     running: float | None = None
-    # Whether the spell ended because the engine exited, which freed its memory.
+    # Whether the spell ended because the engine exited and thus freed its memory.
     has_engine_exited: bool = False
 
 

@@ -143,7 +143,7 @@ class EngineHistory:
             return
         self._queued_seconds += seconds
         # The requests wait although the cache has room. Record the time by load, to find the limit
-        # that makes them wait.
+        # that makes the requests wait.
         if reading.kv_used_ratio < ROOMY_RATIO:
             self._roomy_seconds[reading.running] += seconds
             self._roomy_used.add(reading.kv_used_ratio)
@@ -324,8 +324,8 @@ class GpuHistory:
         )
         # Until the engine is serving, the room says nothing about its load.
         if is_serving:
-            # Memory held by other processes counts as free, because the engine does not cause that
-            # shortage.
+            # Memory that other processes hold counts as free, because the engine does not cause
+            # that shortage.
             own_room_bytes = room_bytes + (others_bytes or 0.0)
             self._step_room(own_room_bytes, now_seconds, seconds, running)
 
@@ -500,7 +500,8 @@ class TraceHistory:
     def build_facts(self, settings: EngineArgs) -> Facts:
         """Return the facts of all samples so far.
 
-        The operator provides `settings`, and the trace fills in any that are unknown.
+        `settings` come from the operator. Settings that the operator left out are read from the
+        trace.
         """
         begin_seconds, end_seconds = self._replay.span
         span_seconds = end_seconds - begin_seconds

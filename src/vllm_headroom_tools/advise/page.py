@@ -70,8 +70,8 @@ HOST_LEAK_FIGURES: Final = {
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
     """Return the facts from a sidecar's page.
 
-    The operator provides `settings`, and the page fills in any that are unknown. Raises BadInput if
-    the page does not come from a sidecar, or if its engine is not vLLM.
+    `settings` come from the operator. Settings that the operator left out are read from the page.
+    Raises BadInput if the page does not come from a sidecar, or if its engine is not vLLM.
     """
     page = _parse_page(text)
     _check_page(page)

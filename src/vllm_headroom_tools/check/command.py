@@ -66,10 +66,10 @@ role or engine.
 class Limit(Struct, frozen=True, kw_only=True):
     """A limit that the operator can set, and its option."""
 
-    name: str  # the name in the report
+    name: str  # The name in the report.
     judge: Judge
-    metavar: str  # of the option
-    kind: Value[Any]  # of the option's value
+    metavar: str  # The option's placeholder in --help.
+    kind: Value[Any]  # The type of the option's value.
     help: str
 
 

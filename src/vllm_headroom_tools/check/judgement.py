@@ -45,8 +45,8 @@ class Judgement(Struct, frozen=True, kw_only=True):
     value_text: str | None = None
     bound_text: str | None = None
     baseline_text: str | None = None
-    reason: str = ""  # the basis of the verdict, or what is missing
-    # for a leak limit, the detector's result for the whole trace; None for any other limit
+    reason: str = ""  # The basis of the verdict, or what is missing for it.
+    # For a leak limit, the detector's result for the whole trace; None for any other limit.
     leak_verdict: LeakVerdict | None = None
 
     @property

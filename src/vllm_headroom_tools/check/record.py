@@ -197,8 +197,8 @@ class TraceRecord:
     def __init__(self, budget: Budget, *, keeps_readings: bool) -> None:
         self.budget = budget
         self.replay = LeakReplay()
-        self.coverage = Coverage()  # the time covered by all samples
-        self.engine_coverage = Coverage()  # the time covered by samples with the engine's page
+        self.coverage = Coverage()  # The time covered by all samples.
+        self.engine_coverage = Coverage()  # The time covered by samples with the engine's page.
         self.finished_requests = Rise()
         self.preemptions = Rise()
         self.host: dict[Role, MemorySeries] = {}

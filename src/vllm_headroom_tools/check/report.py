@@ -57,7 +57,7 @@ def build_report(
 
 
 def summarize(judgements: Sequence[Judgement]) -> str:
-    """Return one line that says how many limits are exceeded, cannot be judged, and are kept."""
+    """Return one line with the numbers of exceeded, undecided and kept limits."""
     verdicts = [judgement.verdict for judgement in judgements]
     failed = verdicts.count(Conclusion.NOT_GOOD)
     unknown = verdicts.count(Conclusion.CANNOT_TELL)

@@ -80,7 +80,7 @@ def judge_starts(
 
 
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
-    """Return the ranks' largest value of the first of these fields that is known.
+    """Return the largest figure among the ranks, from the first known one of these fields.
 
     Returns None if no field is known.
     """

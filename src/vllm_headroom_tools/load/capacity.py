@@ -30,7 +30,7 @@ UNLIMITED_DESCRIPTORS: Final = 2**31
 def raise_descriptors() -> int:
     """Raise the soft limit on open files to the hard limit; return the resulting soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # setrlimit fails if the kernel's own limit is below the hard one; the soft limit is then
+    # setrlimit fails if the kernel's own limit is below the hard limit; the soft limit is then
     # unchanged
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

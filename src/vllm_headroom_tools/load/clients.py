@@ -38,8 +38,8 @@ class Clients:
         self._grace_seconds = grace_seconds
         self._remaining_requests = most_requests
         self._full_rate = requests_per_second
-        self.rate = requests_per_second  # the rate of the current step; None in a closed loop
-        self._next_seconds = 0.0  # the start time of the last scheduled request
+        self.rate = requests_per_second  # The rate of the current step; None in a closed loop.
+        self._next_seconds = 0.0  # The start time of the last scheduled request.
         self._random = Random()  # noqa: S311 - not for secrets
         self._deadline: asyncio.Timeout | None = None
 

@@ -89,8 +89,8 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     prompts: Path | None
     prompt_tokens: Lengths
     output_tokens: Lengths
-    shared_ratio: float  # the share of each prompt that is the same in all prompts
-    image_size: tuple[int, int] | None  # width and height in pixels
+    shared_ratio: float  # The share of each prompt that is the same in all prompts.
+    image_size: tuple[int, int] | None  # The width and height in pixels.
     most_requests: int | None
     requests_per_second: float | None
     bearer_token_file: Path | None
@@ -98,8 +98,8 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     gpus: str | tuple[str, ...]
     probe_dir: Path | None
     trace: Path
-    most_first_token_seconds: float | None = None  # of 99 % of the requests, up to 100 % load
-    most_request_seconds: float | None = None  # the same for the duration of a whole request
+    most_first_token_seconds: float | None = None  # For 99 % of requests, up to 100 % load.
+    most_request_seconds: float | None = None  # The same limit for a whole request.
 
     @property
     def page_url(self) -> httpx.URL:

@@ -93,7 +93,8 @@ def _explain_engine_end(
 
     Returns None if the engine did not end.
     """
-    # The web server may outlive its engine and still respond, so check its error messages as well.
+    # The web server may outlive its engine and still respond, so check the server's error messages
+    # too.
     engine_end = overall.engine_end
     if engine_end is None and any(stage.tally.is_engine_dead for stage in stages):
         engine_end = "the engine died: its web server says so"

@@ -112,7 +112,7 @@ def _list_rows(document: ReportDocument) -> Iterator[Row]:
 def _list_request_rows(document: ReportDocument) -> Iterator[Row]:
     """Yield the rows for each step's size and for its requests by outcome.
 
-    Except for success, an outcome that did not occur has no row.
+    An outcome that did not occur has no row, but success always has one.
     """
     steps = document["steps"]
     yield "step", [f"{step['share']:.0%}" for step in steps]

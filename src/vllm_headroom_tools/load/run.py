@@ -40,7 +40,7 @@ class Stage(Struct, frozen=True, kw_only=True):
 
     share: float
     clients: int
-    rate: float | None = None  # offered requests per second; None in a closed loop
+    rate: float | None = None  # The offered requests per second; None in a closed loop.
     seconds: float  # The time from the beginning of the step to the end of its last request.
     tally: Tally
     observation: LoadObservation

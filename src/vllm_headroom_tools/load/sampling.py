@@ -74,8 +74,8 @@ class LoadObservation:
         self.failures: dict[Source, tuple[int, Failure]] = {}
         self.first_snapshot: Snapshot | None = None
         self.newest_snapshot: Snapshot | None = None
-        self.gpu_bytes = SeriesSummaries()  # the memory held on each GPU
-        self.host_bytes = SeriesSummaries()  # the resident memory of each role
+        self.gpu_bytes = SeriesSummaries()  # The memory held on each GPU.
+        self.host_bytes = SeriesSummaries()  # The resident memory of each role.
         self._engine_figures = SeriesSummaries()
         self._bytes_per_request: defaultdict[SeriesLabels, Histogram] = defaultdict(Histogram)
 

@@ -50,9 +50,9 @@ class Completion(Struct, frozen=True, kw_only=True):
     """The result of a request."""
 
     outcome: Outcome
-    text: str = ""  # why the request did not succeed; may be empty
-    is_engine_dead: bool = False  # whether the answer says that the engine died
-    # the server's own counts; None if the server did not report them
+    text: str = ""  # Why the request did not succeed; may be empty.
+    is_engine_dead: bool = False  # Whether the answer says that the engine died.
+    # The server's own counts; None if the server did not report them.
     prompt_tokens: int | None = None
     generation_tokens: int | None = None
 

@@ -212,7 +212,8 @@ def _apply_gpu_choice(options: Namespace) -> None:
     is_spread = (
         options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
     ) > 1
-    # A whole vLLM command line defaults to one GPU, as in vLLM; otherwise, all named GPUs are used.
+    # With a whole vLLM command line, the default is one GPU, as in vLLM. Without one, all named
+    # GPUs are used.
     if options.gpu.count is not None and not is_spread and not options.has_line:
         options.tensor_parallel_size = options.gpu.count
 
@@ -361,8 +362,8 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
-    # The dtype of the files may differ from the one being served, but the number of parameters can
-    # be derived from their size.
+    # The files may have another dtype than the served model, but the number of parameters can be
+    # derived from their size.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
     # If the quantisation differs from the file's, the size of the files is not used.
@@ -827,7 +828,7 @@ def _add_choice(
     meaning: str,
     default: str | None = None,
 ) -> None:
-    """Add an option that takes one of these names, listing them in its help."""
+    """Add an option that takes one of these names, and list the names in its help."""
     value = choice(names)
     group.add_argument(
         *flags, metavar="NAME", type=value, default=default, help=f"{meaning}: {value.accepts}"

@@ -369,7 +369,7 @@ SPREAD_NAMES: Final = frozenset(
 
 
 def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
-    """Return the options, with those that were not typed filled in from the engine.
+    """Return the options; those that were not typed have the engine's values.
 
     If a whole command line follows `--`, options that it does not set use vLLM's defaults.
     """

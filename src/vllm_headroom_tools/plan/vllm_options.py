@@ -39,8 +39,7 @@ HIDDEN_STATES: Final = "extract_hidden_states"
 """The method that keeps hidden states in the cache; its configuration names the layers."""
 
 ASSISTANT: Final = "-assistant"
-"""The name suffix of Gemma 4's drafts, which have no cache of their own and read the model's cache.
-"""
+"""The name suffix of Gemma 4's drafts, which have no cache, because they read the model's cache."""
 
 USER_CODE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 """The path of a user-defined class (vLLM 0.33, `_is_custom_proposer_path`)."""

@@ -348,8 +348,8 @@ WIDEST_COLUMNS: Final = 160
 def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
     """Return the report on the detector's verdicts for a trace.
 
-    The verdict is the worst one of all series, or "cannot tell" without any series. The exit status
-    is 1 if there was an alarm and `fails` is set, and 0 otherwise.
+    The verdict is the worst verdict on any series, or "cannot tell" if there are no series. The
+    exit status is 1 if there was an alarm and `fails` is set, and 0 otherwise.
     """
     begin, end = replay.span
     findings = [_judge_series(name, course, end - begin) for name, course in _name_series(replay)]

@@ -98,8 +98,8 @@ class StartAssumptions(Struct, frozen=True, kw_only=True):
     graphs: Assumption
     # Sampling memory, as a multiple of the size of the 32-bit logits.
     sampling_ratio: Assumption
-    # The memory of the sampler's warm-up, which follows the allocation of the KV cache, in the same
-    # unit.
+    # The memory of the sampler's warm-up, in the same unit. The warm-up follows the allocation of
+    # the KV cache.
     warmup_ratio: Assumption
     # The memory of a forward pass, as a multiple of the estimate.
     forward_ratio: Assumption
@@ -143,7 +143,7 @@ def _is_measured_start(question: Question) -> bool:
 
 
 def _count_group_gpus(question: Question) -> int:
-    """Return how many GPUs communicate: one engine's, or all engines' if they share experts."""
+    """Return how many GPUs communicate: those of one engine or, with shared experts, of all."""
     if question.shape.experts_per_token > 1:
         return question.gpus
     return question.tensor_parallel_size * question.pipeline_parallel_size
@@ -303,8 +303,8 @@ def _has_small_buffers(question: Question) -> bool:
 def _assume_non_torch(question: Question) -> Assumption:
     """Return how much of the budget libraries and communication take during the profile run.
 
-    In a group of GPUs, all-reduce buffers take most of this memory. The last stage of a pipeline,
-    or the only one, also loads the sampler's library.
+    In a group of GPUs, all-reduce buffers take most of this memory. The last stage of a pipeline
+    also loads the sampler's library. Without a pipeline, every GPU does.
     """
     # Experts on several engines exchange tokens using all-to-all, which has the largest buffers.
     if question.data_parallel_size > 1 and question.shape.experts_per_token > 1:
@@ -410,9 +410,8 @@ HOPPER_CARDS: Final = frozenset({"H20", "H100", "H800", "H100 NVL", "GH200", "H2
 """Cards on which vLLM uses FlashAttention 3."""
 
 LAYER_GRAPHS: Final = Range(low=0.06 * MIB, high=0.225 * MIB)
-"""The size per layer of the graph for each additional batch size, whether it is a graph of the
-model's parts or of the whole model: 0.10 to 0.22 MiB on one GPU (H100_STARTS); 0.07 MiB on a 24 GB
-card (Qwen3 8B, 0.21).
+"""Each additional batch size needs a graph of the model's parts or of the whole model. Its size per
+layer is 0.10 to 0.22 MiB on one GPU (H100_STARTS), and 0.07 MiB on a 24 GB card (Qwen3 8B, 0.21).
 """
 
 SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)

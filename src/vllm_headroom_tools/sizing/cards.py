@@ -193,7 +193,7 @@ def _describe_unknown_card(text: str, key: str) -> str:
 
 
 def _has_size(card: Card, text: str) -> bool:
-    """Return whether the size in a name is consistent with the card; True if there is none."""
+    """Return whether the size in a name fits the card; True if the name has no size."""
     for word in _split_words(text):
         if MEMORY_WORD.fullmatch(word) and card.name != SYSTEM_SIZED:
             label = int(word.rstrip("gib"))

@@ -79,8 +79,8 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
         `_get_packed_kv_cache_groups`). The block size is determined by the largest group. `stages`
         is the number of pipeline stages.
         """
-        # If the layers cannot be divided evenly, the first stages get one more; the largest stage
-        # is used.
+        # If the layers cannot be divided evenly, the first stages get one layer more. The largest
+        # stage counts.
         layers = ceil(self.layers / stages)
         fine_layers = ceil(self.fine_layers / stages)
         coarse_layers = ceil(self.coarse_layers / stages)

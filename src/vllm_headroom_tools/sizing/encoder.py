@@ -28,7 +28,7 @@ UNGIVEN_MLP_WIDTH_RATIO: Final = 4
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
-    """The largest image or video, and how many values the encoder holds for it at once."""
+    """The largest image or video, and the number of values that the encoder holds for it."""
 
     # The number of tokens that the input turns into in the language model's sequence.
     tokens: int
@@ -78,7 +78,7 @@ def parse_encoder(config: Config) -> Encoder | None:
 
 
 def _sum_parameters(encoders: list[Config]) -> int | None:
-    """Return the total parameters of all encoders; None if those of any encoder are unknown."""
+    """Return the total parameters of all encoders; None if one encoder cannot be counted."""
     counts = [_count_parameters(encoder) for encoder in encoders]
     given_counts = [count for count in counts if count is not None]
     return sum(given_counts) if len(given_counts) == len(counts) else None

@@ -306,7 +306,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     question: Question
     assumptions: StartAssumptions
     layout: KvLayout
-    # The bytes per token in this GPU's KV cache, and in those of all of an engine's GPUs together.
+    # The bytes per token in this GPU's KV cache, and the bytes per token in the KV caches of all
+    # GPUs of an engine.
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None

@@ -36,8 +36,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # The number of layers that keep `state_bytes` per sequence instead of its tokens.
     stateful_layers: int = 0
     state_bytes: int | None = None
-    # The number of states per sequence that such a layer keeps in addition to those of other state
-    # kinds.
+    # The number of additional states per sequence that this kind of state-space layer keeps.
     state_checkpoints: int = 0
     # The number of states that a layer keeps for speculative tokens.
     speculative_states: int = 0
@@ -48,7 +47,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None
-    # The number of values per token in addition to its hidden state, summed over all layers.
+    # The number of values per token in addition to the hidden state, summed over all layers.
     side_values: int = 0
     # The number of values per token in the widest MLP, summed over its experts.
     mlp_width: int | None = None
@@ -294,8 +293,8 @@ def _count_boundary_bytes(
         return 0
     packed_bytes, _ = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=tensor_parallel)
-    # A single stage contains both ends of the model; with several stages, each contains at most
-    # one.
+    # A single stage contains both ends of the model. With several stages, each contains at most one
+    # end.
     layers = BOUNDARY_LAYERS if pipeline_parallel > 1 else 2 * BOUNDARY_LAYERS
     return min(layers, shape.full_layers) * (own_bytes - packed_bytes)
 

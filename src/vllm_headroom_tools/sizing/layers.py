@@ -376,7 +376,7 @@ def _read_head_size(config: Config) -> int:
 
 
 def _count_kv_heads(config: Config) -> int:
-    """Return the number of KV heads, or else of query heads; raise ValueError if it is missing."""
+    """Return the number of KV heads, or else of query heads; raise ValueError if none is given."""
     count = read_integer(config, *KV_HEADS) or _count_nas_heads(config)
     if count is None:
         count = read_integer(read_mapping(config, "attn_config"), *KV_HEADS)

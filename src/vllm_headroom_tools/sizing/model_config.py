@@ -302,7 +302,7 @@ def _find_language_part(config: Config) -> Config:
 
 
 class LayerCounts(Struct, frozen=True, kw_only=True):
-    """How many layers of each kind have a cache, not counting those that share another layer's."""
+    """How many layers of each kind have a cache, without layers that share another one's cache."""
 
     full: int
     windowed: int
@@ -460,7 +460,7 @@ def _reads_text_at_once(config: Config) -> bool:
 
 
 def _read_class_name(config: Config) -> str | None:
-    """Return the class that vLLM loads, which is the first in the list; None if none is named."""
+    """Return the first class in the list, which vLLM loads; None if there is no class."""
     classes = config.get("architectures")
     return str(classes[0]) if isinstance(classes, list) and classes else None
 
@@ -599,7 +599,7 @@ def has_many_values(text: str) -> bool:
 
 
 def _read_files_beside(folder: Path) -> Config:
-    """Return the fields added by other files in the model's folder, which may be missing."""
+    """Return the fields from other files in the model's folder, if there are such files."""
     fields: dict[str, Any] = {
         "preprocessor": _read_small_json(folder / "preprocessor_config.json"),
         POOLING_FILE: (folder / POOLING_FILE).is_file(),

@@ -134,7 +134,7 @@ def list_matrices(
     ]
     index = read_sparse_index(config, len(kinds))
     is_compressed = has_compressed_cache(config)
-    # The last layers may use keys and values from earlier ones (Gemma 3n).
+    # The last layers may use keys and values from earlier layers (Gemma 3n).
     first_sharing_layer = len(kinds) - (read_integer(config, *KV_SHARING_LAYERS) or 0)
     for layer, kind in enumerate(kinds):
         layer_name = f"layers.{layer}."
@@ -260,7 +260,7 @@ def _list_attention(
 def _drop_keys_and_values(attention: Sequence[Matrix]) -> list[Matrix]:
     """Return a layer's projections except those for keys and values.
 
-    Such a layer reads the KV cache of an earlier layer (Gemma 3n).
+    This is for a layer that reads the KV cache of an earlier layer (Gemma 3n).
     """
     return [matrix for matrix in attention if not matrix.name.endswith(("k_proj", "v_proj"))]
 
@@ -445,7 +445,8 @@ def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matri
     if expert_inputs is None:
         expert_inputs = hidden_size
     else:
-        # The experts work on a narrower vector, with one projection leading to it and one back.
+        # The experts work on a narrower vector. One projection leads to this vector, and one leads
+        # back.
         yield Matrix(name=f"{name}fc1_latent_proj", inputs=hidden_size, outputs=expert_inputs)
         yield Matrix(name=f"{name}fc2_latent_proj", inputs=expert_inputs, outputs=hidden_size)
     yield from _list_mlp(config, experts_name, expert_inputs, expert_width, copies=count)
@@ -465,7 +466,7 @@ def _list_mlp(
 
 
 def read_mlp_width(config: Config) -> int | None:
-    """Return the width of a dense MLP; None if it is neither given nor has a default.
+    """Return the width of a dense MLP; None if there is neither a value nor a default.
 
     Raises ValueError for a value that is not a size.
     """

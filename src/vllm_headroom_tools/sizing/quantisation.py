@@ -130,7 +130,7 @@ KV_SCHEME_BYTES: Final = {"fp8": 1.0, "nvfp4": 9 / 16}
 
 
 def is_same_method(name: str, quantisation: str | None) -> bool:
-    """Return whether a method, given by its name in vLLM, is the one used by a checkpoint.
+    """Return whether a checkpoint uses this method, which is given by its name in vLLM.
 
     For example, awq_marlin matches a checkpoint quantised with AWQ. `quantisation` is None if the
     checkpoint is not quantised.
@@ -257,7 +257,7 @@ ATTENTION_PARTS: Final = ("attn", "mixer.q_", "mixer.k_", "mixer.v_", "mixer.o_"
 
 
 def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
-    """Return a function that returns a matrix's bytes per parameter from its name.
+    """Return a function that maps a matrix's name to its bytes per parameter.
 
     That function returns None for a matrix that is not quantised. If all quantised matrices of a
     model use the same method, None is returned instead of a function. ModelOpt lists the method of

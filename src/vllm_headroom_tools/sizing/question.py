@@ -84,7 +84,8 @@ class Question(Struct, frozen=True, kw_only=True):
     max_lora_rank: int = DEFAULT_LORA_RANK
     # The draft model of speculative decoding.
     draft: ModelShape | None = None
-    # The memory of one card or, with `unified_memory`, that of the machine, which the card shares.
+    # The memory of one card. With `unified_memory`, it is the memory of the machine, which the card
+    # shares.
     gpu_memory_bytes: int | None = None
     # The card's name in the table of cards; None if only its memory is given.
     card_name: str | None = None
@@ -96,7 +97,7 @@ class Question(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = SMALL_CARD.max_num_batched_tokens
     block_size: int = DEFAULT_BLOCK_TOKENS
     typical_len: int = TYPICAL_TOKENS
-    # The size of the KV cache, if it is set, in which case vLLM ignores the utilization.
+    # The size of the KV cache, if an option sets it. vLLM then ignores the utilization.
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
     # Whether prefix caching is enabled; None for the release's default.
@@ -147,7 +148,8 @@ class Question(Struct, frozen=True, kw_only=True):
             return True
         if shape.stateful_layers:
             return False
-        # If the model's class is unknown, it may be one of these.
+        # If the model's class is unknown, it may be one of the classes that the second runner
+        # serves.
         if shape.class_name is None and release.second_runner_classes:
             return True
         return release.has_dense_second_runner and not has_experts
@@ -168,7 +170,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def cache_shape(self) -> ModelShape:
-        """Return the shape whose layers, including a draft's, share the KV cache's blocks.
+        """Return the shape with all layers that share the KV cache's blocks, also a draft's.
 
         If both the model and the draft keep every token, the draft's cache makes each block larger.
         """
@@ -237,9 +239,9 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def encoder_items(self) -> int | None:
-        """Return the number of largest images or videos that vLLM profiles at once.
+        """Return how many images or videos of the largest size vLLM profiles at the same time.
 
-        This is the number that fits in the tokens of a batch, and at least one (vLLM 0.32,
+        This is the number that fits in the tokens of a batch, but at least 1 (vLLM 0.32,
         multimodal/encoder_budget.py, `_get_max_items`). Returns None if the largest image and video
         are unknown.
         """
@@ -255,9 +257,9 @@ class Question(Struct, frozen=True, kw_only=True):
     def adapters_bytes(self) -> int | None:
         """Return the bytes that vLLM reserves on each GPU for LoRA adapters; 0 without adapters.
 
-        Returns None if the model's parameters cannot be counted. For every matrix, an adapter has
-        two matrices in the model's dtype: one with inputs x rank values, and one with rank x
-        outputs values. Tensor parallelism divides one of the two (vLLM 0.32, lora/layers,
+        Returns None if the model's parameters cannot be counted. For each matrix of the model, an
+        adapter has two matrices in the model's dtype: one with inputs x rank values, and one with
+        rank x outputs values. Tensor parallelism divides one of the two (vLLM 0.32, lora/layers,
         `create_lora_weights`). Expert parallelism divides both matrices of experts, because each
         GPU holds some of the experts in full, and all engines share the experts. Adapters of the
         embedding and the output are ignored, because they are as small as those of a single layer.

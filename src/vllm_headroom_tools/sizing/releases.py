@@ -43,13 +43,13 @@ class Release(Struct, frozen=True, kw_only=True):
     # The speculation methods, and those for which the first model runner is used.
     speculation_methods: frozenset[str]
     first_runner_methods: frozenset[str]
-    # Whether the second runner estimates its CUDA graphs; in earlier releases, the budget does not
-    # include any.
+    # Whether the second runner estimates its CUDA graphs. In earlier releases, its budget does not
+    # include them.
     has_second_runner_graphs: bool
     # Whether the second runner profiles the image encoder.
     has_second_runner_encoder: bool
-    # Whether the KV cache is given the free memory minus what the start has consumed, which
-    # includes unused memory that torch keeps.
+    # Whether the KV cache is sized by the memory that the start has consumed. This memory includes
+    # unused memory that torch keeps.
     counts_consumed_memory: bool
     # Whether the second runner's profile includes the 32-bit logits.
     has_wide_profile: bool

@@ -62,7 +62,10 @@ def read_sparse_index(config: Config, layer_count: int) -> SparseIndex | None:
 
 
 def _list_indexed_layers(config: Config, layer_count: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has an index of its own; in GLM-5.2, most do not."""
+    """Return for each layer whether it has an index.
+
+    In GLM-5.2, most layers use another layer's index.
+    """
     types = config.get("indexer_types")
     if isinstance(types, list):
         return tuple(kind == "full" for kind in types)

@@ -157,7 +157,7 @@ def take_more(facts: Facts) -> Change | None:
     """
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
-    # A page has no history of peaks, and a short trace may have missed the highest ones.
+    # A page has no history of peaks, and a short trace may have missed the highest peaks.
     if facts.origin is FactsSource.PAGE or facts.span_seconds < PEAKS_SECONDS:
         return None
     if facts.failed_starts or has_run_short(facts):
@@ -707,8 +707,8 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not show how long the engine has been counting. At PREFIX_TOKENS_PER_SECOND, this
-    # number of lookups takes the longest time that is possible.
+    # A page does not show how long the engine has been counting. The time is computed for
+    # PREFIX_TOKENS_PER_SECOND, the lowest traffic that is judged.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
         judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND
@@ -754,7 +754,7 @@ def _hits_rarely(prefix: PrefixFacts) -> bool:
 
 
 def _list_prefix_evidence(prefix: PrefixFacts) -> tuple[Figure, ...]:
-    """Return the figures for a prefix cache with lookups, omitting an unknown recent ratio."""
+    """Return the figures for a prefix cache; an unknown recent ratio is left out."""
     hit_ratio = prefix.hits / prefix.queries
     # If the ratio is unknown, the text is not shown, because `list_evidence` drops that figure.
     recent_ratio = prefix.recent_ratio or 0.0

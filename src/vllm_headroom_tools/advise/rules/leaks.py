@@ -295,7 +295,7 @@ HeadroomKvBlocksLeak).
 
 
 def find_kv_block_leak(facts: Facts) -> Advice | None:
-    """Judge a KV cache of which a part stays in use while no request runs.
+    """Judge blocks of the KV cache that stay in use while no request runs.
 
     The rule concerns the share of the cache that is in use while the engine is idle. It applies if
     this share exceeds STRANDED_RATIO. It also applies if this share exceeds LOST_RATIO and has
@@ -571,7 +571,7 @@ def _halve_steps(facts: Facts) -> Change | None:
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
     """Return a limit on running requests: the highest number that ran with enough memory left.
 
-    Returns None if that number is unknown, or if no more requests than that ran in the burst.
+    Returns None if that number is unknown, or if it was not exceeded in the burst.
     """
     if not facts.engines or not gpu.roomy_running or spell.running is None:
         return None

@@ -316,11 +316,10 @@ def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
 def find_crash(facts: Facts) -> Advice | None:
     """Judge exits of a serving engine that GPU memory does not explain.
 
-    Only those exits from `find_crashes` count for which the room on the GPUs is known. The rule
-    applies if at least FAILED_STARTS exits count, or if engine processes outlived one of these
-    exits. It proposes reading the logs, which show whether an allocation failed. If no allocation
-    failed, changing options that size memory does not help. Returns None if the rule does not
-    apply.
+    An exit from `find_crashes` counts only if the room on the GPUs is known. The rule applies if at
+    least FAILED_STARTS exits count, or if engine processes outlived one of these exits. It proposes
+    reading the logs, which show whether an allocation failed. If no allocation failed, changing
+    options that size memory does not help. Returns None if the rule does not apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)

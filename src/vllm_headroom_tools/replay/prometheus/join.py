@@ -365,7 +365,7 @@ def _list_labels(profile: Profile) -> frozenset[str]:
         *profile.repeat_labels,
         *profile.replica_labels,
     }
-    # `where` is a label and its value that distinguish series with the same name.
+    # `where` has a label and a value, which together distinguish series with the same name.
     labels |= {fact.where[0] for fact in profile.facts if fact.where is not None}
     return frozenset(labels | SUMMED_LABELS) - {""}
 

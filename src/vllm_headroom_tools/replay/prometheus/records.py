@@ -154,9 +154,9 @@ factor.
 def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the records of a trace that covers the span, without a header.
 
-    A side that has no values at a time is None in the record. Values are at most one and a half
-    scrape intervals old. If the scrape interval of the GPUs is longer than --step, the interval is
-    used as the step. Raises BadInput if the data cannot be read or a side is missing.
+    If a side has no values at a time, it is None in the record of this time. Values are at most one
+    and a half scrape intervals old. If the scrape interval of the GPUs is longer than --step, the
+    interval is used as the step. Raises BadInput if the data cannot be read or a side is missing.
     """
     span = build_span(args.start, args.end, args.step, time.time())
     gpu_matchers = (*args.match, *args.match_gpu)
