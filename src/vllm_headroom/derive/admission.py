@@ -48,10 +48,10 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
     """Return how many more requests each engine can run, given its KV cache and `max_num_seqs`.
 
     vLLM's metrics page does not expose `max_num_seqs`. If the setting is unknown, the highest
-    number of running requests so far is used as the limit, but only if more requests were waiting
-    at that load while the KV cache had room. There is no sample while nothing is running. There is
-    also none while the engine is not serving, because the gauges of a sleeping or stalled engine do
-    not change.
+    number of running requests so far is used as the limit. This requires that more requests were
+    waiting at that load while the KV cache had room. There is no sample while nothing is running.
+    There is also none while the engine is not serving, because the gauges of a sleeping or stalled
+    engine do not change.
     """
     status = snapshot.engine_status
     if snapshot.page is None:

@@ -255,7 +255,7 @@ def _find_leftovers(
     *,
     is_memory_reliable: bool,
 ) -> tuple[Leftover, ...]:
-    """Return the processes on a device that are dead, or that have outlived their engine.
+    """Return a device's processes that are dead, or that have outlived their engine.
 
     The result is empty if `processes` are not known. If memory is not reported reliably, each
     leftover's memory is None.

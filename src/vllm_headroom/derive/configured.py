@@ -120,7 +120,7 @@ def _list_scheduler_facts(scheduler: SchedulerReading | None) -> dict[str, Any]:
 
 
 def _list_option_facts(engine: EngineReading, options: EngineOptions | None) -> dict[str, Any]:
-    """Return the facts that the page lacks but options set, by the fields of EngineReading."""
+    """Return facts that are missing from the page but set by options, by field of EngineReading."""
     facts = {}
     for fact, option in _OPTIONS.items():
         value = getattr(options, option, None)

@@ -43,8 +43,8 @@ SCOPES: Final[Mapping[HostBasis | None, str]] = {
     HostBasis.PROBE: " in the engine's container, as the probe reads it",
     HostBasis.PROCESSES: " by the engine's processes and its /dev/shm",
 }
-"""What the figure of memory in use covers, as the end of a sentence. Older traces have no basis,
-and therefore no entry here.
+"""What the figure for the memory in use covers, as the end of a sentence. Older traces have no
+basis, and therefore no entry here.
 """
 
 
@@ -59,8 +59,8 @@ class ContainerState(Struct, frozen=True, kw_only=True):
     """The last reading; a figure is None if it is unknown."""
 
     root: str | None = None
-    """Identifies the run: by the engine's root process, or by the container if only the probe can
-    read it.
+    """Identifies the run: by the engine's root process or, if only the probe can read the
+    container, by the container.
     """
 
     scope: HostMemory = field(default_factory=HostMemory)
@@ -116,7 +116,7 @@ def update_container(
 
     root = _identify_root(state, processes, probed_cgroup)
     memory = _choose_memory(reading, probed_cgroup, engine, limit_bytes)
-    # The next run may be in another container, so it starts with an empty scope.
+    # The next run may be in another container, so each run starts with an empty scope.
     scope = state.scope if root == state.root else HostMemory()
     # A jump between the container's and the machine's figures would look like a leak, or like the
     # end of one.
@@ -228,7 +228,7 @@ def _choose_memory(
 
 
 def _measure_cgroup(cgroup: Cgroup, basis: HostBasis, limit_bytes: int | None) -> HostMemory:
-    """Return the memory of a cgroup without the part that the kernel can reclaim, and its limit."""
+    """Return a cgroup's memory that the kernel cannot reclaim, and the cgroup's limit."""
     return HostMemory(
         basis=basis,
         used_bytes=max(0, cgroup.used_bytes - cgroup.cache_bytes),

@@ -35,9 +35,9 @@ class SleepState(Struct, frozen=True, kw_only=True):
     """
 
     least_bytes: dict[str, int] = field(default_factory=dict)
-    """The least memory that was held during one sleep, by UUID. The minimum is used for two
-    reasons: memory is freed only some time after the sleep starts, and it is taken again before the
-    page reports that the engine is awake.
+    """The least memory that was held during one sleep, by UUID. The minimum is used, because memory
+    is freed only some time after the sleep starts. It is also taken again before the page reports
+    that the engine is awake.
     """
 
 

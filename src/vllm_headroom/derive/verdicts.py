@@ -61,9 +61,9 @@ memory. The alert HeadroomGpuMemoryLow has the same limits.
 """
 
 LOW_FREE_SHARE: Final = 0.5
-"""The free memory of a GPU or the host is low only if it is also below this share of the memory
-that was free when the engine became ready. If an engine is configured to leave little memory free,
-the GPU is therefore not reported as short of memory.
+"""When the engine becomes ready, a certain amount of memory is free on each GPU and the host. Free
+memory is low only if it is also below this share of that amount. If an engine is configured to
+leave little memory free, the GPU is therefore not reported as short of memory.
 """
 
 LOW_HOST_BYTES: Final = 4 * GIB
@@ -76,15 +76,14 @@ LOW_HOST_SHARE: Final = 0.05
 """The host's free memory is low only if it is also below this share of the host's limit."""
 
 OVER_BUDGET_SECONDS: Final = 300.0
-"""An excess over the budget is reported only after it has lasted this long, because the memory that
-the engine holds between bursts is measured over five minutes.
+"""An excess over the budget is reported only after it has lasted this long. The memory that the
+engine holds between bursts is measured over five minutes.
 """
 
 SCARCE_BLOCKS_BYTES: Final = GIB
 """Allocations of unified memory may fail if less than this is free in blocks of 2 MiB. Some failed
-while 22.5 GiB were available (vllm-project/vllm#54200). While no model is being loaded and no task
-waits for memory, it is normal that few such blocks are free, because the page cache takes free
-memory.
+while 22.5 GiB were available (vllm-project/vllm#54200). It is normal that few such blocks are free
+while no model is being loaded and no task waits for memory: the page cache takes free memory.
 """
 
 WAITING_RATIO: Final = 0.05

@@ -26,7 +26,7 @@ from vllm_headroom.derive.leak.growth_evidence import (
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 BATCHES: Final = 5
-"""Our choice: the number of batches into which growth is divided for its rate's 95 % interval."""
+"""Our choice: growth is divided into this many batches to compute the 95 % interval of its rate."""
 
 T_95: Final = 2.776
 """Student's t for a 95 % interval with 4 degrees of freedom, one less than the number of
@@ -42,8 +42,8 @@ yield better rates.
 """
 
 UNLIKE: Final = 1.4
-"""Requests are considered the cause of the growth unless the batches by requests vary more than
-this many times as much as the batches by time.
+"""Requests are considered the cause of the growth if the batches by requests vary at most this many
+times as much as the batches by time.
 """
 
 UNSEEN_SHARE: Final = 0.6
@@ -71,8 +71,8 @@ every two minutes, and the floor of a block does not show a peak that lasts a fe
 
 
 MOST_MARGIN_SHARE: Final = 0.25
-"""Our choice: the maximum share of the lower bound that is subtracted, because fast growth is
-judged every 30 s.
+"""Our choice: at most this share of the lower bound is subtracted. Fast growth is judged every
+30 s, so it needs less of a margin.
 """
 
 
@@ -111,8 +111,8 @@ def estimate_growth(
         by_time = _limit_half_width(by_time, growth)
         by_request = _limit_half_width(by_request, growth)
     has_rates = by_request.rate > 0 and track.work.requests_per_second > 0
-    # The true cause has the more even batches: if a leak by requests is measured over time, it
-    # varies with load.
+    # The batches are more even along the true cause. If a leak grows with requests, its growth over
+    # time varies with load.
     by_requests = has_rates and by_request.spread <= UNLIKE * by_time.spread
 
     pace = by_time.rate
@@ -209,7 +209,7 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
 def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> bool:
     """Return whether the stretch is still growing and is expected to last until the room is full.
 
-    It is expected to last, from now on, for as long as the longest stretch so far.
+    From now on, the stretch is expected to last for as long as the longest stretch so far.
     """
     if track.clock.now_seconds - stretch.ended_seconds > QUIET_SECONDS:
         return False
@@ -233,7 +233,7 @@ def _is_load_known(track: Track, *, by_requests: bool) -> bool:
     """Return whether load will stay below the observed peak, or is irrelevant.
 
     After a day of observation, load is expected to stay below its peak. Load is irrelevant for a
-    leak by time, but a leak is known to be one by time only if requests are counted.
+    leak that grows with time. Whether a leak grows with time is known only if requests are counted.
     """
     if track.clock.now_seconds >= DAY_SECONDS:
         return True

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from vllm_headroom.units import MIB
 
 RISE_BYTES: Final = MIB
-"""A smaller rise is ignored. This is less than the smallest step of any allocator, 2 MiB
+"""A smaller rise is ignored. This size is below the smallest step of any allocator, which is 2 MiB
 (cudaMalloc, torch's small pool).
 """
 
@@ -100,7 +100,7 @@ class Ring(Struct, frozen=True, kw_only=True):
     """
 
     parts: int = 0
-    """The number of parts of the incomplete block that have ended."""
+    """How many parts of the incomplete block have ended."""
 
     floor_bytes: float = 0.0
     """The lowest memory held during these parts."""
@@ -120,7 +120,7 @@ def find_retained(blocks: tuple[Block, ...]) -> tuple[float, ...]:
 
 
 def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
-    """Yield each block of which a part was later released, with the number of bytes released."""
+    """Yield each block from which memory was later released, with the number of bytes released."""
     now_bytes = rings[0].blocks[-1].floor_bytes
     for ring in rings:
         # A ring with longer blocks lacks the last few minutes, which `now_bytes` covers.
@@ -151,7 +151,7 @@ class Growth(Struct, frozen=True, kw_only=True):
 
     lasted_seconds: float
     rise_count: int
-    """The number of blocks that rose by at least RISE_BYTES."""
+    """The number of blocks in which memory rose by at least RISE_BYTES."""
 
     rise_odds: float
     """The log likelihood ratio of a leak versus benign rises (records of demand, and first uses),
@@ -217,7 +217,7 @@ class MemoryStep(Struct, frozen=True, gc=False):
 
 
 class TrackHistory(Struct, frozen=True, kw_only=True):
-    """The readings from one stretch of time, within which they are comparable."""
+    """The readings from one stretch of time in which all readings are comparable."""
 
     anchor: Block | None = None
     """The start of the stretch, with the floor of its first block; None before the first
@@ -226,7 +226,7 @@ class TrackHistory(Struct, frozen=True, kw_only=True):
 
     origin: Block | None = None
     """The block from which work is counted; None before the first block. This is the first block of
-    the stretch or, if load has doubled since the origin, the block in which it doubled.
+    the stretch or, if load has doubled since then, the block in which load last doubled.
     """
 
     busy_seconds: float = 0.0

@@ -83,8 +83,8 @@ clusters.
 """
 
 USELESS_CHANCE: Final = 0.75
-"""A block in which a benign rise is at least this likely is not evidence, which is the case during
-warm-up.
+"""If a benign rise in a block is at least this likely, the block is not evidence. This is the case
+during warm-up.
 """
 
 
@@ -192,7 +192,7 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 LAST_SHARE: Final = 0.05
-"""The last part of a window's growth is this share of it. How long ago this part was added shows
+"""This share of a window's growth is its last part. How long ago the last part was added shows
 whether growth has ended.
 """
 
@@ -209,7 +209,8 @@ def has_ended(growth: Growth) -> bool:
     """Return whether growth has ended: memory has not risen for a long time, see `is_over`.
 
     The quiet time starts once 95 % of the growth has been reached, so that a small last rise does
-    not delay it. It must be at least twice as long as 5 % of the growth takes at an even pace.
+    not delay it. The quiet time must be at least twice as long as 5 % of the growth takes at an
+    even pace.
     """
     last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes
     newest_rise = growth.blocks[bisect_left(growth.retained_bytes, last_part_bytes)]
@@ -260,7 +261,7 @@ squared mean.
 
 
 def is_steady(growth: Growth) -> bool:
-    """Return whether at least 11 blocks, all of the window, rose by nearly the same amount."""
+    """Return whether all blocks of the window, at least 11, rose by nearly the same amount."""
     has_paused = growth.rise_count < len(growth.rises_bytes)
     if has_paused or growth.rise_count < STEADY_BLOCKS:
         return False
@@ -328,7 +329,8 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
         bytes_per_fold = grown_bytes / count_folds(origin, opened, now)
 
     # The logarithm of the ratio of the two intensities has a part that is the same in all blocks,
-    # and a part that differs. The latter is averaged, weighted by the bytes of each block.
+    # and a part that differs. The part that differs is averaged, weighted by the bytes of each
+    # block.
     seconds_by_folds = 0.0
     requests_by_folds = 0.0
     for (previous, block), rise_bytes in zip(
@@ -527,8 +529,8 @@ are smaller.
 """
 
 REPEATED_ODDS: Final = 2.0
-"""For each e-fold by which a step of a repeated size exceeds `REPEATED_BYTES`, it adds this to the
-log odds. This constant and the next three are fitted to simulated days.
+"""A step of a repeated size adds this to the log odds for each e-fold by which it exceeds
+`REPEATED_BYTES`. This constant and the next three are fitted to simulated days.
 """
 
 MOST_REPEATED_ODDS: Final = 6.0
@@ -563,7 +565,7 @@ def score_likeness(
 
 
 def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
-    """Return what a step adds to the log odds as a repeated, smaller or record size; 0 if none."""
+    """Return what a step's size adds to the log odds: repeated, smaller or record; otherwise 0."""
     largest_bytes = max(earlier_bytes, default=0.0)
     if size_bytes <= largest_bytes:  # A record does not repeat any earlier size.
         for other_bytes in earlier_bytes:
@@ -613,8 +615,9 @@ segments.
 """
 
 REALLOCATED_SECONDS: Final = 120.0
-"""For a buffer that doubles, rises within this time count as a single step. Its contents are copied
-immediately, and a small buffer doubles again within minutes.
+"""For a buffer that doubles, rises within this time count as a single step. The time is short,
+because the buffer's contents are copied immediately, and a small buffer doubles again within
+minutes.
 """
 
 
@@ -632,15 +635,16 @@ class NextStep(NamedTuple):
 
 
 def find_next_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
-    """Return the next of steps that repeat or double in size; None if no step is expected."""
+    """Return the next step if steps repeat or double in size; None if no step is expected."""
     return _find_repeated_step(steps) or _find_doubled_step(steps)
 
 
 def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     """Return the next step if large steps of the same size repeat.
 
-    It is expected after the shortest interval so far. Returns None if fewer than LEAST_REPEATS
-    steps have the size of the newest one, or if the newest one is smaller than LEAST_STEPS_BYTES.
+    That step is expected after the shortest interval so far. Returns None if fewer than
+    LEAST_REPEATS steps have the size of the newest one, or if the newest one is smaller than
+    LEAST_STEPS_BYTES.
     """
     large_steps = [
         step for step in _join_steps(steps, JOINED_SECONDS) if step.size_bytes >= LEAST_STEPS_BYTES
@@ -660,10 +664,10 @@ def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
 def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     """Return the next step of a buffer that doubles.
 
-    It is expected after twice the last interval. A list, a hash table, or a buffer that grows by
-    concatenation doubles each time, and each size lasts for about twice as long as the previous
-    one. Returns None if the newest three steps do not double, or if the newest one is smaller than
-    LEAST_STEPS_BYTES.
+    That step is expected after twice the last interval. A list, a hash table, or a buffer that
+    grows by concatenation doubles each time, and each size lasts for about twice as long as the
+    previous one. Returns None if the newest three steps do not double, or if the newest one is
+    smaller than LEAST_STEPS_BYTES.
     """
     joined_steps = _join_steps(steps, REALLOCATED_SECONDS)
     if not joined_steps or joined_steps[-1].size_bytes < LEAST_STEPS_BYTES:
@@ -704,8 +708,8 @@ def _join_steps(steps: tuple[MemoryStep, ...], apart_seconds: float) -> list[Mem
     newest_seconds = -inf
     for step in steps:
         if step.seconds - newest_seconds <= apart_seconds:
-            # They are segments of the same demand. The joined step has the time of the first step
-            # and the height after the last.
+            # Both steps are segments of the same demand. The joined step has the time of the first
+            # step and the height after the last.
             size_bytes = joined_steps[-1].size_bytes + step.size_bytes
             joined_steps[-1] = MemoryStep(joined_steps[-1].seconds, size_bytes, step.top_bytes)
         else:
@@ -759,7 +763,7 @@ def judge_steps(
 
     # Caches also fill in steps, but few take that much, and most fill early in a run.
     enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
-    # In the first hour, the engine takes large temporary buffers and has not released any yet.
+    # In the first hour, the engine takes large temporary buffers that it has not released yet.
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
     is_late = is_late and age_seconds >= LEAKING_SECONDS
     # If another step as large as the largest one would not fit, less evidence is sufficient,

@@ -29,7 +29,7 @@ MOST_MARKS: Final = 256
 
 FORGET_SECONDS: Final = DAY_SECONDS
 """The track of a device or role that has not been seen for this time is dropped. This bounds memory
-while pods and MIG instances change.
+if pods and MIG instances come and go.
 """
 
 

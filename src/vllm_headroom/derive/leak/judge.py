@@ -81,7 +81,8 @@ of the time left. After an hour, `LATE_SHARE` is used instead.
 """
 
 GONE_RATIO: Final = 6.0
-"""Our choice: most of the room is gone if growth has taken this many times what is left of it."""
+"""Our choice: most of the room is gone if growth has taken this many times the room that is left.
+"""
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
 """A straight line of six blocks raises an alarm if less time than this is left. If a card will be
@@ -97,14 +98,14 @@ POOL_OVERHEAD: Final = 1.15
 """A pool may take this many times its configured size."""
 
 KEPT_PACE: Final = 1.5
-"""Our choice, between a straight line and a logarithm: growth keeps its pace if, since the first
-quarter of the run, it was at least this many times as large in the last two thirds of the time as
-in the first third.
+"""Our choice: the time since the first quarter of the run is divided into thirds. Growth keeps its
+pace if it was at least this many times as large in the last two thirds as in the first third. Along
+a straight line, it is twice as large; along a logarithm, it is equally large.
 """
 
 BUSIEST_RATIO: Final = 1.25
-"""Our choice: load is higher than ever before if it is this many times as high as in every earlier
-quarter of an hour.
+"""Our choice: load is higher than ever before if it is this many times as high as in the busiest
+earlier quarter of an hour.
 """
 
 MISSED_SECONDS: Final = 960.0
@@ -164,12 +165,13 @@ HOLD_GAPS: Final = 3.0
 
 PAUSE_FACTOR: Final = 1.5
 """If an alarm began within a day of the last rise of the previous alarm, the leak has pauses. The
-alarm then continues for at least this many times that pause.
+time between that rise and that alarm is a pause. The new alarm then continues without a rise for at
+least this many times the pause.
 """
 
 NEARLY_FULL_BYTES: Final = GIB
 """With less room than this, torch's cache hides growth. The less room there is, the longer the
-alarm continues, in proportion. It does not end even if all of its growth is released.
+alarm continues, in proportion. The alarm does not end even if all of its growth is released.
 """
 
 RETAINED_SHARE: Final = 0.5
@@ -185,8 +187,8 @@ FADED_SECONDS: Final = DAY_SECONDS / 2
 """The period whose growth is compared with the time left. It is longer than a pause at night."""
 
 LEAST_OLDER_BLOCKS: Final = 4
-"""Our choice: the minimum number of blocks over which the load before that period is measured,
-which is an hour.
+"""Our choice: the load before FADED_SECONDS is measured over at least this many blocks, which are
+an hour.
 """
 
 NO_CONCERN_SECONDS: Final = 365 * DAY_SECONDS
@@ -195,8 +197,8 @@ restarted more often.
 """
 
 RETAINED_BLOCKS: Final = 10
-"""The highest of this many shortest blocks, which cover five minutes, is used, because a cache
-fills again after a sleep.
+"""The memory that is still held is the highest of this many of the shortest blocks, which cover
+five minutes. A single low block proves nothing, because a cache fills again after a sleep.
 """
 
 
@@ -293,13 +295,13 @@ def _has_faded(track: Track) -> bool:
     is_lower = max(block.floor_bytes for block in recent) < older_bytes - LARGE_BYTES
     if is_lower and _measure_load(recent) >= LOWER_LOAD * _measure_load(older):
         return True
-    # If the room is unknown, so is the time in which it fills.
+    # If the room is unknown, the time until it is full is unknown too.
     if not track.history.capacity_bytes:
         return False
     room_bytes = track.history.capacity_bytes - recent[-1].floor_bytes
     retained_bytes = find_retained(recent)
     middle_bytes = retained_bytes[len(retained_bytes) // 2]
-    # If growth has paused, the quiet time decides.
+    # If growth has paused, the time without a rise decides whether the alarm ends.
     goes_on = retained_bytes[0] < middle_bytes < retained_bytes[-1]
     grown_bytes = retained_bytes[-1] - retained_bytes[0]
     return goes_on and grown_bytes < room_bytes * FADED_SECONDS / NO_CONCERN_SECONDS
@@ -333,7 +335,7 @@ def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
 
 
 def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
-    """Return whether the memory that grew is full, and is only partly released and taken again.
+    """Return whether a full cache is only being partly released and filled again.
 
     In a leak, memory would have reached its peak again by now, and its low points would be rising.
     torch may release its cache while the leak continues.
@@ -366,7 +368,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     released_bytes = peak.floor_bytes - min(earlier_low_bytes, later_low_bytes)
     if not LARGE_BYTES < released_bytes < _expect_rise(alarm, peak, newest):
         return False
-    # The two low points are half of that time apart.
+    # The two low points are half of the time since the peak apart.
     rise_bytes = SLOWED_SHARE * _expect_rise(alarm, peak, newest) / 2
     return later_low_bytes < earlier_low_bytes + rise_bytes
 
@@ -378,7 +380,7 @@ def _add_rise(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 
 
 def _compute_hold_factor(track: Track, newest_rise: Block) -> float:
-    """Return how many times longer than usual an alarm lasts; 1 unless memory is nearly full."""
+    """Return how many times longer than usual an alarm lasts; 1 if memory is not nearly full."""
     if not track.history.capacity_bytes:
         return 1.0
     room_bytes = track.history.capacity_bytes - newest_rise.floor_bytes
@@ -412,8 +414,8 @@ def _end_alarm(track: Track, newest_rise: Block) -> Track:
         alarm=None,
         verdict=Certainty.NONE,
         is_excused=False,
-        # This is measured from the alarm's last rise rather than from now, because a leak with
-        # pauses is recognised by the length of its pause.
+        # The time of the alarm's last rise is kept rather than the current time, because a leak
+        # with pauses is recognised by the length of its pause.
         previous_alarm_seconds=newest_rise.seconds,
     )
 
@@ -434,8 +436,8 @@ def _has_just_ended(ring: Ring, track: Track) -> bool:
 def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
     """Return the growth since the alarm's growth began.
 
-    Returns None if that growth is too small, or if no block has just ended in the ring that reaches
-    back to its start.
+    Returns None if that growth is too small. Also returns None if no block has just ended in the
+    ring that reaches back to the start of the growth.
     """
     ring = _find_reaching_ring(track.history.rings, alarm.began.seconds)
     if not _has_just_ended(ring, track):
@@ -659,7 +661,8 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     if is_young or newest.floor_bytes < _find_full_pools(track):
         return None
     survey = survey_ring(_find_reaching_ring(track.history.rings, anchor.seconds), anchor)
-    # Without odds, so growth by new maxima of a cache is excluded, which slows down by time.
+    # No odds are used here. Growth by new maxima of a cache is therefore excluded: it slows down
+    # over time.
     if survey is None or is_fading(track, by_either=True):
         return None
     growth = cut_window(survey, 0)
@@ -715,7 +718,7 @@ def _rank_judgement(judgement: WindowJudgement) -> tuple[Certainty, float]:
 def _raise_alarm(growth: Growth) -> LeakAlarm:
     """Return an alarm for this growth.
 
-    The floors of its blocks are set to the retained memory.
+    The floors of the alarm's blocks are set to the retained memory.
     """
     began = replace(growth.blocks[0], floor_bytes=growth.retained_bytes[0])
     newest_rise = replace(growth.blocks[-1], floor_bytes=growth.retained_bytes[-1])

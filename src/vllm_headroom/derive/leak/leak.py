@@ -107,11 +107,11 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
 
 
 def keep_service(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot if the engine is in service.
+    """Return the snapshot, without evidence of a leak if the engine is out of service.
 
-    Otherwise, return it without evidence of a leak: without a page, processes and held memory,
-    because memory that grows while weights are loaded looks like a leak. If it is unknown whether
-    an engine is in service, it counts as out of service.
+    This evidence is the page, the processes and the held memory. It is removed, because memory that
+    grows while weights are loaded looks like a leak. If it is unknown whether an engine is in
+    service, it counts as out of service.
     """
     if snapshot.is_in_service:
         return snapshot
@@ -301,8 +301,8 @@ def update_residues(
 
     `residues_bytes` is the memory kept during the newest sleep. A track begins during a sleep.
     While the engine is awake, each sample adds the memory that was kept during the previous sleep.
-    No reading is added during a sleep, because the room is different then. The same applies while
-    another process may hold part of the memory.
+    No reading is added during a sleep, because the room is different then. No reading is added
+    while another process may hold part of the memory either.
     """
     tracks = {uuid: track for uuid, track in asleep.items() if uuid in residues_bytes}
     for gpu, observation in observations:
@@ -378,8 +378,8 @@ def _join_times(times: Iterable[float | None]) -> float | None:
 def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
     """Return the leak samples of an engine that is out of service.
 
-    Its GPUs and roles get the leak state that corresponds to the engine's state, such as WARMING_UP
-    while the engine is starting.
+    The engine's GPUs and roles get the leak state that corresponds to the engine's state, such as
+    WARMING_UP while the engine is starting.
     """
     status = snapshot.engine_status
     state = LeakState.UNKNOWN

@@ -27,8 +27,8 @@ the time that the growth took.
 """
 
 LEVEL_SHARE: Final = 0.5
-"""The share in the rule of LEVEL_SECONDS. The same share of the requests must also have passed,
-because an idle engine does not grow.
+"""The share of the growth's time in the rule of LEVEL_SECONDS. Since the peak, the same share of
+the growth's requests must also have finished, because the memory of an idle engine does not grow.
 """
 
 FALLEN_SHARE: Final = 0.5
@@ -66,8 +66,8 @@ SIMILAR_BASE_BYTES: Final = 512 * MIB
 """The difference in bytes that is always allowed, for small processes."""
 
 SLOWER_FACTOR: Final = 1.5
-"""A run may be ahead of the previous run by half of its time and an hour. Faster growth is
-considered other growth.
+"""A run is compared with what the previous run had reached at this many times the run's age, plus
+an hour. Faster growth is considered other growth.
 """
 
 NEAR_HOURS: Final = 2
@@ -149,7 +149,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     precedent = track.precedent
     follows_load = not has_levelled
     if precedent is not None and _is_similar(precedent, reached):
-        # Neither was a leak, so the higher one is used for each hour.
+        # Neither growth was a leak, so the higher one is used for each hour.
         by_hour = tuple(map(max, by_hour, precedent.growth_bytes))
         follows_load = follows_load or precedent.follows_load
     precedent = Precedent(

@@ -36,8 +36,8 @@ RING_BLOCKS: Final = 62
 """The number of blocks that a ring keeps. They cover half an hour, two hours and 16 hours."""
 
 DOUBTED_SECONDS: Final = DAY_SECONDS
-"""A snapshot's time is not trusted if it is this far ahead of the last one, or earlier than the
-last one, until a second reading confirms it.
+"""If a snapshot's time is this far ahead of the last one, or earlier than the last one, it is not
+trusted until a second reading confirms it.
 """
 
 REST_SHARE: Final = 0.5
@@ -175,7 +175,7 @@ def add_work(
 
     requests = work.requests
     if work.counter_total is not None and not is_lower:
-        # Requests that were estimated stay in the count, so that the track's count never falls.
+        # Once counted, estimated requests stay in the count, so that the track's count never falls.
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:
@@ -229,10 +229,10 @@ def anchor_track(track: Track) -> Track:
 def _update_neighbours(track: Track, neighbours: int | None) -> Track:
     """Return the track, updated with the number of processes on the device.
 
-    `neighbours` is this number, or None if it does not matter.
+    `neighbours` is None if this number does not matter.
 
-    While there is an additional process, `crowded_since_seconds` is set, the track is paused, and
-    it has no open block. If the process stays, or if a usual process has exited, a new stretch
+    While there is an additional process, `crowded_since_seconds` is set, and the track is paused
+    without an open block. If the process stays, or if a usual process has exited, a new stretch
     begins.
     """
     presence = track.presence

@@ -1,4 +1,4 @@
-"""The detector's witnesses as a table: what each measures, adds to the odds, and is tested by.
+"""The detector's witnesses as a table: what each measures and adds, and which test covers it.
 
 The judge calls the functions directly rather than through this table. The benchmark turns off the
 witnesses one at a time. A test turns off the witness in each row, and checks that the test named in

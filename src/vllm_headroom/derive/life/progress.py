@@ -332,9 +332,9 @@ def _find_age(
 
     Returns None if no work is visible.
 
-    A request that the daemon sent at `unanswered_since_seconds` and that is still unanswered also
-    counts as work, because the gauges of a hung core do not change. The time without progress then
-    begins when the request was sent or, if that is later, at the last progress of any engine.
+    A request of the daemon, sent at `unanswered_since_seconds` and still unanswered, also counts as
+    work, because the gauges of a hung core do not change. The time without progress then begins
+    when the request was sent or, if that is later, at the last progress of any engine.
     """
     ages = [
         now - engine.moved_seconds
