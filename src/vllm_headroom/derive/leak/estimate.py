@@ -65,14 +65,14 @@ whole. The rates of two parts of an even leak differ by less.
 """
 
 MARGIN_SECONDS: Final = 300.0
-"""This time is subtracted from the lower bound of the time left, because an estimate is made only
-every two minutes, and the floor of a block does not show a peak that lasts a few minutes.
+"""This time is subtracted from the lower bound of the time left, for two reasons: an estimate is
+made only every two minutes, and a block's floor does not show a peak of a few minutes.
 """
 
 
 MOST_MARGIN_SHARE: Final = 0.25
-"""Our choice: at most this share of the lower bound is subtracted. Fast growth is judged every
-30 s, so it needs less of a margin.
+"""Our choice: at most this share of the time until the next peak is subtracted. Fast growth is
+judged every 30 s, so a smaller margin is sufficient.
 """
 
 

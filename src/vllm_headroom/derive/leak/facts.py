@@ -238,8 +238,8 @@ class TrackHistory(Struct, frozen=True, kw_only=True):
     """The highest reading."""
 
     capacity_bytes: float = 0.0
-    """The most memory that has ever been available to the engine: the memory that it held plus the
-    memory that was free at the same time; 0 if the room is unknown.
+    """The most memory that has ever been available to the engine, or 0 if the room is unknown.
+    Available memory is the sum of held and free memory at one time.
     """
 
     open_block: Block | None = None

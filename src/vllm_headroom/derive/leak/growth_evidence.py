@@ -548,10 +548,10 @@ def score_likeness(
 ) -> float:
     """Return the log likelihood ratio of a leak, based on the sizes of the steps.
 
-    Benign steps are records, which are larger than all previous steps, because the allocator takes
-    a new segment only for a demand that does not fit into any cached segment. The steps of a leak
-    are of the same kind and size. Only steps of at least `least_bytes` are compared, and only steps
-    after `since_seconds` add to the result.
+    Benign steps are records: each is larger than all previous steps. The allocator takes a new
+    segment only for a demand that does not fit into any cached segment. The steps of a leak are of
+    the same kind and size. Only steps of at least `least_bytes` are compared, and only steps after
+    `since_seconds` add to the result.
     """
     odds = 0.0
     earlier_bytes: list[float] = []
@@ -748,10 +748,10 @@ def judge_steps(
 ) -> tuple[Certainty, float]:
     """Return the verdict on a window that begins with a step, and its evidence as log odds.
 
-    GROWING means that the pace does not slow down, that the device would be full within a day, and
-    that growth has lasted for a quarter of the time left. LEAKING also means that the sizes of the
-    steps repeat, and that enough of the room is gone. If the room is unknown, it is assumed to be
-    as large as the memory that was held initially.
+    GROWING requires that the pace does not slow down, and that the device would be full within a
+    day. It also requires that growth has lasted for a quarter of the time left. LEAKING
+    additionally requires that the sizes of the steps repeat, and that enough of the room is gone.
+    If the room is unknown, it is assumed to be as large as the memory that was held initially.
     """
     odds = weigh_pace(growth, origin)
     grown_bytes = growth.grown_bytes

@@ -218,8 +218,9 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
 
     The duration of the leak is divided into sixths. Each place is rated by its slowest sixth,
     because first uses occur in steps and add nothing in at least one sixth. The place whose slowest
-    sixth is largest is returned. If even that growth is almost nothing, the place that grew most
-    over the whole duration is returned. torch's cache is not a place, because torch releases it.
+    sixth is largest is returned. If the growth in even that slowest sixth is almost nothing, the
+    place that grew most over the whole duration is returned. torch's cache is not a place, because
+    torch releases it.
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None

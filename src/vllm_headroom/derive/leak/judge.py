@@ -561,8 +561,9 @@ def _judge_rings(
 
     Returns the track and the surest growth. The track's verdict is the highest verdict of all
     rings. If it is LEAKING, it raises an alarm. The surest growth is that of the window with the
-    most certain verdict now. It is None if no window has a verdict, or if an older verdict of
-    another ring is more certain, because that verdict already has its estimate.
+    most certain verdict now. The surest growth is None if no window has a verdict. It is also None
+    if an older verdict of another ring is more certain, because that verdict already has its
+    estimate.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
     excused_bytes = find_excused_bytes(track)
@@ -764,8 +765,8 @@ def _judge_windows(
 
     if not has_steps:
         return
-    # A window of large steps may begin anywhere since the origin, so only one ring is searched for
-    # them: the one with the shortest blocks that reaches back to the origin.
+    # A window of large steps may begin anywhere since the origin. Only one ring is therefore
+    # searched for such windows: the one with the shortest blocks that reaches back to the origin.
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
     for growth in find_step_windows(survey):

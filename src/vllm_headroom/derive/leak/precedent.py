@@ -17,8 +17,8 @@ from vllm_headroom.derive.leak.facts import (
 from vllm_headroom.units import GIB, HOUR_SECONDS, MIB
 
 NEW_PEAK_SHARE: Final = 0.02
-"""Our choice: a rise of less than this share of the growth is not a new peak, so that a full cache
-that still grows a little counts as levelled off.
+"""Our choice: a rise of less than this share of the growth is not a new peak. A full cache that
+still grows a little therefore counts as levelled off.
 """
 
 LEVEL_SECONDS: Final = 2 * HOUR_SECONDS
@@ -35,9 +35,8 @@ FALLEN_SHARE: Final = 0.5
 """Memory has followed load if this share of the growth was released."""
 
 LOWER_LOAD: Final = 2 / 3
-"""Load has fallen if the request rate in some hour since the peak was at most this share of the
-rate in the busiest hour before the peak. torch releases its cache at any load, while a leak
-continues.
+"""Load has fallen if the request rate in any hour since the peak was at most this share of the rate
+in the busiest hour before the peak. torch releases its cache at any load, while a leak continues.
 """
 
 LEAST_ROOM_SHARE: Final = 0.1
