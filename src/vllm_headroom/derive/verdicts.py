@@ -105,9 +105,8 @@ CRASH_LOOP_EXITS: Final = 3
 """This many exits within 90 minutes are a crash loop, as in HeadroomEngineCrashLoop."""
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
-"""While memory has been watched for less than this time, its verdict states for how long it has
-been watched. A leak in large steps triggers an alarm after four hours; a steady leak usually does
-so sooner.
+"""If memory has been watched for less than this time, the verdict on it states for how long. A leak
+in large steps triggers an alarm after four hours; a steady leak usually does so sooner.
 """
 
 # These alerts are used in more than one place.
@@ -363,7 +362,7 @@ def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
     """Return a sort key that puts the worst verdict first."""
     severity = tuple(Level).index(verdict.level)
     situation_rank = tuple(Situation).index(verdict.situation)
-    # GOOD and UNKNOWN form one group, in which the situation determines the order.
+    # GOOD and UNKNOWN form one group. Within this group, the situation determines the order.
     if verdict.level in (Level.WARNING, Level.ALARM):
         return (-severity, situation_rank, -severity)
     return (0, situation_rank, -severity)
@@ -725,7 +724,7 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
     """The name of the memory, for use at the beginning of a sentence."""
 
     is_leaking: bool
-    """Whether the growth is an alarm rather than an early warning."""
+    """Whether the growth raises an alarm rather than an early warning."""
 
     is_of_engine: bool
     """Whether the growth is known to be the engine's. If False, it may be another process's."""
@@ -1118,7 +1117,7 @@ def _judge_quiet_host(
     leak_states: Mapping[str, str],
     watches: Mapping[str, float],
 ) -> Verdict:
-    """Return the verdict on host memory if it grows in no role; `leak_states` is keyed by role."""
+    """Return the verdict on host memory that does not grow; `leak_states` is keyed by role."""
     # The sentence covers all roles, so the shortest time for which any role was watched is used.
     watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
     level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)

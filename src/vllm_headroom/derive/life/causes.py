@@ -241,8 +241,8 @@ def _fit_kill(end: Ending) -> CauseFit | None:
 def _fit_failed_start(end: Ending) -> CauseFit | None:
     """Judge whether the engine did not fit into memory, and therefore exited before it served.
 
-    Returns None if the engine has served. Also returns None if its GPU had plenty of free memory
-    and no other process held much memory. The cause is sure if the GPU was full.
+    Returns None if the engine has served. Also returns None if the fullest GPU had plenty of free
+    memory and no other process held much of it. The cause is sure if the GPU was full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
@@ -873,8 +873,8 @@ def _add_refusal(
     """Return the causes for a working engine whose log shows that GPU memory ran out.
 
     If one cause fits the samples best, it is sure. If several causes fit equally well, they keep
-    their certainty. If no cause is likely, the cause is a single allocation that was larger than
-    the memory that was left.
+    their certainty. If no cause is likely, the cause is a burst: a single allocation was larger
+    than the memory that was left.
     """
     evidence = _cite(failure)
     newcomer_bytes = _measure_newcomer(end, failure.refusal or Refusal())

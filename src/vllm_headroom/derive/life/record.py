@@ -352,7 +352,7 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
     """Return the engine's processes that still hold GPU memory although their server has exited.
 
     A trace has no pids. In that case, the result has as many workers as there are processes left on
-    the GPUs. If the engine has no workers, it has as many cores.
+    the GPUs. If the engine has no workers, the result has as many cores instead.
     """
     pids = [
         leftover.pid

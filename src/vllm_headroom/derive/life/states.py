@@ -43,8 +43,8 @@ from vllm_headroom.vocabulary import (
 )
 
 OCCUPIED_RATIO: Final = 0.05
-"""If less than this share of the GPUs' memory is held, they run no model. CUDA contexts alone take
-half a gigabyte.
+"""If the engine holds less than this share of its GPUs' memory, the GPUs run no model. CUDA
+contexts alone take half a gigabyte.
 """
 
 LOADED_RATIO: Final = 0.5
@@ -58,16 +58,16 @@ STARVED_RATIO: Final = 0.8
 """
 
 SPINNING_SECONDS: Final = 180.0
-"""A server that computes for longer than this without answering counts as spinning. It does not
-while the machine is short of CPU, or while the server has closed its port and is finishing its last
-requests.
+"""A server that computes for longer than this without answering counts as spinning. This does not
+apply while the machine is short of CPU, or while the server has closed its port and is finishing
+its last requests.
 """
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
 """How far back exits are counted, as in HeadroomEngineCrashLoop."""
 
 MOST_ENDS: Final = 64
-"""The number of newest exit times that are kept. Keeping more would not change any verdict."""
+"""The newest exit times are kept, at most this many. Keeping more would not change any verdict."""
 
 _STATE_FILE_NAMES: Final = {
     "page_run_id": "page_life",
@@ -383,7 +383,7 @@ def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> b
 
 
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
-    """Return whether the sample is from another run, by its start time, processes or counter.
+    """Return whether the start time, the processes or the request counter show another run.
 
     If both start times are known, they decide. Otherwise, the processes decide. If these are
     unknown, the request counter decides. If several servers answer in turn, a lower counter may
@@ -518,7 +518,9 @@ class Symptom(Enum):
     NEVER_READY = auto()
     """There is no page, but there are processes of a run whose page has never answered."""
     AWAY_BRIEFLY = auto()
-    """For less than STALLED_SECONDS, there has been neither a page nor a process."""
+    """There is no page. The page, or the source that showed the processes, has been missing for
+    less than STALLED_SECONDS.
+    """
     PROCESSES_OUT_OF_SIGHT = auto()
     """There is no page, and the source that showed the processes has failed."""
     PAGE_UNREADABLE = auto()
