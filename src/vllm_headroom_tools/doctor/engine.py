@@ -409,7 +409,8 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
         return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
     if isinstance(probe, Failure):
         return Check(Status.MISSING, probe.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
-    # Files of processes that started before the current ones belong to an earlier run.
+    # If a file's process started before the processes that are present, the file belongs to an
+    # earlier run.
     run_start_seconds = min((process.started_at_seconds for process in probe.present), default=0.0)
     stopped = [
         process
