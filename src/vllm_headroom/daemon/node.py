@@ -1,7 +1,7 @@
 """Watch several engines on one machine, each as if it were the only one."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import Context, copy_context
 from functools import lru_cache, partial
 from math import inf
@@ -81,6 +81,12 @@ _SOURCE_METRICS: Final = frozenset(
 """The metrics of the sources. Samples of these metrics about the driver belong to the machine and
 not to an engine.
 """
+
+
+_GPU_METRICS: Final = frozenset(
+    metric.name for metric in catalog.METRICS if metric.labels[:2] == catalog.GPU_LABELS
+)
+"""The metrics whose first labels name a GPU."""
 
 
 class SharedGpus:
@@ -196,7 +202,7 @@ class WatchedEngine:
         if published is None:
             return ()
         if published is not self._published:
-            self._samples = tuple(self._label_samples(published))
+            self._samples = self._label_samples(published)
             self._published = published
         return self._samples
 
@@ -243,8 +249,8 @@ class WatchedEngine:
         else:
             self._is_faulty = False
 
-    def _label_samples(self, published: Published) -> Iterator[Sample]:
-        """Yield this engine's samples, with the engine's labels before their own.
+    def _label_samples(self, published: Published) -> tuple[Sample, ...]:
+        """Return this engine's samples, with the engine's labels before their own.
 
         Samples of GPUs that the engine does not hold are left out. So are the driver's samples,
         because they belong to the machine.
@@ -255,14 +261,17 @@ class WatchedEngine:
         samples = list(published.samples)
         if self.watch.last_incident is not None:
             samples.append(Sample(catalog.LAST_INCIDENT, (), self.watch.last_incident.seconds))
+        labelled_samples = []
         # The driver's samples belong to the machine and not to a single engine.
         for metric, labels, value in samples:
-            if metric.name in _SOURCE_METRICS and labels[0] == Source.NVML:
+            name = metric.name
+            if name in _SOURCE_METRICS and labels[0] == Source.NVML:
                 continue
-            is_of_gpu = metric.labels[:2] == catalog.GPU_LABELS and bool(labels[1])
-            if is_of_gpu and labels[1] not in owned_uuids:
+            if name in _GPU_METRICS and labels[1] and labels[1] not in owned_uuids:
                 continue
-            yield Sample(_add_labels(metric.name, label_names), (*label_values, *labels), value)
+            labelled_metric = _add_labels(name, label_names)
+            labelled_samples.append(Sample(labelled_metric, (*label_values, *labels), value))
+        return tuple(labelled_samples)
 
 
 @lru_cache(maxsize=4096)

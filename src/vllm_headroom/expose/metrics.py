@@ -120,7 +120,12 @@ class _EncodedFamily(Struct, frozen=True):
         # The comments are followed by one line per sample, which ends with the value.
         lines = self.text.split(b"\n")
         first = len(lines) - 1 - len(samples)
-        for index, sample in enumerate(samples, start=first):
+        # Most values of a family are as they were, for example the counts of failures.
+        for index, (sample, former) in enumerate(
+            zip(samples, self.samples, strict=True), start=first
+        ):
+            if sample.value == former.value:
+                continue
             series, _, _ = lines[index].rpartition(b" ")
             value: str = floatToGoString(sample.value)  # type: ignore[no-untyped-call]
             lines[index] = b"%b %b" % (series, value.encode())

@@ -42,6 +42,7 @@ from vllm_headroom.model import (
     ProcessReadings,
     Sample,
 )
+from vllm_headroom.scrape.proc.host import MachineReading
 from vllm_headroom.scrape.proc.node import LocatedEngine, NodeProcesses
 from vllm_headroom.scrape.proc.reader import Scope
 from vllm_headroom.units import GIB
@@ -140,7 +141,7 @@ class Found:
         return owner_key in self.pods
 
     def read_scope(self, _owner_key: str) -> Scope:
-        return Scope(visible_pids=frozenset(), own_pids=frozenset())
+        return Scope(visible_pids=frozenset(), own_pids=frozenset(), machine=MachineReading())
 
 
 def locate(number: int, kind: EngineKind = EngineKind.WATCHED, uid: str = "") -> LocatedEngine:

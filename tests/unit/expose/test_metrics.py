@@ -103,7 +103,9 @@ def test_a_family_is_as_it_is_now_whatever_it_was_on_the_last_page(world: World,
     idle = Sample(catalog.ENGINE_WAITING, (HOSTILE, "0"), 0.0)
     other_engine = Sample(catalog.ENGINE_WAITING, (HOSTILE, "1"), 7.0)
     running = Sample(catalog.ENGINE_RUNNING, (HOSTILE, "0"), 4.0)
-    for samples in ((idle, running), (idle,), (idle, other_engine), (other_engine, idle), (other_engine,), ()):
+    busy = other_engine._replace(value=8.0)
+    pages = ((idle, running), (idle,), (idle, other_engine), (idle, busy), (other_engine, idle), (other_engine,), ())
+    for samples in pages:
         world.published = Published(samples=samples, monotonic_seconds=100.0)
 
         page, fresh = world.asked(accept=accept), World()

@@ -68,9 +68,8 @@ def update_insides(
 ) -> InsideTracks:
     """Return the tracks after one more sample.
 
-    `observations` covers all devices in the sample. The track of a GPU starts over when the engine
-    restarts, and after a sleep. If this sample has no figures from the probe for a GPU, the GPU
-    keeps its track.
+    `observations` covers the GPUs for which this sample has figures from the probe. Any other GPU
+    keeps its track. The track of a GPU starts over when the engine restarts, and after a sleep.
     """
     now_seconds = snapshot.monotonic_seconds
     tracks = limit_remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
@@ -83,7 +82,7 @@ def update_insides(
     for gpu, observation in observations:
         uuid = gpu.reading.uuid
         # A sleep releases most of the memory, so the comparison starts over afterwards.
-        if gpu.inside is not None and observation.awake is False:
+        if observation.awake is False:
             updated.pop(uuid, None)
             continue
         mark = _make_mark(gpu, now_seconds)

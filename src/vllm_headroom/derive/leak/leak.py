@@ -92,7 +92,8 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     load, load_samples = derive_load(state.load, served)
     # If it is unknown whether load is level, it counts as level.
     is_settled = load.is_stable is not False
-    inside = update_insides(state.inside, served, observe_gpus(served, served.devices))
+    probed_gpus = tuple(gpu for gpu in served.devices if gpu.inside is not None)
+    inside = update_insides(state.inside, served, observe_gpus(served, probed_gpus))
     observations = tuple(observe_gpus(served, served.owned_gpus))
     asleep = update_residues(state.asleep, sleep.least_bytes, observations)
     gpus, gpu_samples = derive_gpu_leaks(

@@ -65,6 +65,8 @@ class CgroupFolder(Struct, frozen=True, kw_only=True):
 
     mount: CgroupMount
     path: Path
+    levels: tuple[Path, ...]
+    """The folder and its ancestors in the mounted tree, each of which may set a limit."""
 
 
 def _read(path: Path) -> bytes:
@@ -142,8 +144,12 @@ def _list_folders(proc: Path, membership: str) -> tuple[CgroupFolder, ...]:
             if mount.version is not version:
                 continue
             folder = _find_folder(proc, mount, path)
-            if folder is not None:
-                folders.append(CgroupFolder(mount=mount, path=folder))
+            if folder is None:
+                continue
+            levels = tuple(
+                level for level in (folder, *folder.parents) if level.is_relative_to(mount.path)
+            )
+            folders.append(CgroupFolder(mount=mount, path=folder, levels=levels))
     return tuple(folders)
 
 
@@ -246,14 +252,11 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
     Returns None if no cgroup has a limit. A limit is ignored if its file is missing or access to it
     is denied. Raises OSError if a limit cannot be read for any other reason.
     """
-    mount = cgroup.mount
     limits: list[tuple[int, Path]] = []
-    for level in (cgroup.path, *cgroup.path.parents):
-        if not level.is_relative_to(mount.path):
-            continue
+    for level in cgroup.levels:
         # With any other error, a limit may exist, so the error is raised.
         with contextlib.suppress(FileNotFoundError, PermissionError):
-            limit_bytes = find_number(read_content(level / mount.version.limit), b"")
+            limit_bytes = find_number(read_content(level / cgroup.mount.version.limit), b"")
             if limit_bytes is not None:
                 limits.append((limit_bytes, level))
     return min(limits, key=lambda limit: limit[0], default=None)
@@ -270,7 +273,11 @@ def read_host(proc: Path, pid: int | None) -> HostReading:
 
     The cgroup and /dev/shm are those of the process `pid`. If `pid` is None, both are None.
     """
-    machine = read_machine(proc)
+    return read_host_on(read_machine(proc), proc, pid)
+
+
+def read_host_on(machine: MachineMemory | None, proc: Path, pid: int | None) -> HostReading:
+    """Return the host memory, as `read_host` does, with the machine's memory as already read."""
     if pid is None:
         return HostReading(machine=machine)
     machine_bytes = UNLIMITED_BYTES if machine is None else machine.total_bytes
@@ -323,6 +330,20 @@ def read_free_blocks(proc: Path) -> int | None:
             if block_bytes >= DRIVER_BLOCK_BYTES:
                 free_bytes += blocks * block_bytes
     return free_bytes if has_counts else None
+
+
+class MachineReading(Struct, frozen=True, kw_only=True):
+    """The state of the machine, which is the same for every engine on it."""
+
+    memory: MachineMemory | None = None
+    """The machine's memory; None if unknown."""
+    cpu_pressure_ratio: float | None = None
+    """See `read_cpu_pressure`."""
+
+
+def read_machine_state(proc: Path) -> MachineReading:
+    """Return the memory and the CPU pressure of the machine."""
+    return MachineReading(memory=read_machine(proc), cpu_pressure_ratio=read_cpu_pressure(proc))
 
 
 def read_cpu_pressure(proc: Path) -> float | None:

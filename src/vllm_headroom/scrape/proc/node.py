@@ -13,6 +13,7 @@ from vllm_headroom.model import EngineName
 from vllm_headroom.scrape.pods import CONTAINER_LOGS, POD_LOGS, ContainerNames
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.host import MachineReading, read_machine_state
 from vllm_headroom.scrape.proc.names import ProcessNames
 from vllm_headroom.scrape.proc.network import (
     Network,
@@ -107,6 +108,8 @@ class NodeProcesses:
         # whereas reading a cgroup does not.
         self._scanner = Worker[None]("node")
         self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
+        self._machine = MachineReading()
+        """The state of the machine at the last scan; nothing is known until the scan has ended."""
         self._pids: frozenset[int] = frozenset()
         self._owners: dict[int, Owner | None] = {}
         """The owner of each process. The least recently read one comes first."""
@@ -141,15 +144,17 @@ class NodeProcesses:
         return owner_key in self._pids_by_owner
 
     def read_scope(self, owner_key: str) -> Scope:
-        """Return the processes of a pod or unit at the last scan."""
+        """Return the processes of a pod or unit, and the state of the machine, at the last scan."""
         own_pids = self._pids_by_owner.get(owner_key, frozenset())
-        return Scope(visible_pids=self._pids, own_pids=own_pids)
+        return Scope(visible_pids=self._pids, own_pids=own_pids, machine=self._machine)
 
     async def scan(self, timeout_seconds: float) -> None:
-        """Read the owners of all processes.
+        """Read the owners of all processes, and the state of the machine.
 
         Raises TimeoutError if reading takes too long, and OSError if there is no /proc.
         """
+        # If the scan fails, the state of the machine is unknown, not that of the last scan.
+        self._machine = MachineReading()
         await self._scanner.call(self._scan, timeout_seconds)
 
     async def find_engines(self, timeout_seconds: float) -> tuple[LocatedEngine, ...]:
@@ -183,6 +188,7 @@ class NodeProcesses:
             key: frozenset(owner_pids) for key, owner_pids in pids_by_owner.items()
         }
         self._pids = pids
+        self._machine = read_machine_state(self._proc)
 
     def _measure_share(self, last_seconds: float) -> float:
         """Return the share of the processes to read now, given the time of the last reading."""

@@ -23,9 +23,10 @@ from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.connections import count_lasting_waits, find_slow_wait, list_waits
 from vllm_headroom.scrape.proc.files import ProcEntries, ProcEntry, ProcIdentity
 from vllm_headroom.scrape.proc.host import (
+    MachineReading,
     read_boot_time,
-    read_cpu_pressure,
-    read_host,
+    read_host_on,
+    read_machine_state,
     read_process_parts,
 )
 from vllm_headroom.scrape.proc.options import read_options
@@ -84,6 +85,8 @@ class Scope(Struct, frozen=True, kw_only=True):
     """The pids of the processes in the engine's pod or unit, which are the ones that a sidecar in
     the pod would see.
     """
+    machine: MachineReading
+    """The state of the machine, which is read once for all engines."""
 
 
 Roots = tuple[int, ...]
@@ -221,6 +224,9 @@ class Processes:
         self._rescan_seconds = rescan_seconds
         self._worker = Worker[ProcessReadings | Failure]("processes")
 
+        self._machine = MachineReading()
+        """The state of the machine at this reading."""
+
         # The fields of the scan.
         self._entries: dict[int, ProcEntry] = {}
         """Every visible process by pid. The least recently read one comes first."""
@@ -306,10 +312,12 @@ class Processes:
         if self._read_scope is None:
             pids = proc_files.list_pids(self._proc)
             visible_pids = pids
+            self._machine = read_machine_state(self._proc)
         else:
             scope = self._read_scope()
             pids = scope.own_pids
             visible_pids = scope.visible_pids
+            self._machine = scope.machine
         page_state = self._describe_page(page)
         if not visible_pids:
             raise OSError("no process shows, not even the daemon's own")
@@ -353,7 +361,7 @@ class Processes:
                 pid for pid, state in states.items() if state == proc_files.ZOMBIE_STATE
             ),
             options=self._options if engine else None,
-            host=read_host(self._proc, engine[0].pid if engine else None),
+            host=read_host_on(self._machine.memory, self._proc, engine[0].pid if engine else None),
         )
 
     def _forget_entries(self) -> None:
@@ -570,7 +578,7 @@ class Processes:
         # the engine's ports do not belong to a single process. If several servers had these values,
         # the values would be added up.
         if entry.pid == self._find_first_server():
-            cpu_pressure_ratio = read_cpu_pressure(self._proc)
+            cpu_pressure_ratio = self._machine.cpu_pressure_ratio
             if proc_files.has_same_network(self._proc, entry.pid, default=False):
                 waits_seconds = self._read_waits(self._choice.ports or frozenset({self._page.port}))
                 if waits_seconds is not None:

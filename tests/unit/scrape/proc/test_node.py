@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.node_tree import UID, NodeTree, write_listening
-from vllm_headroom.model import EngineName, Failure, ProcessReadings
+from vllm_headroom.model import EngineName, Failure, MachineMemory, ProcessReadings
 from vllm_headroom.scrape.proc import node as node_module
 from vllm_headroom.scrape.proc.network import Network, read_network
 from vllm_headroom.scrape.proc.node import MOST_NODE_ENGINES, LocatedEngine, NodeProcesses
@@ -109,6 +109,25 @@ def test_an_engine_in_a_pod_has_the_pods_names_and_its_page(node: NodeTree) -> N
     assert engine.name == EngineName(namespace="default", pod="llama-0", container="vllm")
     assert subject.read_scope(f"pod:{uid}").own_pids == {100, 101}
     assert subject.read_scope(f"pod:{uid}").visible_pids == {1, 100, 101, 9999}
+
+
+def test_the_state_of_the_machine_is_read_once_for_all_engines_and_is_unknown_after_a_failed_scan(
+    node: NodeTree,
+) -> None:
+    owners = [f"pod:{node.add_pod(number, 100 * number, *SERVER)}" for number in (1, 2)]
+    meminfo = node.path / "meminfo"
+    meminfo.write_text("MemTotal: 8 kB\nMemAvailable: 4 kB\n")
+    subject = processes(node)
+    asyncio.run(subject.scan(30))
+    meminfo.unlink()
+
+    machines = [subject.read_scope(owner).machine.memory for owner in owners]
+    assert machines == [MachineMemory(total_bytes=8192, available_bytes=4096)] * 2
+
+    node.path.rename(node.path.with_name("unmounted"))
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(subject.scan(30))
+    assert subject.read_scope(owners[0]).machine.memory is None
 
 
 def test_any_process_of_the_machine_can_be_named_with_its_pod(node: NodeTree) -> None:
