@@ -527,7 +527,7 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
     unchanged, as probabilities, and filtered by top-k and top-p. Before 0.33, the second runner
     keeps fewer copies; in 0.33, it keeps at least the unchanged logits.
     """
-    # In units of the size of the 32-bit logits.
+    # The unit is the size of the 32-bit logits.
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
     all_low = narrow_ratio + WIDE_LOGITS
     all_high = narrow_ratio + WIDE_LOGITS_HIGH

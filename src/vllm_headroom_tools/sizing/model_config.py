@@ -302,7 +302,7 @@ def _find_language_part(config: Config) -> Config:
 
 
 class LayerCounts(Struct, frozen=True, kw_only=True):
-    """How many layers of each kind have a cache, without layers that share another one's cache."""
+    """How many layers of each kind have a cache; layers that share another cache do not count."""
 
     full: int
     windowed: int

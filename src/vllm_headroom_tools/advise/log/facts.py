@@ -231,8 +231,8 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
     """Return the length of the longest request that fits in a cache, in whole blocks.
 
-    Returns None if the size of a token or the current limit is unknown, or if requests at the
-    current limit already fit.
+    Returns None if the size of a token or the current limit is unknown, or if requests of the
+    current maximum length already fit.
     """
     context_tokens = start_facts.context_tokens
     bytes_per_token = start_facts.bytes_per_token

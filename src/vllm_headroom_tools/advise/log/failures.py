@@ -240,7 +240,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
     missing_bytes = AIM_BYTES + max(0.0, -_find_cache_bytes(start_facts))
     text = f"{format_size(missing_bytes)} more: what is missing, and a cache of 1 GiB"
     no_graphs = None
-    # Turning CUDA graphs off helps only if they take at least the missing memory.
+    # Turning CUDA graphs off helps only if they take at least as much memory as is missing.
     graphs_bytes = start_facts.start.find_largest("graphs_estimated_bytes")
     if graphs_bytes is not None and graphs_bytes >= missing_bytes:
         no_graphs = Change(

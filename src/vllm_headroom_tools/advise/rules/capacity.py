@@ -115,7 +115,7 @@ def _is_useful(now: float, value: float, added_amount: float) -> bool:
 
 
 def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
-    """Return the change to vLLM's memory that frees another `freed_bytes` on the GPU.
+    """Return the change to vLLM's memory that frees `freed_bytes` more on the GPU.
 
     Returns None if the GPU's size is unknown, or if vLLM's memory would not change.
     """
