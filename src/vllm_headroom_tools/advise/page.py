@@ -163,7 +163,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
 
 
 def _read_utilization(page: Values) -> float | None:
-    """Return the budget as a share of a GPU's total; None if it is unknown or GPUs differ."""
+    """Return the budget as a share of a GPU's total; None if unknown or not equal on all GPUs."""
     ratios = set()
     for (*gpu, basis), budget_bytes in page.find_all(catalog.MEMORY_REPORTED).items():
         total_bytes = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)

@@ -211,8 +211,8 @@ class Sampling:
         self._step = LoadObservation()
         self._parts = parts
         self._interval_seconds = interval_seconds
-        # Steps take samples in addition to the periodic ones; the lock ensures that only one sample
-        # is taken at a time.
+        # Steps take samples in addition to the periodic samples. The lock ensures that only one
+        # sample is taken at a time.
         self._turn = asyncio.Lock()
         # all except the daemon's leak detector, because `detector` does the same and also keeps the
         # history that the report needs

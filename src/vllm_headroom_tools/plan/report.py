@@ -49,7 +49,7 @@ class PlannedPart(Struct, frozen=True, kw_only=True):
 
 
 def build_report(estimate: MemoryEstimate, measured: WorkerMeasurements | None) -> Report:
-    """Return the report on the plan, compared with what an engine worker measured on its GPU.
+    """Return the report on the plan, compared with the measurements of an engine worker.
 
     `measured` is None if no probe file was given. In the data, bytes are per GPU unless the name
     says otherwise, and unknown figures are None.

@@ -80,8 +80,8 @@ def read_speculation(options: Namespace) -> Speculation:
         name = None
     elif method == HIDDEN_STATES:
         name = HIDDEN_STATES
-    # For the model's own heads, the draft may be given as the model's own name, as in Ernie's
-    # recipes.
+    # If the model's own heads generate the drafts, the draft may have the model's name, as in
+    # Ernie's recipes.
     is_assistant = name is not None and name.endswith(ASSISTANT)
     if method == OWN_HEADS and not is_assistant:
         name = None

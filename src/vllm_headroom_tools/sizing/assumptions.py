@@ -42,8 +42,8 @@ normally distributed sum exceeds it in 2 of 100 cases.
 """
 
 UNIFORM_VARIANCE: Final = 1 / 12
-"""The variance of an amount that is uniformly distributed over a range, as a multiple of the square
-of the range's width.
+"""The variance of an amount that is uniformly distributed over a range, in units of the range's
+width squared.
 """
 
 

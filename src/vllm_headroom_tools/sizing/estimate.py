@@ -73,8 +73,8 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     - A forward pass: `_estimate_forward` times `forward_ratio`.
     - Sampling: sequences x vocabulary x 4 bytes of logits, times `sampling_ratio`, plus one or two
       copies of the batch's hidden states. Tensor parallelism does not divide the sampling memory.
-      In a pipeline, only the last stage samples, while also holding the hidden states and residuals
-      that it received.
+      In a pipeline, only the last stage samples. It also holds the hidden states and residuals that
+      it received.
     - The image encoder. Its tokens also stay in memory during the forward pass and sampling
       (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes as much memory as a token in the
       language model. Tensor parallelism divides some encoders but not others.

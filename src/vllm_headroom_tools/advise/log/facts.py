@@ -196,8 +196,8 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 
     Until the cache is allocated, vLLM logs the GPU's size only at level DEBUG. If the size is
     unknown and the current share is below vLLM's default, the proposed value is the default.
-    Returns None if the share is unknown, or if the new share would exceed the safe share or the
-    memory that was free before the start.
+    Returns None if the share is unknown. Also returns None if the new share would exceed the safe
+    share, or the memory that was free before the start.
     """
     settings = start_facts.settings
     total_bytes = start_facts.total_bytes

@@ -87,7 +87,7 @@ def _find_remark(failure: LogFailure) -> str | None:
 
 
 def _list_evidence(start_facts: StartFacts, failure: LogFailure) -> tuple[Figure, ...]:
-    """Return the log line, the figures in the failure message, and the breakdown of the GPU."""
+    """Return the log line, the figures in the failure message, and the parts of GPU memory."""
     refusal = failure.refusal or Refusal()
     cache_bytes = start_facts.kv_cache_bytes
     missing_bytes = None

@@ -52,7 +52,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
 
 
 def _find_release(start_facts: StartFacts) -> Release:
-    """Return the release named in the log, or the newest known release if it is unknown."""
+    """Return the log's release, or the newest known release if the log's is unknown."""
     try:
         return parse_release(start_facts.start.version or "")
     except ValueError:

@@ -529,7 +529,7 @@ def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
 
 UNUSED_RATIO: Final = 0.15
 """Our choice: memory counts as unused only if at least this share of each GPU was free at all
-times. If vLLM uses more of the GPU, it is normal that requests wait for a full cache.
+times. If vLLM uses more of the GPU, it is normal that requests wait because the cache is full.
 """
 
 

@@ -247,7 +247,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 
 
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
-    """Return the smallest number of bytes free on any GPU before a start; None if all are unknown.
+    """Return the fewest bytes that were free on a GPU before a start; None if all are unknown.
 
     The bytes that the engine held in its first sample count as free before the start.
     """

@@ -400,6 +400,6 @@ ENGINES: Final = tuple(
     for profile in PROFILES
     if _list_names(profile, "running")
 )
-"""The exporters of all kinds of engines that export the number of running requests, which is the
-load that the detector needs.
+"""The exporters of those engines whose metrics include the number of running requests. The detector
+needs this number as the load.
 """
