@@ -16,6 +16,8 @@ from tests.engine_logs import DEATH, VLLM_0_19, begin
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Engine, Scene
 from tests.unit.commands.postmortem.test_postmortem import write
+from vllm_headroom.units import MIB
+from vllm_headroom_tools import engine_log
 
 CUDA = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
 HANG = "TimeoutError: RPC call to execute_model timed out.\n"
@@ -175,3 +177,22 @@ def test_a_log_that_is_none_is_refused(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert "is not a log of an engine" in process.stderr
     assert "hf_" not in process.stderr
+
+
+ENDLESS = ("advise", "/dev/zero"), ("check", "--log", "/dev/zero", "/dev/zero"), ("plan", "--log", "/dev/zero")
+
+
+@pytest.mark.parametrize("words", [*ENDLESS, ("postmortem", ".", "--log", "/dev/zero")], ids=lambda words: words[0])
+def test_a_log_without_end_is_refused(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_log, "LOG_LIMIT_BYTES", 2 * MIB)
+    process = run_command(*words)
+
+    assert process.returncode == 2
+    assert (process.stdout + process.stderr).count("/dev/zero: has more than 2 MiB: pass only the part") == 1
+
+
+def test_a_log_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (VLLM_0_19 + DEATH).encode().splitlines(keepends=True)
+    monkeypatch.setattr(engine_log, "LOG_LIMIT_BYTES", sum(map(len, lines)))
+
+    assert engine_log.parse_engine_log(iter(lines)).starts
