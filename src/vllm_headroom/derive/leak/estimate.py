@@ -94,9 +94,9 @@ def estimate_growth(
 ) -> Estimate:
     """Return the rates of the growth, and the rates expected under future load (`pace`).
 
-    The estimate does not include the time left yet, which is added by `set_time_left`.
-    `began_bytes` is the memory when the growth began. If `room_bytes` is None, the room is unknown,
-    and the expected rates are the rates by time.
+    The estimate does not include the time left yet; `set_time_left` adds it. `began_bytes` is the
+    memory when the growth began. If `room_bytes` is None, the room is unknown, and the expected
+    rates are the rates by time.
     """
     seconds = [block.seconds for block in growth.blocks]
     requests = [block.requests for block in growth.blocks]

@@ -145,8 +145,8 @@ class Growth(Struct, frozen=True, kw_only=True):
     grown_bytes: float
     """The sum of the rises."""
     typical_step_bytes: float
-    """The typical size of a rise: the sum of the squares divided by the sum, so that small rises
-    hardly matter.
+    """The typical size of a rise: the sum of the squared rises divided by the sum of the rises.
+    Small rises therefore hardly matter.
     """
 
     lasted_seconds: float
@@ -275,8 +275,8 @@ class Reached(Struct, frozen=True, kw_only=True):
     base: Block
     """The first block of the run."""
     peak: Block
-    """The highest block. Once memory has fallen with load, this is the highest block since that
-    fall.
+    """The block with the highest memory. Once memory has fallen with load, only blocks since that
+    fall count.
     """
 
     growth_bytes: tuple[float, ...] = (0.0,) * GROWTH_HOURS
@@ -287,7 +287,7 @@ class Reached(Struct, frozen=True, kw_only=True):
     hour: int
     """The current hour on the track's clock."""
     hour_begin: Block
-    """The block with which the current hour on the track's clock began."""
+    """The first block of the current hour on the track's clock."""
 
     highest_rate: float = 0.0
     """The request rate in the busiest hour up to the peak, in requests per second."""

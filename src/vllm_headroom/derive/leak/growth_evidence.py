@@ -322,8 +322,9 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     odds_per_byte_before = log(bytes_per_fold_before / bytes_per_fold)
     least_odds = -inf
     if odds_per_byte_before >= 0:
-        # Growth by e-folds has slowed down since, as after a large warm-up. In this case, only the
-        # growth within the window is compared, and the growth before it must not lower the odds.
+        # Growth by e-folds is slower than it was before the window, as after a large warm-up. In
+        # this case, only the growth within the window is compared. The growth before the window
+        # must not lower the odds.
         odds_per_byte_before = 0.0
         least_odds = 0.0
         bytes_per_fold = grown_bytes / count_folds(origin, opened, now)
@@ -381,13 +382,13 @@ LATER_HALF_SHARE: Final = 0.45
 """Our choice: the minimum share of a window's growth in its later half, by time or by requests."""
 
 FIRST_QUARTER_SHARE: Final = 0.05
-"""The minimum share of the growth in the first quarter. With less, growth began within the window
-and is not even.
+"""The minimum share of the growth in the first quarter. With less, growth began within the window,
+so it is uneven.
 """
 
 LAST_QUARTER_SHARE: Final = 0.10
-"""The minimum share of the growth in the last quarter. With less, growth ended within the window
-and is not even.
+"""The minimum share of the growth in the last quarter. With less, growth ended within the window,
+so it is uneven.
 """
 
 
@@ -778,13 +779,14 @@ def judge_steps(
     patience_seconds = compute_patience(left_seconds, is_room_known=room_bytes is not None)
     has_lasted = lasted_seconds >= patience_seconds
     if may_be_leak and has_lasted and (age_seconds >= YOUNG_SECONDS or is_late):
-        # The likeness is scored last, because this compares all pairs of steps.
+        # The likeness is scored last, because scoring compares all pairs of steps.
         steps = tuple(step for step in track.history.steps if step.seconds > origin.seconds)
         likeness = score_likeness(steps, growth.blocks[0].seconds, COMPARED_SHARE * grown_bytes)
         if odds + likeness >= sure_odds:
             return Certainty.LEAKING, odds + likeness
 
-    # A warning only requires the pace, and that the device would be full within a day.
+    # A warning requires only that the pace is sufficient, and that the device would be full within
+    # a day.
     is_soon = left_seconds <= DAY_SECONDS and lasted_seconds >= WARNING_SHARE * left_seconds
     if odds >= GROWING_ODDS and age_seconds >= YOUNG_SECONDS / 2 and is_soon:
         return Certainty.GROWING, odds

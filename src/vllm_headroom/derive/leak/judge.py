@@ -203,8 +203,8 @@ five minutes. A single low block proves nothing, because a cache fills again aft
 
 
 SLOWED_SHARE: Final = 0.25
-"""Our choice: an alarm is raised by growth at a certain pace up to its peak. Growth below this
-share of that pace is considered other growth.
+"""Our choice: up to the alarm's peak, the alarm's growth has a certain pace. Growth at less than
+this share of that pace is considered other growth.
 """
 
 LEAST_BREATH_BLOCKS: Final = 6
@@ -212,7 +212,7 @@ LEAST_BREATH_BLOCKS: Final = 6
 
 
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
-    """Return the track with its alarm updated by the newest block, or without the alarm.
+    """Return the track with its alarm updated by the newest block, or removed if it has ended.
 
     The alarm ends if memory has not risen for a long time, if most of its growth was released, or
     if a full cache is merely released and refilled. When the alarm ends, the evidence starts over
@@ -277,7 +277,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 
 
 def _has_faded(track: Track) -> bool:
-    """Return whether memory has been lower for half a day, or would take a year to fill the room.
+    """Return whether memory was lower for half a day, or would take a year to fill the room.
 
     Returns False until half a day has been observed. Half a day at lower load proves nothing,
     because memory may follow load.
@@ -453,8 +453,8 @@ LEAST_STRETCH_SHARE: Final = 0.05
 """Our choice: a stretch with a smaller share of the alarm's growth counts as part of a pause."""
 
 REFILL_FACTOR: Final = 1.5
-"""Our choice: below the alarm's peak, the rate of a stretch is capped at this many times that of
-the growth up to the peak, as in DILUTED_RATIO.
+"""Our choice: below the alarm's peak, the rate of a stretch is capped at this many times the rate
+of the growth up to the peak, as in DILUTED_RATIO.
 """
 
 LEAST_RISE_SHARE: Final = 0.1
@@ -593,7 +593,8 @@ def _judge_rings(
     verdict = max(ring.verdict for ring in rings)
     if is_room_gone(room_bytes):
         verdict = min(verdict, Certainty.GROWING)
-    # Growth up to a height at which the engine was not leaking before is at most a warning.
+    # Memory has been at this height before without a leak, so growth up to this height is at most a
+    # warning.
     is_excused = verdict > Certainty.NONE and rings[0].blocks[-1].floor_bytes < excused_bytes
     if is_excused:
         verdict = Certainty.GROWING
@@ -825,15 +826,15 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
 
 
 def is_fading(track: Track, *, by_either: bool = False) -> bool:
-    """Return whether growth has slowed down since a quarter of the run, by time and by requests.
+    """Return whether growth has slowed down since the first quarter, by time and by requests.
 
     With `by_either`, it is enough that growth has slowed down by one of the two.
 
-    The time since then is divided into thirds, and the growth in the last two thirds is compared
-    with that in the first third. Growth along a straight line is twice as large in the last two
-    thirds, and growth along a logarithm is equally large. Memory that fills up to a bound grows
-    less in the last two thirds, once the run has lasted for about as long as the fill takes. The
-    first quarter of the run is ignored, because it is the warm-up.
+    The time since the first quarter of the run is divided into thirds. The growth in the last two
+    thirds is compared with the growth in the first third. Growth along a straight line is twice as
+    large in the last two thirds, and growth along a logarithm is equally large. Memory that fills
+    up to a bound grows less in the last two thirds, once the run has lasted for about as long as
+    the fill takes. The first quarter of the run is ignored, because it is the warm-up.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block

@@ -81,9 +81,8 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
     """Return the detector's new state and all its samples.
 
-    The samples cover the memory kept during sleep, whether load is level, and the leaks of every
-    GPU and role. Leaks are only looked for in a run in service, while sleep is tracked in every
-    run.
+    The samples show the memory kept during sleep, whether load is level, and the leaks of every GPU
+    and role. Leaks are only looked for in a run in service, while sleep is tracked in every run.
     """
     # The unfiltered snapshot is used, because a run that goes to sleep before any request is not in
     # service.
@@ -194,7 +193,8 @@ def _count_held(process: EngineProcess) -> int:
 
 def _identify_processes(processes: list[EngineProcess]) -> str:
     """Return the pids and start times of a role's processes, which identify its run."""
-    # They are sorted, because /proc has no order. Start times are multiples of a 0.01 s clock tick.
+    # The names are sorted, because /proc lists processes in no fixed order. Start times are
+    # multiples of a 0.01 s clock tick.
     return ",".join(
         sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)
     )
@@ -317,7 +317,7 @@ def update_residues(
             if observation.awake is not False:
                 continue
             track = start_track(observation.seconds)
-        # The 1 is the engine itself.
+        # The one process is the engine itself.
         is_engines_own = observation.neighbours is None or observation.neighbours <= 1
         held_bytes = residues_bytes[uuid] if observation.awake and is_engines_own else None
         tracks[uuid] = observe(track, replace(observation, held_bytes=held_bytes, awake=None))

@@ -61,8 +61,8 @@ begins. If the process leaves earlier, nothing changes.
 """
 
 LOAD_LEAP: Final = 2.0
-"""Load that is this many times as high as ever before creates new demands. Steady load exceeds its
-first minutes by at most half.
+"""Load that is this many times as high as ever before creates new demands. Steady load exceeds the
+load of its first minutes by at most half.
 """
 
 LEAST_STEP_BYTES: Final = 24 * MIB
