@@ -14,8 +14,8 @@ from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 from vllm_headroom.units import DAY_SECONDS
 
 COMPARABLE_FACTOR: Final = 1.1
-"""Two loads are comparable if they differ by at most this factor. The alert uses the same factor:
-in a post-mortem, memory per request rose by this factor, from 9.5 to 10.5 MB.
+"""Two loads are comparable if they differ by at most this factor. The alert uses the same factor.
+It comes from a post-mortem in which memory per request rose from 9.5 to 10.5 MB.
 """
 
 BASELINE_READINGS: Final = 60

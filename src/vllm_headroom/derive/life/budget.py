@@ -18,8 +18,8 @@ HeadroomMemoryDiscrepancy.
 """
 
 OVER_BUDGET_BYTES: Final = 2**30
-"""The excess must also reach this many bytes. The CUDA context and the graphs of a small model are
-outside of every budget, and take a fifth of a MIG slice.
+"""The excess must also reach this many bytes. The CUDA context and the graphs are outside of every
+budget, and even those of a small model take a fifth of a MIG slice.
 """
 
 RESUMED_SHARE: Final = 2 / 3
@@ -157,7 +157,7 @@ def _update_budget(
 def _add_level(
     levels: tuple[tuple[float, int], ...], now: float, held_bytes: int
 ) -> tuple[tuple[float, int], ...]:
-    """Return the levels of the last few minutes; a new one is added once a slot has passed."""
+    """Return the levels of the last few minutes; a new level is added once a slot has passed."""
     if levels and 0 <= now - levels[-1][0] < REST_SLOT_SECONDS:
         return levels
     recent_levels = [level for level in levels if 0 <= now - level[0] <= REST_SECONDS]
@@ -188,7 +188,7 @@ def _find_peak(gpu: Gpu) -> int:
     memory = gpu.reading.memory
     if memory is None or gpu.reading.used_peak_bytes is None:
         return 0
-    # Other processes use this GPU, so the peak may have been one of theirs.
+    # Other processes use this GPU, so one of them may have caused the peak.
     if gpu.other_bytes:
         return 0
     peak_bytes = gpu.reading.used_peak_bytes - memory.used_bytes

@@ -123,8 +123,8 @@ class CpuUse(Struct, frozen=True):
 
 
 Hint = tuple[HangSign, ProcessName | None]
-"""A sign of a hang and the process that shows it; None if the sign does not belong to a single
-process.
+"""A sign of a hang and the process that shows it. The process is None if the sign does not belong
+to a single one.
 """
 
 
@@ -159,9 +159,8 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
     gpu_ratio: float | None = None
     """The highest utilisation of any GPU in the newest complete span."""
     has_spun_idle: bool = False
-    """Whether the core and the workers use CPU time even without work, in which case CPU time
-    proves nothing. In some versions of vLLM, tensor-parallel workers spin while they wait for the
-    core.
+    """Whether the core and the workers use CPU time even without work. If they do, CPU time proves
+    nothing. In some versions of vLLM, tensor-parallel workers spin while they wait for the core.
     """
     begin_seconds: float | None = None
     """When the current span began, on the monotonic clock."""
@@ -470,7 +469,7 @@ def update_activity(
     if span_seconds < SPAN_SECONDS:
         return track
     cpu_ratio = None
-    # The sum falls when a process exits, in which case the CPU use of this span is unknown.
+    # The sum falls when a process exits. The CPU use of this span is then unknown.
     if (
         cpu_seconds is not None
         and track.begin_cpu_seconds is not None
