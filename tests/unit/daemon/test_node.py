@@ -141,7 +141,9 @@ class Found:
         return owner_key in self.pods
 
     def read_scope(self, _owner_key: str) -> Scope:
-        return Scope(visible_pids=frozenset(), own_pids=frozenset(), machine=MachineReading())
+        return Scope(
+            visible_pids=frozenset(), own_pids=frozenset(), list_waits=lambda _: None, machine=MachineReading()
+        )
 
 
 def locate(number: int, kind: EngineKind = EngineKind.WATCHED, uid: str = "") -> LocatedEngine:

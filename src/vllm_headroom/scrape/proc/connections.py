@@ -1,7 +1,8 @@
 """Determine from the kernel's connection data how long a server's clients have been waiting."""
 
 import socket
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from struct import Struct
 from typing import Final
 
@@ -31,6 +32,10 @@ family, protocol, attributes and states.
 """
 _SOCKET_ID: Final = Struct(">H46x")
 """The rest of the request: the server's port, any address and any peer."""
+_ANY_PORT: Final = 0
+"""The port in a request for the connections of all ports."""
+_LOCAL_PORT: Final = Struct(">20xH")
+"""The port of a connection's end on this machine, in a message."""
 _MESSAGE_HEADER: Final = Struct("=IH")
 _ATTRIBUTE_HEADER: Final = Struct("=HH")
 _FIXED_BYTES: Final = 88
@@ -50,15 +55,32 @@ def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
     idle keep-alive connection last sent data, namely the response. Only connections in this
     process's network namespace are listed. Returns None if the kernel does not list connections.
     """
-    waits_seconds: list[float] = []
+    waits = _read_waits(ports)
+    return None if waits is None else tuple(seconds for _, seconds in waits)
+
+
+def list_waits_by_port() -> Mapping[int, tuple[float, ...]] | None:
+    """Return what `list_waits` returns for each port that has waiting requests; None if unknown."""
+    waits = _read_waits((_ANY_PORT,))
+    if waits is None:
+        return None
+    by_port: defaultdict[int, list[float]] = defaultdict(list)
+    for port, seconds in waits:
+        by_port[port].append(seconds)
+    return {port: tuple(waits_seconds) for port, waits_seconds in by_port.items()}
+
+
+def _read_waits(ports: Collection[int]) -> list[tuple[int, float]] | None:
+    """Return the port and the seconds of each request that is waiting; None if unknown."""
+    waits: list[tuple[int, float]] = []
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
             for family in (socket.AF_INET, socket.AF_INET6):
                 for port in ports:
-                    waits_seconds += _list_waits(kernel, family, port)
+                    waits += _list_waits(kernel, family, port)
     except OSError:
         return None
-    return tuple(waits_seconds)
+    return waits
 
 
 def find_slow_wait(waits_seconds: Collection[float]) -> float | None:
@@ -71,11 +93,11 @@ def count_lasting_waits(waits_seconds: Collection[float]) -> int:
     return sum(wait >= PASSING_SECONDS for wait in waits_seconds)
 
 
-def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float]:
-    """Yield how many seconds each waiting request to a port has been waiting.
+def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[tuple[int, float]]:
+    """Yield the port of each waiting request, and how many seconds it has been waiting.
 
-    `family` is the address family of IPv4 or IPv6. Raises OSError if the kernel does not list
-    connections.
+    Only requests to `port` are listed, unless it is _ANY_PORT. `family` is the address family of
+    IPv4 or IPv6. Raises OSError if the kernel does not list connections.
     """
     # A dump of all established TCP sockets to the port, with their TCP_INFO (sock_diag(7)).
     size = _REQUEST.size + _SOCKET_ID.size
@@ -96,6 +118,7 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
         for kind, message in _split_parts(received, _MESSAGE_HEADER):
             if kind in _END_KINDS:
                 return
+            (local_port,) = _LOCAL_PORT.unpack_from(message)
             for attribute, content in _split_parts(message[_FIXED_BYTES:], _ATTRIBUTE_HEADER):
                 if attribute != _INET_DIAG_INFO:
                     continue
@@ -105,7 +128,7 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[float
                 has_only_received = received_bytes > 0 and acked_bytes == 0
                 is_waiting = received_ago < sent_ago
                 if is_waiting or (received_ago == sent_ago and has_only_received):
-                    yield received_ago / 1000
+                    yield local_port, received_ago / 1000
 
 
 def _split_parts(parts: memoryview, header: Struct) -> Iterator[tuple[int, memoryview]]:

@@ -1,9 +1,10 @@
 """Find every engine on a machine, and each engine's processes, from /proc alone."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 from msgspec import Struct
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from vllm_headroom.model import EngineName
 from vllm_headroom.scrape.pods import CONTAINER_LOGS, POD_LOGS, ContainerNames
 from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc.connections import list_waits_by_port
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.host import MachineReading, read_machine_state
 from vllm_headroom.scrape.proc.names import ProcessNames
@@ -110,6 +112,11 @@ class NodeProcesses:
         self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
         self._machine = MachineReading()
         """The state of the machine at the last scan; nothing is known until the scan has ended."""
+        self._waits_lock = Lock()
+        self._are_waits_due = True
+        """Whether no engine has asked for waiting requests since the last scan."""
+        self._waits_by_port: Mapping[int, tuple[float, ...]] | None = None
+        """How many seconds each request has been waiting, by port; None if unknown."""
         self._pids: frozenset[int] = frozenset()
         self._owners: dict[int, Owner | None] = {}
         """The owner of each process. The least recently read one comes first."""
@@ -146,7 +153,12 @@ class NodeProcesses:
     def read_scope(self, owner_key: str) -> Scope:
         """Return the processes of a pod or unit, and the state of the machine, at the last scan."""
         own_pids = self._pids_by_owner.get(owner_key, frozenset())
-        return Scope(visible_pids=self._pids, own_pids=own_pids, machine=self._machine)
+        return Scope(
+            visible_pids=self._pids,
+            own_pids=own_pids,
+            list_waits=self._list_waits,
+            machine=self._machine,
+        )
 
     async def scan(self, timeout_seconds: float) -> None:
         """Read the owners of all processes, and the state of the machine.
@@ -155,6 +167,7 @@ class NodeProcesses:
         """
         # If the scan fails, the state of the machine is unknown, not that of the last scan.
         self._machine = MachineReading()
+        self._are_waits_due = True
         await self._scanner.call(self._scan, timeout_seconds)
 
     async def find_engines(self, timeout_seconds: float) -> tuple[LocatedEngine, ...]:
@@ -164,6 +177,25 @@ class NodeProcesses:
         /proc.
         """
         return await self._finder.call(self._find_engines, timeout_seconds)
+
+    def _list_waits(self, ports: Collection[int]) -> tuple[float, ...] | None:
+        """Return how many seconds each request to these ports has been waiting; None if unknown.
+
+        Only requests in the daemon's own network are visible. They are read once per scan, because
+        the kernel walks the connections of the whole machine for each reading. This runs on the
+        threads of the engines.
+        """
+        with self._waits_lock:
+            if self._are_waits_due:
+                self._are_waits_due = False
+                self._waits_by_port = list_waits_by_port()
+            waits_by_port = self._waits_by_port
+        if waits_by_port is None:
+            return None
+        waits_seconds: list[float] = []
+        for port in ports:
+            waits_seconds += waits_by_port.get(port, ())
+        return tuple(waits_seconds)
 
     def _find_command(self, pid: int) -> CommandLine | None:
         """Return a process's command line as last read; None if it is unknown."""

@@ -76,6 +76,10 @@ its process group, but is never an engine itself.
 """
 
 
+ListWaits = Callable[[Collection[int]], tuple[float, ...] | None]
+"""Returns how many seconds each request to the ports has been waiting; None if unknown."""
+
+
 class Scope(Struct, frozen=True, kw_only=True):
     """The processes among which the daemon searches for one of several engines."""
 
@@ -85,6 +89,8 @@ class Scope(Struct, frozen=True, kw_only=True):
     """The pids of the processes in the engine's pod or unit, which are the ones that a sidecar in
     the pod would see.
     """
+    list_waits: ListWaits
+    """Lists the waiting requests, as the function of this name in `connections`."""
     machine: MachineReading
     """The state of the machine, which is read once for all engines."""
 
@@ -226,6 +232,7 @@ class Processes:
 
         self._machine = MachineReading()
         """The state of the machine at this reading."""
+        self._list_waits: ListWaits = list_waits
 
         # The fields of the scan.
         self._entries: dict[int, ProcEntry] = {}
@@ -318,6 +325,7 @@ class Processes:
             pids = scope.own_pids
             visible_pids = scope.visible_pids
             self._machine = scope.machine
+            self._list_waits = scope.list_waits
         page_state = self._describe_page(page)
         if not visible_pids:
             raise OSError("no process shows, not even the daemon's own")
@@ -607,7 +615,7 @@ class Processes:
         now_seconds = self._monotonic()
         is_due = now_seconds - self._waits_read_at_seconds >= _WAITS_SECONDS
         if is_due or ports != self._waiting_ports:
-            self._waits_seconds = list_waits(ports)
+            self._waits_seconds = self._list_waits(ports)
             self._waiting_ports = ports
             self._waits_read_at_seconds = now_seconds
         return self._waits_seconds

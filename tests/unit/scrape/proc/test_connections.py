@@ -11,7 +11,7 @@ import pytest
 
 from tests.process import eventually
 from vllm_headroom.scrape.proc import connections
-from vllm_headroom.scrape.proc.connections import count_lasting_waits, find_slow_wait, list_waits
+from vllm_headroom.scrape.proc.connections import count_lasting_waits, find_slow_wait, list_waits, list_waits_by_port
 
 SLOW_SECONDS = 0.05
 
@@ -129,6 +129,18 @@ def test_a_request_counts_as_waiting_once_it_is_no_passing_one(
     eventually(lambda: count_lasting_waits(list_waits({first.port}) or ()) == 2, "both wait")
 
 
+def test_the_requests_of_all_ports_are_read_at_once(wires: list[Wire]) -> None:
+    first, second = wires
+    first.ask()
+    second.ask()
+    assert first.waits() >= SLOW_SECONDS
+    by_port = list_waits_by_port()
+
+    assert by_port is not None
+    assert len(by_port[first.port]) == 2
+    assert max(by_port[first.port]) >= SLOW_SECONDS
+
+
 def test_a_kernel_that_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> socket.socket:
         raise OSError
@@ -136,3 +148,4 @@ def test_a_kernel_that_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(socket, "socket", refuse)
 
     assert find_wait({80}) is None
+    assert list_waits_by_port() is None

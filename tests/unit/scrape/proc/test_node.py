@@ -130,6 +130,24 @@ def test_the_state_of_the_machine_is_read_once_for_all_engines_and_is_unknown_af
     assert subject.read_scope(owners[0]).machine.memory is None
 
 
+def test_waiting_requests_are_read_once_per_scan_for_all_engines(
+    node: NodeTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = [f"pod:{node.add_pod(number, 100 * number, *SERVER)}" for number in (1, 2)]
+    readings: list[dict[int, tuple[float, ...]] | None] = [{8001: (9.0,), 8002: (3.0, 5.0)}, None]
+    monkeypatch.setattr(node_module, "list_waits_by_port", lambda: readings.pop(0))
+    subject = processes(node)
+
+    asyncio.run(subject.scan(30))
+    waits = [subject.read_scope(owner).list_waits({port}) for owner, port in zip(owners, (8001, 8003), strict=True)]
+    assert waits == [(9.0,), ()]
+    assert subject.read_scope(owners[0]).list_waits({8001, 8002}) == (9.0, 3.0, 5.0)
+    assert len(readings) == 1
+
+    asyncio.run(subject.scan(30))
+    assert subject.read_scope(owners[0]).list_waits({8001}) is None
+
+
 def test_any_process_of_the_machine_can_be_named_with_its_pod(node: NodeTree) -> None:
     node.add_pod(1, 100, *SERVER, name="llama-0")
     node.add_pod(2, 200, "python3", "/work/train.py", "--token=secret", name="train-0")
