@@ -21,8 +21,10 @@ ln -sfn "$keda/config" "$folder/keda-config"
 ray=$(find_module github.com/ray-project/kuberay/ray-operator@v1.5.0)
 groups=$(find_module sigs.k8s.io/lws@v0.7.0)
 kserve=$(find_module github.com/kserve/kserve@v0.16.0)
+files=()
 for file in "$keda"/config/crd/bases/*.yaml "$ray/config/crd/bases/ray.io_rayservices.yaml" "$groups"/config/crd/bases/*.yaml \
   "$kserve/config/crd/full/serving.kserve.io_inferenceservices.yaml"; do
-  "$folder/kubectl" create --filename "$file"
+  files+=(--filename "$file")
 done
+"$folder/kubectl" create "${files[@]}"
 "$folder/kubectl" wait --for=condition=Established --timeout=60s customresourcedefinitions --all

@@ -47,6 +47,22 @@ build_program prometheus github.com/prometheus/prometheus/cmd/prometheus v0.313.
 build_program prometheus-operator github.com/prometheus-operator/prometheus-operator/cmd/operator v0.85.0
 build_program prometheus-config-reloader github.com/prometheus-operator/prometheus-operator/cmd/prometheus-config-reloader v0.85.0
 ln -sf images/helm "$folder/helm"
+# What NVIDIA's runtime mounts, here the fake library; its control file is in a volume of each pod.
+fake=$(cd ../.. && .venv/bin/python -c 'from tests.fakes.nvml.library import built; print(built())')
+install -D "$fake" "$folder/driver/libnvidia-ml.so.1"
+ctr oci spec | python3 -c '
+import json, sys
+spec = json.load(sys.stdin)
+spec["process"].setdefault("env", []).append("NVML_FAKE_FILE=/run/nvml/nvml.txt")
+spec["mounts"].append({
+    "destination": "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1", "source": sys.argv[1], "type": "bind", "options": ["rbind", "ro"],
+})
+json.dump(spec, sys.stdout)' "$folder/driver/libnvidia-ml.so.1" >"$folder/nvidia.json"
+
+# It starts while the images are built.
+trap wait EXIT
+node/start.sh "$program" "$folder/node" "$folder/nvidia.json" &
+starting=$!
 image=${IMAGE_FOLDER:-$cache/image}
 ../image/setup.sh "$image"
 containers=$image/containers
@@ -77,24 +93,12 @@ printf '%s\n' 'FROM localhost/vllm-headroom:image-test' 'COPY alertmanager /bin/
   'COPY alertmanager-files /usr/share/prometheus/alertmanager' 'ENTRYPOINT ["/bin/alertmanager"]' >"$folder/images/alertmanager.containerfile"
 build alertmanager quay.io/prometheus/alertmanager:v0.25.0
 
-# What NVIDIA's runtime mounts, here the fake library; its control file is in a volume of each pod.
-fake=$(cd ../.. && .venv/bin/python -c 'from tests.fakes.nvml.library import built; print(built())')
-install -D "$fake" "$folder/driver/libnvidia-ml.so.1"
-ctr oci spec | python3 -c '
-import json, sys
-spec = json.load(sys.stdin)
-spec["process"].setdefault("env", []).append("NVML_FAKE_FILE=/run/nvml/nvml.txt")
-spec["mounts"].append({
-    "destination": "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1", "source": sys.argv[1], "type": "bind", "options": ["rbind", "ro"],
-})
-json.dump(spec, sys.stdout)' "$folder/driver/libnvidia-ml.so.1" >"$folder/nvidia.json"
-
-node/start.sh "$program" "$folder/node" "$folder/nvidia.json"
+wait "$starting"
 kubectl=$folder/node/kubectl
 ln -sf "$kubectl" "$folder/kubectl"
-for image in "${images[@]}"; do
-  "$containers" save --quiet "$image" | ctr --address "$folder/node/containerd.sock" --namespace k8s.io images import - >/dev/null
-done
+# All at once: most have the same layers.
+"$containers" save --quiet --multi-image-archive "${images[@]}" |
+  ctr --address "$folder/node/containerd.sock" --namespace k8s.io images import - >/dev/null
 "$kubectl" patch node node --subresource=status --type=json --patch '[{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "110"}]'
 "$kubectl" label node node nvidia.com/gpu.present=true
 "$kubectl" create --filename - <<END
@@ -103,14 +107,16 @@ kind: RuntimeClass
 metadata: {name: nvidia}
 handler: nvidia
 END
-for number in 1 2 3; do # for each Prometheus one
+for number in 1 2 3 4 5; do # for each Prometheus one
   mkdir -m 777 "$folder/volume-$number"
-  "$kubectl" create --filename - <<END
+  cat <<END
 apiVersion: v1
 kind: PersistentVolume
 metadata: {name: volume-$number}
 spec: {capacity: {storage: 1Gi}, accessModes: [ReadWriteOnce], hostPath: {path: "$folder/volume-$number"}}
+---
 END
-done
+done | "$kubectl" create --filename -
 "$kubectl" create --filename "$operator/bundle.yaml"
 ./extensions.sh "$folder" "$cache"
+echo "the cluster stands after $SECONDS s"

@@ -23,12 +23,21 @@ for hierarchy in $(awk '$3 ~ /^cgroup/ { print $2 }' /proc/mounts); do
     sed 's/[^ ]*/+&/g' "$hierarchy/cgroup.controllers" >"$hierarchy/cgroup.subtree_control"
   fi
   mkdir "$hierarchy/$cluster"
-  # All pods together would have the CPU of one process of the machine; this is that of sixteen.
-  [[ ! -f $hierarchy/$cluster/cpu.shares ]] || echo 16384 >"$hierarchy/$cluster/cpu.shares"
-  [[ ! -f $hierarchy/$cluster/cpu.weight ]] || echo 1600 >"$hierarchy/$cluster/cpu.weight"
+  # All pods together would have the CPU of one process of the machine; this is that of sixteen. What runs them, and the tests, get
+  # half of it: in the group of all other processes, each would wait for the pods.
+  if [[ -f $hierarchy/$cluster/cpu.shares ]]; then
+    echo 16384 >"$hierarchy/$cluster/cpu.shares"
+    beside_pods=$hierarchy/$cluster/beside-pods
+    mkdir "$beside_pods"
+    echo 2048 >"$beside_pods/cpu.shares" # the kubelet gives its pods 1,024 for each CPU
+  elif [[ -f $hierarchy/$cluster/cpu.weight ]]; then
+    echo 1600 >"$hierarchy/$cluster/cpu.weight"
+    beside_pods=$hierarchy/$cluster/beside-pods
+    mkdir "$beside_pods" # its weight is 100, and that of the kubelet's pods 79
+  fi
 done
 ip netns add "$cluster"
-printf '#!/bin/sh\nexec nsenter --net=/run/netns/%s "$@"\n' "$cluster" >"$folder/inside"
+printf '#!/bin/sh\necho $$ >%s/cgroup.procs\nexec nsenter --net=/run/netns/%s "$@"\n' "$beside_pods" "$cluster" >"$folder/inside"
 printf '#!/bin/sh\nexec %s %s kubectl --kubeconfig=%s "$@"\n' "$folder/inside" "$program" "$folder/admin.conf" >"$folder/kubectl"
 chmod +x "$folder/inside" "$folder/kubectl"
 # Without kube-proxy no Service has an address but the API server's own, which it listens on.

@@ -10,12 +10,15 @@ end() { # NAME: asks, and after five seconds ends it
   for _ in {1..50}; do kill -0 "$pid" 2>/dev/null || return; sleep 0.1; done
   kill -KILL "$pid" 2>/dev/null
 }
-containers() { ctr --address "$folder/containerd.sock" --namespace k8s.io "$@" 2>/dev/null; }
+each_task() { # COMMAND...: for each task, several at once
+  local command=(ctr --address "$folder/containerd.sock" --namespace k8s.io tasks)
+  "${command[@]}" list --quiet 2>/dev/null | xargs --no-run-if-empty --max-args=1 --max-procs=8 "${command[@]}" "$@" >/dev/null 2>&1
+}
 end kubelet
 # A frozen container ends by SIGKILL alone.
-for task in $(containers tasks list --quiet); do containers tasks kill --signal SIGKILL "$task"; done
+each_task kill --signal SIGKILL
 sleep 1
-for task in $(containers tasks list --quiet); do containers tasks delete --force "$task"; done
+each_task delete --force
 for part in kube-scheduler kube-controller-manager kube-apiserver etcd containerd; do end $part; done
 # On a very busy machine containerd gives up on a start, and leaves its shim.
 pgrep -f "containerd-shim.* -address $folder/containerd.sock" | xargs --no-run-if-empty kill -KILL
