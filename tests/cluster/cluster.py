@@ -25,6 +25,9 @@ REQUEST_SECONDS: Final = 60.0
 READ_SECONDS: Final = 900.0
 """How long all tries of a request that only reads may take: on a busy machine the API server answers late."""
 
+START_SECONDS: Final = 1800.0
+"""How long anything may take to start on a busy machine: this only ends a test that failed."""
+
 SIDECAR_IMAGE: Final = os.environ.get("SIDECAR_IMAGE", "localhost/vllm-headroom:image-test")
 NEXT_SIDECAR_IMAGE: Final = os.environ.get("NEXT_SIDECAR_IMAGE", "localhost/vllm-headroom:next")
 """The image to which a sidecar is upgraded: another name is enough."""
@@ -130,7 +133,10 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 
 
 def kubectl(*words: str, given: str = "", check: bool = True) -> str:
-    """Return what kubectl prints; fail where it does, unless `check` is False; wait for an API server that is away."""
+    """Return what kubectl prints; fail where it does, unless `check` is False; wait for an API server that is away.
+
+    What applies objects is also tried again where the API server was too slow.
+    """
     deadline_seconds = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -141,8 +147,8 @@ def kubectl(*words: str, given: str = "", check: bool = True) -> str:
             if check:
                 raise
             return ""
-        is_away = done.returncode != 0 and "refused" in done.stderr
-        if not is_away or time.monotonic() > deadline_seconds:
+        is_away = "refused" in done.stderr or ("apply" in words and "imeout" in done.stderr)
+        if done.returncode == 0 or not is_away or time.monotonic() > deadline_seconds:
             break
         time.sleep(1.0)
     assert not check or done.returncode == 0, f"kubectl {' '.join(words)}\n{done.stdout}{done.stderr}"
@@ -180,11 +186,12 @@ class Workload:
     """How long the start of each new pod's engine takes."""
     has_web_config: bool = False
     """Whether the sidecar has a web.config.yml, from a Secret."""
+    is_model_of_pod: bool = False
+    """Whether the model of each pod has the name of the pod, to know them apart."""
 
     @property
     def model(self) -> str:
-        """The name of the model: that of the pods' own where none has a sidecar, to know them apart."""
-        return f"{self.namespace}-model" if self.has_sidecar else "$(POD_NAME)"
+        return "$(POD_NAME)" if self.is_model_of_pod else f"{self.namespace}-model"
 
     def kubectl(self, *words: str, given: str = "", check: bool = True) -> str:
         return kubectl("--namespace", self.namespace, *words, given=given, check=check)

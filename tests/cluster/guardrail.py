@@ -57,7 +57,7 @@ class Simulation:
 
 FAST: Final = Simulation(
     speed=1000,
-    sample_interval_seconds=60,
+    sample_interval_seconds=120,
     sidecar_settings={"HEADROOM_EVICT": "on", "HEADROOM_EVICT_SECONDS": "86400"},
     engine_settings={"ENGINE_LOAD_SECONDS": "40"},
 )

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from tests.cluster.cluster import FOLDER, NODE, kubectl, read
+from tests.cluster.cluster import FOLDER, NODE, START_SECONDS, kubectl, read
 from tests.e2e.paging import free_addresses
 from tests.process import eventually
 
@@ -25,7 +25,6 @@ METRICS_API: Final = "v1beta1.external.metrics.k8s.io"
 ADAPTER_SERVICE: Final = "keda-metrics-apiserver"
 ADAPTER_PORT: Final = 6443
 GRPC_PORT: Final = 9666
-START_SECONDS: Final = 120.0
 
 
 def write_certificate(folder: Path) -> str:

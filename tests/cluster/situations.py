@@ -39,6 +39,8 @@ class Situation:
     """Whether the sidecar has a web.config.yml, from a Secret."""
     has_own_prometheus: bool = False
     """Whether a Prometheus and an Alertmanager watch it alone."""
+    has_rules_twice: bool = False
+    """Whether that Prometheus has the rules of two namespaces."""
 
 
 def step(do: str, *arguments: object, after_seconds: float = 0.0) -> Step:
@@ -177,7 +179,7 @@ SITUATIONS: Final = (
     Situation(
         name="api-server",
         text="the API server is away for 20 s",
-        steps=(step("restart_api_server", after_seconds=300),),
+        steps=(step("restart_api_server", after_seconds=500),),  # Helm has ended then, which does not wait for it
         needs_own_cluster=True,
     ),
     Situation(
@@ -192,6 +194,14 @@ SITUATIONS: Final = (
         ),
         alerts=frozenset({"HeadroomEngineDied"}),
         has_own_prometheus=True,
+    ),
+    Situation(
+        name="rules-twice",
+        text="the rules are in the cluster twice; a lone engine dies once under load, and loads for two minutes",
+        steps=(step("load_for", 120), step("order", "die")),
+        alerts=frozenset({"HeadroomModelDown"}),
+        has_own_prometheus=True,
+        has_rules_twice=True,
     ),
     Situation(
         name="node-lost",

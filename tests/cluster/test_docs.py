@@ -15,7 +15,7 @@ import yaml
 
 from tests.assets.console import ROOT, Block, blocks
 from tests.assets.kubernetes.rendering import documents
-from tests.cluster.cluster import FOLDER, IS_OWN_CLUSTER, SIDECAR_IMAGE, Workload, kubectl
+from tests.cluster.cluster import FOLDER, IS_OWN_CLUSTER, SIDECAR_IMAGE, START_SECONDS, Workload, kubectl
 from tests.process import NO_TLS, eventually
 
 pytestmark = [
@@ -25,8 +25,7 @@ pytestmark = [
 
 PAGE: Final = ROOT / "docs" / "kubernetes.md"
 ADDRESS: Final = re.compile(r"https://github\.com/vllm-headroom/vllm-headroom//(\S+)\?ref=\S+")
-START_SECONDS: Final = 600.0
-COMMAND_SECONDS: Final = 600.0
+COMMAND_SECONDS: Final = START_SECONDS
 NVML_MOUNT: Final = "volumeMounts: [{name: nvml, mountPath: /run/nvml, readOnly: true}]"
 """The fake GPU of the stand-in's pod."""
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 from tests.assets.kubernetes.helm import CHART, CLUSTER, parent
-from tests.cluster.cluster import FOLDER, NODE, ROOT, SIDECAR_IMAGE, kubectl, read
+from tests.cluster.cluster import FOLDER, NODE, ROOT, SIDECAR_IMAGE, START_SECONDS, kubectl, read
 
 HELMS: Final = [name for name in ("helm", "helm4") if (FOLDER / name).exists()]
 """The versions that tests/cluster/setup.sh has built, or found."""
@@ -71,7 +71,7 @@ def run_helm(helm: str, namespace: str, *words: str, values: dict[str, Any] | No
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=START_SECONDS,
     )
     assert done.returncode == 0, f"helm {' '.join(words)}\n{done.stdout}{done.stderr}"
 
@@ -112,7 +112,7 @@ def test_a_release_is_installed_upgraded_tested_rolled_back_and_removed_and_its_
         run_helm(helm, own, "upgrade", release, str(chart), values=changed_values)
     assert list_objects(own) != installed
     for release in ("engine", "node"):
-        run_helm(helm, own, "test", release, "--timeout=4m")
+        run_helm(helm, own, "test", release, f"--timeout={START_SECONDS:g}s")
 
     for release in charts:
         run_helm(helm, own, "rollback", release)

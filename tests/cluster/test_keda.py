@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.assets.kubernetes.rendering import COMPONENTS
-from tests.cluster.cluster import FOLDER, IS_OWN_CLUSTER, NODE, Workload, read
+from tests.cluster.cluster import FOLDER, IS_OWN_CLUSTER, NODE, START_SECONDS, Workload, read
 from tests.cluster.guardrail import Simulation, build_workload
 from tests.cluster.keda import ADAPTER, run_keda
 from tests.e2e.paging import free_addresses, running
@@ -32,7 +32,6 @@ PROMETHEUS: Final = FOLDER / "images" / "prometheus"
 FACTOR: Final = 15
 """By what the waiting times of the ScaledObject are divided, so that ten minutes take 40 s."""
 
-START_SECONDS: Final = 600.0
 SCALE_SECONDS: Final = 300.0
 STEADY_SECONDS: Final = 60.0
 """How long nothing may change: four polls of KEDA's, and longer than its waiting times."""

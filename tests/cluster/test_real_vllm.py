@@ -17,7 +17,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from tests.cluster.cluster import IS_OWN_CLUSTER, ROOT, SIDECAR_IMAGE, Workload, kubectl
+from tests.cluster.cluster import IS_OWN_CLUSTER, ROOT, SIDECAR_IMAGE, START_SECONDS, Workload, kubectl
 from tests.process import NO_TLS, eventually
 
 ENGINE: Final = Path(os.environ.get("CLUSTER_ENGINE", "")).resolve()
@@ -28,9 +28,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(not IS_OWN_CLUSTER or not HAS_ENGINE, reason="CLUSTER_ENGINE has no vLLM for this node"),
 ]
-
-START_SECONDS: Final = 1500.0
-"""A minute on a machine that has nothing else to do."""
 
 LOOK_SECONDS: Final = 2.0
 LIBRARIES: Final = ("libnuma.so.1", "libgomp.so.1")

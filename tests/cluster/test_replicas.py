@@ -22,7 +22,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from tests.cluster.cluster import FOLDER, PATIENCE_SECONDS, ROOT, Workload
+from tests.cluster.cluster import FOLDER, PATIENCE_SECONDS, ROOT, START_SECONDS, Workload
 from tests.cluster.guardrail import BUDGET, OTHER_BUDGET, Simulation, build_workload
 from tests.e2e.paging import free_addresses, is_answering
 from tests.process import NO_TLS, eventually
@@ -36,7 +36,6 @@ OUT_OF_MEMORY_SECONDS: Final = 13_500 / SPEED
 """After what time an engine that is not restarted is out of memory: 3 h 45 min of the simulated time."""
 
 WATCH_SECONDS: Final = OUT_OF_MEMORY_SECONDS + 90
-START_SECONDS: Final = 600.0
 LOOK_SECONDS: Final = 2.0
 PAGE_SECONDS: Final = 10.0
 """The time from one look at all pages to the next."""

@@ -9,13 +9,12 @@ from typing import Final
 
 import pytest
 
-from tests.cluster.cluster import kubectl
+from tests.cluster.cluster import START_SECONDS, kubectl
 from tests.cluster.guardrail import BUDGET, build_workload, list_ready, read_log
 from tests.process import eventually
 
 pytestmark = pytest.mark.cluster
 
-START_SECONDS: Final = 300.0
 TOKEN_SECONDS: Final = 600
 """The shortest time for which Kubernetes issues a token."""
 

@@ -29,7 +29,8 @@ grep -lsF "$folder/" /var/lib/cni/results/* | xargs --no-run-if-empty rm
 rmdir /var/lib/cni/results /var/lib/cni 2>/dev/null
 # The kubelet links the logs of all containers in this one folder.
 find /var/log/containers -lname "$folder/*" -delete 2>/dev/null
-rmdir /var/log/containers 2>/dev/null
+# Another cluster's kubelet makes the folder once, when it starts.
+pgrep -f "kubelet --config=.* --hostname-override=node" >/dev/null || rmdir /var/log/containers 2>/dev/null
 rm -rf "$folder"
 find /sys/fs/cgroup -depth -type d -path "*/$cluster*" -exec rmdir {} + 2>/dev/null
 exit 0
