@@ -9,5 +9,5 @@ if "".join(sys.argv[:1]).endswith(("vllm-headroom", "-m")):
     # print a traceback.
     import _signal  # type: ignore[import-not-found]
 
-    # The default action applies until `main` decides how its command ends.
+    # Until `main` has installed its handlers, Ctrl-C ends the process without a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)

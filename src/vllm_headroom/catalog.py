@@ -1,4 +1,4 @@
-"""Every exported metric, in the order of the page: the public contract in code."""
+"""Every exported metric, in the order in which the page lists them."""
 
 from typing import Final
 
@@ -12,7 +12,7 @@ ENGINE_LABELS: Final = ("model_name", "engine")
 """The labels of a series for one engine, which is one data-parallel rank."""
 
 LIVE_SHARE: Final = ("running", "kv_used_ratio")
-"""The facts that are needed to compute the share of the KV cache per request."""
+"""The facts that are needed to compute how much of the KV cache a request uses."""
 
 LIVE_TOKENS: Final = (*LIVE_SHARE, "kv_capacity_tokens")
 """The facts that are needed to compute a size per request in tokens or bytes."""

@@ -12,10 +12,10 @@ class Clock(Protocol):
         """Return seconds since the epoch."""
 
     def monotonic(self) -> float:
-        """Return seconds that never go backwards."""
+        """Return a time in seconds that never goes backwards."""
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait at least until the given time; if it has passed, only yield to other tasks."""
+        """Wait until at least the given time; if this has passed, only yield to other tasks."""
 
 
 class SystemClock:
@@ -28,13 +28,13 @@ class SystemClock:
         return time.time()
 
     def monotonic(self) -> float:
-        """Return seconds that never go backwards."""
+        """Return a time in seconds that never goes backwards."""
         return time.monotonic()
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait at least until the given time; if it has passed, only yield to other tasks."""
-        # uvloop's timers count whole milliseconds and may fire early. If this method then returned,
-        # a step would run twice.
+        """Wait until at least the given time; if this has passed, only yield to other tasks."""
+        # uvloop's timers count whole milliseconds and may fire early. If this method returned
+        # early, a step would run twice.
         while True:
             remaining_seconds = monotonic_seconds - self.monotonic()
             await asyncio.sleep(max(0.0, remaining_seconds / self.speed))

@@ -25,7 +25,8 @@ VARIABLE_PREFIX: Final = "HEADROOM_"
 """The prefix of all environment variables of the sidecar."""
 
 AUTO: Final = "auto"
-"""If a setting has this value, the daemon itself finds the engine's profile, or its GPUs."""
+"""With this value, the daemon detects the engine's profile or its GPUs, depending on the setting.
+"""
 
 PROFILE_NAMES: Final = (AUTO, *(profile.name for profile in PROFILES))
 
@@ -77,7 +78,7 @@ WholeNumber = Annotated[int, from_text(inputs.parse_whole_number)]
 
 
 class Display(NamedTuple):
-    """How --help, and the message that refuses a value, show a setting."""
+    """How a setting is shown in --help and in the message that refuses a value."""
 
     metavar: str
     """The placeholder that --help shows for the value."""

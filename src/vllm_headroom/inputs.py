@@ -54,7 +54,7 @@ HIGHEST_PORT: Final = 65535
 HIGHEST_PERCENTAGE: Final = 100
 
 MAX_SHOWN_CHARACTERS: Final = 80
-"""Our choice: the number of characters of a refused value that are shown."""
+"""The number of characters that are shown of a refused value (our choice)."""
 
 
 def parse_http_url(text: str) -> httpx.URL:
@@ -98,11 +98,11 @@ def parse_path(text: str) -> Path:
 
 
 JOURNAL_UNIT: Final = re.compile(r"journal:[A-Za-z0-9:_.@\\][A-Za-z0-9:_.@\\-]{0,254}")
-"""A systemd unit whose lines in the journal are read."""
+"""Matches `journal:UNIT`, where UNIT is the systemd unit whose journal is read."""
 
 
 def parse_log_place(text: str) -> str:
-    """Return where a log is: a path or pattern of files, kubernetes, or journal:UNIT.
+    """Return where a log is: a file path or pattern, `kubernetes`, or `journal:UNIT`.
 
     Raises ValueError for any other text.
     """
@@ -187,7 +187,7 @@ def parse_engine_urls(text: str) -> object:
 
 
 def redact_urls(engines: object) -> object:
-    """Return a tuple of URLs as redacted text, separated by commas; any other value unchanged."""
+    """Return a tuple of URLs as redacted, comma-separated text, and any other value unchanged."""
     if isinstance(engines, tuple):
         return ",".join(redact_url(url) for url in engines)
     return engines
@@ -288,7 +288,7 @@ def _find_similar(name: str, names: Iterable[str]) -> list[str]:
     """Return the shortest of `names` that contain every word of `name`.
 
     If no name contains every word, the name with the most similar spelling is returned. The result
-    is empty if none is similar.
+    is empty if no name is similar.
     """
     # The names are sorted, so that the suggestion is deterministic if several names are equally
     # similar.

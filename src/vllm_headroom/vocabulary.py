@@ -131,8 +131,8 @@ class Role(StrEnum):
 
 
 NECESSARY_ROLES: Final = (Role.ENGINE_CORE, Role.WORKER)
-"""Without one of these processes, a server serves nobody, although its page may keep answering for
-half a minute or forever.
+"""If one of these processes is missing, the server cannot serve requests, even though its page may
+remain available for half a minute or indefinitely.
 """
 
 
@@ -187,10 +187,12 @@ class EvictionResult(StrEnum):
 
 
 class ServerAnswer(StrEnum):
-    """How the engine's server answers requests other than for its metrics page."""
+    """How the engine's server responds to requests for paths other than its metrics page."""
 
     HEALTHY = "healthy"
-    """`/health` answers 200. If there is no `/health`, `/v1/models` or `/load` answers 200."""
+    """`/health` answers 200. Where `/health` does not exist, either `/v1/models` or `/load` returns
+    200.
+    """
 
     UNHEALTHY = "unhealthy"
     """`/health` reports an error in the server, as vLLM's does once its engine has died."""

@@ -17,7 +17,7 @@ MAX_FILE_BYTES: Final = 2**20
 
 MOST_ENTRIES: Final = 10_000
 """A file with more lines and commas than this is not read, because parsing this many takes two
-seconds. A file with a thousand users has a thousand.
+seconds. A file with a thousand users has a thousand lines.
 """
 
 NULL_TAG: Final = "tag:yaml.org,2002:null"
@@ -27,7 +27,7 @@ class AliasRefuser(yaml.parser.Parser, yaml.composer.Composer):
     """Refuses aliases, because a few nested ones can expand 400 bytes to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the base class's next node, None at the end; raise ComposerError for an alias."""
+        """Return the base class's next node, or None at the end; raise for an alias."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(
@@ -95,7 +95,7 @@ def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
     """
     loader_class = TextLoader if as_text else PlainLoader
     try:
-        # The nodes are needed, because they still contain repeated keys, unlike the document.
+        # The nodes are used to find repeated keys, which the document no longer contains.
         loader = loader_class(content.decode())
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)

@@ -378,7 +378,7 @@ def _read_version(words: Sequence[str]) -> list[str]:
 
 
 def _find_first_argument(words: Sequence[str], name: str) -> int:
-    """Return the index of the first argument in `words`, which do not name the server.
+    """Return the index of the first argument in `words` that lack the server's name.
 
     The words may be only the arguments, for example if the container's image starts the server.
     Raises BadOptions if they begin with neither an option nor a model name.

@@ -76,9 +76,9 @@ def read_settings(
 ) -> AnySettings | tuple[str, ...]:
     """Return the settings, or a line for each mistake in any of the sources.
 
-    Options take precedence over the environment. The environment takes precedence over the file
-    that `config` or, without it, HEADROOM_CONFIG names. An empty variable counts as not set. Values
-    that another source overrides are checked too.
+    Options take precedence over the environment. The environment takes precedence over the file,
+    which is named by `config` or, by default, by HEADROOM_CONFIG. An empty variable counts as not
+    set. Values that another source overrides are checked too.
     """
     # The options, the environment and the file are checked separately.
     environment = _read_environment(kind)

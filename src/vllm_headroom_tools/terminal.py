@@ -196,8 +196,8 @@ def draw_bars(
         highest = max((value for value in columns if value is not None), default=0.0)
         ends = (0.0, highest)
     low, high = ends
-    # The range of a flat curve is 0, which cannot be a divisor. With any other divisor, its bars
-    # get the lowest step.
+    # The range of a flat curve is 0, which cannot be a divisor. With 1 as the divisor, all of its
+    # bars have the lowest height.
     span = (high - low) or 1.0
     heights = []
     for value in columns:

@@ -123,8 +123,8 @@ def open_lines(name: str) -> Iterator[Iterator[bytes]]:
     Raises BadInput if the file cannot be read. The file's name is added to the message of any
     BadInput raised in the context. Shows the progress on a terminal.
     """
-    # The generator is closed here, so that the bar is erased before an error is reported. Python
-    # 3.13 does not close a generator at exit while a traceback still refers to it.
+    # The generator is closed here, so that the progress bar is erased before an error is reported.
+    # Python 3.13 does not close a generator at exit while a traceback still refers to it.
     if name == "-":
         lines = track_lines(read_lines(cast(BufferedReader, sys.stdin.buffer)), None)
         with closing(lines):
@@ -132,8 +132,7 @@ def open_lines(name: str) -> Iterator[Iterator[bytes]]:
         return
     try:
         with Path(name).open("rb") as stream:
-            # The total size of the lines in a compressed file is not known from the size of the
-            # file.
+            # The size of a compressed file does not reveal the total size of its lines.
             total_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
             with closing(track_lines(read_lines(stream), total_bytes)) as lines:
                 yield lines
@@ -216,7 +215,7 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 
 def _describe_content(line: bytes) -> str:
-    """Describe a file that is not a trace by its first line, as the end of a sentence."""
+    """Describe a file that is not a trace by its first line; the text completes a sentence."""
     description = find_other_format(line)
     if description is not None:
         return f"is {description}"
@@ -231,7 +230,7 @@ def _describe_content(line: bytes) -> str:
 
 
 def find_other_format(line: bytes) -> str | None:
-    """Describe a file's format by its first line, and what to do; None if the format is unknown."""
+    """Return a file's format, judged by its first line, with advice, or None if it is unknown."""
     for beginning, description in OTHER_FORMATS.items():
         if line.startswith(beginning):
             return description
@@ -354,7 +353,7 @@ _FIELD_READERS: Final[Mapping[object, Any]] = {
     str | None: read_text,
     bool | None: read_truth,
 }
-"""The function that reads a field of a trace, by the field's type in the model."""
+"""The functions that read a field of a trace, keyed by the field's type in the model."""
 
 _FIELD_TYPES: Final[Mapping[type, Any]] = {
     kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)

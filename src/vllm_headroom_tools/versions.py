@@ -80,7 +80,7 @@ class Fault(Struct, frozen=True):
         """Return whether this version has the fault.
 
         If a version is newer than the last version in which the fault was observed, it is assumed
-        not to have the fault. This applies even if it is older than the version with the fix.
+        not to have the fault. This applies even if that version is older than the one with the fix.
         """
         if version < self.first_version:
             return False

@@ -189,7 +189,7 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LineP
 
 
 def draw_line(frame: Frame, stretches: Iterable[LinePoints], *, kind: str) -> str:
-    """Return a line through each stretch, of class `kind` in STYLE; empty if there is none.
+    """Return a line with the CSS class `kind` through each stretch, or "" if there are none.
 
     A stretch of one point is drawn as a dot.
     """
@@ -198,7 +198,7 @@ def draw_line(frame: Frame, stretches: Iterable[LinePoints], *, kind: str) -> st
 
 
 def draw_curve(frame: Frame, stretches: Iterable[LinePoints]) -> str:
-    """Return a line through each stretch, with a shaded area below it; empty if there is none."""
+    """Return a line through each stretch with a shaded area below, or "" if there are none."""
     paths = [_draw_path(frame, stretch) for stretch in stretches]
     if not paths:
         return ""
@@ -240,7 +240,7 @@ def draw_grid(frame: Frame, times: Iterable[float]) -> str:
 
 
 def round_top(top: float, unit: float) -> float:
-    """Return the lowest value from `top` on that divides into four round multiples of `unit`.
+    """Return the lowest value from `top` on that is four times a round multiple of `unit`.
 
     `unit` is a number such as the bytes in a GiB.
     """

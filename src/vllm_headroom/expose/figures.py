@@ -67,7 +67,9 @@ length (our choice). The forecast then takes up at least a quarter of the width.
 """
 
 FUTURE_FACTOR: Final = 2
-"""The maximum length of a forecast that is shown, as a multiple of the shown past (our choice)."""
+"""The maximum length of the visible part of a forecast, as a multiple of the shown past (our
+choice).
+"""
 
 
 RANGES: Final = {
@@ -97,7 +99,7 @@ class _Room(Struct, frozen=True, kw_only=True):
     total_bytes: int
     """The total memory; 0 if unknown."""
     left_seconds: float | None
-    """The time until nothing is free; None if no growth is found."""
+    """The time until no memory is free; None if no growth is found."""
     earliest_seconds: float | None
     """The lower bound of `left_seconds`; None if unknown."""
 
@@ -115,10 +117,10 @@ def draw_figures(
     """Yield at most three pieces of HTML: the worst figure, the load, and all other figures.
 
     The host and each of the engine's GPUs have a figure if they have a curve. The figure with the
-    worst verdict is large and has the legend. The load uses the same time axis, and is left out if
-    it has fewer than two points. Nothing is yielded if there are no curves. `past_seconds` is how
-    much of the past is shown; if it is None, the length is chosen to suit the curve and its
-    forecast.
+    worst verdict is large and has the legend. The figure of the load uses the same time axis, and
+    is left out if it has fewer than two points. Nothing is yielded if there are no curves.
+    `past_seconds` is how much of the past is shown; if it is None, the length is chosen to suit the
+    curve and its forecast.
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
@@ -318,7 +320,7 @@ def _render_plot(
 ) -> str:
     """Return a picture with the labels of its axes; `ticks` are times.
 
-    The page's script reads the curve's values from the picture's path, and the scale from the
+    The page's script reads the curve's values from the SVG `<path>` element, and the scale from the
     `data-` attributes.
     """
     if is_in_bytes:
@@ -371,7 +373,7 @@ def _format_tick(seconds: float) -> str:
 
 
 def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
-    """Return when memory will be full, earliest time first; empty if there is no forecast."""
+    """Return the earliest and the likely time at which memory will be full; empty if unknown."""
     if forecast is None:
         return ""
     likely_seconds = now + forecast.seconds

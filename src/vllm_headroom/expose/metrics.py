@@ -120,7 +120,7 @@ class _EncodedFamily(Struct, frozen=True):
         # The comments are followed by one line per sample, which ends with the value.
         lines = self.text.split(b"\n")
         first = len(lines) - 1 - len(samples)
-        # Most values of a family are as they were, for example the counts of failures.
+        # Most values in a family have not changed, for example the counts of failures.
         for index, (sample, former) in enumerate(
             zip(samples, self.samples, strict=True), start=first
         ):
@@ -199,7 +199,8 @@ class MetricsPage:
             encoded = families.get(metric.name)
             if encoded is None or not encoded.has_series_of(samples):
                 text = encode(_Families([_build_family(metric, samples)]))
-                # Only the last families on the page, those of the process, may end with this line.
+                # Only the last families on the page, which describe the process, may end with the
+                # EOF line.
                 families[metric.name] = _EncodedFamily(samples, text.removesuffix(_END_LINE))
             # Usually, only the values change. Encoding the family again takes ten times as long as
             # replacing its values.

@@ -74,7 +74,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
         )
 
     def find_engines(self, text: str) -> list[EngineView]:
-        """Return the engines named NAMESPACE/POD, NAMESPACE/POD/CONTAINER, or by unit or URL."""
+        """Return the engines with this name: NAMESPACE/POD[/CONTAINER], a unit or a URL."""
         return [engine for engine in self.engines if text in list_engine_names(engine.name)]
 
 
@@ -114,8 +114,8 @@ def respond_node_metrics(
 ) -> Response:
     """Return the metrics of all engines or, with a query, the metrics of one of them.
 
-    The metrics of one engine are the same as from its own sidecar. `metrics` is the handler for all
-    engines; `find_metrics` returns the handler for one engine.
+    The metrics of one engine are the same as those that a separate sidecar would serve. `metrics`
+    is the handler for all engines; `find_metrics` returns the handler for one engine.
     """
     wanted = _read_wanted(request)
     if wanted is None:

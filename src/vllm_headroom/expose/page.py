@@ -146,8 +146,8 @@ HEADLINES: Final = {
     Situation.STRANDED: "KV cache held by no request",
     Situation.FILLING: "{subject} filling as configured",
 }
-"""The headlines of some situations. For any other situation, the headline is the subject followed
-by the situation's name.
+"""The headlines of some situations. Headlines by situation. For other situations, the headline is
+the subject followed by the situation's name.
 """
 
 
@@ -262,8 +262,8 @@ def _find_down(view: View) -> Verdict | None:
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
     """Return when a verdict began to hold; None if unknown.
 
-    A stall counts from the last progress, and a start counts from the start of the process, as in
-    the page's key figure. Both times are before the first sample with the verdict.
+    A stall is dated from the last progress, and an engine's start from the start of its process, as
+    in the page's key figure. Both times are before the first sample with the verdict.
     """
     start = view.find_start(verdict)
     began_seconds = None
@@ -356,7 +356,7 @@ NO_BURST_ADVICE: Final = (
     "Now: reduce the load, or restart with a lower --gpu-memory-utilization. The next burst may end"
     " the engine."
 )
-"""What to do if an engine over its budget leaves less memory than a burst takes."""
+"""What to do if an engine exceeds its budget and leaves less free memory than a burst needs."""
 
 LOGIN_ADVICE: Final = (
     "Give the sidecar a login that may read the engine's page: vllm-headroom doctor prints the line"
@@ -512,7 +512,7 @@ TIME_LEFT_METRICS: Final = {
     Situation.GROWING: (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER),
     Situation.HOST_LEAK: (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER),
 }
-"""The metrics of the time left and its lower bound, by the situation in which memory grows."""
+"""The metrics for the time left and for its lower bound, by the situation in which memory grows."""
 
 WITHOUT_ROOM: Final = frozenset(
     {
@@ -577,7 +577,7 @@ def _measure_time_left(view: View, worst: Verdict) -> KeyFigure | None:
 
 
 def _find_time_left(view: View, situation: Situation) -> tuple[float | None, float | None]:
-    """Return the earliest and the likely time left, each the shortest of any GPU, or None."""
+    """Return the earliest and the likely time left, as minimums over all GPUs; None if unknown."""
     likely_time_left, earliest_time_left = TIME_LEFT_METRICS[situation]
     earliest_seconds = min(view.values.find_all(earliest_time_left).values(), default=None)
     likely_seconds = min(view.values.find_all(likely_time_left).values(), default=None)

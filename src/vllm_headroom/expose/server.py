@@ -23,8 +23,8 @@ from vllm_headroom.units import to_datetime
 log = Log(__name__)
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
-"""The maximum number of bytes read of a request's head. Prometheus sends 300 bytes, and a browser
-that sends its cookies for the host sends a few thousand.
+"""The maximum number of bytes read from the head of a request. Prometheus sends 300 bytes, and a
+browser that sends its cookies for the host sends a few thousand.
 """
 
 MOST_CONNECTIONS: Final = 256
@@ -34,25 +34,25 @@ make room for another handshake, it cancels the oldest handshake or password che
 """
 
 SLOW_CLIENT_SECONDS: Final = 1.0
-"""The time after which a client that has not read its entire response counts as idle, like a client
+"""After this time, a client that has not read its entire response counts as idle, like a client
 that sends nothing.
 """
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
 """The size requested for each of the two kernel buffers of a connection; the kernel doubles it.
-With the default size, 2.5 MB of unread responses would count against the container's limit, and a
-slow client would look idle.
+With the default size, 2.5 MB of unread responses would count against the container's memory limit,
+and a slow client would look idle.
 """
 
 ACCEPT_RETRY_SECONDS: Final = 0.1
-"""The pause after a connection could not be accepted (our choice)."""
+"""The pause after a failure to accept a connection (our choice)."""
 
 SWEEP_SECONDS: Final = 2.0
 """The interval at which the server looks for clients that take too long (our choice)."""
 
 SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
-"""The prefixes of paths whose requests are short and do not wait for scrapes. A kubelet waits one
-second for a response, and restarts the container after several failures.
+"""The path prefixes of short requests, which do not wait for scrapes. A kubelet waits one second
+for a response, and restarts the container after several failures.
 """
 
 DRAIN_SECONDS: Final = 0.5
@@ -264,10 +264,10 @@ class Connection(asyncio.Protocol):
         return self.phase in (Phase.HEAD, Phase.IDLE)
 
     def abandon(self) -> None:
-        """Forget the transport after opening the connection was cancelled; uvloop closes it.
+        """Forget the transport after a cancelled opening; uvloop closes the transport.
 
-        The connection may have been made, and a request read, in the same iteration of the event
-        loop.
+        By then, the connection may already have been made and a request read, in the same iteration
+        of the event loop.
         """
         self._is_abandoned = True
         self.connection_lost(None)
@@ -298,7 +298,7 @@ def _build_request(event: h11.Request) -> Request:
 def find_connection_limit() -> int:
     """Return the maximum number of connections, which is between 1 and MOST_CONNECTIONS.
 
-    If the process may open only a few files, the result is a quarter of their number, because the
+    If the process may open only a few files, the result is a quarter of that limit, because the
     sources and the state also need files.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -424,7 +424,8 @@ class Server:
             connection.drop()
             return
         if len(self.connections) >= find_connection_limit():
-            # The new connection is not rejected, so that idle connections cannot block a scrape.
+            # Another connection is dropped rather than the new one, so that idle connections cannot
+            # block a scrape.
             now_seconds = connection.since_seconds
             idle = [peer for peer in self.connections if peer.is_idle(now_seconds)]
             longest_idle = min(idle or self.connections, key=lambda peer: peer.since_seconds)

@@ -197,7 +197,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
 def _read_info(
     label_names: tuple[str, ...], series: Iterable[tuple[str, ...]]
 ) -> dict[str, str] | None:
-    """Return the label values of the first series by label name; None if there are no series."""
+    """Return the first series' label values by label name, or None if there are no series."""
     for labels in series:
         return dict(zip(label_names, labels, strict=True))
     return None

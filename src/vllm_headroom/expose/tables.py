@@ -69,7 +69,7 @@ PEAK_SAFE_SIZES: Final = {
 
 
 def _list_peak_tables(values: Values) -> tuple[Table, ...]:
-    """Return the table of peaks by kind of work; no table if the probe does not measure peaks."""
+    """Return the table of peaks by kind of work, or nothing if the probe does not measure peaks."""
     rows = tuple(_list_peaks(values))
     if not rows:
         return ()
@@ -148,7 +148,8 @@ def _sum_pinned(snapshot: Snapshot) -> dict[str, int]:
 def _list_roles(values: Values, pinned_bytes: Mapping[str, int]) -> Iterator[tuple[Cell, ...]]:
     """Yield a row for each role of the engine's processes: host memory, leak and growth.
 
-    `pinned_bytes` is keyed by role. If it is empty, the rows have no cell for pinned memory.
+    `pinned_bytes` is keyed by role. If `pinned_bytes` is empty, the rows have no cell for pinned
+    memory.
     """
     for (role,), resident_bytes in values.find_all(catalog.HOST_MEMORY).items():
         swapped_bytes = values.value(catalog.HOST_SWAP, role)

@@ -71,7 +71,7 @@ class HistoryEvent(Struct, frozen=True, kw_only=True):
 
 VerdictKey = tuple[str, Level, str | None]
 """The subject, level and alert of a verdict. If there is no alert, the third value is the engine's
-state for a verdict on the engine, and None for any other verdict.
+state if the verdict is about the engine, and None otherwise.
 """
 
 
@@ -392,7 +392,7 @@ def _is_paused_by_sleep(key: VerdictKey) -> bool:
 
 
 class LastIncident(Struct, frozen=True, kw_only=True):
-    """The newest incident on disk; None if there is none."""
+    """The newest incident on disk."""
 
     seconds: float
     """When the incident began, in seconds since the epoch."""
@@ -474,7 +474,7 @@ class View(Struct, frozen=True, kw_only=True):
         return (stall, *outdated)
 
     def find_runbook(self, alert: str | None) -> str | None:
-        """Return the URL of an alert's runbook; None without an alert or a configured URL."""
+        """Return an alert's runbook URL, or None if there is no alert or no configured URL."""
         if alert is None or self.runbooks is None:
             return None
         if "{alert}" in self.runbooks:

@@ -40,14 +40,14 @@ _Families = Mapping[str, list[Sample]]
 def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
     """Build the page's engines from its samples.
 
-    The page has no engines if no sample has a prefix of the profile. The result is the failure
-    OUT_OF_BOUNDS if building the page would be too expensive.
+    The page has no engines if no sample's name starts with one of the profile's prefixes. The
+    result is the failure OUT_OF_BOUNDS if building the page would be too expensive.
 
-    A series without a model belongs to every model of its engine. A series with neither a model nor
-    an engine belongs to every engine on the page, and a series with only a model belongs to engine
-    "0". If no series names a model, the model name is the profile's name if the profile's pages
-    never name a model, and otherwise "". An engine may have only settings: in some modes, vLLM
-    exports nothing but its settings, including the budget, until the first request.
+    A series without a model applies to every model of its engine. A series with neither a model nor
+    an engine applies to every engine on the page. A series with only a model applies to engine "0".
+    If no series names a model, the model name is "", or the profile's name if its pages never name
+    a model. An engine may have only settings: in some modes, vLLM exports nothing but its settings,
+    including the budget, until the first request.
     """
     samples = tuple(samples)
     prefix = _find_prefix(profile, samples)
@@ -101,7 +101,7 @@ def _counts_in_blocks(profile: Profile, families: Mapping[_EngineKey, _Families]
 
 
 def _find_prefix(profile: Profile, samples: Collection[Sample]) -> str | None:
-    """Return the first of the profile's prefixes that any sample has; None if no sample has one."""
+    """Return the first of the profile's prefixes that a sample's name starts with, or None."""
     for prefix in profile.prefixes:
         if any(sample.name.startswith(prefix) for sample in samples):
             return prefix
@@ -323,9 +323,9 @@ DEFAULT: Final = PROFILES[0]
 def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Failure:
     """Parse a page of Prometheus text into engine readings.
 
-    The page is read with the profile named `profile_name`. Without a name, it is read with the
-    first profile that has matching series on the page, or, if none has, with the first of all
-    profiles. A page without matching series has no engines. The reason of a failure is:
+    The page is read with the profile named `profile_name`. Without a name, the first profile with
+    matching series is used, or the first profile if none matches. A page without matching series
+    has no engines. The reason of a failure is:
 
     - NOT_METRICS for an empty page, or a page without metrics,
     - INCOMPLETE for a truncated page,
@@ -350,7 +350,7 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
 
 
 def find_profile(name: str) -> Profile:
-    """Return the profile with this name; the first profile if there is none."""
+    """Return the profile with this name, or the first profile if there is none."""
     return next((profile for profile in PROFILES if profile.name == name), DEFAULT)
 
 

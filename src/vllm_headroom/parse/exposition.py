@@ -114,7 +114,7 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
 
 
 def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
-    """Return the lines to parse; a failure if they exceed a limit.
+    """Return the lines to parse, or a failure if they exceed a limit.
 
     The limits are checked before parsing, so they also limit the cost of parsing.
     """

@@ -93,13 +93,13 @@ def read_number(entry: Mapping[str, Any], field: str) -> float | None:
 
 
 def read_size(entry: Mapping[str, Any], field: str) -> int | None:
-    """Return a number as read_number does, rounded down to a whole number, such as bytes."""
+    """Return a number that was read with read_number, rounded down to an integer."""
     value = read_number(entry, field)
     return None if value is None else int(value)
 
 
 def read_text(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return text without control characters or, if absent, None; else raise WrongFieldError."""
+    """Return text without control characters, or None if absent; else raise WrongFieldError."""
     value = entry.get(field)
     if value is None:
         return None

@@ -40,7 +40,7 @@ DEFAULT_INTERVAL_SECONDS: Final = 5.0
 
 
 def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
-    """Return the process in a file, and its boot ID or None.
+    """Return the process that a file describes, and its boot ID, which is None if unknown.
 
     Returns a description of the mistake if the file cannot be used. The engine's container can
     write the file, so a single wrong field makes the file unusable. Unknown fields are ignored.
@@ -158,7 +158,7 @@ def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
 
 
 def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
-    """Return sizes under the names of their fields with the unit: `total` becomes `total_bytes`."""
+    """Return sizes by field name, with the unit in the name: `total` becomes `total_bytes`."""
     return {f"{name}_bytes": fields.read_size(entry, name) for name in names}
 
 

@@ -55,8 +55,8 @@ enough for hours of one GPU with a sample every 5 s.
 """
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS
-"""The length of the period before an incident that its file covers. The leak detector needs an hour
-or two, and the header contains any leak that was found before this period.
+"""The length of the period before an incident that is covered by the incident's file. The leak
+detector needs an hour or two, and the header contains any leak that was found before this period.
 """
 
 DENSE_SECONDS: Final = 600.0
@@ -129,8 +129,9 @@ def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
 def append_to_record(folder: Path, line: bytes) -> None:
     """Append a line to the record in a folder, creating the folder if needed.
 
-    A file that is not a trace is set aside: after a machine crash it may contain zeros, and on a
-    bad disk anything. Raises OSError if writing fails, and ValueError if the file is a link.
+    A file that is not a trace is set aside; it may contain zeros after a machine crash, or
+    arbitrary data on a faulty disk. Raises OSError if writing fails, and ValueError if the file is
+    a link.
     """
     make_folder(folder)
     file = folder / FLIGHT
@@ -171,8 +172,8 @@ def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
     """Return the first line of an incident's file, which contains the facts.
 
     While the line is longer than `max_bytes`, the longest remaining field of `before` is left out.
-    The line may still be too long without all these fields. Readers read at most LONGEST_LINE_BYTES
-    of the line.
+    Even without any of these fields, the line may be too long. Readers read at most
+    LONGEST_LINE_BYTES of the line.
     """
     before_fields = dict(facts.get("before", {}))
     while True:
@@ -185,7 +186,7 @@ def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
 
 
 def find_size_share(folder: Path) -> float:
-    """Return the share of the usual sizes that a folder's volume allows, at most 1.
+    """Return which share of the usual file sizes fits on a folder's volume, at most 1.
 
     Half of a small volume is left for the state files. Raises OSError if the volume cannot be
     examined.
@@ -228,8 +229,8 @@ def _read_lines(folder: Path) -> Iterator[bytes]:
 def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> Iterable[bytes]:
     """Return the sample lines starting INCIDENT_LEAD_SECONDS before a time.
 
-    Except for the last DENSE_SECONDS, one sample per SPARSE_SECONDS is selected. If the samples
-    exceed `max_bytes`, the oldest are left out.
+    Of the samples before the last DENSE_SECONDS, only one per SPARSE_SECONDS is selected. If the
+    samples exceed `max_bytes`, the oldest are left out.
     """
     samples: deque[bytes] = deque()
     samples_bytes = 0

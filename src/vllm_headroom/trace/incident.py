@@ -37,8 +37,8 @@ LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
 """
 
 FATAL_ERROR_SECONDS: Final = 60.0
-"""An OutOfMemoryError that occurred within this time before the end is the one that ended the
-engine. A core that raises it exits immediately, and its server exits within seconds.
+"""An OutOfMemoryError counts as the one that ended the engine if it occurred within this time
+before the end. A core that raises it exits immediately, and its server exits within seconds.
 """
 
 PEAK_BEFORE_SECONDS: Final = 60.0
@@ -183,7 +183,7 @@ class HeldLine(Struct, frozen=True, kw_only=True):
 
 
 class SnapshotFile(Struct, frozen=True, kw_only=True):
-    """A snapshot of torch's allocator that the probe wrote at an OutOfMemoryError."""
+    """A snapshot of torch's allocator that the probe wrote when an OutOfMemoryError occurred."""
 
     t: EpochSeconds
     file: str
@@ -266,9 +266,9 @@ def build_header(
 ) -> dict[str, Any]:
     """Return an incident's facts and its most likely cause, for JSON.
 
-    `ending` is the decisive event of `events` and what happened before it. `before` contains the
-    facts from the last sample in service. `xids` and `ooms` are the errors that may explain the
-    incident. `snapshots` describes what the allocator held when these errors occurred.
+    `ending` contains the decisive event among `events`, and what happened before it. `before`
+    contains the facts from the last sample in service. `xids` and `ooms` are the errors that may
+    explain the incident. `snapshots` describes what the allocator held when these errors occurred.
     """
     header = {
         **drop_unknown(find_decisive(events)),
@@ -370,7 +370,7 @@ def format_amount(n_bytes: int | None) -> str:
 
 
 def add_evidence(end: Ending, incident: Incident) -> Ending:
-    """Return the end with the facts from its incident that the samples do not show.
+    """Return the ending, extended by the facts from its incident that the samples do not show.
 
     These facts are peaks between samples, leak verdicts, XIDs, failed allocations, and GPUs that
     could not be read.

@@ -235,7 +235,7 @@ def _draw_chart(
     pick: Pick = min,
     floor: float = 0.0,
 ) -> Iterator[str]:
-    """Yield the lines of a chart with its axes; nothing if no value is known.
+    """Yield the lines of a chart with its axes, or nothing if no value is known.
 
     `pick` selects one of a column's values; `alarm` is the time marked on the axis.
     """
@@ -269,7 +269,7 @@ def _draw_chart(
 
 
 def _choose_decimals(extent: float) -> int:
-    """Return the number of decimals for an axis's labels, so that its extent has two digits."""
+    """Return how many decimals an axis's labels need so that the axis's extent has two digits."""
     for decimals, least_extent in ((0, 20.0), (1, 2.0), (2, 0.2)):
         if extent >= least_extent:
             return decimals

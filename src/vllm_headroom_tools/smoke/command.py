@@ -58,7 +58,7 @@ class EngineServer:
         return await self._read(path, seconds, PageReader.fetch)
 
     async def page(self) -> EnginePage | Failure:
-        """Return the engines on the metrics page; a Failure if the page does not respond."""
+        """Return the engines on the metrics page, or a Failure if the page cannot be read."""
         text = await self.text("", self._settings.engine_timeout_seconds)
         return text if isinstance(text, Failure) else parse_engines(text)
 
@@ -320,8 +320,8 @@ SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
 OTHER_GPU_RATIO: Final = -0.5
 """The discrepancy below which a GPU cannot be the engine's.
 
-Once vLLM has responded to a request, it holds its budget on each of its GPUs. If it holds less than
-half of the budget on a GPU, that GPU is not the engine's.
+Once vLLM has responded to a request, it has reserved its memory budget on each of its GPUs. If it
+holds less than half of the budget on a GPU, that GPU is not the engine's.
 """
 
 

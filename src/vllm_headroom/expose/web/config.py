@@ -234,7 +234,7 @@ def _check_tls(tls: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each key that another key requires or contradicts."""
+    """Yield a line for each missing key that another key requires, and for each contradiction."""
     client_auth = _choose(tls, "client_auth_type")
     has_authority = bool(tls.get("client_ca_file"))
     if client_auth and not has_authority:
@@ -244,7 +244,7 @@ def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
         yield f"tls_server_config.client_auth_type: {problem}"
     lowest_version = _choose(tls, "min_version")
     highest_version = _choose(tls, "max_version")
-    # A version whose value was refused is None, and already has a line.
+    # A refused version is None here, and its line has already been yielded.
     if lowest_version and highest_version and lowest_version > highest_version:
         yield "tls_server_config.max_version: below min_version, which lets nobody in"
     if not (tls.get("cert_file") and tls.get("key_file")):

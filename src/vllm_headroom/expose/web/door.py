@@ -131,7 +131,7 @@ def _load(file: Path) -> _LoadedConfig:
 
 
 def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
-    """Return the new version of the file; `current` if no file has changed.
+    """Return the new version of the file, or `current` if no file has changed.
 
     Raises WebConfigError for a mistake, and also if the new version would provide less protection.
     A file that was emptied by mistake must not remove TLS or the login from a running daemon.

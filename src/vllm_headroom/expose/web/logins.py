@@ -30,9 +30,9 @@ their clients could guess again immediately.
 """
 
 MOST_REMEMBERED_REQUESTS: Final = 4096
-"""For this many logins without an outcome, the time of the first request is remembered. At most
-MOST_WAITING_LOGINS arrive within CHECK_SECONDS, so times are remembered for 80 s, which is longer
-than the usual scrape interval.
+"""The maximum number of undecided logins for which the time of the first request is remembered. At
+most MOST_WAITING_LOGINS arrive within CHECK_SECONDS, so times are remembered for 80 s, which is
+longer than the usual scrape interval.
 """
 
 MOST_CACHED_OUTCOMES: Final = 1000
@@ -41,8 +41,8 @@ hash of the login. Without the cache, each scrape and each repeated mistake woul
 """
 
 MOST_COUNTED_CLIENTS: Final = 1000
-"""The maximum number of counts of mistakes (our choice). There is one count for each client, and
-one for each name that a client tries. If there are more counts, all restart at zero.
+"""The maximum number of counters of mistakes (our choice). Each client has a counter, and so has
+each name that a client tries. If there are more counters, all of them restart at zero.
 """
 
 BCRYPT_BYTES: Final = 72
@@ -244,7 +244,7 @@ def _find_costliest(users: Mapping[str, str]) -> str:
 
 
 def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
-    """Return whether a password is correct; a wrong one takes as long as with the costliest hash.
+    """Return whether a password is correct; reject wrong ones in the same time for all users.
 
     Otherwise, the timing would reveal which names exist. A check at one cost takes twice as long as
     a check at the next lower cost. After a wrong password, one more check is made at each cost from

@@ -1,1 +1,1 @@
-"""The engine's log: lines to records."""
+"""Read the engine's log: turn its lines into records."""

@@ -110,7 +110,7 @@ PROCESS_NAME: Final = re.compile(
 """The name of an engine's process. Any other text in the same position is not used as a name."""
 
 LEVELS_BELOW_ERROR: Final = frozenset({"DEBUG", "INFO", "WARNING", "WARN"})
-"""The levels of messages that an engine survives."""
+"""The levels of messages after which an engine continues to run."""
 
 # These are prefixes that engines add to a message.
 

@@ -1,4 +1,4 @@
-"""The log lines of engines that carry facts: a table of figures and a table of failures.
+"""The log lines that carry facts about an engine: one table of figures and one of failures.
 
 The wording and the versions are taken from the releases of vLLM (vllm/worker/worker.py,
 vllm/v1/worker, vllm/v1/core/kv_cache_utils.py, vllm/v1/executor), SGLang and TensorRT-LLM.
@@ -33,8 +33,9 @@ class LinePattern(Struct, frozen=True, kw_only=True):
     """The last engine version that writes this line; None if the newest version still does."""
 
     figures: tuple[tuple[str, float], ...] = ()
-    """For each group of the pattern, the field that it fills and the factor to bytes. The factor is
-    1 if the figure is not a size. If two groups fill the same field, their values are added.
+    """For each group of the pattern, the field that it fills and the factor that converts it to
+    bytes. The factor is 1 if the figure is not a size. If two groups fill the same field, their
+    values are added.
     """
 
     text: str | None = None
@@ -46,8 +47,8 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     remark: LogRemarkKind | None = None
     is_least: bool = False
-    """Whether the smallest figure is kept if a process writes several such lines, instead of the
-    newest.
+    """Whether the smallest figure, instead of the newest, is kept if a process writes several such
+    lines.
     """
 
     is_part: bool = False
@@ -621,7 +622,7 @@ def _failure(
     *figures: tuple[str, float],
     exceptions: tuple[str, ...] = (),
 ) -> FailurePattern:
-    """Return a failure pattern; `<N>` matches a number, `since` is the message's first version."""
+    """Return a failure pattern; `<N>` matches a number, `since` is the first matching version."""
     text = pattern.replace("<N>", NUMBER)
     return FailurePattern(
         kind=kind,

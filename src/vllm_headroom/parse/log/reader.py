@@ -53,8 +53,8 @@ LARGEST_FIGURE: Final = 2.0**60
 """A figure above this (one exbibyte) cannot come from an engine."""
 
 SURVIVING_LOADS: Final = 2
-"""An engine has survived a failure if this many load reports after the failure show generation. The
-first report after a crash still covers some seconds before the crash.
+"""An engine has survived a failure if this many later load reports show that tokens were generated.
+The first report after a crash still covers some seconds before the crash.
 """
 
 PHASES: Final = list(StartPhase)
@@ -447,7 +447,7 @@ class _StartBuilder:
     def _add_exception(
         self, exception: re.Match[str], message: Message, key: str, line_number: int
     ) -> list[LogEvent]:
-        """Add an exception's failure; without a traceback, only if the message is a known one."""
+        """Add an exception's failure; if there is no traceback, the message must be a known one."""
         name = exception[2]
         text = exception[3] or ""
         pattern, match = _find_failure(text, name)

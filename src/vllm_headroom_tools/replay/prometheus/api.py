@@ -26,7 +26,7 @@ from vllm_headroom_tools.openai import parse_object
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus cancels a query after two minutes (--query.timeout). This timeout is longer, so that
-Prometheus's own error arrives.
+the error message from Prometheus is received first.
 """
 
 _LONGEST_TEXT: Final = 300
@@ -97,7 +97,7 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
 
 
 Time = tuple[bool, float]
-"""A time: first, whether it is relative to now; second, its seconds from now or since the epoch."""
+"""A time: whether it is relative to now, and the seconds from now or since the epoch."""
 
 
 def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:

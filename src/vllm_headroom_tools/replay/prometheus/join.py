@@ -133,7 +133,8 @@ def _read_start_times(
         replace(start, labels=lead.labels)
         for lead in lead_series
         for start in start_series
-        # All series of a target have the target's labels. The start time has no other labels.
+        # All series of a target have the target's labels. The series with the start time has no
+        # other labels.
         if start.labels.items() <= lead.labels.items()
     ]
 
@@ -336,7 +337,7 @@ def _sample_own(
 
 
 def _sample_engines(profile: Profile, values: Iterable[SeriesValue]) -> Side:
-    """Return a trace entry for each engine, as if read from its own page; empty without engines."""
+    """Return a trace entry for each engine, as if read from the engine's page."""
     samples = [Sample(series.name, dict(series.labels), value) for series, value in values]
     page = build_page(profile, samples)
     if isinstance(page, Failure):

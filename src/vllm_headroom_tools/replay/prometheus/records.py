@@ -172,7 +172,8 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             span = replace(span, step_ms=gpu_interval_ms)
         pages = span.pages(min(MOST_STEPS, _LONGEST_PAGE_MS // span.step_ms))
         shown = track(pages, "Reading history", len(pages), lambda _: 1, patience_seconds=0.0)
-        # The generator is closed here, so that the bar is erased before an error is reported.
+        # The generator is closed here, so that the progress bar is erased before an error is
+        # reported.
         with closing(shown):
             for page in shown:
                 sides = [(source.kind, read_series(api, source, page)) for source in sources]
