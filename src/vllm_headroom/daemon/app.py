@@ -194,7 +194,7 @@ def build_engine_watch(
 ) -> EngineWatch:
     """Build everything that is configured to sample, save and record the engine in `parts`.
 
-    `pod` is the engine's pod; None if unknown.
+    `pod` is the engine's pod, or None if unknown.
     """
     clock = parts.clock
     history = History()
@@ -337,7 +337,7 @@ class Daemon:
             return respond_snapshot(self._build_view())
 
         def explain_closed_gate() -> str | None:
-            """Return why the gate is closed; None if it is open."""
+            """Return why the gate is closed, or None if it is open."""
             if watch.latest is None or self._monitor.find_stall():
                 return None  # Without a recent sample, the gate stays open.
             return watch.latest.gate.reason

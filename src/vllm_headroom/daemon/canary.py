@@ -50,7 +50,7 @@ class Canary:
         self._last_tick_seconds = clock.monotonic()
         self._last_answer: bool | None = True
         self.unanswered_since_seconds: float | None = None
-        """When the first request without a response was sent, on the monotonic clock; None while
+        """When the first request without a response was sent, on the monotonic clock, or None while
         the engine responds or no request is needed.
         """
 

@@ -121,7 +121,7 @@ class EngineLogFollower:
             del self._endings[next(iter(self._endings))]
 
     def _find_start(self, number: int) -> EngineStart | None:
-        """Return a start by its number; None if the reader no longer keeps it."""
+        """Return a start by its number, or None if the reader no longer keeps it."""
         later_starts = self._reader.start_count - number
         if later_starts == 0:
             return self._reader.start
@@ -131,7 +131,7 @@ class EngineLogFollower:
 
 
 def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | None:
-    """Return how a start ended; None while it is running, or if it survived its failures."""
+    """Return how a start ended, or None while it is running, or if it survived its failures."""
     failure = start.root_failure
     if failure is None and not start.is_stopped:
         return None

@@ -110,7 +110,7 @@ class Sampler:
 
     @property
     def published(self) -> Published | None:
-        """Return the newest tick's samples; None before the first tick."""
+        """Return the newest tick's samples, or None before the first tick."""
         return None if self.latest is None else self.latest.published
 
     async def tick(self) -> TickResult:
@@ -200,7 +200,7 @@ class Sampler:
 
     async def _parse_page(self, text: str) -> EnginePage | Failure:
         # For a small page, a thread would cost more than parsing the page here.
-        """Return the engines on a page; a Failure if it takes too long or cannot be parsed."""
+        """Return the engines on a page, or a Failure if it takes too long or cannot be parsed."""
         if len(text) <= SMALL_PAGE:
             return self._parse(text)
         try:
@@ -340,17 +340,17 @@ class EngineWatch:
 
     @property
     def latest(self) -> TickResult | None:
-        """Return the newest tick's result; None before the first tick."""
+        """Return the newest tick's result, or None before the first tick."""
         return self._sampler.latest
 
     @property
     def published(self) -> Published | None:
-        """Return the newest tick's samples; None before the first tick."""
+        """Return the newest tick's samples, or None before the first tick."""
         return self._sampler.published
 
     @property
     def last_incident(self) -> LastIncident | None:
-        """The newest incident on disk; None if there is none or no folder is configured."""
+        """The newest incident on disk, or None if there is none or no folder is configured."""
         return None if self._flight is None else self._flight.last
 
     async def sample(self) -> TickResult:
@@ -393,7 +393,7 @@ class EngineWatch:
         return loops
 
     def _read_snapshot(self) -> Snapshot | None:
-        """Return the newest sample's snapshot; None before the first sample."""
+        """Return the newest sample's snapshot, or None before the first sample."""
         return None if self.latest is None else self.latest.snapshot
 
     async def _save_states(self, keeper: StateKeeper) -> None:

@@ -61,7 +61,7 @@ class NotNowError(Exception):
         super().__init__(problem)
         self.status = status
         """The HTTP status of a refusal; 0 if there was no clear response, so that the API server
-        may still carry out the request; None if this pod only has to wait.
+        may still carry out the request, or None if this pod only has to wait.
         """
 
 
@@ -73,7 +73,7 @@ class EvictionPolicy(Struct, frozen=True, kw_only=True):
     near_seconds: float
     """The pod is evicted if less than this time is left until its memory runs out."""
     quiet_hour: int | None
-    """The hour of the day in UTC during which any leak is a sufficient reason; None if there is
+    """The hour of the day in UTC during which any leak is a sufficient reason, or None if there is
     none.
     """
 
@@ -496,7 +496,7 @@ def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
 def build_evictor_of(
     policy: EvictionPolicy, clock: Clock, pod: EnginePod, uid: str
 ) -> Evictor | None:
-    """Return the evictor for another pod, given its names and UID; None if there is no token."""
+    """Return the evictor for another pod, given its names and UID, or None if there is no token."""
     api = open_api(ACCOUNT, EVICTION_REQUEST_SECONDS)
     if api is None:
         return None

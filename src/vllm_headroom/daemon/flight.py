@@ -117,7 +117,7 @@ class RecentReadings:
         """The errors, oldest first."""
         self._samples: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=MOST_USE_SAMPLES)
         self._xid_counts: dict[tuple[str, int], int] | None = None
-        """The driver's counts by UUID and XID; None before the first reading of GPUs."""
+        """The driver's counts by UUID and XID, or None before the first reading of GPUs."""
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
         """Add the memory in use of each GPU, keyed by UUID, at `seconds` since the epoch.
@@ -197,7 +197,7 @@ class Flight:
         pod: EnginePod | None = None,
     ) -> None:
         self.last: LastIncident | None = None
-        """The newest incident on disk; None if there is none."""
+        """The newest incident on disk, or None if there is none."""
         self.recent = RecentReadings()
         """The readings between ticks. The caller adds them."""
         self._folder = folder
@@ -220,7 +220,7 @@ class Flight:
         self._snapshots: tuple[SnapshotFile, ...] = ()
         """torch's snapshots taken at these errors."""
         self._engine_log: LogReading | None = None
-        """What the engine's log shows so far; None if it was never read."""
+        """What the engine's log shows so far, or None if it was never read."""
         self._now_seconds = 0.0
         """When the newest tick was, in seconds since the epoch."""
         self._incident: OpenIncident | None = None
@@ -281,7 +281,7 @@ class Flight:
         return now - self._recorded_seconds >= RECORD_STEP_SECONDS
 
     def _take_event(self, status: EngineStatus | None) -> Ending | None:
-        """Return the tick's event; None if there is none.
+        """Return the tick's event, or None if there is none.
 
         If the engine has served again, the event begins another incident, and the open one is
         closed.
@@ -381,7 +381,7 @@ class Flight:
         return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))
 
     def _find_engine_log(self, incident: OpenIncident) -> LogEnding | None:
-        """Return what the engine's log reports about an incident; None if it reports nothing.
+        """Return what the engine's log reports about an incident, or None if it reports nothing.
 
         If an exit followed a stall, the log's report concerns the exit.
         """
@@ -514,7 +514,7 @@ def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
 
 
 def _summarise_incident(file: Path, header: Mapping[str, Any]) -> LastIncident | None:
-    """Return what the page shows about an incident; None if its header contains no event."""
+    """Return what the page shows about an incident, or None if its header contains no event."""
     incident = read_incident(header)
     if incident is None:
         return None

@@ -38,7 +38,7 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._fault: type[Exception] | None = None
-        """The type of the error that the last run raised; None if it did not raise one."""
+        """The type of the error that the last run raised, or None if it did not raise one."""
 
     async def run(self, step: Callable[[], Awaitable[None]]) -> None:
         """Run the step.
@@ -108,7 +108,7 @@ class Heartbeat:
         self._beat_machine_seconds = self._read_machine_seconds()
 
     def find_stall(self) -> str | None:
-        """Return why the loop is unhealthy; None while it is healthy.
+        """Return why the loop is unhealthy, or None while it is healthy.
 
         The loop is unhealthy if it has not run for three intervals, and for longer than
         LEAST_SILENCE_SECONDS of the machine's clock.
@@ -172,7 +172,7 @@ class TickMonitor:
         self._has_ticked = False
 
     def find_stall(self) -> str | None:
-        """Return why the sampling loop is unhealthy; None while it is healthy."""
+        """Return why the sampling loop is unhealthy, or None while it is healthy."""
         return self._heartbeat.find_stall()
 
     def note_tick(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure) -> None:

@@ -132,7 +132,7 @@ class Mappings:
     def _find_due(
         self, processes: Mapping[ProcessName, EngineProcess], now_seconds: float, values: Values
     ) -> ProcessName | None:
-        """Return the next process to read; None if no reading is due.
+        """Return the next process to read, or None if no reading is due.
 
         The largest process that has never been read comes first. If all have been read, the result
         is a process of a growing role that may be read again now.

@@ -13,7 +13,7 @@ class ModelReader(Struct, frozen=True, kw_only=True):
     """Provides the bytes per token of the model named by the operator, or of the engine's model."""
 
     configured: TokenBytes | None = None
-    """The bytes per token of the named model; None if the operator does not name one."""
+    """The bytes per token of the named model, or None if the operator does not name one."""
     problem: str = ""
     """Why the named model's configuration does not determine the bytes per token; empty if it does.
     """

@@ -104,7 +104,7 @@ class SharedGpus:
         self._reading = asyncio.create_task(self._read_guarded(timeout_seconds))
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return this tick's reading; a Failure if no GPU could be read."""
+        """Return this tick's reading, or a Failure if no GPU could be read."""
         reading = self._reading
         if reading is None:
             return await self._read_guarded(timeout_seconds)
@@ -317,7 +317,7 @@ class NodeWatch:
         self.engines: dict[str, WatchedEngine] = {}
         """The watched engines by their key."""
         self.readings: NodeReadings | None = None
-        """The readings of the newest tick; None before the first tick."""
+        """The readings of the newest tick, or None before the first tick."""
         self._gpus = SharedGpus(gpus)
         self._processes = processes
         self._build_engine = build_engine
@@ -372,7 +372,7 @@ class NodeWatch:
             await asyncio.gather(*(engine.close() for engine in self.engines.values()))
 
     def build_published(self) -> Published | None:
-        """Return the samples of the machine and of every engine; None before the first tick."""
+        """Return the samples of the machine and of every engine, or None before the first tick."""
         self._scraped_seconds = self._clock.monotonic()
         readings = self.readings
         if readings is None:

@@ -58,15 +58,15 @@ class Parts(Sources, frozen=True, kw_only=True):
     notice: str = ""
     """A line for people who view the page."""
     canary_request: CanaryRequest | None = None
-    """Sends the canary's requests; None if there is no canary."""
+    """Sends the canary's requests, or None if there is no canary."""
     server_request: ServerRequest | None = None
-    """Requests the server's other pages; None in the demo."""
+    """Requests the server's other pages, or None in the demo."""
     evictor: Evictor | None = None
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
-    """Returns a process's resident bytes by kind of mapping; None if they are not visible."""
+    """Returns a process's resident bytes by kind of mapping, or None if they are not visible."""
 
     find_process_name: Callable[[int], str | None] = find_no_name
-    """Returns the name of a process for people; None if it is not visible."""
+    """Returns the name of a process for people, or None if it is not visible."""
 
     def list_resources(self) -> tuple[Closable | None, ...]:
         """Return the resources to close on shutdown."""
@@ -140,7 +140,7 @@ class NodeParts(Struct, frozen=True, kw_only=True):
 
     gpus: GpuSource
     processes: NodeProcesses | None
-    """Finds the engines; None if the operator named them by URL."""
+    """Finds the engines, or None if the operator named them by URL."""
     clock: Clock
 
     def list_resources(self) -> tuple[Closable | None, ...]:

@@ -22,7 +22,7 @@ class PodApi(Struct, frozen=True, kw_only=True):
 
 
 def open_api(account: Path, timeout_seconds: float) -> PageReader | None:
-    """Return a reader for this pod's API server; None outside of a pod.
+    """Return a reader for this pod's API server, or None outside of a pod.
 
     Outside of a pod, an environment variable or the service account's token is missing.
     """
@@ -40,7 +40,7 @@ def open_api(account: Path, timeout_seconds: float) -> PageReader | None:
 
 
 def open_pod_api(account: Path, timeout_seconds: float) -> PodApi | None:
-    """Return this pod and its API server; None outside of a pod.
+    """Return this pod and its API server, or None outside of a pod.
 
     Outside of a pod, an environment variable or one of the service account's files is missing.
     """

@@ -58,7 +58,7 @@ ReadLog = Callable[[float], Awaitable[LogReading | Failure]]
 """Returns what the engine's log shows so far. The number is the time limit in seconds."""
 
 FindServedModel = Callable[[ProcessReadings | Failure], TokenBytes | None]
-"""Returns the bytes per token of the model that the engine's processes load; None if unknown."""
+"""Returns the bytes per token of the model that the engine's processes load, or None if unknown."""
 
 
 class Sources(Struct, frozen=True, kw_only=True):
@@ -68,11 +68,11 @@ class Sources(Struct, frozen=True, kw_only=True):
     gpus: GpuSource
     processes: ReadProcesses
     probe: ReadProbe | None = None
-    """Reads the probe's files; None if no probe folder is configured."""
+    """Reads the probe's files, or None if no probe folder is configured."""
     log: ReadLog | None = None
-    """Reads the engine's log; None if no engine log is configured."""
+    """Reads the engine's log, or None if no engine log is configured."""
     model: FindServedModel | None = None
-    """Finds the served model; None if the bytes per token are configured."""
+    """Finds the served model, or None if the bytes per token are configured."""
 
 
 class AnyParts(Protocol):

@@ -122,7 +122,7 @@ class Transitions:
     def log_fault(self, name: str, error: Exception | None) -> None:
         """Log an error of a derivation, with the traceback, when the error begins and when it ends.
 
-        `error` is what the derivation raised in this tick; None if it succeeded.
+        `error` is what the derivation raised in this tick, or None if it succeeded.
         """
         is_faulty = error is not None
         if not self._note_change(f"derivation {name}", is_faulty, usual_state=False):

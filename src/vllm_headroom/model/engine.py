@@ -22,7 +22,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """
 
     limit_bytes: int | None
-    """The memory limit; None if there is none."""
+    """The memory limit, or None if there is none."""
 
     oom_kills: int | None
     """The number of processes in the container that the kernel has killed because memory ran out;
@@ -30,7 +30,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """
 
     swap_bytes: int | None = None
-    """Swapped-out memory, which is not part of `used_bytes`; None if unknown."""
+    """Swapped-out memory, which is not part of `used_bytes`, or None if unknown."""
 
     pressure_ratio: float | None = None
     """The share of the last ten seconds during which at least one task waited for memory; None if
@@ -107,7 +107,7 @@ class HostMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def room_bytes(self) -> int | None:
-        """Return the memory left until the kernel kills a process; None if unknown."""
+        """Return the memory left until the kernel kills a process, or None if unknown."""
         if self.used_bytes is None or self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes)
@@ -120,7 +120,7 @@ class Input(Struct, frozen=True):
     """The value of the label `input` of `headroom_input_available`."""
 
     metric: str | None = None
-    """The metric that exports the fact unchanged; None if there is no such metric."""
+    """The metric that exports the fact unchanged, or None if there is no such metric."""
 
 
 def _input(name: str, metric: str | None = None) -> Input:
@@ -252,7 +252,7 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """
 
     wait_seconds: float | None = None
-    """How long the newest slow request to the engine has been waiting; None if there is no slow
+    """How long the newest slow request to the engine has been waiting, or None if there is no slow
     request, and for all processes except the engine's root server.
     """
 
@@ -308,7 +308,7 @@ class Pool(Struct, frozen=True, kw_only=True):
 
     part: HostPart
     role: Role | None
-    """The role of the processes that hold the pool in host memory; None for a pool on a GPU."""
+    """The role of the processes that hold the pool in host memory, or None for a pool on a GPU."""
 
     size_bytes: int
     """The size of the pool. Growth up to this size is not a leak."""
@@ -358,7 +358,7 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """
 
     options: EngineOptions | None = None
-    """The options of vLLM's server; None if its command line is not visible."""
+    """The options of vLLM's server, or None if its command line is not visible."""
 
     host: HostReading = field(default_factory=HostReading)
 
@@ -393,7 +393,7 @@ class EngineName(Struct, frozen=True, kw_only=True):
     """The engine's Kubernetes namespace. It is set together with `pod`."""
     pod: str | None = None
     container: str | None = None
-    """The container's name; None if unknown."""
+    """The container's name, or None if unknown."""
     unit: str | None = None
     """The systemd unit of an engine that runs outside Kubernetes."""
     engine_url: str = ""

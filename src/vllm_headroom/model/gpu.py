@@ -30,7 +30,7 @@ class ReadingTime(Struct, frozen=True, kw_only=True):
 
 
 class AllocatorReading(Struct, frozen=True, kw_only=True):
-    """One process's figures for torch's caching allocator on one device; None if unknown."""
+    """One process's figures for torch's caching allocator on one device, or None if unknown."""
 
     uuid: str
     total_bytes: int | None = None
@@ -71,7 +71,7 @@ class WorkerMeasurements(Struct, frozen=True, kw_only=True):
     asleep: bool | None = None
     pool: "WorkerMeasurements | None" = None
     """The weights and the KV cache in vLLM's own memory pool, which replaces torch's allocator in
-    an engine that can sleep; None if there is no such pool.
+    an engine that can sleep, or None if there is no such pool.
     """
 
 
@@ -112,7 +112,7 @@ class LineHolding(Struct, frozen=True, kw_only=True):
     """The memory held by one line of code in torch's allocator."""
 
     file: str | None
-    """The end of the file's path; None for memory allocated before torch started its history."""
+    """The end of the file's path, or None for memory allocated before torch started its history."""
     line: int | None
     size_bytes: int
     n_blocks: int | None = None
@@ -134,7 +134,7 @@ class AllocatorSnapshot(Struct, frozen=True, kw_only=True):
     """How long the process paused while it wrote the snapshot."""
     request_id: str | None = None
     problem: str | None = None
-    """Why the file was not written; None if it was written."""
+    """Why the file was not written, or None if it was written."""
     largest: tuple[LineHolding, ...] = ()
     """The lines of code that held the most memory, the largest first."""
 
@@ -165,7 +165,7 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     """The interval at which the file is written."""
     role: Role
     stopped: str | None = None
-    """Why the process's probe stopped for good; None while the probe is running."""
+    """Why the process's probe stopped for good, or None while the probe is running."""
 
     data_parallel_rank: int | None = None
     vllm_version: str | None = None
@@ -247,15 +247,15 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     free_bytes: int
     reserved_bytes: int | None
-    """The memory reserved by the driver and firmware; None with v1 and on AMD cards."""
+    """The memory reserved by the driver and firmware, or None with v1 and on AMD cards."""
 
     machine_available_bytes: int | None = None
     """For a GPU that uses the machine's memory, the machine's available memory, which the GPU
-    shares with everything else; None for any other GPU.
+    shares with everything else, or None for any other GPU.
     """
 
     machine_free_blocks_bytes: int | None = None
-    """How much of the machine's memory is free in blocks of at least 2 MiB; None if unknown, and
+    """How much of the machine's memory is free in blocks of at least 2 MiB, or None if unknown, and
     for a GPU with its own memory.
     """
 
@@ -321,7 +321,7 @@ class Leftover(Struct, frozen=True, kw_only=True):
     pid: int
     fate: Fate
     used_bytes: int | None
-    """The bytes that the process holds; None if the driver does not report them reliably."""
+    """The bytes that the process holds, or None if the driver does not report them reliably."""
 
 
 class Device(Struct, frozen=True, kw_only=True):
@@ -350,7 +350,7 @@ class GpuReading(Device, frozen=True, kw_only=True):
     temperature_celsius: float | None = None
     power_watts: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
-    """The processes on the device; None if the list could not be read, and empty if there are
+    """The processes on the device, or None if the list could not be read, and empty if there are
     none.
     """
 
@@ -390,13 +390,13 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     reading: GpuReading
     attribution: Attribution | None
-    """Why the device counts as the engine's; None if it does not."""
+    """Why the device counts as the engine's, or None if it does not."""
 
     engine_bytes: int | None = None
-    """The memory that the engine's processes hold; None if they cannot be identified."""
+    """The memory that the engine's processes hold, or None if they cannot be identified."""
 
     other_bytes: int | None = None
-    """The memory that other processes hold; None if they cannot be identified."""
+    """The memory that other processes hold, or None if they cannot be identified."""
 
     held_bytes: int | None = None
     """The engine's memory: `engine_bytes` if the device's processes can be attributed. If they
@@ -411,11 +411,11 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """The memory of processes that are dead or have outlived their engine."""
 
     inside: Inside | None = None
-    """What the engine's processes report through the probe; None if there is no report."""
+    """What the engine's processes report through the probe, or None if there is no report."""
 
     @property
     def room_bytes(self) -> int | None:
-        """Return the memory that is left for the engine; None if unknown.
+        """Return the memory that is left for the engine, or None if unknown.
 
         This is the GPU's free memory. If a layer between the engine and the driver limits the
         engine, the result is at most the memory that this limit still allows.

@@ -86,7 +86,7 @@ class WorkPeaks(Struct, frozen=True, kw_only=True):
     sizes: tuple[SizePeak, ...] = ()
     highest: WorkPeak | None = None
     recent: WorkPeak | None = None
-    """The highest peak in the last minute; None if no step ran during it."""
+    """The highest peak in the last minute, or None if no step ran during it."""
 
 
 class PeakReadings(Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ class PeakReadings(Struct, frozen=True, kw_only=True):
     """The maximum number of requests running at once: max_num_seqs."""
 
     stopped: str | None = None
-    """The error that ended the measurement; None while the measurement is running."""
+    """The error that ended the measurement, or None while the measurement is running."""
 
 
 class StepAtError(Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ MUTE_PROBE: Final = Failure(
 
 TokenBytes = Callable[[str, int | None], int | None]
 """Takes the KV cache's dtype and the number of the engine's GPUs (None if unknown). Returns the
-bytes that one token takes on all these GPUs together; None if unknown.
+bytes that one token takes on all these GPUs together, or None if unknown.
 
 If layers of several kinds share the blocks of the cache, the function returns NO_TOKEN_BYTES for
 any dtype, because neither bytes nor blocks can then be converted to tokens.
@@ -55,22 +55,22 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
     probe: ProbeReadings | Failure | None = None
-    """The probe's files; None if no probe folder is configured."""
+    """The probe's files, or None if no probe folder is configured."""
 
     log: LogReading | Failure | None = None
-    """What the engine's log reports; None if no log is configured."""
+    """What the engine's log reports, or None if no log is configured."""
 
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     """When the daemon sent the first request that the engine has not answered, on the monotonic
-    clock; None while the engine answers, or while no request is needed.
+    clock, or None while the engine answers, or while no request is needed.
     """
 
     server: ServerReply | None = None
-    """The answers of the engine's other pages; None while they are not requested."""
+    """The answers of the engine's other pages, or None while they are not requested."""
 
     engine_status: EngineStatus | None = None
-    """The status of the engine; None if it is unknown, for example after an error. While it is
+    """The status of the engine, or None if it is unknown, for example after an error. While it is
     unknown, no evidence is collected.
     """
 
@@ -84,7 +84,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """The pids of processes whose engine has exited."""
 
     host: HostMemory | None = None
-    """The host memory; None if unknown."""
+    """The host memory, or None if unknown."""
 
     has_silent_core: bool = False
     """Whether the probe in a live core is silent while another process's probe writes, as in
@@ -95,13 +95,13 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """The parts of memory that vLLM was configured to fill."""
 
     token_bytes: TokenBytes | None = None
-    """Computes the bytes per token of the model loaded by the engine's processes; None if
+    """Computes the bytes per token of the model loaded by the engine's processes, or None if
     unknown.
     """
 
     @property
     def page(self) -> EnginePage | None:
-        """Return the engine's page; None if it could not be read."""
+        """Return the engine's page, or None if it could not be read."""
         return None if isinstance(self.engines, Failure) else self.engines
 
     @property
@@ -111,17 +111,17 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
-        """Return all visible GPUs; empty if they could not be read."""
+        """Return all visible GPUs, or an empty tuple if they could not be read."""
         return () if isinstance(self.gpus, Failure) else self.gpus
 
     @property
     def engine_processes(self) -> tuple[EngineProcess, ...]:
-        """Return the engine's processes; empty if they could not be read."""
+        """Return the engine's processes, or an empty tuple if they could not be read."""
         return () if isinstance(self.processes, Failure) else self.processes
 
     @property
     def owned_gpus(self) -> tuple[Gpu, ...]:
-        """Return the engine's GPUs; empty if they could not be read."""
+        """Return the engine's GPUs, or an empty tuple if they could not be read."""
         return tuple(gpu for gpu in self.devices if gpu.attribution is not None)
 
     @property
@@ -184,7 +184,7 @@ class Values:
         return self._families.get(metric.name, {})
 
     def value(self, metric: Metric, *labels: str) -> float | None:
-        """Return the value of a metric with these labels; None if there is no such series."""
+        """Return the value of a metric with these labels, or None if there is no such series."""
         return self.find_all(metric).get(labels)
 
     def state(self, metric: Metric, *labels: str) -> str | None:
@@ -208,7 +208,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     level: Level
     sentence: str
     alert: str | None = None
-    """The alert that fires, whose runbook has the same name; None if no alert fires."""
+    """The alert that fires, whose runbook has the same name, or None if no alert fires."""
 
     situation: Situation = Situation.HEALTHY
 

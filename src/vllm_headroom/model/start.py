@@ -20,12 +20,12 @@ class LogTime(Struct, frozen=True, kw_only=True):
     """When a log line was written."""
 
     seconds: float | None = None
-    """Seconds since the epoch, according to the container's runtime or journald; None if neither
+    """Seconds since the epoch, according to the container's runtime or journald, or None if neither
     wrote a time.
     """
 
     clock: str | None = None
-    """The engine's own "MM-DD HH:MM:SS", in its machine's time zone; None if missing."""
+    """The engine's own "MM-DD HH:MM:SS", in its machine's time zone, or None if missing."""
 
 
 class LogFrame(Struct, frozen=True):
@@ -74,7 +74,7 @@ class LogFailure(Struct, frozen=True, kw_only=True):
     process: str
     phase: StartPhase
     code_line: str | None = None
-    """The file and line of the engine's code that logged the failure; None if not stated."""
+    """The file and line of the engine's code that logged the failure, or None if not stated."""
 
     exception: str | None = None
     """The name of the exception, without its module."""
@@ -218,11 +218,11 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return min(self.failures, key=_rank_failure)
 
     def find_largest(self, field: str) -> int | float | None:
-        """Return the largest figure of this name among the processes; None if none has it."""
+        """Return the largest figure of this name among the processes, or None if none has it."""
         return max(self._list_figures(field), default=None)
 
     def find_smallest(self, field: str) -> int | float | None:
-        """Return the smallest figure of this name among the processes; None if none has it."""
+        """Return the smallest figure of this name among the processes, or None if none has it."""
         return min(self._list_figures(field), default=None)
 
     def find_option(self, *names: str) -> Scalar:
@@ -238,7 +238,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return None
 
     def find_line(self, field: str) -> int | None:
-        """Return the line of the earliest figure with this name; None if no process has it."""
+        """Return the line of the earliest figure with this name, or None if no process has it."""
         return min((p.lines[field] for p in self.processes if field in p.lines), default=None)
 
     def _list_figures(self, field: str) -> Iterable[int | float]:
@@ -262,20 +262,20 @@ class LogEnding(Struct, frozen=True, kw_only=True):
     """What the engine's log reports about the end of a run."""
 
     failure: LogFailure | None = None
-    """The failure that the log reports; None if there is none."""
+    """The failure that the log reports, or None if there is none."""
 
     is_stopped: bool = False
     """Whether the log reports that the engine shut down on request."""
 
     seconds: float | None = None
-    """When the log reports the end, in seconds since the epoch; None if unknown."""
+    """When the log reports the end, in seconds since the epoch, or None if unknown."""
 
 
 class LogReading(Struct, frozen=True, kw_only=True):
     """What has been read from the engine's log so far."""
 
     start: EngineStart | None
-    """The newest start; None before the first line from an engine."""
+    """The newest start, or None before the first line from an engine."""
 
     endings: tuple[LogEnding, ...] = ()
     """How the newest starts ended, as far as the log reports it, with the newest last."""

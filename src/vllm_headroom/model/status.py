@@ -112,7 +112,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     leak_bytes_per_request: float | None = None
     straight_growth: StraightGrowth | None = None
     excess: BudgetExcess | None = None
-    """The engine's excess over its budget; None if there is none, or if it is unknown."""
+    """The engine's excess over its budget, or None if there is none, or if it is unknown."""
 
     @property
     def growth_bytes(self) -> int | None:
@@ -126,7 +126,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def other_growth_bytes(self) -> int | None:
-        """Return how far the memory of other processes has grown; None if unknown."""
+        """Return how far the memory of other processes has grown, or None if unknown."""
         return _subtract(self.first_other_bytes, self.last_other_bytes)
 
     def share_of_lost_room(self, growth_bytes: int | None) -> float:
@@ -169,7 +169,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
 
 def _subtract(start_bytes: int | None, end_bytes: int | None) -> int | None:
-    """Return the growth from start to end; None if either is unknown."""
+    """Return the growth from start to end, or None if either is unknown."""
     if start_bytes is None or end_bytes is None:
         return None
     return end_bytes - start_bytes
@@ -189,9 +189,9 @@ class Ending(Struct, frozen=True, kw_only=True):
     seconds: float
     """When the exit or stall was observed, in seconds since the epoch."""
     reason: ExitReason | None = None
-    """The reason under which the exit is counted; None for a stall."""
+    """The reason under which the exit is counted, or None for a stall."""
     began_seconds: float | None = None
-    """When the run began, in seconds since the epoch; None if unknown. This may be before the
+    """When the run began, in seconds since the epoch, or None if unknown. This may be before the
     record began.
     """
     observed_seconds: float = 0.0
@@ -201,7 +201,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     has_served: bool = False
     """Whether the run has ever served."""
     hung_seconds: float | None = None
-    """The time without progress; None if the engine did not hang."""
+    """The time without progress, or None if the engine did not hang."""
     is_page_answering: bool = False
     """Whether the page still answered at the end."""
     lost_processes: tuple[Lost, ...] = ()
@@ -211,7 +211,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     engines: tuple[EngineReading, ...] = ()
     """The engines on the last page."""
     idle_seconds: float | None = None
-    """How long the engine had been idle when the last page was read; None if it had work, or if
+    """How long the engine had been idle when the last page was read, or None if it had work, or if
     unknown.
     """
     usual_running: float | None = None
@@ -224,11 +224,11 @@ class Ending(Struct, frozen=True, kw_only=True):
     ooms: tuple[str, ...] = ()
     """torch's OutOfMemoryErrors in the last 15 minutes. Only the flight record has them."""
     failed_step: str | None = None
-    """The step in which torch raised an OutOfMemoryError right before the end, in words; None if
+    """The step in which torch raised an OutOfMemoryError right before the end, in words, or None if
     unknown.
     """
     highest_peak: str | None = None
-    """The highest peak of any step in the last minute in service, in words; None if unknown."""
+    """The highest peak of any step in the last minute in service, in words, or None if unknown."""
     is_probed: bool = False
     """Whether a probe was running in the engine, so that it would have recorded an
     OutOfMemoryError. Only the flight record has this.
@@ -247,7 +247,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def running(self) -> float | None:
-        """Return the number of running requests on the last page; None if unknown."""
+        """Return the number of running requests on the last page, or None if unknown."""
         running = [engine.running for engine in self.engines if engine.running is not None]
         return sum(running) if running else None
 
@@ -263,7 +263,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def fullest_gpu(self) -> GpuAtEnd | None:
-        """Return the GPU with the least room; None if the room of every GPU is unknown."""
+        """Return the GPU with the least room, or None if the room of every GPU is unknown."""
         gpus = [gpu for gpu in self.gpus if gpu.last_room_bytes is not None]
         return min(gpus, key=lambda gpu: gpu.last_room_bytes or 0, default=None)
 
@@ -297,15 +297,15 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     if no run has exited.
     """
     event: Ending | None = None
-    """The exit or stall that has occurred since the last tick; None if there was none."""
+    """The exit or stall that has occurred since the last tick, or None if there was none."""
     log: LogEnding | None = None
-    """What the engine's log reports about the last exit; None while the engine serves, or if
+    """What the engine's log reports about the last exit, or None while the engine serves, or if
     unknown.
     """
     recent_exits: int = 0
     """How many runs have exited in the last 90 minutes."""
     progress_age_seconds: float | None = None
-    """The time since the last progress; None while the engine has no work."""
+    """The time since the last progress, or None while the engine has no work."""
     stranded_ratios: tuple[tuple[tuple[str, str], float], ...] = ()
     """The share of the KV cache that is in use although no request holds it, by model and engine.
     """
@@ -325,5 +325,5 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
     @property
     def exit_reason(self) -> ExitReason | None:
-        """Return why a run exited since the last tick; None if no run exited."""
+        """Return why a run exited since the last tick, or None if no run exited."""
         return None if self.event is None else self.event.reason

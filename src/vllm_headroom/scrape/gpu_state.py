@@ -19,9 +19,8 @@ class RecentPeak:
     """The highest memory in use within the last minute."""
 
     def __init__(self) -> None:
-        # Only samples that are, or can become, the highest in the window are kept. Each sample is
-        # higher than all later ones, so the first sample is the highest one, and the peak can be
-        # read without a search.
+        # Only samples that are, or can become, the highest in the window are kept. Each of them is
+        # higher than all later ones, so the first sample is always the peak.
         self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
@@ -31,7 +30,7 @@ class RecentPeak:
         self._samples.append((now, used_bytes))
 
     def highest_bytes(self, now: float) -> int | None:
-        """Return the highest sample of the last minute; None if there are no samples.
+        """Return the highest sample of the last minute, or None if there are no samples.
 
         Older samples are dropped.
         """
@@ -45,7 +44,7 @@ class RecentPeak:
 
 
 class GpuTransitions:
-    """Logs when a GPU fails, when it recovers, and, once, if it does not report its memory."""
+    """Logs when a GPU fails or recovers, and logs once if a GPU does not report its memory."""
 
     def __init__(self) -> None:
         self._failed_names: frozenset[str] = frozenset()
@@ -67,7 +66,8 @@ class GpuTransitions:
                     fields |= {"reason": str(failure.reason), "problem": failure.message}
                     log.warning("GPU failed", **fields)
                 continue
-            # A GPU that could not be opened failed under its index, because its UUID was unknown.
+            # While a GPU cannot be opened, its UUID is unknown, so its failure was recorded under
+            # its index.
             if previously_failed_names & {name, _name_by_index(reading)}:
                 log.info("GPU answers again", **fields)
             if reading.memory is None and reading.uuid not in self._uuids_without_memory:
@@ -78,7 +78,7 @@ class GpuTransitions:
 
 
 def _name(reading: GpuReading) -> str:
-    """Return a GPU's UUID, or a name from its index while the UUID is unknown."""
+    """Return a GPU's UUID, or a name built from its index while the UUID is unknown."""
     return reading.uuid or _name_by_index(reading)
 
 

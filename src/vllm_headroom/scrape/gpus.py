@@ -67,13 +67,13 @@ class Gpus:
     def _complete_nvidia(self, nvml: GpuReadings | Failure) -> tuple[GpuReading, ...]:
         """Return the readings of NVIDIA GPUs on a machine that may also have AMD cards.
 
-        If NVML fails, each GPU in its last reading gets a failed reading.
+        If NVML fails, the result contains a failed reading of each GPU that NVML read last.
         """
         if not isinstance(nvml, Failure):
             return nvml.devices
         if not self._nvidia_readings and nvml.reason not in NO_NVIDIA_REASONS:
-            # For this reason to occur, the machine must have a GPU. None has been read yet, so the
-            # GPUs' names are unknown.
+            # This failure reason occurs only on a machine with a GPU. No GPU has been read yet, so
+            # the names are unknown.
             return (GpuReading(index=0, uuid="", name="", failure=nvml),)
         return tuple(reading.mark_failed(nvml) for reading in self._nvidia_readings)
 

@@ -14,9 +14,9 @@ point to belong to root.
 """
 
 POD_LOGS: Final = Path("/var/log/pods")
-"""The kubelet creates a folder NAMESPACE_POD_UID in this folder for each pod on its node, which
-contains a folder for each container (kubelet: `DefaultPodLogsDir`). Only root can read this folder
-(mode 0750, seen in 1.34).
+"""For each pod on its node, the kubelet creates a folder NAMESPACE_POD_UID in this folder, and in
+it a folder for each container (kubelet: `DefaultPodLogsDir`). Only root can read this folder (mode
+0750, seen in 1.34).
 """
 
 _LINK: Final = re.compile(r"([a-z0-9.-]+)_([a-z0-9-]+)_([a-z0-9-]+)-([0-9a-f]{64})\.log")
@@ -30,7 +30,7 @@ class ContainerName(Struct, frozen=True, kw_only=True):
     namespace: str
     pod: str
     container: str | None
-    """The name of the container; None if it is unknown."""
+    """The name of the container, or None if it is unknown."""
 
 
 class PodFolder(Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class ContainerNames:
         self._folders: dict[str, PodFolder] = {}
 
     def find(self, pod_uid: str, container_id: str | None) -> ContainerName | None:
-        """Return the names of a pod's container; None if neither links nor folders show them."""
+        """Return the names of a pod's container, or None if neither links nor folders show them."""
         if container_id is not None:
             if container_id not in self._containers:
                 self._containers = _list_containers(self._container_logs)
@@ -81,7 +81,7 @@ class ContainerNames:
 
 
 def _list_containers(logs: Path) -> dict[str, ContainerName]:
-    """Return the names of each container by its ID; empty if the links cannot be listed."""
+    """Return each container's names, keyed by its ID, or nothing if the links cannot be listed."""
     matches = (_LINK.fullmatch(link) for link in _list_entries(logs))
     return {
         match[4]: ContainerName(namespace=match[2], pod=match[1], container=match[3])
@@ -91,7 +91,7 @@ def _list_containers(logs: Path) -> dict[str, ContainerName]:
 
 
 def _list_folders(logs: Path) -> dict[str, PodFolder]:
-    """Return the names of each pod by its UID; empty if the folders cannot be listed."""
+    """Return each pod's names, keyed by its UID, or nothing if the folders cannot be listed."""
     matches = (_FOLDER.fullmatch(folder) for folder in _list_entries(logs))
     return {
         match[3]: PodFolder(namespace=match[1], pod=match[2], folder=logs / match[0])
@@ -108,7 +108,7 @@ def _list_entries(folder: Path) -> list[str]:
 
 
 def _find_container(folder: Path, container_id: str | None, usual_name: str) -> str | None:
-    """Return the name of a container in a pod's folder; None if it is unknown.
+    """Return the name of a container in a pod's folder, or None if it is unknown.
 
     The result is the first of these that exists:
     - The pod's only container.

@@ -61,7 +61,7 @@ class TooManyError(Exception):
 
 
 def list_newest(folder: Path) -> dict[str, FileVersion]:
-    """Return the versions of the newest MAX_FILES probe files by name, newest first.
+    """Return the versions of the newest MAX_FILES probe files, keyed by name, newest first.
 
     The result is empty if there are no probe files. Raises OSError if the folder cannot be listed,
     and TooManyError if it has more than MAX_ENTRIES entries of any name.
@@ -119,7 +119,7 @@ class ProbeReader:
         self._parse = parse
         self._boot_id_file = boot
         self._boot_id: str | None = None
-        """The ID of the machine's current boot; None until it has been read."""
+        """The ID of the machine's current boot, or None until it has been read."""
         self._files: dict[str, ReadFile] = {}
         self._worker = Worker[tuple[ProbedProcess, ...] | Failure]("probe")
 
@@ -183,7 +183,7 @@ class ProbeReader:
         return tuple(processes)
 
     def _explain_no_process(self) -> Failure:
-        """Return the failure for a folder without a usable file: a malformed file, or no file."""
+        """Return why the folder has no usable file: one is malformed, or there are no files."""
         # Reporting a malformed file is more helpful than reporting that there is no file.
         for name, file in self._files.items():
             if isinstance(file.parsed, str):

@@ -9,15 +9,15 @@ from vllm_headroom.vocabulary import Reason, Source
 SHORTAGES: Final = frozenset(
     {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 )
-"""The error numbers which mean that the daemon has run out of threads, descriptors, ports or
-memory. The source itself may be working.
+"""The error numbers that mean that the daemon has run out of threads, descriptors, ports or memory.
+The source itself may be working.
 """
 
 
 def build_unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:
     """Return a failure with the reason UNAVAILABLE, for a source that could not be read.
 
-    If the error is a shortage, the message advises to raise the limit. For any other error, the
+    If the error is a shortage, the message advises raising the limit. For any other error, the
     message ends with `advice`.
     """
     if error.errno in SHORTAGES:

@@ -87,7 +87,7 @@ class StateFile(Generic[T]):
             raise UnusableState("it is damaged: it is no complete state") from None
 
     def read(self, folder: Path) -> T | None:
-        """Return the saved value; None if the file does not exist.
+        """Return the saved value, or None if the file does not exist.
 
         Raises UnusableState if the file is a link, pipe, socket or device, is too large, or has
         content that `decode` rejects. Raises OSError if the file cannot be read.

@@ -51,7 +51,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     not report it.
     """
     finished_total: float | None
-    """How many requests the engine has finished; None if unknown."""
+    """How many requests the engine has finished, or None if unknown."""
 
 
 class DerivationStates(Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class SavedState(Struct, frozen=True, kw_only=True):
 
 
 def identify_engine(page: EnginePage | Failure) -> Identity | None:
-    """Return the identity of the engine on the page; None while no engine on it has a name."""
+    """Return the identity of the engine on the page, or None while no engine on it has a name."""
     if isinstance(page, Failure):
         return None
     models = {engine.model_name for engine in list_named(page)}
@@ -89,7 +89,7 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 
 
 def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> str | None:
-    """Return why the running engine is not in the saved run; None if it is the same run.
+    """Return why the running engine is not in the saved run, or None if it is the same run.
 
     `gap_seconds` is the time since the state was saved. If the engine does not report its start
     time, the gap must be short, and the number of finished requests must not be lower than the
@@ -115,7 +115,7 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 
 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
-    """Return why the saved state must not be restored; None if it may belong to this engine.
+    """Return why the saved state must not be restored, or None if it may belong to this engine.
 
     While the page does not name an engine, or a GPU has not been opened yet, the state may belong
     to the engine.

@@ -57,10 +57,10 @@ class StateKeeper:
         """
         self._waiting_state: SavedState | None = None
         """The leak detector's state from the file, until it is known whether it belongs to the
-        running engine; None otherwise.
+        running engine, or None otherwise.
         """
         self._identity: Identity | None = None
-        """The engine on the last page that named an engine; None before the first such page."""
+        """The engine on the last page that named an engine, or None before the first such page."""
         self._failing_names: set[str] = set()
         """The files whose last operation failed."""
 
@@ -237,7 +237,7 @@ class StateKeeper:
     async def _try(
         self, name: str, function: Callable[[], Any], timeout_seconds: float = STATE_FILE_SECONDS
     ) -> Any:  # noqa: ANN401 - what the operation returns
-        """Return what an operation on the file `name` returns; None if it fails.
+        """Return what an operation on the file `name` returns, or None if it fails.
 
         Errors of `function` other than OSError and ValueError are raised.
         """
@@ -248,7 +248,7 @@ class StateKeeper:
         return value
 
     def _report(self, name: str, problem: str | None) -> None:
-        """Record the problem of a file's last operation; None if it succeeded.
+        """Record the problem of a file's last operation, or None if it succeeded.
 
         A line is logged when the first file begins to fail, and when no file fails any more.
         """

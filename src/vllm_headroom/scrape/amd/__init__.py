@@ -1,1 +1,1 @@
-"""AMD's cards, read from the kernel's driver amdgpu."""
+"""Read AMD's cards through the kernel's amdgpu driver."""

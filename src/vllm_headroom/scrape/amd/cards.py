@@ -17,7 +17,7 @@ def read_text_file(path: str) -> str:
 
 
 def read_line(path: str) -> str:
-    """Return a file's text; empty if it cannot be read."""
+    """Return a file's text, or an empty string if it cannot be read."""
     try:
         return read_text_file(path)
     except OSError:
@@ -25,7 +25,7 @@ def read_line(path: str) -> str:
 
 
 def read_number_file(path: str) -> int | None:
-    """Return the number in a file; None if it cannot be read or contains no number."""
+    """Return the number in a file, or None if it cannot be read or contains no number."""
     try:
         return int(read_start(path))
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def read_number_file(path: str) -> int | None:
 
 
 def list_folder(folder: str) -> list[str]:
-    """Return the sorted names in a folder; empty if it cannot be listed."""
+    """Return the sorted names in a folder, or an empty list if it cannot be listed."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - no Path per file
     except OSError:
@@ -50,12 +50,14 @@ temperature sensor is used.
 """
 
 POWER_FILES: Final = ("power1_average", "power1_input")
-"""The sensors for the average power and for the current power. A card has one of the two."""
+"""The sensors for the average power and for the current power. A card has only one of the two
+sensors.
+"""
 
 _CARD_NAME: Final = re.compile(r"card\d+")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""The name of a PCI device's folder. Partitions also appear as cards, but their device is
-`amdgpu_xcp_N`, which provides no facts and does not match this pattern.
+"""The name of a PCI device's folder. Partitions are also listed as cards, but their device,
+`amdgpu_xcp_N`, provides no facts and does not match this pattern.
 """
 
 
@@ -64,8 +66,8 @@ class KfdNode(Struct, frozen=True, kw_only=True):
 
     gpu_id: int
     memory_bytes: int | None
-    """The memory that processes on the node can allocate (amdgpu_amdkfd_reserve_mem_limit); None if
-    unknown.
+    """The memory that processes on the node can allocate (amdgpu_amdkfd_reserve_mem_limit), or None
+    if unknown.
     """
 
 
@@ -95,17 +97,17 @@ class AmdCard(Struct, frozen=True, kw_only=True):
     uuid: str
     name: str
     nodes: tuple[KfdNode, ...] | None
-    """The card's KFD nodes. A partitioned card has several; if ROCm cannot use the card, the tuple
-    is empty. None if KFD denies access, as in a container that does not have the card's device in
-    its /dev (kfd_topology.c).
+    """The card's KFD nodes. A partitioned card has several nodes. The tuple is empty if ROCm cannot
+    use the card. The value is None if KFD denies access, as in a container whose /dev does not
+    contain the card's device (kfd_topology.c).
     """
 
 
 def find_cards(sys: str) -> dict[str, AmdCard]:
-    """Return the driver's cards by UUID; empty if there are none.
+    """Return the driver's cards by UUID, or an empty dictionary if there are none.
 
-    The cards are ordered by PCI address, not by DRM number. If a card's unique id is missing or
-    shared, its UUID is derived from its PCI address.
+    The cards are ordered by PCI address, not by DRM number. If a card has no unique id, or the same
+    one as another card, its UUID is derived from its PCI address.
     """
     folders = _find_folders(sys)
     kfd = _read_nodes(sys, folders.keys())
@@ -142,7 +144,7 @@ def find_cards(sys: str) -> dict[str, AmdCard]:
 
 
 def _find_folders(sys: str) -> dict[str, str]:
-    """Return the folders of the driver's PCI devices by PCI address."""
+    """Return the folder of each PCI device that amdgpu drives, keyed by PCI address."""
     folders: dict[str, str] = {}
     for name in list_folder(f"{sys}/{DRM_FOLDER}"):
         if _CARD_NAME.fullmatch(name):
@@ -153,7 +155,7 @@ def _find_folders(sys: str) -> dict[str, str]:
 
 
 def _find_sensor(monitor: str, sensors: list[str], names: Collection[str]) -> str:
-    """Return the path of the first sensor in `names` that the card has; "" if it has none."""
+    """Return the path of the first sensor in `names` that the card has, or "" if it has none."""
     for name in names:
         if name in sensors:
             return f"{monitor}/{name}"
@@ -201,7 +203,7 @@ def _read_nodes(sys: str, addresses: Collection[str]) -> KfdNodes:
 
 
 def _format_address(domain: int, location: int, addresses: Collection[str]) -> str:
-    """Return the PCI address of a node's card; KFD packs the address into `location`."""
+    """Return the PCI address of a node's card; `location` packs the bus, slot and function."""
     bus = location >> 8 & 0xFF
     slot = location >> 3 & 0x1F
     function = location & 7

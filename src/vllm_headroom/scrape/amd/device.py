@@ -40,7 +40,7 @@ DRI_FOLDER: Final = "/dev/dri/"
 GpuProcesses = tuple[GpuProcess, ...]
 
 ProcessTable = Mapping[str, GpuProcesses]
-"""Processes by the ID of a KFD node or the PCI address of a card."""
+"""The processes on each KFD node, keyed by its ID, or on each card, keyed by its PCI address."""
 
 
 def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:
@@ -80,8 +80,8 @@ def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
     Returns None if the driver does not report the memory, or if it is unknown how much memory
-    processes can allocate. That amount is unknown on an integrated GPU or a partitioned card if KFD
-    hides its nodes. Raises OSError if the card is gone or its files cannot be read.
+    processes can allocate. For an integrated GPU or a partitioned card, that amount is unknown if
+    KFD hides the card's nodes. Raises OSError if the card is gone or its files cannot be read.
     """
     total_bytes = _read_vram(card, "total")
     used_bytes = _read_vram(card, "used")
@@ -114,7 +114,7 @@ def _read_unified_memory(card: AmdCard, limit_bytes: int, proc: Path) -> GpuMemo
 
 
 def _read_vram(card: AmdCard, fact: str) -> int | None:
-    """Return the `total` or `used` bytes of VRAM; None if the driver has no such file.
+    """Return the `total` or `used` bytes of VRAM, or None if the driver has no such file.
 
     Raises OSError if the card is gone or the file cannot be read.
     """
@@ -133,16 +133,16 @@ def _read_partition(
 ) -> GpuReading:
     """Return a reading of the partition with this KFD node.
 
-    The partition's memory in use is the sum of what its processes use according to KFD. The sum
-    does not include what the driver itself uses. The memory is None if the partition's size or the
-    use of any process is unknown.
+    The partition's memory in use is the sum of the bytes that KFD reports for its processes. The
+    sum does not include what the driver itself uses. The memory is None if the partition's size or
+    the use of any process is unknown.
     """
     processes = context.list_on_node(node)
     uuid = f"{card.uuid}-{position}"
     memory = None
     if node.memory_bytes is not None and processes is not None:
         held_bytes = [process.used_bytes for process in processes]
-        # If the size of a process is unknown, the partition would look emptier than it is.
+        # If the bytes of any process are unknown, the sum would be too small.
         known_bytes = [used_bytes for used_bytes in held_bytes if used_bytes is not None]
         if len(known_bytes) == len(held_bytes):
             memory = _build_memory(node.memory_bytes, sum(known_bytes))
@@ -176,9 +176,9 @@ class ReadContext:
     There are two sources for the processes. KFD has a folder for each compute process, with the
     number of bytes that the process holds on each node. Every user can read this folder. The
     folder's name is the pid in the machine's initial PID namespace, so only a daemon in that
-    namespace can use the folder. If KFD's pids are unusable or nodes are hidden, the source is the
-    list of each process's open files in /proc. Only users that may trace the process can read this
-    list, which shows cards but not partitions.
+    namespace can use the folder. If KFD's pids are unusable or nodes are hidden, the processes are
+    found through the list of each process's open files in /proc. Only users that may trace the
+    process can read this list, which shows cards but not partitions.
     """
 
     def __init__(
@@ -197,13 +197,13 @@ class ReadContext:
         return self._peaks[uuid].highest_bytes(self._now)
 
     def list_on_node(self, node: KfdNode) -> GpuProcesses | None:
-        """Return the processes on a KFD node; None if KFD's processes cannot be read."""
+        """Return the processes on a KFD node, or None if KFD's processes cannot be read."""
         if self._by_node is None:
             return None
         return self._by_node.get(str(node.gpu_id), ())
 
     def list_on_card(self, card: AmdCard) -> GpuProcesses | None:
-        """Return the processes on a card without partitions; None if no source shows them."""
+        """Return the processes on a card without partitions, or None if no source shows them."""
         if card.nodes and self._by_node is not None:
             return self.list_on_node(card.nodes[0])
         if self._by_address is None:
@@ -212,7 +212,7 @@ class ReadContext:
 
     @cached_property
     def _kfd_pids(self) -> list[str] | None:
-        """Return the sorted pids that KFD lists; None if this process cannot read or use them."""
+        """Return KFD's pids, sorted, or None if this process cannot read or use them."""
         if not has_host_pids(self.proc):
             return None
         try:
@@ -223,7 +223,7 @@ class ReadContext:
 
     @cached_property
     def _by_node(self) -> ProcessTable | None:
-        """Return the processes by the id of their KFD node.
+        """Return the processes, keyed by the id of the KFD node that they use.
 
         The bytes of a process are None if its file cannot be read. Returns None if KFD's processes
         cannot be read.
@@ -250,7 +250,7 @@ class ReadContext:
 
     @cached_property
     def _by_address(self) -> ProcessTable | None:
-        """Return the processes by the PCI address of their card, from their open files.
+        """Return the processes found through open files, keyed by the PCI address of their card.
 
         Returns None if access to a process was denied and no process was found.
         """
@@ -298,7 +298,7 @@ def _read_open_cards(process: str) -> dict[str, int]:
 
 
 def _parse_kib(text: str) -> int | None:
-    """Return the number of a size such as `1024 KiB`; None for any other text."""
+    """Return the number of a size such as `1024 KiB`, or None for any other text."""
     number, _, unit = text.partition(" ")
     return parse_digits(number) if unit.split()[:1] == ["KiB"] else None
 

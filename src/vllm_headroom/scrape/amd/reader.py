@@ -28,7 +28,7 @@ _REASONS: Final = {
     errno.EACCES: Reason.NO_PERMISSION,
     errno.EPERM: Reason.NO_PERMISSION,
 }
-"""The reason for a failure, by the number of its OSError; any other number means DRIVER_ERROR."""
+"""The failure reason for each OSError number. For any other number, the reason is DRIVER_ERROR."""
 
 _LOOK: Final = "look for amdgpu lines in the node's kernel log"
 _MESSAGES: Final = {
@@ -48,7 +48,7 @@ wake for every sample on a machine with only NVIDIA GPUs.
 
 
 def explain_error(error: OSError) -> Failure:
-    """Return the failure for an error from a card's file, or for the thread's TimeoutError."""
+    """Return the failure for an error from a card's file or for the thread's TimeoutError."""
     reason = _REASONS.get(error.errno, Reason.DRIVER_ERROR)
     suffix = "" if reason is Reason.TIMEOUT else f" ({error.strerror or error})"
     return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
@@ -82,7 +82,7 @@ class Amd:
         self._worker = Worker[Any]("amd")
 
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
-        """Return a reading of every card or partition; empty if there is no card.
+        """Return a reading of every card or partition, or an empty tuple if there is no card.
 
         Never raises. A card that cannot be read in time gets a failed reading.
         """
@@ -174,7 +174,7 @@ class Amd:
 
 
 def _is_integrated(card: AmdCard, reading: GpuReading) -> bool:
-    """Return whether a GPU uses the machine's memory; if unknown, whether the card is an APU."""
+    """Return whether a GPU uses the machine's memory or, if unknown, whether it is an APU."""
     if reading.memory is None:
         return card.is_apu
     return reading.memory.is_unified

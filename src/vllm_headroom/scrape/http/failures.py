@@ -126,8 +126,8 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
             return build_failure(
                 Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s"
             )
-        # The text of these errors is left out. It quotes the received bytes or the header, which
-        # may contain a secret.
+        # The text of these errors is left out, because it quotes the received bytes or the header,
+        # which may contain a secret.
         case httpx.LocalProtocolError():
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
         case httpx.RemoteProtocolError() | httpx.InvalidURL():
@@ -209,10 +209,10 @@ def read_token(file: Path) -> str:
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
     """Return a client TLS context that trusts the authorities in the file.
 
-    If the file is None, the context trusts the machine's authorities and those from certifi. The
-    certificate's chain, name and validity period are verified as in Go and curl, with every Python
-    version. Raises UnusableCredentials if the file cannot be read or does not contain a
-    certificate.
+    If the file is None, the context trusts the machine's authorities and those from certifi. With
+    every Python version, the certificate's chain, name and validity period are verified in the same
+    way as by Go and curl. Raises UnusableCredentials if the file cannot be read or does not contain
+    a certificate.
     """
     try:
         if ca_file is None:

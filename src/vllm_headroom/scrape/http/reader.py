@@ -66,7 +66,7 @@ def find_port(url: httpx.URL) -> int:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host is this machine or pod: one of its addresses, or the name localhost.
+    """Return whether a host is an address of this machine or pod, or the name localhost.
 
     Returns False for any other name, without resolving it.
     """
@@ -75,7 +75,7 @@ def is_here(host: str) -> bool:
         is_ipv6 = isinstance(address, ipaddress.IPv6Address)
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         # A socket can be bound only to an address of this machine. With a datagram socket and port
-        # 0, binding works whatever ports are in use, and it opens no listening port.
+        # 0, binding succeeds regardless of which ports are in use, and no listening port is opened.
         with socket.socket(family, socket.SOCK_DGRAM) as datagram_socket:
             datagram_socket.bind((host, 0))
     except (OSError, ValueError):
@@ -128,7 +128,8 @@ class PageReader:
         if url_with_login.userinfo:
             login = f"{url_with_login.username}:{url_with_login.password}"
             self._headers["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
-        # gzip would take 1.1 ms of vLLM's event loop and 0.2 ms in the daemon.
+        # Compressing with gzip would take 1.1 ms on vLLM's event loop, and decompressing 0.2 ms in
+        # the daemon.
         self._headers["Accept-Encoding"] = "identity"
         self._page_request = httpx.Request("GET", self._url, headers=self._headers)
         # Connecting to one address may take half of the time, so that a second address can be
@@ -149,7 +150,7 @@ class PageReader:
     async def send(
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> Reply | Failure:
-        """Return the response to a request, whatever its status; a Failure if there is none.
+        """Return the response to a request, whatever its status, or a Failure if there is none.
 
         `path` is relative to the URL; "" is the URL itself. `body` is sent as JSON, unless it is
         None.
@@ -158,7 +159,7 @@ class PageReader:
         return await self._exchange(request, is_page=False)
 
     async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
-        """Send a request; return the reply, or a failure that explains the error; never raise."""
+        """Send a request; return the reply or a failure that explains the error; never raise."""
         if self._is_gone():
             problem = f"nothing is requested from {self._shown_url}: its processes have ended"
             return Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message=problem)
@@ -225,8 +226,8 @@ class PageReader:
     async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
         """Run `read` on the thread, and return what it returns or raise what it raises.
 
-        Raises UnusableCredentials, with a message that begins with `trouble`, if reading takes
-        longer than _FILE_SECONDS. Raises TimeoutError while an earlier call is stuck.
+        If reading takes longer than _FILE_SECONDS, raises UnusableCredentials with a message that
+        begins with `trouble`. Raises TimeoutError while an earlier call is stuck.
         """
         reading: asyncio.Future[T] = self._worker.begin(read)
         try:
@@ -264,17 +265,17 @@ def _is_address(host: str) -> bool:
 
 
 NO_ANSWER_REASONS: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})
-"""The failure reasons if the server accepts the connection but does not respond."""
+"""The failure reasons that mean that the server accepts the connection but does not respond."""
 
 SILENCES: Final = NO_ANSWER_REASONS | {Reason.UNREACHABLE}
-"""The failure reasons if nothing responds at all."""
+"""The failure reasons that mean that nothing responds at all."""
 
 MOST_REQUESTS: Final = 10**6
 """A larger number of requests is not plausible, because no server handles that many."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
-"""The failure reasons if the server does not have the requested path. vLLM provides `is_sleeping`
-only in development mode.
+"""The failure reasons that mean that the server does not have the requested path. vLLM provides
+`is_sleeping` only in development mode.
 """
 
 
@@ -285,7 +286,7 @@ class _Load(Struct):
 
 
 class ServerRequest(Struct, frozen=True, kw_only=True):
-    """The daemon's requests for pages other than the metrics page, to test the server."""
+    """Tests the server by requesting pages other than the metrics page."""
 
     health: PageReader
     """Reads the server's `health`. Each page has its own reader, because a late response blocks the
@@ -353,7 +354,7 @@ def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...])
 
 
 def _read_load(load: Reply | Failure) -> float | None:
-    """Return the number of requests in the server; None if the server does not report it."""
+    """Return the number of requests in the server, or None if the server does not report it."""
     if isinstance(load, Failure) or load.status != HTTPStatus.OK:
         return None
     try:
@@ -407,5 +408,5 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
 
 
 def _judge_failure(failure: Failure) -> bool | None:
-    """Return False if the failure means that the engine does not respond; None otherwise."""
+    """Return False if the failure means that the engine does not respond, or None otherwise."""
     return False if failure.reason in NO_ANSWER_REASONS else None

@@ -26,7 +26,9 @@ _MOST_UNREAD_BYTES: Final = 128 * 2**10
 """The number of bytes buffered before the server has to wait."""
 
 _MOST_IDLE_SECONDS: Final = 2.0
-"""A connection is reused only within this time, because vLLM closes connections idle for 5 s."""
+"""A connection is reused only if it has been idle for less than this, because vLLM closes a
+connection after 5 idle seconds.
+"""
 
 Resolve = Callable[[httpx.URL], Awaitable[Sequence[tuple[str, int]]]]
 """Returns each IP address of a URL's host, along with the URL's port; raises OSError."""
@@ -52,7 +54,8 @@ class PageTransport(httpx.AsyncBaseTransport):
         self._idle_connection: _Connection | None = None
         """The connection of the last request, if the next request may use it."""
         self._request_seconds: float | None = None
-        """When the last request was sent, on the event loop's clock; None before the first request.
+        """When the last request was sent, on the event loop's clock, or None before the first
+        request.
         """
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -62,7 +65,8 @@ class PageTransport(httpx.AsyncBaseTransport):
         request's extension `timeout`, and applies to each address of the host. Raises
         httpx.TransportError.
         """
-        # Only a GET may be sent twice, which can be necessary with an idle connection.
+        # If the server closes an idle connection, the request is sent again, so only a GET may use
+        # such a connection.
         can_share = self._note_request() and request.method == "GET"
         connection = self._idle_connection
         self._idle_connection = None
@@ -167,7 +171,7 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.Transport
         """The open connection; `connection_made` sets it before anything is received."""
         self._problem: Exception | None = None
-        """Why the connection was lost; None while it is open, or if it was closed cleanly."""
+        """Why the connection was lost, or None while it is open, or if it was closed cleanly."""
         self._arrival = asyncio.Event()
         """Set when anything is received and when the connection is closed."""
         self._unread_bytes = 0
@@ -186,7 +190,7 @@ class _Connection(asyncio.Protocol):
     async def send(self, request: httpx.Request) -> h11.Response:
         """Send a request and return the head of its response.
 
-        Raises httpx.LocalProtocolError if HTTP cannot carry a header, and the same errors as
+        Raises httpx.LocalProtocolError if a header is not valid in HTTP, and the same errors as
         `receive`.
         """
         self._is_idle = False
@@ -222,8 +226,8 @@ class _Connection(asyncio.Protocol):
             try:
                 event = self._http.next_event()
             except h11.RemoteProtocolError as error:
-                # A lost connection also looks like a violation of HTTP, so report the loss if there
-                # was one.
+                # A lost connection can look like a violation of HTTP, so if the connection was
+                # lost, the loss is reported instead.
                 if self._problem is not None:
                     raise httpx.ReadError(str(self._problem)) from self._problem
                 raise httpx.RemoteProtocolError(str(error)) from error
@@ -252,7 +256,7 @@ class _Connection(asyncio.Protocol):
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport; a server may send bytes before `create_connection` returns."""
+        """Keep the transport: a server may send bytes before `create_connection` returns."""
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:

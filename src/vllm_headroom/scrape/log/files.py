@@ -30,8 +30,8 @@ which can be a hundred or more.
 """
 
 FINGERPRINT_BYTES: Final = 64
-"""The number of bytes before the last read position that are kept and compared with the file. If
-they differ, the file was truncated and has grown again.
+"""How many of the last bytes that were read are kept, to be compared with the file later. If they
+differ, the file was truncated and has grown again.
 """
 
 PACKED_SUFFIXES: Final = (".gz", ".xz", ".zst", ".bz2")
@@ -71,7 +71,7 @@ class LogFiles:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._descriptor: int | None = None
-        """The descriptor of the followed file; None until a file is opened."""
+        """The descriptor of the followed file, or None until a file is opened."""
         self._places: dict[FileId, ReadPosition] = {}
         """How far each file has been read; the most recently read file comes last."""
         self._worker = Worker[LogBatch | Failure]("log files")
@@ -156,7 +156,7 @@ class LogFiles:
         # The entry is removed and added again so that the most recently read file comes last.
         place = self._places.pop(file, None)
         if place is None:
-            # Only in the first file was content written before the daemon began to follow the log.
+            # Only the first file can contain lines from before the daemon began to follow the log.
             place = ReadPosition(old_end=0 if self._places else status.st_size)
         elif _is_truncated(descriptor, place, status.st_size):
             place = ReadPosition()

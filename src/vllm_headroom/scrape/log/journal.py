@@ -14,7 +14,8 @@ PAUSE_SECONDS: Final = 10.0
 """The time between two calls to journalctl. Each call takes at least 20 ms of CPU."""
 
 MOST_LINES: Final = 20_000
-"""The number of newest lines that the first call reads, enough for a startup and a day under load.
+"""The first call reads this many of the newest lines, which is enough for a startup and a day under
+load.
 """
 
 MOST_BYTES: Final = 4 * 2**20
@@ -36,11 +37,11 @@ class Journal:
         self._unit = unit
         self._program = program
         self._cursor: str | None = None
-        """journald's cursor for the newest line read; None before the first line."""
+        """journald's cursor for the newest line read, or None before the first line."""
         self._next_seconds = 0.0
         """When journalctl is to be called next, on the event loop's clock."""
         self._failure: Failure | None = None
-        """Why the last call failed; None if it succeeded."""
+        """Why the last call failed, or None if it succeeded."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
         """Return the additions; never raise.
@@ -62,7 +63,7 @@ class Journal:
         return LogBatch(content=answer, is_old=is_first, is_broken=is_first)
 
     async def _call(self, timeout_seconds: float) -> bytes | Failure:
-        """Return journalctl's output up to its last complete line; a Failure if the call fails."""
+        """Return journalctl's output up to its last full line, or a Failure if the call fails."""
         arguments = [f"--unit={self._unit}", "--output=json", "--all", "--no-pager"]
         if self._cursor is None:
             arguments.append(f"--lines={MOST_LINES}")
@@ -99,7 +100,7 @@ class Journal:
 
 
 async def _read_answer(process: asyncio.subprocess.Process, unit: str) -> bytes | Failure:
-    """Return journalctl's output, up to MOST_BYTES; a Failure if journalctl reports an error."""
+    """Return journalctl's output, up to MOST_BYTES, or a Failure if journalctl reports an error."""
     assert process.stdout is not None  # noqa: S101 - both are pipes
     assert process.stderr is not None  # noqa: S101
     content = bytearray()
@@ -122,7 +123,7 @@ async def _read_answer(process: asyncio.subprocess.Process, unit: str) -> bytes 
 
 
 def _find_cursor(content: bytes) -> str | None:
-    """Return journald's cursor for the newest line; None if the line has none."""
+    """Return journald's cursor for the newest line, or None if the line has none."""
     newest_line = content.rstrip(b"\n").rpartition(b"\n")[2]
     try:
         cursor = json.loads(newest_line).get("__CURSOR")

@@ -12,7 +12,7 @@ from vllm_headroom.scrape.log.batch import LogBatch
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 PAUSE_SECONDS: Final = 10.0
-"""The time between two rounds of requests, which is long because the whole cluster shares the API
+"""The time between two rounds of requests. It is long because the whole cluster shares the API
 server.
 """
 
@@ -20,7 +20,8 @@ MOST_BYTES: Final = 2 * 2**20
 """The maximum number of log bytes that one request returns. The next rounds read the rest."""
 
 FIRST_LINES: Final = 50_000
-"""The number of newest lines that the first round reads, enough for a startup and a day under load.
+"""The first round reads this many of the newest lines, which is enough for a startup and a day
+under load.
 """
 
 LONGEST_TIME: Final = 40
@@ -50,13 +51,13 @@ class PodLog:
         self._path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
         self._container = container
         self._restarts: int | None = None
-        """The number of container restarts at the last round; None before the first round."""
+        """The number of container restarts at the last round, or None before the first round."""
         self._newest_time = ""
         """The timestamp of the newest line read; "" before the first line."""
         self._next_seconds = 0.0
         """When the next round is to begin, on the event loop's clock."""
         self._failure: Failure | None = None
-        """Why the last round failed; None if it succeeded."""
+        """Why the last round failed, or None if it succeeded."""
 
     async def fetch(self, timeout_seconds: float) -> LogBatch | Failure:
         """Return the additions; never raise.
@@ -128,7 +129,8 @@ class PodLog:
         try:
             reply = await self._ask(f"{self._path}/log?{urlencode(query)}")
         except RequestFailedError as error:
-            # There is no log if the container is waiting to start or the log was removed.
+            # A container that is waiting to start has no log, and neither has one whose log was
+            # removed.
             if error.failure.reason is Reason.HTTP_STATUS:
                 return b""
             raise
@@ -164,7 +166,7 @@ class PodLog:
 
 
 def _build_time_key(line: str) -> str:
-    """Return a sort key for a line's timestamp, because Go leaves out trailing zeros."""
+    """Return a sort key for a line's timestamp, in which Go leaves out trailing zeros."""
     time, _, _ = line[:LONGEST_TIME].partition(" ")
     # Without the Z, a shorter fraction is a prefix of a longer one and sorts before it.
     return time.rstrip("Z")

@@ -76,7 +76,7 @@ class GpuPart:
     gpu_uuid: str
     """The UUID of the whole GPU."""
     gpu_instance: int | None = None
-    """NVML's number for the MIG instance; None for a whole GPU."""
+    """NVML's number for the MIG instance, or None for a whole GPU."""
     handle: Handle = field(repr=False, compare=False)
     """The handle is valid until NVML is shut down or the GPU is lost."""
 
@@ -108,7 +108,7 @@ class ProcessList(Struct, frozen=True, kw_only=True):
     listed_at_seconds: float
     """When the processes were listed, on the monotonic clock."""
     used_bytes: int | None
-    """The memory in use; None if unknown."""
+    """The memory in use, or None if unknown."""
     processes: tuple[GpuProcess, ...] | None
 
 
@@ -128,7 +128,7 @@ class Session:
         """The devices; empty while NVML is closed."""
         self.driver_version: str | None = None
         self.memory_version: int | None = None
-        """NVML's number for version 2 of memory info; None for version 1."""
+        """NVML's number for version 2 of memory info, or None for version 1."""
         self.has_single_gpu = False
         """Whether the machine has exactly one GPU, which is the case for every machine whose GPU
         uses the machine's memory.
@@ -138,8 +138,8 @@ class Session:
         """The peaks by the UUID of a GPU or MIG instance. They are kept when NVML is reinitialised.
         """
         self._refusals: dict[DeviceFact, int | None] = {}
-        """NVML's error code from the first time the device refused a fact; None if the device has
-        ever provided the fact.
+        """NVML's error code from the first time the device refused a fact, or None if the device
+        has ever provided the fact.
         """
         self._is_initialised = False
         self._has_logged_v1 = False
@@ -249,23 +249,24 @@ class Session:
 
 
 class NvmlDevice:
-    """The GPU at an NVML index, from NVML's init to its shutdown; opened when it is first read.
+    """The GPU at an NVML index, from NVML's init until its shutdown.
 
-    Its methods run on NVML's thread. They raise NVMLError if the whole GPU or the driver fails. If
-    the error means that the GPU is lost, `lost_code` is set. From then on, no method may be called.
+    It is opened when it is first read. Its methods run on NVML's thread. They raise NVMLError if
+    the whole GPU or the driver fails. If the error means that the GPU is lost, `lost_code` is set.
+    From then on, no method may be called.
     """
 
     def __init__(self, index: int, session: Session) -> None:
         """Create a device without opening it; `index` is the GPU's index in NVML."""
         self.index = index
         self.gpu: GpuPart | None = None
-        """The whole GPU; None until the device is opened."""
+        """The whole GPU, or None until the device is opened."""
         self.parts: tuple[GpuPart, ...] = ()
         """The MIG instances at the last reading, or only the whole GPU if there were none; empty
         before the first reading.
         """
         self.lost_code: int | None = None
-        """NVML's error code when the GPU was lost; None while it is not lost."""
+        """NVML's error code when the GPU was lost, or None while it is not lost."""
         self._session = session
         self._lists_by_uuid: dict[str, ProcessList] = {}
         """The last process list of each of `parts`."""
@@ -286,8 +287,7 @@ class NvmlDevice:
         """Return a reading of each MIG instance, or one of the whole GPU if there are none."""
         gpu = self.gpu or self._open()
         previous_uuids = {part.uuid for part in self.parts}
-        # The parts are either instances or the whole GPU, because a GPU in MIG mode consists of its
-        # instances.
+        # A GPU in MIG mode is read as its instances, and any other GPU as a whole.
         self.parts = tuple(self._list_instances(gpu)) or (gpu,)
         removed_uuids = previous_uuids - {part.uuid for part in self.parts}
         for uuid in removed_uuids:
@@ -466,9 +466,9 @@ class NvmlDevice:
     def _read_processes(
         self, part: GpuPart, memory: GpuMemory | None
     ) -> tuple[GpuProcess, ...] | None:
-        """Return the processes, from the last list or, if that list is outdated, from a new one.
+        """Return the processes, and list them again only if the last list is outdated.
 
-        A list that failed counts as outdated, so it is read again on each call. Returns None if the
+        If the last attempt to list them failed, every call tries again. Returns None if the
         processes cannot be listed.
         """
         now_seconds = self._session.monotonic()
@@ -489,8 +489,8 @@ class NvmlDevice:
     ) -> bool:
         """Return whether a list failed, is old, or no longer matches the memory in use.
 
-        A list younger than MIN_LIST_AGE_SECONDS is not outdated by a change in memory, because
-        listing is expensive.
+        A list younger than MIN_LIST_AGE_SECONDS stays valid even if the memory in use has changed,
+        because listing is expensive.
         """
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:
@@ -504,7 +504,7 @@ class NvmlDevice:
     def _list_processes(
         self, part: GpuPart, *, is_essential: bool
     ) -> tuple[GpuProcess, ...] | None:
-        """Return the compute processes and MPS clients; None if they cannot be listed.
+        """Return the compute processes and MPS clients, or None if they cannot be listed.
 
         `is_essential` has the same meaning as in `Session.query`.
         """
@@ -560,7 +560,7 @@ def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
 
 
 def _convert(value: int | None, *, maximum: int, divisor: int) -> float | None:
-    """Return a value divided by `divisor`; None if it is unknown or above `maximum`.
+    """Return a value divided by `divisor`, or None if it is unknown or above `maximum`.
 
     No GPU reaches `maximum`, so a value above it is a driver error.
     """

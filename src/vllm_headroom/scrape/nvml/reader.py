@@ -105,8 +105,8 @@ class Nvml:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
 
         A GPU that cannot be read gets a failed reading. If the whole driver fails, the result is a
-        Failure. On cancellation, a call in progress continues, and its GPU is not read again until
-        that call returns.
+        Failure. If this method is cancelled, a call in progress continues, and its GPU is not read
+        again until that call returns.
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
@@ -227,7 +227,7 @@ class Nvml:
         """Return the readings of the GPUs that were read, and failed readings of all others.
 
         A GPU gets failed readings if it failed or NVML no longer lists it. There is one failed
-        reading for each MIG instance or, without MIG instances, one for the whole GPU.
+        reading for each of its MIG instances or, if it has none, one for the whole GPU.
         """
         # A GPU that falls off the bus is not listed after the next init. Without this code, its
         # series would simply end.
@@ -240,7 +240,7 @@ class Nvml:
             if device.gpu is not None:
                 readings += self._build_failed(device.gpu.uuid, outcome)
                 continue
-            # The UUID of a GPU that cannot be opened is unknown, so it is taken for the missing GPU
+            # If a GPU cannot be opened, its UUID is unknown, so it is assumed to be the missing GPU
             # that had the same index.
             uuid = self._find_uuid(missing_uuids, device.index)
             if uuid is None:
@@ -264,7 +264,8 @@ class Nvml:
                 continue
             uuid = device.gpu.uuid
             opened_uuids.add(uuid)
-            # The entry is removed and added again so that the most recently read GPU comes last.
+            # Removing and adding the entry moves it to the end, so that the most recently read GPU
+            # comes last.
             previous_parts = self._parts.pop(uuid, (device.gpu,))
             self._parts[uuid] = device.parts or previous_parts
         oldest_uuids = tuple(self._parts)[:-MAX_GPUS]
@@ -273,7 +274,7 @@ class Nvml:
         return sorted(self._parts.keys() - opened_uuids)
 
     def _find_uuid(self, missing_uuids: Iterable[str], index: int) -> str | None:
-        """Return the UUID of the first missing GPU whose last index was this one, or None."""
+        """Return the UUID of the first missing GPU whose last index was `index`, or None."""
         for uuid in missing_uuids:
             if self._parts[uuid][0].index == index:
                 return uuid
@@ -298,7 +299,7 @@ class Nvml:
     async def _query_quietly(
         self, method: Callable[[NvmlDevice], T], timeout_seconds: float
     ) -> tuple[T, ...]:
-        """Return the result of each GPU that does not fail; empty if the driver fails."""
+        """Return the result of each GPU that does not fail, or nothing if the driver fails."""
         async with self._lock:
             with contextlib.suppress(Exception):  # The next reading reports the error.
                 deadline = read_loop_seconds() + timeout_seconds
@@ -390,7 +391,7 @@ class Lane:
     async def make_calls(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
     ) -> dict[str, T | Exception]:
-        """Make the calls in order; return, by subject, what each call returned or raised.
+        """Make the calls in order, and return what each one returned or raised, keyed by subject.
 
         Calls that were not made or did not return in time are left out. A call may take
         `limit_seconds`, but at most half of the time left until `deadline`, a time on the event

@@ -44,7 +44,7 @@ class Xids:
         self._uuids_by_address: dict[int, str] = {}
         """The UUIDs of the GPUs whose events are counted, by the address of the device in NVML."""
         self._event_set: Any = None
-        """NVML's event set; None if NVML could not create one, and between two inits."""
+        """NVML's event set, or None if NVML could not create one, and between two inits."""
 
     def begin(self) -> None:
         """Create NVML's event set after an init; if that fails, nothing is counted."""
@@ -86,14 +86,14 @@ class Xids:
                 self._count(uuid, (event.eventData, event.gpuInstanceId))
 
     def _count(self, uuid: str, kind: XidKind) -> None:
-        """Count one error, as OTHER_KIND if the GPU has too many kinds."""
+        """Count one error, under OTHER_KIND if the GPU already has MAX_KINDS kinds."""
         counts = self._counts[uuid]
         if kind not in counts and len(counts) >= MAX_KINDS:
             kind = OTHER_KIND
         counts[kind] += 1
 
     def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> XidCounts:
-        """Return pairs of XID and count, sorted by XID; empty if there was no error.
+        """Return pairs of XID and count, sorted by XID, or an empty tuple if there was no error.
 
         The errors are those of the MIG instance `gpu_instance` or, if `gpu_instance` is None, of
         the whole GPU. An event without an instance counts for every instance.
@@ -108,5 +108,6 @@ class Xids:
 
 
 def _find_address(handle: Handle) -> int:
-    # A lost GPU's UUID cannot be read through its handle, but NVML uses one address per GPU.
+    # The address identifies the GPU, because the UUID of a lost GPU cannot be read through its
+    # handle.
     return ctypes.addressof(handle.contents)

@@ -22,7 +22,7 @@ _DUMP_FLAGS: Final = 0x301
 _END_KINDS: Final = (2, 3)
 """NLMSG_ERROR and NLMSG_DONE: no further message follows."""
 _ESTABLISHED_STATES: Final = 1 << 1
-"""The set of TCP states that contains only TCP_ESTABLISHED."""
+"""A bit mask of TCP states that contains only TCP_ESTABLISHED."""
 _INET_DIAG_INFO: Final = 2
 """The attribute that contains a socket's tcp_info."""
 
@@ -35,11 +35,11 @@ _SOCKET_ID: Final = Struct(">H46x")
 _ANY_PORT: Final = 0
 """The port in a request for the connections of all ports."""
 _LOCAL_PORT: Final = Struct(">20xH")
-"""The port of a connection's end on this machine, in a message."""
+"""The field of a message that contains the connection's local port."""
 _MESSAGE_HEADER: Final = Struct("=IH")
 _ATTRIBUTE_HEADER: Final = Struct("=HH")
 _FIXED_BYTES: Final = 88
-"""The size of a message before its attributes."""
+"""The size of the part of a message before its attributes."""
 _TCP_INFO: Final = Struct("=48xI4xI64xQQ")
 """Four fields of tcp_info: milliseconds since data was last sent, milliseconds since data was last
 received, bytes acknowledged, and bytes received.
@@ -49,18 +49,19 @@ _RECEIVE_BYTES: Final = 2**16
 
 
 def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
-    """Return how many seconds each request to these ports has been waiting; None if unknown.
+    """Return how many seconds each request to these ports has been waiting, or None if unknown.
 
     A request counts as waiting if its connection last received data after it last sent data. An
-    idle keep-alive connection last sent data, namely the response. Only connections in this
-    process's network namespace are listed. Returns None if the kernel does not list connections.
+    idle keep-alive connection does not count, because it last sent data: the response. Only
+    connections in this process's network namespace are listed. Returns None if the kernel does not
+    list connections.
     """
     waits = _read_waits(ports)
     return None if waits is None else tuple(seconds for _, seconds in waits)
 
 
 def list_waits_by_port() -> Mapping[int, tuple[float, ...]] | None:
-    """Return what `list_waits` returns for each port that has waiting requests; None if unknown."""
+    """Return the result of `list_waits` for each port with waiting requests, or None if unknown."""
     waits = _read_waits((_ANY_PORT,))
     if waits is None:
         return None
@@ -71,7 +72,7 @@ def list_waits_by_port() -> Mapping[int, tuple[float, ...]] | None:
 
 
 def _read_waits(ports: Collection[int]) -> list[tuple[int, float]] | None:
-    """Return the port and the seconds of each request that is waiting; None if unknown."""
+    """Return the port of each waiting request and its wait in seconds, or None if unknown."""
     waits: list[tuple[int, float]] = []
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
@@ -84,7 +85,7 @@ def _read_waits(ports: Collection[int]) -> list[tuple[int, float]] | None:
 
 
 def find_slow_wait(waits_seconds: Collection[float]) -> float | None:
-    """Return how many seconds the newest slow request has been waiting; None if there is none."""
+    """Return how many seconds the newest slow request has been waiting, or None if none is slow."""
     return min((wait for wait in waits_seconds if wait >= SLOW_REQUEST_SECONDS), default=None)
 
 
@@ -123,8 +124,9 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[tuple
                 if attribute != _INET_DIAG_INFO:
                     continue
                 sent_ago, received_ago, acked_bytes, received_bytes = _TCP_INFO.unpack_from(content)
-                # Equal times, as at the start of a connection, do not show the order. In that case,
-                # a request is waiting if the connection has received data but has not sent any.
+                # If the two times are equal, as at the start of a connection, they do not show
+                # which came first. In that case, a request is waiting if the connection has
+                # received data but has not sent any.
                 has_only_received = received_bytes > 0 and acked_bytes == 0
                 is_waiting = received_ago < sent_ago
                 if is_waiting or (received_ago == sent_ago and has_only_received):

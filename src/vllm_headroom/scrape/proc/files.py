@@ -80,12 +80,12 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def family(self) -> tuple[int, int]:
-        """Return the parent (init for orphans) and process group, which an engine's roots share."""
+        """Return the parent (init for orphans) and process group; an engine's roots share both."""
         return self.parent_pid, self.group
 
     @cached_property
     def role(self) -> Role | None:
-        """Return the process's role in an engine, from the command line; None if there is none.
+        """Return the process's role in an engine, from the command line, or None if there is none.
 
         The result is cached, because every process is checked whenever any process changes.
         """
@@ -158,7 +158,7 @@ def find_number(text: bytes, name: bytes) -> int | None:
 
 
 def parse_digits(text: str | bytes) -> int | None:
-    """Return the number represented by a string of digits; None for any other text.
+    """Return the number represented by a string of digits, or None for any other text.
 
     Also returns None if there are more digits than the kernel writes.
     """
@@ -180,12 +180,12 @@ def read_own_pid(proc: Path) -> int:
 def read_entry(
     proc: Path, pid: int, previous: ProcEntry | None = None, *, is_engine: bool = False
 ) -> ProcEntry | None:
-    """Return the process; None if it has exited or is a zombie.
+    """Return the process, or None if it has exited or is a zombie.
 
     `previous` is the last result for this pid. It is returned again if the process and its command
-    line cannot have changed. Also returns None if the process cannot be read for another reason,
-    with two exceptions. If the daemon lacks a resource, or if the process belongs to the engine
-    (`is_engine`), raises OSError, because the process may still be running.
+    line cannot have changed. Also returns None if the process cannot be read for another reason.
+    However, if the daemon lacks a resource, or if the process belongs to the engine (`is_engine`),
+    raises OSError instead, because the process may still be running.
     """
     try:
         stat = _read_stat(proc, pid)
@@ -207,14 +207,13 @@ def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
         return False
     if process.family != previous.family:
         return False
-    # Apart from kernel threads, only a process that was in exec when it was read has no command
-    # line.
+    # A process without a command line is either a kernel thread or was in exec when it was read.
     was_in_exec = previous.command == (previous.name,) and previous.parent_pid != KTHREADD_PID
     return not was_in_exec and not previous.name.startswith(_TITLED_PREFIXES)
 
 
 def read_state(proc: Path, pid: int) -> str | None:
-    """Return the letter of the process's state (see proc(5)); None if it no longer exists.
+    """Return the letter of the process's state (see proc(5)), or None if it no longer exists.
 
     The result is empty if the stat file cannot be read for another reason.
     """
@@ -227,7 +226,7 @@ def read_state(proc: Path, pid: int) -> str | None:
 
 
 def read_command(proc: Path, pid: int) -> CommandLine:
-    """Return the process's entire command line; empty if it cannot be read, as after an exit."""
+    """Return the process's entire command line, or () if it cannot be read, as after an exit."""
     try:
         return _split_arguments(read_content(f"{proc}/{pid}/cmdline"))
     except OSError:
@@ -235,7 +234,7 @@ def read_command(proc: Path, pid: int) -> CommandLine:
 
 
 def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
-    """Return the resources used by an engine process; None if it has exited or its pid was reused.
+    """Return the resources that a process uses, or None if it has exited or its pid was reused.
 
     Raises OSError if it is unknown whether the process still exists.
     """
@@ -287,7 +286,7 @@ def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
     """Raise `error` if it leaves open whether the process has exited; otherwise do nothing.
 
     A shortage of the daemon's own resources is such an error. For a process of the engine, so is
-    any OSError that does not mean that the process does not exist.
+    any OSError, unless it means that the process no longer exists.
     """
     if not isinstance(error, OSError):
         return
@@ -297,13 +296,13 @@ def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
 
 
 def _split_arguments(arguments: bytes) -> CommandLine:
-    """Return the arguments in the content of a cmdline file; empty for an empty file."""
+    """Return the arguments in the content of a cmdline file, or () if the file is empty."""
     text = arguments.rstrip(b"\0").decode(errors="replace")
     return tuple(text.split("\0")) if text else ()
 
 
 def has_host_pids(proc: Path) -> bool:
-    """Return whether this process is in the machine's initial PID namespace; False if unknown."""
+    """Return whether this process is known to be in the machine's initial PID namespace."""
     try:
         namespace = (proc / "self" / "ns" / "pid").readlink()
     except OSError:

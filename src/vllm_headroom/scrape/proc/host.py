@@ -70,7 +70,7 @@ class CgroupFolder(Struct, frozen=True, kw_only=True):
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's content; empty if it cannot be read."""
+    """Return a file's content, or an empty result if it cannot be read."""
     try:
         return read_content(path)
     except OSError:
@@ -85,9 +85,9 @@ def _read_lines(path: Path) -> list[str]:
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a process's cgroup.
 
-    Among the process's cgroup and its ancestors, the cgroup with the lowest limit provides the
-    values. A limit that is not below the machine's memory is ignored. Returns None if the cgroup is
-    not visible, does not list the process, or cannot be read.
+    The values are those of the cgroup with the lowest limit among the process's cgroup and its
+    ancestors. A limit that is not below the machine's memory is ignored. Returns None if the cgroup
+    is not visible, does not list the process, or cannot be read.
     """
     try:
         membership = read_content(proc / str(pid) / "cgroup").decode(errors="replace")
@@ -105,8 +105,8 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
 def _find_listing_folder(folders: Iterable[CgroupFolder], pid: int) -> CgroupFolder | None:
     """Return the first of the folders that has memory files and lists the process.
 
-    In a sidecar, the same path may belong to another cgroup, so the path alone proves nothing.
-    Returns None if no folder lists the process.
+    As seen from a sidecar, the same path may be that of another cgroup, so the path alone proves
+    nothing. Returns None if no folder lists the process.
     """
     for cgroup in folders:
         pids = _read(cgroup.path / "cgroup.procs").split()
@@ -154,7 +154,7 @@ def _list_folders(proc: Path, membership: str) -> tuple[CgroupFolder, ...]:
 
 
 def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
-    """Return a cgroup's folder in a mounted tree; None if the cgroup is not in that tree.
+    """Return a cgroup's folder in a mounted tree, or None if the cgroup is not in that tree.
 
     The names of cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. If the
     mounted root is above the namespace, these names are derived from the folder of the daemon's own
@@ -221,7 +221,7 @@ def _parse_mount(line: str) -> CgroupMount | None:
 
 
 def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
-    """Return the memory of a cgroup (see `read_cgroup`); None if it cannot be read."""
+    """Return the memory of a cgroup (see `read_cgroup`), or None if it cannot be read."""
     version = cgroup.mount.version
     try:
         # An ancestor, such as the pod's cgroup, may have the lowest limit.
@@ -277,7 +277,7 @@ def read_host(proc: Path, pid: int | None) -> HostReading:
 
 
 def read_host_on(machine: MachineMemory | None, proc: Path, pid: int | None) -> HostReading:
-    """Return the host memory, as `read_host` does, with the machine's memory as already read."""
+    """Return the host memory like `read_host`, but with the given reading of the machine."""
     if pid is None:
         return HostReading(machine=machine)
     machine_bytes = UNLIMITED_BYTES if machine is None else machine.total_bytes
@@ -286,7 +286,7 @@ def read_host_on(machine: MachineMemory | None, proc: Path, pid: int | None) -> 
 
 
 def read_machine(proc: Path) -> MachineMemory | None:
-    """Return the machine's memory; None if /proc does not show it."""
+    """Return the machine's memory, or None if /proc does not show it."""
     meminfo = _read(proc / "meminfo")
     total_kib = find_number(meminfo, b"MemTotal:")
     available_kib = find_number(meminfo, b"MemAvailable:")
@@ -336,7 +336,7 @@ class MachineReading(Struct, frozen=True, kw_only=True):
     """The state of the machine, which is the same for every engine on it."""
 
     memory: MachineMemory | None = None
-    """The machine's memory; None if unknown."""
+    """The machine's memory, or None if unknown."""
     cpu_pressure_ratio: float | None = None
     """See `read_cpu_pressure`."""
 
@@ -355,7 +355,7 @@ def read_cpu_pressure(proc: Path) -> float | None:
 
 
 def _read_pressure(path: Path, window: bytes) -> float | None:
-    """Return the share of a window in which at least one task waited; None if unknown.
+    """Return the share of a window in which at least one task waited, or None if unknown.
 
     `window` is the name of the field: `avg10=` for the last ten seconds, `avg60=` for the last
     minute.
@@ -421,10 +421,10 @@ def read_shm(path: Path) -> Shm | None:
 
 
 def _read_process_shm(proc: Path, pid: int) -> Shm | None:
-    """Return the size and free space of the process's /dev/shm; None if unknown.
+    """Return the size and free space of the process's /dev/shm, or None if unknown.
 
     The file system is read through the process's root. If access to the root is denied, the
-    daemon's own /dev/shm is read instead, provided that both are the same device.
+    daemon's own /dev/shm is read instead, but only if it is the same device.
     """
     shm = read_shm(proc / str(pid) / "root" / SHM_FOLDER)
     if shm is not None:
@@ -432,7 +432,7 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
     own_path = Path("/", SHM_FOLDER)
     mountinfo = _read(proc / str(pid) / "mountinfo")
     mounts = [line.split(" ") for line in split_kernel_lines(mountinfo.decode(errors="replace"))]
-    # Fields 3 and 5 are the device and the path. The last mount of a path hides the earlier ones.
+    # Fields 3 and 5 are the device and the path. The last mount at a path hides the earlier ones.
     devices = [fields[2] for fields in mounts if fields[4:5] == [str(own_path)]]
     try:
         own_device = own_path.stat().st_dev

@@ -1,4 +1,4 @@
-"""Name processes for people: by program, pid, and the pod or unit that they belong to."""
+"""Build human-readable names for processes, from the program, the pid, and the pod or unit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ def name_program(command: CommandLine) -> str:
     if not program.startswith("python") or not arguments:
         return program
     script = arguments[0]
-    if script in ("-c", "-"):  # Program text is not a name, and may contain a secret.
+    if script in ("-c", "-"):  # Inline code is not a name, and may contain a secret.
         return program
     if script == "-m" and len(arguments) > 1:
         script = arguments[1]
@@ -46,7 +46,7 @@ class ProcessNames:
         self._proc = proc
 
     def find(self, pid: int) -> str | None:
-        """Return the name of a process; None if it is not visible.
+        """Return the name of a process, or None if it is not visible.
 
         Example: "python3 train.py (pid 4711, pod team/train-0)".
         """

@@ -39,11 +39,12 @@ class Network(Struct, frozen=True, kw_only=True):
     """A network namespace."""
 
     addresses: tuple[Address, ...]
-    """The namespace's addresses, without loopback addresses. The best one for reaching the
-    namespace comes first.
+    """The namespace's addresses, without loopback addresses. The address that is most suitable for
+    reaching the namespace comes first.
     """
     listening: frozenset[tuple[Address, int]]
-    """The addresses and ports on which something is listening. An address may be unspecified (any).
+    """The addresses and ports on which something is listening. An address may be the unspecified
+    one, such as 0.0.0.0.
     """
 
     @property
@@ -52,7 +53,7 @@ class Network(Struct, frozen=True, kw_only=True):
         return frozenset(port for address, port in self.listening if not address.is_loopback)
 
     def find_address(self, port: int, *, is_own: bool) -> Address | None:
-        """Return an address at which this process can reach a port; None if there is none.
+        """Return an address at which this process can reach a port, or None if there is none.
 
         `is_own` indicates whether this is the network namespace of this process. Other namespaces
         cannot be reached at a loopback address. If nothing is listening on the port yet, the server
@@ -65,12 +66,13 @@ class Network(Struct, frozen=True, kw_only=True):
         if is_open:
             return self.addresses[0] if self.addresses else None
         reachable = [address for address in bound if not address.is_loopback]
-        # Sockets have no order, so the lowest address is chosen, which is the same on every call.
+        # The sockets are not sorted, so the lowest address is chosen, which is the same on every
+        # call.
         return min(reachable, key=str, default=None)
 
 
 def identify_network(proc: Path, pid: int) -> tuple[int, int] | None:
-    """Return the device and inode that identify a process's network namespace; None if unknown.
+    """Return the device and inode that identify a process's network namespace, or None if unknown.
 
     The device and inode of net/stat are used, because all users can read net/stat, unlike ns/net.
     """
@@ -82,7 +84,7 @@ def identify_network(proc: Path, pid: int) -> tuple[int, int] | None:
 
 
 def read_network(proc: Path, pid: int) -> Network | None:
-    """Return the network namespace of a process; None if it cannot be read."""
+    """Return the network namespace of a process, or None if it cannot be read."""
     folder = proc / str(pid) / "net"
     try:
         addresses = _list_ipv4_addresses(_read(folder / "fib_trie"))
@@ -168,10 +170,10 @@ def _parse_address(text: str) -> Address:
 
 
 def _find_routed_network(lines: list[str]) -> ipaddress.IPv4Network | None:
-    """Return the network of the interface with the default route; None if there is none."""
+    """Return the network of the interface with the default route, or None if there is none."""
     routes = [line.split() for line in lines[1:]]
     routes = [fields for fields in routes if len(fields) > 7]  # noqa: PLR2004 - its mask is field 8
-    # Others reach this machine through the interface with the default route.
+    # Other machines reach this one through the interface with the default route.
     default_interfaces = {fields[0] for fields in routes if fields[1] == _DEFAULT_DESTINATION}
     for fields in routes:
         if fields[0] not in default_interfaces or fields[1] == _DEFAULT_DESTINATION:

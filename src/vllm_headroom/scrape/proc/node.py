@@ -63,11 +63,11 @@ class LocatedEngine(Struct, frozen=True, kw_only=True):
     """The key of the pod or unit to which its processes belong."""
     name: EngineName
     port: int = 0
-    """The port on which the engine serves; 0 if unknown."""
+    """The port on which the engine serves, or 0 if unknown."""
     page_url: str = ""
-    """The URL of the engine's page; empty if the engine cannot be watched."""
+    """The URL of the engine's page, or "" if the engine cannot be watched."""
     problem: str = ""
-    """Why the engine cannot be watched, as a clause; empty if it can be watched, or if its own
+    """Why the engine cannot be watched, as a clause. Empty if it can be watched, or if its own
     sidecar watches it.
     """
 
@@ -77,7 +77,7 @@ class Location(Struct, frozen=True, kw_only=True):
 
     engine: LocatedEngine
     entry: ProcEntry | None
-    """The server's process. If it changes, the engine must be located again."""
+    """The server's process. If the process changes, the engine must be located again."""
     owner: Owner
     is_unit_shared: bool
 
@@ -116,7 +116,7 @@ class NodeProcesses:
         self._are_waits_due = True
         """Whether no engine has asked for waiting requests since the last scan."""
         self._waits_by_port: Mapping[int, tuple[float, ...]] | None = None
-        """How many seconds each request has been waiting, by port; None if unknown."""
+        """How many seconds each request has been waiting, by port, or None if unknown."""
         self._pids: frozenset[int] = frozenset()
         self._owners: dict[int, Owner | None] = {}
         """The owner of each process. The least recently read one comes first."""
@@ -143,7 +143,7 @@ class NodeProcesses:
 
     @property
     def names(self) -> ProcessNames:
-        """Return the names of all processes on the machine, for people."""
+        """Return human-readable names of all processes on the machine."""
         return ProcessNames(self._find_command, self._names, self._proc)
 
     def has_processes(self, owner_key: str) -> bool:
@@ -165,7 +165,8 @@ class NodeProcesses:
 
         Raises TimeoutError if reading takes too long, and OSError if there is no /proc.
         """
-        # If the scan fails, the state of the machine is unknown, not that of the last scan.
+        # If the scan fails, the machine's state becomes unknown, instead of staying that of the
+        # last scan.
         self._machine = MachineReading()
         self._are_waits_due = True
         await self._scanner.call(self._scan, timeout_seconds)
@@ -179,11 +180,11 @@ class NodeProcesses:
         return await self._finder.call(self._find_engines, timeout_seconds)
 
     def _list_waits(self, ports: Collection[int]) -> tuple[float, ...] | None:
-        """Return how many seconds each request to these ports has been waiting; None if unknown.
+        """Return how many seconds each request to these ports has been waiting, or None if unknown.
 
         Only requests in the daemon's own network are visible. They are read once per scan, because
-        the kernel walks the connections of the whole machine for each reading. This runs on the
-        threads of the engines.
+        the kernel walks the connections of the whole machine for each reading. This method runs on
+        the engines' threads.
         """
         with self._waits_lock:
             if self._are_waits_due:
@@ -198,7 +199,7 @@ class NodeProcesses:
         return tuple(waits_seconds)
 
     def _find_command(self, pid: int) -> CommandLine | None:
-        """Return a process's command line as last read; None if it is unknown."""
+        """Return a process's command line as last read, or None if it is unknown."""
         entry = self._entries.get(pid)
         return None if entry is None else entry.command
 

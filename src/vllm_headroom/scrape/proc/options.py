@@ -25,7 +25,7 @@ _PARSERS: Final = {
     for name, kind in get_type_hints(EngineOptions).items()
     if kind in _PARSERS_BY_TYPE
 }
-"""How each option's value is parsed, by the option's name in EngineOptions."""
+"""How each option's value is parsed, keyed by the option's name in EngineOptions."""
 
 _CONNECTOR_SIZES: Final = {
     "kv_connector_bytes": re.compile(r'"cpu_bytes_to_use"\s*:\s*"?(\d{1,15})(?!\d)'),
@@ -33,8 +33,9 @@ _CONNECTOR_SIZES: Final = {
         r'"lmcache\.max_local_cpu_size"\s*:\s*"?(\d{1,6}(?:\.\d{1,6})?)(?!\d)'
     ),
 }
-"""Patterns for the sizes in the JSON of --kv-transfer-config, by the field of EngineOptions. Each
-connector in this JSON may have a size (vllm/v1/kv_offload/, LMCache's config.py).
+"""Patterns that find the sizes in the JSON of --kv-transfer-config, keyed by the field of
+EngineOptions. Each connector in this JSON may have a size (vllm/v1/kv_offload/, LMCache's
+config.py).
 """
 
 _MAX_SHOWN_CHARACTERS: Final = 4096
@@ -66,7 +67,7 @@ _STARRED: Final = rf"\g<before>\g<name>\g<start>{_STARS}"
 
 
 def read_options(command: CommandLine) -> EngineOptions | None:
-    """Return the options on the command line of a vLLM server; None for any other command line.
+    """Return the options on the command line of a vLLM server, or None for any other command line.
 
     As in vLLM, an option may have underscores or dashes, and its value follows a space or `=`. If
     an option is given more than once, its last value counts. Values of the wrong type are ignored.
@@ -102,7 +103,7 @@ def read_options(command: CommandLine) -> EngineOptions | None:
 
 
 def _find_option_name(argument: str) -> str | None:
-    """Return an option's long name with underscores; None if the argument is not an option."""
+    """Return an option's long name with underscores, or None if the argument is not an option."""
     if argument in _SHORT_OPTIONS:
         return _SHORT_OPTIONS[argument]
     if argument.startswith("--") and argument != "--":
@@ -111,7 +112,7 @@ def _find_option_name(argument: str) -> str | None:
 
 
 def _find_positional_model(command: CommandLine) -> str | None:
-    """Return the model in `vllm serve MODEL`; None if an option or nothing follows `serve`."""
+    """Return the model in `vllm serve MODEL`, or None if an option or nothing follows `serve`."""
     if "serve" not in command[:-1]:
         return None
     argument = command[command.index("serve") + 1]
@@ -121,7 +122,7 @@ def _find_positional_model(command: CommandLine) -> str | None:
 
 
 def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
-    """Return the value of an option; None if it has the wrong type or is out of bounds.
+    """Return the value of an option, or None if it has the wrong type or is out of bounds.
 
     A text must not exceed _MAX_SHOWN_CHARACTERS. A number must be between 0 and
     LARGEST_EXACT_BYTES, and gpu_memory_utilization must not exceed 1.

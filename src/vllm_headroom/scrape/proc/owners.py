@@ -28,15 +28,15 @@ class Owner(Struct, frozen=True, kw_only=True):
     key: str
     """Identifies a group of processes that see each other: `pod:UID`, or the cgroup's path."""
     pod_uid: str | None = None
-    """The pod's UID with dashes, as in the API; None for a process outside of a pod."""
+    """The pod's UID with dashes, as in the API, or None for a process outside of a pod."""
     container_id: str | None = None
-    """The container's ID; None outside of a pod, or if the pod's cgroup does not show the ID."""
+    """The container's ID, or None outside of a pod, or if the pod's cgroup does not show the ID."""
     unit: str | None = None
-    """A systemd service or scope; None in a pod, or if there is no unit."""
+    """A systemd service or scope, or None in a pod, or if there is no unit."""
 
 
 def read_owner(proc: Path, pid: int) -> Owner | None:
-    """Return the owner of a process; None if its cgroup cannot be read, as after an exit."""
+    """Return the owner of a process, or None if its cgroup cannot be read, as after an exit."""
     try:
         text = read_start(f"{proc}/{pid}/cgroup").decode(errors="replace")
     except OSError:
@@ -75,7 +75,7 @@ def parse_owner(text: str) -> Owner | None:
 
 
 def _find_unit(path: str) -> str | None:
-    """Return the innermost service or scope on a cgroup's path; None if there is none."""
+    """Return the innermost service or scope on a cgroup's path, or None if there is none."""
     for name in reversed(path.split("/")):
         if name.endswith((".service", ".scope")):
             return None if _NOT_A_SERVICE.fullmatch(name) else name

@@ -77,7 +77,7 @@ its process group, but is never an engine itself.
 
 
 ListWaits = Callable[[Collection[int]], tuple[float, ...] | None]
-"""Returns how many seconds each request to the ports has been waiting; None if unknown."""
+"""Returns how many seconds each request to the ports has been waiting, or None if unknown."""
 
 
 class Scope(Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class Scope(Struct, frozen=True, kw_only=True):
     the pod would see.
     """
     list_waits: ListWaits
-    """Lists the waiting requests, as the function of this name in `connections`."""
+    """Lists the waiting requests, like `connections.list_waits`."""
     machine: MachineReading
     """The state of the machine, which is read once for all engines."""
 
@@ -103,7 +103,7 @@ class ServedPort(NamedTuple):
     """The port on which an engine may serve its page."""
 
     port: int | None
-    """The port on the engine's command line; None if unknown."""
+    """The port on the engine's command line, or None if unknown."""
     can_listen: bool
     """Whether the engine can listen on the address of the page."""
 
@@ -120,7 +120,7 @@ class PageState(Struct, frozen=True, kw_only=True):
     is_answered: bool = False
     """Whether an engine responds on the port."""
     server_start_seconds: float | None = None
-    """When the server of the page started, in seconds since boot; None if the page does not show
+    """When the server of the page started, in seconds since boot, or None if the page does not show
     it.
     """
     is_maybe_other_pods: bool = False
@@ -133,14 +133,14 @@ class Choice(Struct, frozen=True, kw_only=True):
     """The chosen engine, and the facts about this choice that the next choice needs."""
 
     roots: Roots = ()
-    """The engine's root processes; empty if the engine is down, or if it is unknown which of
+    """The engine's root processes. Empty if the engine is down, or if it is unknown which of
     several engines serves the page.
     """
     ambiguous_engines: int = 0
-    """The number of visible engines if it is unknown which of them serves the page; 0 otherwise."""
-    certain_port: ServedPort | None = None
-    """The engine's port when the choice was last certain; None if no choice has been certain yet.
+    """The number of visible engines if it is unknown which of them serves the page, or 0 otherwise.
     """
+    certain_port: ServedPort | None = None
+    """The engine's port when the choice was last certain, or None if none has been certain yet."""
     servers: frozenset[ProcIdentity] = frozenset()
     """The engine's roots and the API servers directly below them."""
     neighbours: frozenset[ProcIdentity] = frozenset()
@@ -186,12 +186,13 @@ class Rank(NamedTuple):
     certain choice.
     """
     closeness: float = -inf
-    """The negative difference, in seconds, between the engine's start time and the page's; -inf if
-    the two times do not match.
+    """The negative difference, in seconds, between the engine's start time and the page's, or -inf
+    if the two times do not match.
     """
     may_have_port: bool = False
-    """Whether the engine may be reachable at the page's port: its own port is unknown, or something
-    that listens on the page's port, such as a proxy or a port mapping, may forward to it.
+    """Whether the engine may be reachable at the page's port. That is so if its own port is
+    unknown, or if whatever listens on the page's port, such as a proxy or a port mapping, may
+    forward to it.
     """
     was_chosen: bool = False
 
@@ -239,7 +240,7 @@ class Processes:
         """Every visible process by pid. The least recently read one comes first."""
         self._scanned_at_seconds = monotonic()
 
-        # The fields about the engine among the scanned processes.
+        # The following fields describe the engine among the scanned processes.
         self._no_page = PageState(port=engine_port)
         """The state of the page before any request for it."""
         self._page = self._no_page
@@ -257,7 +258,7 @@ class Processes:
         self._ancestor_pids: frozenset[int] = frozenset()
         """The pids of all ancestors of any engine's processes."""
 
-        # The fields about processes left behind by exited runs.
+        # The following fields describe processes left behind by exited runs.
         self._orphans: dict[int, ProcEntry] = {}
         """Processes of exited runs of the engine, by pid."""
         self._orphan_pids: frozenset[int] = frozenset()
@@ -268,7 +269,7 @@ class Processes:
 
         # The requests that are waiting for a response.
         self._waits_seconds: tuple[float, ...] | None = None
-        """How many seconds each request has been waiting; None if unknown."""
+        """How many seconds each request has been waiting, or None if unknown."""
         self._waiting_ports: frozenset[int] = frozenset()
         """The engine's ports whose requests were read; empty before the first reading."""
         self._waits_read_at_seconds = 0.0
@@ -304,7 +305,7 @@ class Processes:
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def find_command(self, pid: int) -> CommandLine | None:
-        """Return a process's command line as last read; None if the process is not visible.
+        """Return a process's command line as last read, or None if the process is not visible.
 
         This method may be called from any thread.
         """
@@ -440,10 +441,9 @@ class Processes:
         return tuple(processes)
 
     def _may_concern_engine(self, process: ProcEntry) -> bool:
-        """Return whether a process, as it was or as it is now, may affect the choice of the engine.
+        """Return whether a process, old or new, may affect the choice of the engine.
 
-        A process may affect the choice if it, an ancestor or a descendant is part of an engine, or
-        was before.
+        It may affect the choice if it, an ancestor or a descendant is or was part of an engine.
         """
         if self._is_choice_due or process.role is not None:
             return True
@@ -452,7 +452,7 @@ class Processes:
         )
 
     def _scan(self, pids: frozenset[int]) -> list[ProcEntry]:
-        """Read new processes and a share of the others; return old and new entries of changed ones.
+        """Read new processes and a share of the others; return each changed one's two entries.
 
         A process that was read moves to the end of `_entries`, so that every process is read in
         turn.
@@ -490,7 +490,7 @@ class Processes:
         return changed_processes
 
     def _find_kernel_parent(self) -> int | None:
-        """Return the pid of kthreadd, the parent of kernel threads; None if it is not visible.
+        """Return the pid of kthreadd, the parent of kernel threads, or None if it is not visible.
 
         In a container, pid 2 is a different process.
         """
@@ -555,7 +555,7 @@ class Processes:
         return ServedPort(port, can_listen)
 
     def _read_options(self) -> EngineOptions | None:
-        """Return the options of the engine's server; None if they cannot be read.
+        """Return the options of the engine's server, or None if they cannot be read.
 
         A rank's title hides its options, so its parent's options are used instead.
         """
@@ -569,14 +569,14 @@ class Processes:
         return None
 
     def _measure(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
-        """Return a process of the engine with its memory; None if it has exited.
+        """Return a process of the engine with its memory, or None if it has exited.
 
         Raises OSError if it is unknown whether the process has exited.
         """
         usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
-        # A process that has released its memory is exiting, although it is still listed.
+        # A process that has released its memory is exiting, even though it is still listed.
         if usage.state == proc_files.ZOMBIE_STATE or usage.rss_bytes == 0:
             return None
         cpu_pressure_ratio = None
@@ -607,7 +607,7 @@ class Processes:
         )
 
     def _read_waits(self, ports: frozenset[int]) -> tuple[float, ...] | None:
-        """Return how many seconds each request to these ports has been waiting; None if unknown.
+        """Return how many seconds each request to these ports has been waiting, or None if unknown.
 
         A reading takes 0.7 ms in the kernel, which walks the connections of the whole machine, so
         the result is reused for _WAITS_SECONDS.
@@ -639,8 +639,8 @@ class Processes:
     def _boot_time_seconds(self) -> float:
         """Return when the machine booted, in seconds since the epoch.
 
-        The boot time is read only once. It changes when the clock is set, and that would change the
-        start times that identify processes.
+        The boot time is read only once. Setting the clock changes the boot time, which would change
+        the start times that identify processes.
         """
         return read_boot_time(self._proc)
 
@@ -708,8 +708,9 @@ def find_orphans(
 
     A process that was an orphan before remains one. A process that belonged to the engine is an
     orphan if neither it nor any of its ancestors is a running root of the engine. While the engine
-    is running, even without the process that started it, the result is empty. `engine` contains the
-    engine's processes as last read, including its roots. `roots` contains its last roots.
+    is running, the result is empty, even if the process that started the engine has exited.
+    `engine` contains the engine's processes as last read, including its roots. `roots` contains its
+    last roots.
     """
     survivors: dict[int, ProcEntry] = {}
     for pid, process in {**previous_orphans, **engine}.items():
@@ -816,7 +817,7 @@ def choose_roots(
 
 
 def list_servers(entries: ProcEntries) -> list[int]:
-    """Return the sorted pids of the first root of each engine that serves.
+    """Return, sorted, the pid of the first root of each engine that has an API server.
 
     Engines without an API server, such as a program that embeds vLLM, are left out.
     """
@@ -881,7 +882,7 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
     """Return the roots of each engine among `tops`; some of `tops` may not belong to an engine.
 
     A server is the only root of its engine, and so is a supervisor's rank. Other processes with the
-    same parent and process group are the roots of one engine. If there is also a server or rank,
+    same parent and process group are the roots of one engine. If any of `tops` is a server or rank,
     such a group is an engine only if it contains an API server.
     """
     engines: list[Roots] = []
@@ -910,7 +911,7 @@ def _has_api_server(entries: ProcEntries, pids: Iterable[int]) -> bool:
 
 
 def _is_api_server(process: ProcEntry) -> bool:
-    """Return whether a process serves the page; a supervisor has the role but does not serve it."""
+    """Return whether a process serves the page, which a supervisor with this role does not."""
     return process.role is Role.API_SERVER and not is_supervisor(process.command)
 
 
@@ -936,7 +937,7 @@ def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedP
 
 
 def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> Rank:
-    """Return how certain it is that this engine serves the page; without evidence, NO_EVIDENCE."""
+    """Return how certain it is that this engine serves the page, or NO_EVIDENCE."""
     is_first_choice = previous.certain_port is None
     was_chosen = not candidate.root_processes.isdisjoint(previous.servers)
     page_port = ServedPort(page.port, can_listen=True)
@@ -969,7 +970,7 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
 
 
 def _measure_closeness(candidate: Candidate, page: PageState) -> float:
-    """Return minus the seconds between the page's start time and the candidate's.
+    """Return the negative difference in seconds between two start times: page and candidate.
 
     If the candidate has several start times, the one closest to the page's is used. Returns -inf if
     the two are too far apart to match, or if the page does not show a start time.

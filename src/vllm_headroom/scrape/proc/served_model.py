@@ -55,7 +55,7 @@ class ModelConfiguration(Struct, frozen=True, kw_only=True):
     """The facts from a model configuration that was found and read."""
 
     token_bytes: TokenBytes | None
-    """The bytes per token; None if the configuration does not determine them."""
+    """The bytes per token, or None if the configuration does not determine them."""
 
 
 class ServedModel:
@@ -77,20 +77,20 @@ class ServedModel:
         self._monotonic = monotonic
         self._worker = Worker[ModelConfiguration | None]("model")
         self._reading: asyncio.Future[ModelConfiguration | None] | None = None
-        """The search for the run's model; None before it begins. Its result is None if no
+        """The search for the run's model, or None before it begins. Its result is None if no
         configuration could be read.
         """
         self._run: ServedRun | None = None
-        """The run of the last search; None if its model is unknown."""
+        """The run of the last search, or None if its model is unknown."""
         self._began_seconds = 0.0
         """When the last search began, on the monotonic clock."""
 
     def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
         """Return the bytes per token of the engine's model; never wait.
 
-        A search begins for each new run, and again _RETRY_SECONDS after a search that found no
-        configuration. Returns None until the configuration has been read, and also if it does not
-        determine the bytes.
+        A search begins for each new run. If it finds no configuration, another one begins
+        _RETRY_SECONDS later. Returns None until the configuration has been read, and also if it
+        does not determine the bytes.
         """
         if not isinstance(processes, Failure):
             # If reading /proc failed, the last run remains valid.
@@ -110,7 +110,7 @@ class ServedModel:
         return None if configuration is None else configuration.token_bytes
 
     async def wait(self, processes: ProcessReadings, timeout_seconds: float) -> TokenBytes | None:
-        """Return the bytes per token of the engine's model; None if not known in time."""
+        """Return the bytes per token of the engine's model, or None if not found in time."""
         self.find(processes)
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=timeout_seconds)
@@ -123,7 +123,7 @@ class ServedModel:
         return self._monotonic() - self._began_seconds >= _RETRY_SECONDS
 
     def _read(self, run: ServedRun) -> ModelConfiguration | None:
-        """Read the first configuration that exists; None if there is none or reading fails."""
+        """Read the first configuration that exists, or None if there is none or reading fails."""
         pid, _ = run.process
         with contextlib.suppress(OSError, ValueError):
             for path in _list_places(self._proc / str(pid), run.model):

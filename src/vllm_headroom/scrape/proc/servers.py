@@ -23,8 +23,8 @@ class ServerKind(Struct, frozen=True, kw_only=True):
 
     product: str
     commands: tuple[str, ...]
-    """The prefixes of the server's command line, without an interpreter: a program or module,
-    followed by the subcommand if the program has several.
+    """The prefixes of the server's command line, without an interpreter. Each is a program or
+    module, followed by the subcommand if the program has several.
     """
     scripts: tuple[str, ...] = ()
     """The path suffixes of scripts that start the server."""
@@ -130,7 +130,7 @@ _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 
 def find_role(command: CommandLine) -> Role | None:
-    """Return a process's role from its title or command line; None if it is not part of a server.
+    """Return a process's role from its title or command line, or None if it is not in a server.
 
     A process without a title that runs a server has the role API_SERVER.
     """
@@ -141,7 +141,7 @@ def find_role(command: CommandLine) -> Role | None:
 
 
 def find_server(command: CommandLine) -> ServerKind | None:
-    """Return the kind of server that this command line runs; None if it does not run a server.
+    """Return the kind of server that this command line runs, or None if it does not run a server.
 
     A command line that only mentions a server, such as that of an editor, does not run one.
     """
@@ -164,7 +164,7 @@ def find_server(command: CommandLine) -> ServerKind | None:
 
 
 def find_default_port(command: CommandLine) -> int | None:
-    """Return a server's default port from its command line or title; None if it is not a server."""
+    """Return the default port of the server in a command line or title, or None if none."""
     server = find_server(command)
     if server is not None:
         return server.default_port
@@ -220,7 +220,7 @@ def find_server_port(
     wanted_port: int | None = None,
     parent_command: CommandLine = (),
 ) -> int | None:
-    """Return a server's port from its command line; None if unknown.
+    """Return a server's port from its command line, or None if unknown.
 
     The last port option determines the port. Without a port option, the result is the default port
     of this kind of server. If an environment variable can change that port, the default is returned
@@ -246,7 +246,7 @@ def find_server_port(
 
 
 def _find_rank_port(command: CommandLine, supervisor_command: CommandLine) -> int | None:
-    """Return the port of a supervisor's rank; None if unknown.
+    """Return the port of a supervisor's rank, or None if unknown.
 
     The ports of ranks are consecutive, starting at the supervisor's port
     (vllm/entrypoints/openai/dp_supervisor.py).
@@ -267,13 +267,13 @@ def _find_rank_port(command: CommandLine, supervisor_command: CommandLine) -> in
 
 
 def _parse_port(text: str) -> int | None:
-    """Return a port number; None for any other text, such as 80000."""
+    """Return a port number, or None for any other text, such as 80000."""
     port = _parse_count(text)
     return port if port is not None and port <= MAX_PORT else None
 
 
 def _parse_count(text: str) -> int | None:
-    """Return a number of up to five digits; None for any other text."""
+    """Return a number of up to five digits, or None for any other text."""
     return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None
 
 

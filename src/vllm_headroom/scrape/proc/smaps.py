@@ -80,7 +80,7 @@ def _find_kind(path: str) -> str:
 
 
 def find_growth(earlier: KindSizes, later: KindSizes) -> KindSizes:
-    """Return the change of each kind in bytes, largest growth first.
+    """Return by how many bytes each kind has changed, sorted with the largest growth first.
 
     A kind that shrank has a negative change; kinds whose size is unchanged are left out.
     """
