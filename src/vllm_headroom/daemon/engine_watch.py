@@ -155,13 +155,20 @@ class Sampler:
                 )
             )
             process_task = group.create_task(self._read_processes(engine_task))
-            probe_task = group.create_task(self._read_optional(Source.PROBE, self._sources.probe))
-            log_task = group.create_task(self._read_optional(Source.LOG, self._sources.log))
+            probe_task = self._begin_optional(group, Source.PROBE, self._sources.probe)
+            log_task = self._begin_optional(group, Source.LOG, self._sources.log)
         page, engine_time = engine_task.result()
         gpus, gpu_time = gpu_task.result()
         processes, process_time = process_task.result()
-        probe_files, probe_times = probe_task.result()
-        engine_log, log_times = log_task.result()
+        reading_times = [engine_time, gpu_time, process_time]
+        probe_files = None
+        if probe_task is not None:
+            probe_files, probe_time = probe_task.result()
+            reading_times.append(probe_time)
+        engine_log = None
+        if log_task is not None:
+            engine_log, log_time = log_task.result()
+            reading_times.append(log_time)
 
         now_seconds = self._clock.time()
         unanswered_since_seconds = None
@@ -180,7 +187,7 @@ class Sampler:
             processes=processes,
             probe_files=probe_files,
             log=engine_log,
-            reading_times=(engine_time, gpu_time, process_time, *probe_times, *log_times),
+            reading_times=tuple(reading_times),
             token_bytes=token_bytes,
             unanswered_since_seconds=unanswered_since_seconds,
             server=None if self._server_pages is None else self._server_pages.latest,
@@ -231,17 +238,18 @@ class Sampler:
             Source.PROCESS, partial(self._sources.processes, self._gpu_timeout_seconds, page)
         )
 
-    async def _read_optional(
-        self, source: Source, read: Callable[[float], Awaitable[T | Failure]] | None
-    ) -> tuple[T | Failure | None, tuple[ReadingTime, ...]]:
-        """Return what an optional source returns, and how long reading it took.
-
-        Returns None and an empty tuple if the source is not configured.
-        """
+    def _begin_optional(
+        self,
+        group: asyncio.TaskGroup,
+        source: Source,
+        read: Callable[[float], Awaitable[T | Failure]] | None,
+    ) -> asyncio.Task[Timed[T | Failure]] | None:
+        """Begin to read an optional source; return None if it is not configured."""
         if read is None:
-            return None, ()
-        value, time = await self._time_reading(source, partial(read, self._gpu_timeout_seconds))
-        return value, (time,)
+            return None
+        return group.create_task(
+            self._time_reading(source, partial(read, self._gpu_timeout_seconds))
+        )
 
     async def _time_reading(
         self, source: Source, read: Callable[[], Awaitable[T | Failure]]
