@@ -216,6 +216,8 @@ TARGETS: Final = {
     "cmdline-of-core": Target(play_proc("21/cmdline"), (b"VLLM::EngineCore\0", LINE)),
     "status": Target(play_proc("20/status"), (STATUS,)),
     "stat": Target(play_proc("20/stat"), (STAT,)),
+    "statm": Target(play_proc("20/statm"), (b"489576 38332 12007 689 0 120734 0\n",)),
+    "buddyinfo": Target(play_proc("buddyinfo"), (b"Node 0, zone   Normal   4381   1093    185   1530    567\n",)),
     "smaps": Target(play_proc("20/smaps"), (SMAPS,)),
     "sockets": Target(play_proc("20/net/tcp"), (SOCKETS,)),
     "meminfo": Target(play_proc("meminfo"), (b"MemTotal: 125000000 kB\nMemAvailable: 70000000 kB\n",)),

@@ -166,6 +166,17 @@ def parse_digits(text: str | bytes) -> int | None:
     return int(text) if is_number else None
 
 
+def read_integer(text: str | bytes) -> int:
+    """Return an integer that the kernel may have written; raise ValueError for any other text.
+
+    A longer number is refused, because converting it to a float would raise OverflowError.
+    """
+    # A minus sign may precede the digits.
+    if len(text.strip()) > _MOST_DIGITS + 1:
+        raise ValueError("the number has too many digits")
+    return int(text)
+
+
 def list_pids(proc: Path) -> frozenset[int]:
     """Return every visible pid; raise OSError if there is no /proc."""
     names = os.listdir(proc)  # noqa: PTH208 - no Path per process
@@ -240,7 +251,7 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
     """
     try:
         memory_pages = read_start(f"{proc}/{process.pid}/statm").split()
-        resident_pages = int(memory_pages[1])
+        resident_pages = read_integer(memory_pages[1])
         # stat is read after statm: if stat still belongs to the same process, so did statm.
         stat = _read_stat(proc, process.pid)
     except (OSError, ValueError, IndexError) as error:
@@ -256,7 +267,8 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
 def _read_stat(proc: Path, pid: int) -> ProcStat:
     """Read a process's stat file (see proc(5)).
 
-    Raises OSError if the file cannot be read, and ValueError if the file is incomplete.
+    Raises OSError if the file cannot be read, and ValueError if the file is incomplete or has a
+    number that the kernel does not write.
     """
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     # The name is enclosed in parentheses and may contain any byte, even parentheses.
@@ -266,14 +278,14 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
     fields = following.split(maxsplit=20)
     if len(fields) < _STAT_FIELDS:
         raise ValueError(f"the stat file of process {pid} is incomplete")
-    user_ticks = int(fields[11])
-    system_ticks = int(fields[12])
+    user_ticks = read_integer(fields[11])
+    system_ticks = read_integer(fields[12])
     process = ProcEntry(
         pid=pid,
-        parent_pid=int(fields[1]),
-        started_seconds=int(fields[19]) / _TICKS_PER_SECOND,
+        parent_pid=read_integer(fields[1]),
+        started_seconds=read_integer(fields[19]) / _TICKS_PER_SECOND,
         name=name,
-        group=int(fields[2]),
+        group=read_integer(fields[2]),
     )
     return ProcStat(
         process=process,

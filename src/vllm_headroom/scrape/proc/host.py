@@ -14,6 +14,7 @@ from vllm_headroom.scrape.proc.files import (
     KIB,
     find_number,
     read_content,
+    read_integer,
     read_own_pid,
     split_kernel_lines,
 )
@@ -235,7 +236,7 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
         swap_bytes = find_number(swap, b"") if swap else find_number(stat, b"total_swap ")
         return Cgroup(
             identity=f"{cgroup.path}:{cgroup.path.stat().st_ino}",
-            used_bytes=int(read_content(level / version.used)),
+            used_bytes=read_integer(read_content(level / version.used)),
             cache_bytes=cache_bytes,
             limit_bytes=limit_bytes if limit_bytes < machine_bytes else None,
             oom_kills=find_number(read_content(cgroup.path / version.events), b"oom_kill "),
@@ -322,7 +323,7 @@ def read_free_blocks(proc: Path) -> int | None:
         counts = line.partition(b"zone")[2].split()[1:]
         for order, count in enumerate(counts):
             try:
-                blocks = int(count)
+                blocks = read_integer(count)
             except ValueError:
                 return None
             has_counts = True

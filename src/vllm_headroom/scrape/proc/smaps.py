@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.scrape.proc.files import KIB
+from vllm_headroom.scrape.proc.files import KIB, read_integer
 
 _MAPPING: Final = re.compile(rb"[0-9a-f]+-[0-9a-f]+ \S{4} \S+ \S+ \d+ *(.*)\n")
 """The first line of a mapping; the group is the mapping's path."""
@@ -52,7 +52,7 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
             for line in lines:
                 if line.startswith((b"Rss:", b"Swap:")):
                     name = kind if line.startswith(b"Rss:") else "swapped out"
-                    size_bytes = int(line.split()[1]) * KIB
+                    size_bytes = read_integer(line.split()[1]) * KIB
                     sizes_bytes[name] = sizes_bytes.get(name, 0) + size_bytes
                     continue
                 mapping = _MAPPING.fullmatch(line)
