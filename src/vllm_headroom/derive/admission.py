@@ -13,8 +13,8 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState
 
 FULL_BATCH_SAMPLES: Final = 3
-"""The highest observed load is taken as the engine's limit once requests were waiting at that load
-in this many samples. A queue in a single sample proves nothing.
+"""The highest observed number of running requests is taken as the engine's limit once this many
+samples show requests waiting at that number. A queue in a single sample proves nothing.
 """
 
 
@@ -25,13 +25,13 @@ class BatchEvidence(Struct, frozen=True, kw_only=True):
     """The highest number of running requests so far."""
 
     waited_samples: int = 0
-    """The number of samples at the highest load in which requests waited although the KV cache had
+    """How many samples showed requests waiting at the highest load even though the KV cache had
     room for one more request.
     """
 
     is_reported: bool = False
-    """Whether the engine has ever reported its limit. If it has, the limit is never estimated: it
-    is unknown while the engine does not report it.
+    """Whether the engine has ever reported its limit. If it has, the limit is never estimated; it
+    is unknown whenever the engine stops reporting it.
     """
 
 
@@ -48,10 +48,10 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
     """Return how many more requests each engine can run, given its KV cache and `max_num_seqs`.
 
     vLLM's metrics page does not expose `max_num_seqs`. If the setting is unknown, the highest
-    number of running requests so far is used as the limit. This requires that more requests were
-    waiting at that load while the KV cache had room. There is no sample while nothing is running.
-    There is also none while the engine is not serving, because the gauges of a sleeping or stalled
-    engine do not change.
+    number of running requests so far is used as the limit, provided that requests were waiting at
+    that number even though the KV cache had room. There is no sample while nothing is running.
+    There is also no sample while the engine is not serving, because the gauges of a sleeping or
+    stalled engine do not change.
     """
     status = snapshot.engine_status
     if snapshot.page is None:
@@ -77,8 +77,8 @@ def _update_batch(batch: BatchEvidence, engine: EngineReading) -> BatchEvidence:
     """Return the evidence for an engine's limit, updated with this reading."""
     running = engine.running or 0.0
     is_reported = batch.is_reported or engine.max_num_seqs is not None
-    # The limit is at least the new highest load, so queues seen at lower loads are no longer
-    # evidence.
+    # The engine can run at least this many requests, so queues seen at lower loads are no longer
+    # evidence of a limit.
     if running > batch.most_running or is_reported != batch.is_reported:
         batch = BatchEvidence(most_running=running, is_reported=is_reported)
     has_queue_at_limit = running == batch.most_running and bool(engine.waiting)
@@ -97,7 +97,7 @@ def _fits_one_more(engine: EngineReading) -> bool:
 
 
 def _count_additional(engine: EngineReading, batch: BatchEvidence) -> float | None:
-    """Return how many more requests of average size can run; None if that is unknown."""
+    """Return how many more requests of average size can run, or None if that is unknown."""
     if not engine.running or not engine.kv_used_ratio:
         return None
     limit = None

@@ -1,4 +1,4 @@
-"""Errors of torch's allocator, summed over all processes of the engine."""
+"""Counts of errors in torch's allocator, summed over all processes of the engine."""
 
 from typing import Final
 
@@ -16,8 +16,8 @@ from vllm_headroom.model import (
 )
 
 MOST_COUNTS: Final = 512
-"""The largest number of per-process counters that are kept: four times the number of the probe's
-files that are read at once.
+"""At most this many per-process counters are kept, which is four times the number of probe files
+that are read at once.
 """
 
 CounterKey = tuple[str, str, int, float]
@@ -40,11 +40,11 @@ class Counts(Struct, frozen=True, kw_only=True):
 
 
 def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
-    """Return the allocator's counters for each GPU of the engine, over all its processes.
+    """Return the allocator's counters for each of the engine's GPUs, summed over all processes.
 
     For an exited process, the counts in its last file are used. There are no samples if the probe's
-    files cannot be read, or if the engine has no known GPU. A counter that no process has reported
-    has no sample.
+    files cannot be read, or if no GPU is known to be the engine's. A counter that no process has
+    reported has no sample.
     """
     probe = snapshot.probe
     gpus = snapshot.owned_gpus
@@ -54,8 +54,8 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     present_keys = {(uuid, metric.name) for uuid in uuids for metric in _COUNTERS}
     counts = dict(state.last)
     sums = limit_remembered(state.sums, present_keys)
-    # Running processes are counted last, because only the last counters are kept if there are too
-    # many.
+    # If there are too many counters, only those added last are kept, so running processes come
+    # last.
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:
@@ -78,7 +78,7 @@ def _count_device(
     process: ProbedProcess,
     device: AllocatorReading,
 ) -> None:
-    """Add the new errors of a process on a device to `counts` and `sums`, changing both."""
+    """Add a process's new errors on a device to `counts` and `sums`, which are changed in place."""
     uuid = device.uuid.casefold()
     _add_count(counts, sums, process, (uuid, catalog.ALLOCATOR_RETRIES.name), device.retries)
     ooms = device.ooms
@@ -96,7 +96,7 @@ def _add_count(
     sum_key: SumKey,
     count: int | None,
 ) -> None:
-    """Add the increase of a process's counter to its sum; a counter that fell adds nothing."""
+    """Add the increase in a process's counter to the sum; a counter that fell adds nothing."""
     if count is None:
         return
     key = (*sum_key, process.pid, process.started_at_seconds)

@@ -34,7 +34,7 @@ WHAT_TO_DO: Final = {
     " the node",
     Fate.VANISHED: "the driver gives it back within a minute, or keeps it until the GPU is reset",
 }
-"""How to release the memory that a process holds, by the fate of the process."""
+"""How to release the memory that a process holds, depending on what became of the process."""
 
 
 def is_alive(pid: int, processes: ProcessReadings) -> bool:
@@ -55,8 +55,8 @@ def describe_leftover(leftover: Leftover) -> str:
 
 
 def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
-    """Return a clause about orphans without memory on these GPUs; None if there are none."""
-    # Orphans that hold memory of a GPU are named in the sentence on that GPU.
+    """Return a clause about orphans without memory on these GPUs, or None if there are none."""
+    # Orphans that hold memory on a GPU are already named in the sentence about that GPU.
     holders = set[int]()
     for gpu in gpus:
         holders.update(leftover.pid for leftover in gpu.leftovers)
@@ -69,7 +69,7 @@ def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None
 
 
 def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int]) -> Fate | None:
-    """Return what became of a process that the driver lists; None if it is or may be alive.
+    """Return what became of a process that the driver lists, or None if it is or may be alive.
 
     The pid must refer to the same process in NVML and in /proc. `engine_pids` are the pids of the
     engine's former processes. A process that /proc does not show counts as vanished if it belonged
@@ -92,18 +92,18 @@ def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int])
 # version (open-gpu-kernel-modules, gpu_rmapi.c: `_gpuConvertPid`, `_gpuMatchClientPid`; #614).
 
 _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
-"""The first driver that lists the pids of the container's PID namespace. In a container, older
-drivers list the host's pids.
+"""The first driver version that lists pids as numbered in the container's PID namespace. In a
+container, older drivers list the host's pids.
 """
 
 _DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)
-"""The first driver that lists the memory of the right process in a container. Drivers up to 560
-list the right pids, but with another process's memory.
+"""The first driver version that, in a container, lists each process with its own memory. Drivers up
+to 560 list the right pids, but with another process's memory.
 """
 
 _NVML_RACE_BYTES: Final = 64 * MIB
-"""A process may free this much memory between two NVML calls. If the sum over all processes exceeds
-the memory in use by more than this, the driver has listed memory of another device.
+"""A process may free this much memory between two NVML calls. If the processes' memory adds up to
+more than the memory in use plus this margin, the driver has listed memory on another device.
 """
 
 
@@ -138,7 +138,7 @@ class AttributionState(Struct, frozen=True, kw_only=True):
     """The devices on which the engine's processes were last seen."""
 
     device_uuids: frozenset[str] = frozenset()
-    """The UUIDs of these devices; empty until one has been seen."""
+    """The UUIDs of these devices; empty until an engine process has been seen on a device."""
 
     holders: frozenset[tuple[int, float]] = frozenset()
     """The pids and start times of the engine's processes when they were last seen on these
@@ -156,7 +156,7 @@ class AttributionState(Struct, frozen=True, kw_only=True):
     """
 
     is_ambiguous: bool = False
-    """Whether /proc showed several engines, and it could not be determined which one is watched."""
+    """Whether /proc showed several engines, so that the watched engine could not be determined."""
 
     indices: dict[str, int] = field(default_factory=dict)
     """The NVML index that each device had when it was first seen, by UUID. When a device
@@ -171,12 +171,12 @@ def attribute(
     processes: ProcessReadings | Failure,
     selection: Selection,
 ) -> tuple[AttributionState, tuple[Gpu, ...]]:
-    """Return every device with its attribution and the holders of its memory.
+    """Return every device with whether it is the engine's and which processes hold its memory.
 
     Automatic attribution selects the devices on which the engine's processes hold memory. These
-    devices are remembered while the engine is down, until a new engine holds memory. Until such a
-    device has been seen, a device counts as the engine's if the machine has no other. Processes
-    left behind by an exited run count as the engine's until they are gone.
+    devices are remembered while the engine is down, until a new engine holds memory. Before any
+    such device has been seen, a machine's only device counts as the engine's. Processes left behind
+    by an exited run count as the engine's until they are gone.
 
     `engine_bytes` and `other_bytes` are known if all of this is true:
 
@@ -285,9 +285,9 @@ def is_process_memory_reliable(readings: GpuReadings, processes: ProcessReadings
 def _follow_engine(
     state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure
 ) -> AttributionState:
-    """Return the state with the devices on which the engine's processes are now.
+    """Return the state, updated with the devices that the engine's processes use now.
 
-    If any process of the last reading is still on a device, the engine is still the same. Devices
+    If any engine process from the last reading is still on a device, it is the same engine. Devices
     that this engine has already freed are then kept, because an exiting engine frees its devices
     one by one.
     """
@@ -340,7 +340,7 @@ def _has_same_pids(
         return False
     if processes.sees_host_pids:
         return True
-    # For AMD GPUs, only processes that /proc shows under the same pid are listed.
+    # The processes listed for AMD GPUs are only those that /proc shows under the same pid.
     if all(device.vendor is Vendor.AMD for device in readings.devices):
         return True
     try:
@@ -353,7 +353,7 @@ def _has_same_pids(
 def _attribute_device(
     device: GpuReading, state: AttributionState, selection: Selection, *, device_count: int
 ) -> Attribution | None:
-    """Return why a device counts as the engine's; None if it does not."""
+    """Return why a device counts as the engine's, or None if it does not."""
     # The operator's setting takes precedence, even if the engine's processes are on other devices.
     if selection.everything:
         return Attribution.ASSUMED
@@ -394,7 +394,7 @@ def _split_memory(
     other_bytes = sum_known((0, *other_sizes))
 
     used_bytes = device.memory.used_bytes
-    # If the sum is too large, it includes memory of another device, so neither figure is reliable.
+    # A sum this large includes memory on another device, so neither figure is reliable.
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _NVML_RACE_BYTES:
         return None, None
     # NVML reads the processes' memory and the memory in use one after the other. If memory is freed
@@ -407,7 +407,7 @@ def _split_memory(
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
-    """Attribute to the engine those GPUs that cannot be opened but must be the engine's.
+    """Attribute GPUs that cannot be opened to the engine if they must be its missing GPUs.
 
     A GPU that cannot be opened has neither a UUID nor a process list. If some of the engine's GPUs
     are missing, the unopened GPUs are attributed to the engine, provided that they do not outnumber
@@ -424,7 +424,7 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     # unknown which.
     unopened_count = sum(1 for gpu in snapshot.devices if not gpu.reading.uuid)
     is_engines = unopened_count <= len(missing_uuids)
-    # If several GPUs are missing, it is unknown which of them an unopened GPU is.
+    # If several GPUs are missing, an unopened GPU cannot be matched to one of them.
     lost_uuid = missing_uuids[0] if len(missing_uuids) == 1 else ""
     gpus = []
     for gpu in snapshot.devices:

@@ -1,4 +1,4 @@
-"""Complete an engine's facts from probe and options, and list the pools that it may fill."""
+"""Complete an engine's facts from the probe and the options, and list the engine's memory pools."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -78,11 +78,11 @@ def complete_page(
 ) -> EnginePage | Failure:
     """Return the page with facts from the probe and the command line added to each engine.
 
-    Facts from the probe replace those of the page. An option adds a fact only if neither the page
-    nor the probe has it. If the probe of an engine core is silent, its last facts are kept. In some
-    models, groups of layers share the cache's blocks. If the model's name or `model` shows such
-    groups, a capacity that was computed from the number of blocks is dropped. A failure is returned
-    unchanged.
+    Facts from the probe replace those on the page. An option adds a fact only if neither the page
+    nor the probe has it. While an engine core's probe is silent, the facts that it reported last
+    are kept. In some models, groups of layers share the cache's blocks. If `model` or the model's
+    name in the options shows such groups, a capacity that was computed from the number of blocks is
+    dropped. A failure is returned unchanged.
     """
     if isinstance(page, Failure):
         return page
@@ -93,7 +93,7 @@ def complete_page(
     has_groups = _has_groups(options, model)
     for engine in page.engines:
         scheduler = schedulers.get(label_engine(engine))
-        # If both have a fact, the probe's value takes precedence.
+        # Where both supply a fact, the probe's value takes precedence.
         facts = _list_option_facts(engine, options) | _list_scheduler_facts(scheduler)
         if has_groups and page.has_capacity_of_blocks:
             facts["kv_capacity_tokens"] = None
@@ -113,14 +113,14 @@ def _has_groups(options: EngineOptions | None, model: TokenBytes | None) -> bool
 
 
 def _list_scheduler_facts(scheduler: SchedulerReading | None) -> dict[str, Any]:
-    """Return the facts that the probe reports about an engine, by the fields of EngineReading."""
+    """Return the facts that the probe reports about an engine, keyed by field of EngineReading."""
     if scheduler is None:
         return {}
     return {name: float(value) for name, value in asdict(scheduler).items() if value is not None}
 
 
 def _list_option_facts(engine: EngineReading, options: EngineOptions | None) -> dict[str, Any]:
-    """Return facts that are missing from the page but set by options, by field of EngineReading."""
+    """Return facts that the page lacks but options set, keyed by field of EngineReading."""
     facts = {}
     for fact, option in _OPTIONS.items():
         value = getattr(options, option, None)
@@ -164,15 +164,15 @@ def list_pools(
 def _size_kv_offload(
     engines: Collection[EngineReading], options: EngineOptions, worker: Role, workers: int
 ) -> Pool:
-    """Return the pool of KV cache in host memory: all engines' tiers plus all workers' LMCaches."""
+    """Return the host-memory pool for KV cache: every engine's tier plus every worker's LMCache."""
     tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
     # If the page does not show a tier, each engine is assumed to have one of the configured size.
     if not tiers_bytes:
         option_bytes = (options.kv_offloading_size or 0) * GIB
         tier_bytes = option_bytes or options.kv_connector_bytes or 0
         tiers_bytes = tier_bytes * max(1, len(engines))
-    # The configured size of LMCache is per worker. The size of vLLM's own tier is for all workers
-    # of an engine together.
+    # The configured size of LMCache is per worker. The size of vLLM's own tier covers all workers
+    # of an engine.
     lmcache_bytes = (options.lmcache_gb or 0) * GIB * workers
     return _make_pool(HostPart.KV_OFFLOAD, worker, tiers_bytes + lmcache_bytes)
 
@@ -198,7 +198,7 @@ def _size_multimodal_caches(
 def _find_multimodal_cache_gb(
     engines: Collection[EngineReading], options: EngineOptions
 ) -> float | None:
-    """Return the size of one cache in GiB; None without a cache, or if a file may set the size."""
+    """Return the size of one cache in GiB, or None if there is none or a file may set its size."""
     if options.mm_processor_cache_gb is not None:
         return options.mm_processor_cache_gb
     is_used = any(engine.multimodal_cache_queries_total for engine in engines)

@@ -15,7 +15,7 @@ PHASE_WORDS: Final[Mapping[StartPhase, str]] = {
     StartPhase.READY: "just before it served",
     StartPhase.SERVING: "while it served",
 }
-"""When a failure happened, in words, by the phase of the engine's start."""
+"""Words that say when a failure happened, for each phase of the engine's start."""
 
 SENTENCES: Final[Mapping[LogFailureKind, str]] = {
     LogFailureKind.NO_KV_CACHE_MEMORY: "No GPU memory was left for the KV cache",
@@ -95,7 +95,7 @@ def describe_place(failure: LogFailure) -> str:
 
 
 def describe_time(time: LogTime) -> str | None:
-    """Return the time of a log line: the container runtime's in UTC, else the engine's own.
+    """Return a log line's time: the container runtime's (in UTC), or else the engine's.
 
     Returns None if the line has no time.
     """
@@ -105,7 +105,7 @@ def describe_time(time: LogTime) -> str | None:
 
 
 def _describe_figures(failure: LogFailure) -> str | None:
-    """Return the figures of a message in words; None if the message has too few figures."""
+    """Return a message's figures in words, or None if the message has too few figures."""
     figures = failure.figures
     for needed_names, text in DETAILS.get(failure.kind, ()):
         if all(name in figures for name in needed_names):
@@ -172,6 +172,6 @@ DETAILS: Final[Mapping[LogFailureKind, tuple[tuple[tuple[str, ...], str], ...]]]
         ),
     ),
 }
-"""For each kind of failure, the texts that can describe it, each with the figures that it needs.
-The first text for which all figures are known is used.
+"""The texts that can describe each kind of failure, each with the figures that it requires. The
+first text for which all figures are known is used.
 """

@@ -22,10 +22,10 @@ class Gate(Struct, frozen=True):
     """The answer at /gate/ready, and whether the pod should be evicted."""
 
     reason: str | None = None
-    """Why the gate is closed; None while it is open."""
+    """Why the gate is closed, or None while it is open."""
 
     due: str | None = None
-    """Why the pod should be evicted; None while it should not."""
+    """Why the pod should be evicted, or None while it should not."""
 
 
 class Guardrail(Struct, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ def derive_gate(
 def _find_gate_reason(
     snapshot: Snapshot, values: Values, gate_seconds: float, *, is_holder: bool
 ) -> str | None:
-    """Return why the gate is closed; None if it is open."""
+    """Return why the gate is closed, or None if it is open."""
     status = snapshot.engine_status
     if status is not None and status.state is EngineState.STALLED:
         return "the engine should make progress and makes none"
@@ -105,7 +105,7 @@ def _find_gate_reason(
 
 
 def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardrail) -> str | None:
-    """Return why the pod should be evicted; None if it should not.
+    """Return why the pod should be evicted, or None if it should not.
 
     The pod is evicted if the engine is serving, is known to leak, and may soon run out of memory.
     """
@@ -130,10 +130,10 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
 
 
 def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
-    """Return the names, as used in sentences, of the GPUs and the host that are known to leak.
+    """Return the GPUs, and the host, that are known to leak, by the names used in sentences.
 
-    A GPU whose growth may be another process's is omitted, because an eviction would not stop that
-    growth.
+    A GPU whose growth may come from another process is omitted, because an eviction would not stop
+    that growth.
     """
     shared_uuids = {gpu.reading.uuid for gpu in snapshot.devices if not is_alone(gpu)}
     names = set()

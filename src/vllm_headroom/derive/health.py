@@ -65,7 +65,7 @@ def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, 
 
 
 def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | None:
-    """Return the time between the engine's and the GPUs' readings; None if one of them failed."""
+    """Return the time between reading the engine and the GPUs, or None if either reading failed."""
     ends_seconds = {}
     # A failed reading may have waited for its timeout, so the time at which it ended is
     # meaningless.

@@ -49,7 +49,7 @@ basis, and therefore no entry here.
 
 
 PROBE_PREFIX: Final = "probe:"
-"""Begins the identity of a container that only the probe inside the container can read."""
+"""The prefix that marks the identity of a container that only the probe inside it can read."""
 
 
 class ContainerState(Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class ContainerState(Struct, frozen=True, kw_only=True):
     """
 
     kills: int | None = None
-    """The number of the kernel's OOM kills so far, in all containers; None if no counter was
+    """The number of the kernel's OOM kills so far, in all containers, or None if no counter was
     read.
     """
 
@@ -146,7 +146,7 @@ def update_container(
 def _identify_root(
     state: ContainerState, processes: ProcessReadings | Failure, probed_cgroup: Cgroup | None
 ) -> str | None:
-    """Return the identity of this run, as in `ContainerState.root`; None if there is none."""
+    """Return the identity of this run, as in `ContainerState.root`, or None if there is none."""
     if isinstance(processes, Failure):
         # While /proc cannot be read, the last visible root process identifies the run.
         was_seen = state.root is not None and not state.root.startswith(PROBE_PREFIX)
@@ -169,14 +169,14 @@ def _has_lost_scope(memory: HostMemory, scope: HostMemory) -> bool:
 
 
 def _rank_basis(memory: HostMemory) -> int:
-    """Return the reliability of a reading as a number; 0 if it has no figures."""
+    """Return the reliability of a reading as a number, or 0 if it has no figures."""
     return (None, *reversed(HostBasis)).index(memory.basis)
 
 
 def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> float | None:
     """Return the memory pressure of the container.
 
-    If the container's is unknown, the machine's memory pressure is returned.
+    If that is unknown, the machine's memory pressure is returned.
     """
     if cgroup is not None and cgroup.pressure_ratio is not None:
         return cgroup.pressure_ratio
@@ -252,7 +252,8 @@ def _measure_processes(
 ) -> HostMemory:
     """Return the private and shared memory of the processes, excluding mapped files.
 
-    All figures are None without processes, or if the private memory of any process is unknown.
+    All figures are None if there are no processes, or if the private memory of any process is
+    unknown.
     """
     # Mapped files are excluded, because the kernel can drop them.
     private_bytes = sum_known(process.anonymous_bytes for process in engine)
@@ -288,13 +289,13 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 def _count_kills(
     state: ContainerState, cgroup: Cgroup | None, machine: MachineMemory | None, root: str | None
 ) -> ContainerState:
-    """Return the state with the kernel's OOM kills since the last reading.
+    """Return the state with the kernel's OOM kills since the last reading added.
 
     Each kill counts once, even if several sources show it. `root` identifies the container that is
     read now. If the previous reading had another root, the previous run has ended, and its
-    container may be gone together with the container's kill counter. If that container was at least
-    half full, the machine's counter is used instead. If the container becomes visible again later,
-    these kills are not counted twice.
+    container may be gone along with its kill counter. If that container was at least half full, the
+    machine's counter is used instead. If the container becomes visible again later, these kills are
+    not counted twice.
     """
     has_ended = state.root is not None and root != state.root
     # The machine counts the kills of all containers, so new kills are attributed only to a
@@ -373,8 +374,8 @@ PROCESS_FACTS: Final[tuple[tuple[Metric, tuple[str, ...], str], ...]] = (
     (catalog.HOST_SWAP, (), "swap_bytes"),
     *((catalog.HOST_MEMORY_KIND, (kind,), f"{kind}_bytes") for kind in HOST_KINDS),
 )
-"""Each metric of the processes' memory, with its labels other than the role, and with the field of
-EngineProcess that it sums.
+"""Each metric of process memory, with its labels besides the role and the field of EngineProcess
+that it sums up.
 """
 
 
@@ -393,7 +394,7 @@ def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
 def _sum_processes(processes: tuple[EngineProcess, ...]) -> Iterator[Sample]:
     """Yield each role's sums over its processes.
 
-    A role has no sum if one process's figure is unknown.
+    A role has no sum if any process's figure is unknown.
     """
     for metric, labels, fact in PROCESS_FACTS:
         for role in Role:

@@ -1,4 +1,4 @@
-"""What the engine uses its memory on a GPU for."""
+"""What the engine's memory on a GPU is used for."""
 
 from typing import Final, Literal, NamedTuple
 
@@ -95,11 +95,11 @@ class ProbedDevice(NamedTuple):
 
     allocator: AllocatorReading
     parts: WorkerMeasurements | None
-    """vLLM's own measurements; None if they may belong to another GPU."""
+    """vLLM's own measurements, or None if they may belong to another GPU."""
 
     @property
     def graphs_bytes(self) -> int | None:
-        """The size of captured graphs; None if unknown."""
+        """The size of captured graphs, or None if unknown."""
         return None if self.parts is None else self.parts.cuda_graphs_bytes
 
 
@@ -108,7 +108,7 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
     uuid = gpu.reading.uuid.casefold()
     reports = []
     for process in probe.present:
-        # A process on several devices does not report which of them its measurements belong to.
+        # A process on several devices does not say on which of them it took its measurements.
         parts = process.parts if len(process.devices) == 1 else None
         reports += [
             ProbedDevice(device, parts)
@@ -134,7 +134,7 @@ def _sum_up(reports: list[ProbedDevice]) -> Sums:
 def _find_current(
     parts: WorkerMeasurements | None, name: Literal["weights_bytes", "kv_cache_bytes"]
 ) -> int | None:
-    """Return the current size of the weights or the KV cache of one process; None if unknown.
+    """Return the current size of the weights or the KV cache of one process, or None if unknown.
 
     If vLLM uses its own memory pool, this is the size in that pool. Otherwise, it is the size
     measured at startup; None while the engine sleeps.
@@ -157,14 +157,14 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     Allocated memory consists of weights, KV cache and other tensors. Reserved memory that is not
     allocated is fragmented or cached. Held memory that torch has not reserved is outside torch. A
     part that is computed as a difference is present only if all its terms are known. If all of
-    torch's figures are known, the parts sum to what the engine holds.
+    torch's figures are known, the parts add up to what the engine holds.
 
-    Captured graphs take free blocks in private pools and memory of the driver, so other parts
-    include them. vLLM's figure for graphs is subtracted from those parts, so that every byte counts
-    once.
+    Captured graphs occupy free blocks in torch's private pools and memory in the driver, so they
+    are contained in other parts. vLLM's figure for graphs is subtracted from those parts, so that
+    every byte counts once.
 
     The result is empty if weights and KV cache exceed what the engine holds. The probe writes only
-    every five seconds, so it may have measured them before the engine fell asleep.
+    every five seconds, so it may have measured weights and cache before the engine fell asleep.
     """
     parts = {}
     if sums.weights is not None:
@@ -174,7 +174,8 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     known_bytes = sum(parts.values())
     if held_bytes is not None and known_bytes > held_bytes + PROBE_RACE_BYTES:
         return {}
-    # If less is allocated than weights and cache take, the readings are from different moments.
+    # If weights and cache together exceed the allocated memory, the readings are from different
+    # moments.
     are_both_known = sums.weights is not None and sums.kv_cache is not None
     if are_both_known and sums.allocated is not None and sums.allocated >= known_bytes:
         parts[MemoryPart.OTHER_TENSORS] = sums.allocated - known_bytes

@@ -16,16 +16,16 @@ def derive_kv_cache(
 ) -> tuple[Sample, ...]:
     """Return the KV-cache samples of each engine.
 
-    vLLM does not export the size of a token on all GPUs of one engine. The size is taken from the
-    first of these sources that is known:
+    vLLM does not export how many bytes of KV cache one token takes across all GPUs of an engine.
+    The size is taken from the first of these sources that is known:
 
     - `bytes_per_token`, which the operator configured;
     - the size of the cache that the probe reports, divided by the cache's capacity in tokens;
-    - `model`, which computes the size from the cache's dtype. Its default is the model that the
-      engine's processes load.
+    - `model`, which computes the size from the cache's dtype. `model` defaults to the model that
+      the engine's processes load.
 
-    Without any source, there are samples in tokens but none in bytes. While nothing is running,
-    there are no samples per running request.
+    If none of them is known, there are samples in tokens but none in bytes. While nothing is
+    running, there are no samples per running request.
     """
     engines = list_named(snapshot.page)
     # The operator's figure takes precedence, then the probe's, then the model's.
@@ -50,7 +50,7 @@ def _measure_bytes_per_token(
     sizes = []
     for gpu in snapshot.owned_gpus:
         parts = () if gpu.inside is None else gpu.inside.parts
-        # During sleep, the size of a cache is unknown, so the sum is unknown too.
+        # The size of a sleeping engine's cache is unknown, so the sum is unknown too.
         sizes.append(dict(parts).get(MemoryPart.KV_CACHE))
     cache_bytes = sum_known(sizes)
     capacity_tokens = sum_known(engine.kv_capacity_tokens for engine in engines)
@@ -60,13 +60,13 @@ def _measure_bytes_per_token(
 
 
 def _count_gpus_per_engine(snapshot: Snapshot) -> int | None:
-    """Return how many of the server's GPUs each engine has, rounded up; None without GPUs."""
+    """Return how many of the server's GPUs each engine has, rounded up, or None if unknown."""
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
     return ceil(len(snapshot.owned_gpus) / max(1, len(ranks))) or None
 
 
 def _derive_engine_cache(engine: EngineReading, token_bytes: float | None) -> Iterator[Sample]:
-    """Yield the samples of one engine; there are none in bytes if `token_bytes` is None."""
+    """Yield the samples of one engine; those in bytes are omitted if `token_bytes` is None."""
     labels = label_engine(engine)
     capacity_tokens = engine.kv_capacity_tokens
     request_tokens = count_tokens_per_request(engine)

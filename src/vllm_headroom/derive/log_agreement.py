@@ -11,7 +11,7 @@ TOLERANCE_BYTES: Final = 64 * MIB
 """A smaller difference is ignored, because vLLM rounds to 0.01 GiB. This value is our choice."""
 
 TOLERANCE_SHARE: Final = 0.02
-"""A difference below this share of the size is also ignored. This value is our choice."""
+"""A difference below this share of the larger size is also ignored. This value is our choice."""
 
 TOLERANCE_RATIO: Final = 0.005
 """Half of 0.01, because ratios in vLLM's options usually have two decimal places."""
@@ -20,10 +20,10 @@ TOLERANCE_RATIO: Final = 0.005
 def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
     """Return a sentence for each figure in the log that another source contradicts.
 
-    The figures are those of the engine's newest start. The result is empty without a log, and until
-    the engine has served after that start. The weights and the KV cache are compared with the
-    probe's figures, and the budget with the page's. The log's size of the KV cache is only an upper
-    bound, because an option can make vLLM use fewer blocks.
+    The figures are those of the engine's newest start. The result is empty if there is no log, and
+    until the engine has served after that start. The weights and the KV cache are compared with the
+    probe's figures, and the budget with the page's. The log gives only an upper bound on the size
+    of the KV cache, because an option can make vLLM use fewer blocks.
     """
     if not isinstance(snapshot.log, LogReading) or not snapshot.is_in_service:
         return ()
@@ -69,7 +69,7 @@ def _describe(part: str, log_bytes: float, probe_bytes: float) -> str:
 
 
 def _compare_budget(start: EngineStart, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a sentence if no engine on the page has the memory share that the log reports."""
+    """Yield a sentence if the log reports a memory share that no engine on the page has."""
     if snapshot.page is None:
         return
     log_ratio = start.find_option("gpu_memory_utilization")

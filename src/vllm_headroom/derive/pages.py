@@ -1,4 +1,4 @@
-"""What the metrics page of a server shows, over all its engines."""
+"""What a server's metrics page shows, taken over all its engines."""
 
 from vllm_headroom.derive.sums import sum_known
 from vllm_headroom.model import EnginePage, EngineReading
@@ -18,10 +18,10 @@ def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
 
 
 def count_running(page: EnginePage | None) -> float | None:
-    """Return the number of running requests of all engines; None if any number is unknown.
+    """Return how many requests all engines run in total, or None if any number is unknown.
 
-    The result is also None without engines. A sleeping engine counts as running no requests,
-    because its gauges do not change.
+    The result is also None if there are no engines. A sleeping engine counts as running no
+    requests, because its gauges do not change.
     """
     counts: list[float | None] = []
     for engine in list_named(page):
@@ -31,18 +31,18 @@ def count_running(page: EnginePage | None) -> float | None:
 
 
 def count_finished(page: EnginePage | None) -> float | None:
-    """Return the number of finished requests of all engines; None without engines or if unknown."""
+    """Return the number of requests that all engines have finished, or None if it is unknown."""
     return sum_known(engine.finished_total for engine in list_named(page))
 
 
 def is_page_awake(page: EnginePage | None) -> bool | None:
-    """Return whether all engines of the page are awake; None if no engine reports that."""
+    """Return whether all engines of the page are awake, or None if no engine reports that."""
     reports = [engine.awake for engine in list_engines(page) if engine.awake is not None]
     return all(reports) if reports else None
 
 
 def find_highest_kv_use(page: EnginePage | None) -> float | None:
-    """Return the used share of the fullest KV cache on the page; None if no share is known.
+    """Return the used share of the fullest KV cache on the page, or None if no share is known.
 
     Sleeping engines are left out, because they have no cache and their gauges do not change.
     """

@@ -1,4 +1,4 @@
-"""How high memory rises in a step of each kind of work, and which requests still fit."""
+"""How high memory rises during a step, by kind of work, and which requests still fit."""
 
 from collections.abc import Mapping
 from math import sqrt
@@ -24,7 +24,7 @@ from vllm_headroom.vocabulary import Work
 
 LOWEST_SIZE_SHARE: Final = 1 / 16
 """Only sizes of at least this share of the largest size are fitted. Small steps run in CUDA graphs,
-where something other than the size, such as the logits, determines the peak.
+where the peak is determined by something other than the size, such as the logits.
 """
 
 FEWEST_SIZES: Final = 4
@@ -40,20 +40,20 @@ are up to 1 MiB larger than requested (c10/cuda/CUDACachingAllocator.cpp, should
 
 UNUSABLE_CACHED_SHARE: Final = 0.3
 """The share of torch's unused segments that a larger step cannot use. When a tensor takes part of a
-segment, the next tensor does not fit into the rest. With prompt logprobs, the unusable share is at
-most a fifth: 18 % was measured at an OutOfMemoryError.
+segment, the next tensor does not fit into the rest. With prompt logprobs, at most a fifth is
+unusable: 18 % was measured when an OutOfMemoryError occurred.
 """
 
 FURTHEST_SIZE_FACTOR: Final = 4
-"""If no vLLM setting bounds a step, sizes are predicted up to this many times the largest observed
-size.
+"""If no vLLM setting limits the size of a step, predictions extend to this many times the largest
+observed size.
 """
 
 T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """The 97.5 % quantiles of Student's t-distribution with 1, 2, … degrees of freedom."""
 
 LARGEST_T: Final = 2.2
-"""The quantile for 11 degrees of freedom, which is also used for more."""
+"""The quantile for 11 degrees of freedom, which is also used when there are more."""
 
 
 class PeakLine(Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class PeakLine(Struct, frozen=True, kw_only=True):
 
 
 def fit_sizes(peaks: tuple[SizePeak, ...]) -> PeakLine | None:
-    """Return the line of peak bytes over step size; None if the work was observed too rarely."""
+    """Return the line of peak bytes over step size, or None if the work was observed too rarely."""
     largest_size = max((peak.size for peak in peaks), default=0)
     lowest_size = max(1.0, LOWEST_SIZE_SHARE * largest_size)
     fitted = [peak for peak in peaks if peak.size >= lowest_size]
@@ -138,7 +138,7 @@ def fit_sizes(peaks: tuple[SizePeak, ...]) -> PeakLine | None:
 
 
 class FitPoint(NamedTuple):
-    """The peak of one size, as a point to be fitted."""
+    """The peak that was observed at one size, as a point for the fit."""
 
     size: int
     transient_bytes: int
@@ -146,17 +146,17 @@ class FitPoint(NamedTuple):
 
 
 def _weigh(peak: SizePeak) -> FitPoint:
-    """Return a peak with its weight: the inverse of its variance, which grows with the peak."""
+    """Return a peak with its weight: the inverse of the variance, which grows with the peak."""
     deviation = peak.transient_bytes + SMALLEST_DEVIATION_BYTES
     return FitPoint(peak.size, peak.transient_bytes, 1 / deviation**2)
 
 
 def find_largest_size(fit: PeakLine, room_bytes: float, limit: int) -> int:
-    """Return the largest size up to `limit` at which the upper bound fits the room; 0 if none."""
+    """Return the largest size up to `limit` whose upper bound fits the room, or 0 if none does."""
     if fit.predict_upper_bytes(limit) <= room_bytes:
         return limit
-    # The interval is narrowest near the mean, so the upper bound may fall before it rises. The
-    # largest size that fits is above the size with the lowest upper bound.
+    # The interval is narrowest near the mean, so the upper bound may first fall and then rise with
+    # the size. The size sought is above the size with the lowest upper bound.
     fitting_size = 0
     too_large_size = limit
     while too_large_size - fitting_size > 1:
@@ -184,12 +184,12 @@ class PeakRoom(NamedTuple):
 
     @property
     def larger_bytes(self) -> float:
-        """Return the room for a step larger than before, which cannot use all cached segments."""
+        """Return the room for a step larger than all before, which can use only some segments."""
         return self.free_bytes + (1 - UNUSABLE_CACHED_SHARE) * self.cached_bytes
 
 
 def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> PeakRoom | None:
-    """Return the memory that a step may take on a GPU; None if one of the figures is unknown."""
+    """Return the memory that a step may take on a GPU, or None if one of the figures is unknown."""
     free_bytes = gpu.room_bytes
     reserved_bytes = peaks.resting_reserved_bytes
     allocated_bytes = peaks.resting_allocated_bytes
@@ -217,7 +217,7 @@ def derive_peaks(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def find_worker(gpu: Gpu, snapshot: Snapshot) -> ProbedProcess | None:
-    """Return the newest process that reports its peaks on a GPU; None if there is none."""
+    """Return the newest process that reports its peaks on a GPU, or None if there is none."""
     if not isinstance(snapshot.probe, ProbeReadings):
         return None
     uuid = gpu.reading.uuid.casefold()
@@ -231,7 +231,7 @@ def find_worker(gpu: Gpu, snapshot: Snapshot) -> ProbedProcess | None:
 def _derive_gpu(
     gpu: Gpu, process: ProbedProcess, peaks: PeakReadings, snapshot: Snapshot
 ) -> list[Sample]:
-    """Return the samples of one GPU: its peaks, its room for them, and the sizes that fit."""
+    """Return the samples of one GPU: the peaks, the room for them, and the sizes that fit."""
     labels = label_gpu(gpu)
     room = find_peak_room(gpu, peaks)
     room_bytes = None if room is None else room.repeated_bytes
@@ -298,11 +298,11 @@ def _find_safe_sizes(
     room_bytes: float,
     cache_tokens: int | None,
 ) -> dict[Work, int]:
-    """Return the size of the largest single request of each kind of work that fits into the room.
+    """Return, for each kind of work, the size of the largest single request that fits the room.
 
-    A kind of work that was observed too rarely has no fit and is omitted. vLLM computes a long
+    A kind of work is omitted if it was observed too rarely to be fitted. vLLM computes a long
     prompt in steps of at most `batch_tokens`. If such a step fits, the prompt is limited only by
-    the KV cache and the model. If neither of these limits is known, the prompt's limit is unknown.
+    the KV cache and the model. If neither of these limits is known, the prompt size is omitted.
     """
     sizes: dict[Work, int] = {}
     for work in (Work.PREFILL, Work.PROMPT_LOGPROBS):
@@ -311,7 +311,7 @@ def _find_safe_sizes(
             tokens = _find_safe_tokens(fit, peaks, room_bytes, cache_tokens)
             if tokens is not None:
                 sizes[work] = tokens
-    # A prompt with prompt logprobs is a prompt too, so the smaller of both sizes applies.
+    # A prompt with prompt logprobs is also a prompt, so the smaller of the two sizes applies.
     if Work.PROMPT_LOGPROBS in sizes:
         sizes[Work.PROMPT_LOGPROBS] = min(sizes.values())
     encoder_fit = fits.get(Work.ENCODER)
@@ -324,7 +324,7 @@ def _find_safe_sizes(
 def _find_safe_tokens(
     fit: PeakLine, peaks: PeakReadings, room_bytes: float, cache_tokens: int | None
 ) -> int | None:
-    """Return the number of tokens in the largest safe prompt; None if its limit is unknown."""
+    """Return the number of tokens in the largest safe prompt, or None if its limit is unknown."""
     step_limit = peaks.batch_tokens or FURTHEST_SIZE_FACTOR * fit.largest_size
     step_tokens = find_largest_size(fit, room_bytes, step_limit)
     if peaks.batch_tokens is None or step_tokens < peaks.batch_tokens:

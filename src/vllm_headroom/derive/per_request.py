@@ -15,12 +15,12 @@ from vllm_headroom.units import DAY_SECONDS
 
 COMPARABLE_FACTOR: Final = 1.1
 """Two loads are comparable if they differ by at most this factor. The alert uses the same factor.
-It comes from a post-mortem in which memory per request rose from 9.5 to 10.5 MB.
+The factor comes from a post-mortem in which memory per request rose from 9.5 to 10.5 MB.
 """
 
 BASELINE_READINGS: Final = 60
-"""The number of readings in a baseline. At the default interval, they take five minutes. Over a
-shorter time, a baseline could reflect the peak of a burst.
+"""The number of readings in a baseline. At the default interval, they take five minutes. A baseline
+learned over a shorter time could reflect the peak of a burst.
 """
 
 WARM_REQUESTS: Final = 1000.0
@@ -29,11 +29,11 @@ kernel has been used once.
 """
 
 HALF_LIFE_SECONDS: Final = DAY_SECONDS
-"""The remembered highest load decays with this half-life, because load has a daily cycle."""
+"""The remembered highest load is halved over this time, because load has a daily cycle."""
 
 
 class Baseline(NamedTuple):
-    """The memory that the engine held on a GPU in the first readings at comparable load."""
+    """The memory that the engine held on a GPU in the first readings within one load band."""
 
     readings: int = 0
     mean_bytes: float = 0.0
@@ -55,7 +55,7 @@ class Baselines(Struct, frozen=True, kw_only=True):
     """The baselines, by the GPU's UUID and the number of the load band."""
 
     busiest: BusiestLoad = BusiestLoad()
-    """The highest load of any run, without decay."""
+    """The highest load seen in any run, stored without decay."""
 
 
 def derive_baseline(
@@ -63,10 +63,11 @@ def derive_baseline(
 ) -> tuple[Baselines, tuple[Sample, ...]]:
     """Return each GPU's memory per running request as a ratio of its baseline.
 
-    `configured_bytes` is the baseline per running request and GPU at full load. If it is set, there
-    is a sample only near the highest load, because at low load the same memory is spread over fewer
-    requests. If it is None, the baseline is the mean of the first readings at comparable load, and
-    there is no sample until it has been learned. There is no sample while nothing is running.
+    `configured_bytes` is the baseline: the memory per running request on each GPU at full load. If
+    it is set, there is a sample only near the highest load, because at lower load the memory per
+    request is higher. If it is None, the baseline is the mean of the first readings at comparable
+    load, and there is no sample until it has been learned. There is no sample while nothing is
+    running.
     """
     page = snapshot.page
     if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):
@@ -81,9 +82,9 @@ def derive_baseline(
 
     samples = []
     bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
-    # When kernels are first used, they take memory that belongs to no request.
+    # Kernels take memory on first use, and this memory is not needed for any request.
     is_warm = (state.finished_total or 0.0) >= WARM_REQUESTS
-    # At lower load, the same memory is spread over fewer requests.
+    # At lower load, the same memory is divided by fewer requests.
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
     band = find_load_band(running)
     for gpu in snapshot.gpus:
@@ -118,14 +119,14 @@ def _follow_run(state: Baselines, page: EnginePage) -> Baselines:
 
 
 def _decay_busiest(busiest: BusiestLoad, now: float) -> float:
-    """Return the remembered highest load at `now`, halved for each half-life that has passed."""
-    # If the clock was set back, no time counts as passed.
+    """Return the highest load as remembered at `now`, halved for each half-life that has passed."""
+    # If the clock was set back, it is assumed that no time has passed.
     passed_seconds = max(0.0, now - busiest.seconds)
     return float(busiest.running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
 
 
 def _compare(held_bytes: int, baseline: Baseline) -> float | None:
-    """Return the memory as a ratio of its baseline; None while the baseline is being learned."""
+    """Return the memory as a ratio of its baseline, or None while the baseline is being learned."""
     if baseline.readings < BASELINE_READINGS or baseline.mean_bytes <= 0:
         return None
     return held_bytes / baseline.mean_bytes
@@ -139,17 +140,17 @@ def _learn(baseline: Baseline, held_bytes: int) -> Baseline:
 
 
 def find_load_band(running: float) -> int:
-    """Return the number of the band of a load above 0; loads in the same band are comparable."""
+    """Return the number of the band that contains this load; loads in one band are comparable."""
     return round(log(running) / log(COMPARABLE_FACTOR))
 
 
 def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the memory that the engine holds on each GPU, divided by the page's running requests.
 
-    Summed over the GPUs, this is the memory per request of the whole server, for both tensor and
-    data parallelism. There are no samples while nothing is running, or while an engine does not
-    report its requests. A GPU on which the engine holds nothing has no sample. This happens when
-    the engine exits between the readings of the page and the GPU.
+    The sum over the GPUs is the memory per request of the whole server, with both tensor and data
+    parallelism. There are no samples while nothing is running, or while an engine does not report
+    its requests. A GPU on which the engine holds nothing has no sample. This happens when the
+    engine exits between the readings of the page and the GPU.
     """
     running = count_running(snapshot.page)
     if not running:

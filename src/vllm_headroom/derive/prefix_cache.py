@@ -13,7 +13,9 @@ RATIO_WINDOW_SECONDS: Final = 300.0
 """The time over which the hit ratio is measured."""
 
 RATIO_WINDOW_STEPS: Final = 60
-"""The maximum number of counts in the window, which bounds memory at any sampling interval."""
+"""The maximum number of counts in the window, which limits the memory used even at short sampling
+intervals.
+"""
 
 
 class Count(Struct, frozen=True, kw_only=True):
@@ -27,8 +29,8 @@ class Count(Struct, frozen=True, kw_only=True):
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
     """The counts of each engine within the window, and the last count before the window.
 
-    The oldest count comes first. An engine that has been missing from the page for the length of a
-    window is dropped.
+    The oldest count comes first. An engine is dropped once it has been missing from the page for
+    the length of the window.
     """
 
     engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
@@ -40,10 +42,10 @@ def derive_prefix_cache(
 ) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
     """Return, for each engine, hits divided by queries over the last five minutes.
 
-    An engine without queries in that time has no sample. vLLM V0 has no counters, so its sample is
-    the average since the engine started.
+    An engine that received no queries in that time has no sample. vLLM V0 exports no counters, so
+    the sample is the average since the engine started.
     """
-    # The counts of an ended run are not compared with those of the next run.
+    # Counts from an ended run are not compared with those from the next run.
     if snapshot.engine_status is not None and not snapshot.engine_status.is_in_service:
         return PrefixCacheState(), ()
     now = snapshot.monotonic_seconds
@@ -88,13 +90,13 @@ def _update_counts(
         len(counts) > 1
         and counts[-1].seconds - counts[-2].seconds < RATIO_WINDOW_SECONDS / RATIO_WINDOW_STEPS
     ):
-        # The last count is too close to the previous one, so the new count replaces it.
+        # The newest stored count is too close to the previous one, so the new count replaces it.
         counts = counts[:-1]
     return (*counts, Count(seconds=now, queries=queries, hits=hits))
 
 
 def _measure_hit_ratio(counts: tuple[Count, ...]) -> float | None:
-    """Return hits divided by queries from the first count to the last; None without queries."""
+    """Return hits divided by queries from the first count to the last, or None if none came."""
     queries = counts[-1].queries - counts[0].queries
     hits = counts[-1].hits - counts[0].hits
     if queries <= 0:

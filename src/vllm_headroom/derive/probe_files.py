@@ -11,16 +11,16 @@ from vllm_headroom.model import (
 )
 
 FRESH_INTERVALS: Final = 3
-"""A file is fresh until this many of its write intervals have passed. The two constants below limit
-this time.
+"""A file is fresh until this many of its write intervals have passed. This time is limited by the
+two constants below.
 """
 
 SHORTEST_FRESH_SECONDS: Final = 10.0
 LONGEST_FRESH_SECONDS: Final = 300.0
 
 AHEAD_SECONDS: Final = 60.0
-"""A file whose time is this far in the future is ignored, because the probe and the daemon share a
-clock.
+"""A file whose time is further in the future than this is ignored, because the probe and the daemon
+share a clock.
 """
 
 
@@ -29,12 +29,12 @@ def classify_probe(
     processes: tuple[EngineProcess, ...] | Failure,
     now: float,
 ) -> ProbeReadings | Failure | None:
-    """Sort the probe's files into present, silent and others, at `now` in seconds since the epoch.
+    """Sort the probe's files, as of `now` in epoch seconds, into present, silent and others.
 
-    If /proc shows engine processes, a file belongs to this run if the process that wrote the file
-    started at the same time as one of them. Pids are not compared, because they may belong to
-    another PID namespace. If /proc shows no engine process, a file belongs to this run if it is
-    fresh. A failure or None is returned unchanged.
+    If /proc shows engine processes, a file belongs to this run if its writer started at the same
+    time as one of these processes. Pids are not compared, because they may belong to another PID
+    namespace. If /proc shows no engine process, a file belongs to this run if it is fresh. A
+    failure or None is returned unchanged.
     """
     if files is None or isinstance(files, Failure):
         return files
@@ -58,9 +58,9 @@ def classify_probe(
 
 
 def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedProcess]:
-    """Return the newest file of each process, oldest first."""
+    """Return the newest file of each process, sorted by age with the oldest first."""
     newest = {}
-    # A file's name is not trusted, so its content identifies the process.
+    # A file is identified by its content, because its name is not trusted.
     for file in sorted(files, key=lambda file: file.written_at_seconds):
         if file.written_at_seconds <= now + AHEAD_SECONDS:
             newest[file.pid, file.started_at_seconds] = file
@@ -68,7 +68,7 @@ def _list_newest(files: tuple[ProbedProcess, ...], now: float) -> list[ProbedPro
 
 
 def _is_same_process(file: ProbedProcess, process: EngineProcess) -> bool:
-    """Return whether both started at the same boot time, or at nearly the same wall-clock time."""
+    """Return whether the starts agree in boot time, or nearly agree in wall-clock time."""
     boot_seconds = file.since_boot_seconds
     if boot_seconds is not None and boot_seconds == process.since_boot_seconds:
         return True

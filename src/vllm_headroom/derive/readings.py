@@ -1,4 +1,4 @@
-"""The readings as samples, under names that do not change between engine versions."""
+"""The readings as samples, with names that do not change between engine versions."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -27,8 +27,8 @@ _INSIDE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.ALLOCATOR_RESERVED, "reserved_bytes"),
 )
 _MOST_CACHED_GPUS: Final = 64
-"""The number of GPUs whose samples are cached: the 16 GPUs of the largest machine, each as its
-holder and as the other engines have it, in two ticks. They take 0.2 MB.
+"""The number of cached GPUs: 16 on the largest machine, in two versions (for the engine that holds
+the GPU and for all others), over two ticks. They take 0.2 MB.
 """
 
 _ENGINE_FACTS: Final = tuple(
@@ -58,7 +58,7 @@ def _derive_gpu(gpu: Gpu) -> tuple[Sample, ...]:
     """Return the samples of one GPU, no matter which process uses it.
 
     The result is cached, because a daemon that watches several engines reads each GPU once per
-    tick, and all engines but its holder have the same data about it.
+    tick, and the data differs only for the engine that holds the GPU.
     """
     return tuple(_list_gpu_samples(gpu))
 
@@ -78,7 +78,8 @@ def _list_gpu_samples(gpu: Gpu) -> Iterator[Sample]:
         yield from _derive_holders(gpu, reading.memory.used_bytes)
     if gpu.process_count is not None:
         yield Sample(catalog.GPU_PROCESSES, labels, float(gpu.process_count))
-    # A size that the driver does not report is omitted, because 0 would mean that nothing is held.
+    # If the driver does not report a size, the sample is omitted, because 0 would mean that nothing
+    # is held.
     leftover_sizes = [
         leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None
     ]
@@ -94,7 +95,7 @@ def _list_gpu_samples(gpu: Gpu) -> Iterator[Sample]:
 
 
 def _derive_holders(gpu: Gpu, used_bytes: int) -> Iterator[Sample]:
-    """Yield how much memory each holder has; together, the sizes equal the memory in use."""
+    """Yield how much memory each holder has; the sizes add up to the memory in use."""
     labels = label_gpu(gpu)
     unattributed_bytes = used_bytes
     for holder, held_bytes in (("engine", gpu.engine_bytes), ("other", gpu.other_bytes)):

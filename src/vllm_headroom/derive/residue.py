@@ -12,40 +12,40 @@ from vllm_headroom.derive.series import label_gpu, limit_remembered
 from vllm_headroom.model import Sample, Snapshot
 
 FREEING_SECONDS: Final = 30.0
-"""Memory may still be freed for this long after the page reports sleep. On some devices, this takes
-seconds (vllm-project/vllm#37533).
+"""The engine may still be freeing memory for this long after the page reports sleep. On some
+devices, this takes seconds (vllm-project/vllm#37533).
 """
 
 LEAST_RELEASED_SHARE: Final = 0.1
-"""A sleep that releases less than this share of the memory has no residue, because sleep level 0
-only pauses the scheduler.
+"""If a sleep releases less than this share of the memory, no residue is reported, because sleep
+level 0 only pauses the scheduler.
 """
 
 
 class SleepState(Struct, frozen=True, kw_only=True):
-    """The newest sleep of a run, and the memory that the engine kept on each GPU during it."""
+    """The newest sleep in a run, and the memory that the engine kept on each GPU meanwhile."""
 
     run_id: str | None = None
     since_seconds: float | None = None
-    """When the current sleep began, on the monotonic clock; None while the engine is awake."""
+    """When the current sleep began, on the monotonic clock, or None while the engine is awake."""
 
     settled: bool = False
-    """Whether `least_bytes` belongs to the current sleep. If False, it still belongs to the
-    previous one.
+    """Whether `least_bytes` belongs to the current sleep. If False, `least_bytes` is still that of
+    the previous sleep.
     """
 
     least_bytes: dict[str, int] = field(default_factory=dict)
-    """The least memory that was held during one sleep, by UUID. The minimum is used, because memory
-    is freed only some time after the sleep starts. It is also taken again before the page reports
-    that the engine is awake.
+    """The least memory that was held during one sleep, by the GPU's UUID. The minimum is used,
+    because memory is freed only some time after the sleep starts. In addition, memory is taken
+    again some time before the page reports that the engine is awake.
     """
 
 
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
     """Return the residue on each of the engine's GPUs: the memory that it holds while asleep.
 
-    While a sleep may still be releasing memory, the residue of the previous sleep is returned.
-    There is no sample before the run's first sleep.
+    While memory may still be released in the current sleep, the residue of the previous sleep is
+    returned. There is no sample before the run's first sleep.
     """
     state = _update_sleep(state, snapshot)
     samples: list[Sample] = []
@@ -57,7 +57,7 @@ def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tup
 
 
 def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
-    """Return the state after one more snapshot; unchanged if the page could not be read."""
+    """Return the state after one more snapshot, or `state` if the page could not be read."""
     page = snapshot.page
     if page is None:
         return state
@@ -66,8 +66,7 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
         state = SleepState(run_id=run_id)
     else:
         state = replace(state, run_id=state.run_id or run_id)
-    # The engine is awake. The residue of the last sleep remains known until the next sleep has
-    # settled.
+    # The engine is awake. The residue of the last sleep is kept until the next sleep has settled.
     if is_page_awake(page) is not False:
         return SleepState(run_id=state.run_id, least_bytes=state.least_bytes)
 
@@ -89,7 +88,7 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
-    """Return the memory held now, by UUID, on each GPU where the sleep released enough of it.
+    """Return the memory held now on each GPU where the sleep released enough of it, by UUID.
 
     A GPU is also included if it is unknown how much was released there.
     """

@@ -6,8 +6,8 @@ from vllm_headroom.derive.pages import list_engines
 from vllm_headroom.model import EnginePage
 
 RESTART_SHARE: Final = 0.5
-"""A count of finished requests that is below this share of the previous count belongs to another
-run.
+"""If the count of finished requests falls below this share of the previous count, another run has
+begun.
 """
 
 
@@ -27,13 +27,13 @@ def identify_run(page: EnginePage | None) -> str | None:
 def is_new_run(
     run_id: str | None, new_run_id: str | None, finished: float | None, new_finished: float | None
 ) -> bool:
-    """Return whether a new id, or a new count of finished requests, belongs to another run.
+    """Return whether a new id or a new count of finished requests indicates another run.
 
-    Returns False if the values that would reveal a restart are unknown. If the ids are equal, the
-    run is the same, even if its count was reset. Several servers that share a port have different
-    start times and may answer in turn. A later start therefore indicates a new run, but an earlier
-    start does not, unless the count has also more than halved. Servers that share the load have
-    similar counts, so in that case the clock was set back before a restart.
+    Returns False if too little is known to detect a restart. If the ids are equal, the run is the
+    same even if the count was reset. Several servers that share a port have different start times
+    and may answer in turn. A later start therefore indicates a new run, but an earlier start does
+    not, unless the count has also more than halved. The counts of servers that share the load are
+    similar, so such a drop means that the engine restarted after its clock was set back.
     """
     has_restarted_count = False
     if finished is not None and new_finished is not None:

@@ -1,4 +1,4 @@
-"""The labels and samples of series, and how many series are remembered."""
+"""The labels and samples of series, and a limit on how many series are remembered."""
 
 from collections.abc import Collection, Mapping
 from enum import StrEnum
@@ -8,8 +8,8 @@ from vllm_headroom.model import EngineReading, Gpu, Metric, Sample
 
 MOST_REMEMBERED: Final = 256
 """The maximum number of entries kept for engines or GPUs that are not currently visible. A page may
-have this many engines, and no machine has this many GPU parts. Names may change at every tick, so
-without a limit, memory would keep growing.
+show this many engines, and no machine has this many GPUs or GPU partitions. Names may change at
+every tick, so without a limit, memory would keep growing.
 """
 
 K = TypeVar("K")
@@ -19,8 +19,7 @@ V = TypeVar("V")
 def limit_remembered(entries: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
     """Return the entries.
 
-    If there are more than MOST_REMEMBERED entries, only those with a name in `present` are
-    returned.
+    Return the entries; if there are more than MOST_REMEMBERED, only those named in `present`.
     """
     if len(entries) <= MOST_REMEMBERED:
         return dict(entries)
@@ -39,7 +38,7 @@ def label_engine(engine: EngineReading) -> tuple[str, str]:
 
 def make_states(metric: Metric, labels: tuple[str, ...], current: StrEnum) -> tuple[Sample, ...]:
     """Return one sample per state of a series: 1 for the current state, 0 for the others."""
-    members = type(current).__members__.values()  # three times as fast as iterating over the class
+    members = type(current).__members__.values()  # three times as fast as a loop over the class
     return tuple(
         [
             Sample(metric, (*labels, str(member)), 1.0 if member is current else 0.0)
@@ -51,7 +50,7 @@ def make_states(metric: Metric, labels: tuple[str, ...], current: StrEnum) -> tu
 def make_facts(
     table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object
 ) -> list[Sample]:
-    """Return the samples of a reading, according to a table of metrics and their attributes.
+    """Return the samples of a reading, using a table of metrics and the attributes they export.
 
     An attribute that is None has no sample. There are no samples if the reading is None.
     """

@@ -1,4 +1,4 @@
-"""Whether load is level, and how each GPU's memory has changed since load became level."""
+"""Whether load is level, and how much each GPU's memory has changed since it became level."""
 
 from statistics import fmean
 from typing import Final
@@ -14,13 +14,13 @@ from vllm_headroom.model import Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
-"""The length of the window in minutes. A post-mortem gave the rule: alert on growth over ten
-minutes.
+"""The length of the window in minutes. The ten minutes come from the alert rule that a post-mortem
+recommends.
 """
 
 BAND_SHARE: Final = 0.15
 """Load is level if no minute's mean differs from the window's mean by more than this share. Random
-arrivals alone cause this much variation.
+arrivals alone can cause this much variation.
 """
 
 BAND_REQUESTS: Final = 2.0
@@ -28,7 +28,7 @@ BAND_REQUESTS: Final = 2.0
 
 
 class LoadState(Struct, frozen=True, kw_only=True):
-    """The number of requests in the engine over the most recent minutes."""
+    """How many requests the engine had over the most recent minutes."""
 
     minute_means: tuple[float, ...] = ()
     """The mean number of requests in each full minute, with the newest last."""
@@ -37,7 +37,7 @@ class LoadState(Struct, frozen=True, kw_only=True):
     """When the current minute began, on the monotonic clock."""
 
     requests_sum: float = 0.0
-    """The sum of the requests over the samples of the current minute."""
+    """The sum of the samples of the current minute, each of which is a number of requests."""
 
     sample_count: int = 0
     """The number of samples in the current minute."""
@@ -46,7 +46,7 @@ class LoadState(Struct, frozen=True, kw_only=True):
     """Whether load was level at the end of the last full minute; None until the window is full."""
 
     held_bytes: dict[str, int] = field(default_factory=dict)
-    """The memory that the engine held when load became level, by the UUID of the GPU."""
+    """The memory that the engine held when load became level, by the GPU's UUID."""
 
 
 def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
@@ -63,7 +63,7 @@ def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[
     state = _add_sample(state, requests, snapshot.monotonic_seconds)
     if state.is_stable is None:
         return state, ()
-    # Under a changing load, a difference in memory would only reflect the load.
+    # Under changing load, a difference in memory would only reflect the load.
     if not state.is_stable:
         return replace(state, held_bytes={}), (Sample(catalog.LOAD_STABLE, (), 0.0),)
 

@@ -1,4 +1,4 @@
-"""What the engine's log reports about its last start, and about the exit before that start."""
+"""What the engine's log reports about the last start, and about the exit before that start."""
 
 from typing import Final
 
@@ -13,16 +13,16 @@ FIELDS: Final = {
     StartPart.CUDA_GRAPHS: ("graphs_bytes",),
     StartPart.KV_CACHE: ("kv_cache_bytes",),
 }
-"""For each part, the fields of ProcessFigures that may have its size. The first field that the log
-has is used.
+"""For each part, the fields of ProcessFigures that may contain its size. The first field with a
+value is used.
 """
 
 
 def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the sizes from the newest start, each taken from the rank where it is largest.
+    """Return the part sizes from the newest start, each from the rank where it is largest.
 
-    A part has no sample if the log does not have it, or if the start failed and the log's value is
-    negative.
+    A part has no sample if its size is missing from the log, or if the start failed and the size in
+    the log is negative.
     """
     if not isinstance(snapshot.log, LogReading) or snapshot.log.start is None:
         return ()
@@ -36,7 +36,7 @@ def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def derive_refusal(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the allocation refused before the last exit; empty once the engine serves again."""
+    """Return the refused allocation of the last exit, or nothing once the engine serves again."""
     status = snapshot.engine_status
     if status is None or status.log is None or status.log.failure is None:
         return ()

@@ -7,7 +7,7 @@ N = TypeVar("N", int, float)
 
 
 def sum_known(values: Iterable[N | None]) -> N | None:
-    """Return the sum; None if any value is unknown, or if there are no values."""
+    """Return the sum, or None if any value is unknown, or if there are no values."""
     numbers: list[N] = []
     for value in values:
         if value is None:
@@ -17,10 +17,10 @@ def sum_known(values: Iterable[N | None]) -> N | None:
 
 
 def find_least_known(values: Iterable[int | None]) -> int | None:
-    """Return the lowest known value; None if none is known."""
+    """Return the lowest known value, or None if none is known."""
     return min((value for value in values if value is not None), default=None)
 
 
 def find_most_known(values: Iterable[int | None]) -> int | None:
-    """Return the highest known value; None if none is known."""
+    """Return the highest known value, or None if none is known."""
     return max((value for value in values if value is not None), default=None)

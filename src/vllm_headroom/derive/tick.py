@@ -59,7 +59,7 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import Reason, Source
 
 NO_PROCESSES: Final = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False)
-"""The process readings that are used while /proc cannot be read."""
+"""Used in place of the process readings while /proc cannot be read."""
 
 UNEXPECTED: Final = {
     source: Failure(
@@ -70,7 +70,7 @@ UNEXPECTED: Final = {
     )
     for source in Source
 }
-"""For each source, the failure that is used if reading or evaluating the source raised an error."""
+"""The failure that is used for a source if an error is raised while it is read or evaluated."""
 
 State = TypeVar("State")
 T = TypeVar("T")
@@ -81,7 +81,7 @@ StepFunction = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
 
 
 class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
-    """A question about every snapshot; `step` returns the next state and the samples."""
+    """A question that every snapshot answers; `step` returns the next state and the samples."""
 
     name: str
     initial: State
@@ -91,7 +91,7 @@ class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
 def answer(
     derivation: Derivation[State], state: State, snapshot: Snapshot
 ) -> tuple[State, tuple[Sample, ...]]:
-    """Run one step of a derivation; return the next state and the samples with finite values.
+    """Run one step of a derivation, and return the next state and the samples with finite values.
 
     Absurd numbers on a page may overflow or yield infinity, so values that are not finite are
     dropped.
@@ -108,7 +108,7 @@ def make_stateless(
 
 
 LEAK: Final = Derivation(name="leak", initial=LeakMemory(), step=derive_leaks)
-"""The leak detector; replay runs it on recorded traces too."""
+"""The leak detector, which is also run by `replay` on recorded traces."""
 
 
 def build_derivations(
@@ -163,31 +163,31 @@ def run_unguarded(name: str, step: Callable[[], T], fallback: F) -> T | F:
 
 
 class TickRules(Struct, frozen=True, kw_only=True):
-    """The operator's settings that apply to the evaluation of a tick."""
+    """The operator's settings that affect the evaluation of a tick."""
 
     selection: Selection
     derivations: tuple[Derivation[Any], ...]
     model: TokenBytes | None = None
-    """Computes the bytes per token of the model that the operator named; None if none was named."""
+    """Computes the bytes per token of the model that the operator named, or None if no model was
+    named.
+    """
     host_limit_bytes: int | None = None
-    """The limit of the engine's container. If it is None, the limit must come from /proc and
-    cgroups.
+    """The limit of the engine's container. If it is None, the limit is read from /proc and cgroups.
     """
     reported_bytes: float | None = None
-    """The memory in bytes that the engine should use on each GPU. If it is None, the figure must
-    come from the page or the probe.
+    """The memory in bytes that the engine should use on each GPU. If it is None, the figure is
+    taken from the page or the probe.
     """
     role: str = SERVING
     gate_ready_seconds: float | None = None
-    """The gate closes if less than this time is left until out-of-memory; None if no gate is
-    configured.
+    """The gate closes if less than this time is left until out-of-memory; None disables the gate.
     """
     read_guardrail: Callable[[], Guardrail] | None = None
-    """Returns the guardrail's settings and state; None if this pod must never be evicted."""
+    """Returns the guardrail's settings and state, or None if this pod must never be evicted."""
 
 
 class TickReadings(Struct, frozen=True, kw_only=True):
-    """What was read for one tick from all sources, at nearly the same moment."""
+    """What was read from all sources for one tick, at nearly the same moment."""
 
     time_seconds: float
     monotonic_seconds: float
@@ -195,9 +195,9 @@ class TickReadings(Struct, frozen=True, kw_only=True):
     gpus: GpuReadings | Failure
     processes: ProcessReadings | Failure
     probe_files: tuple[ProbedProcess, ...] | Failure | None
-    """The probe's files; None if no probe folder is configured."""
+    """The probe's files, or None if no probe folder is configured."""
     log: LogReading | Failure | None = None
-    """What the engine's log reports; None if no engine log is configured."""
+    """What the engine's log reports, or None if no engine log is configured."""
     reading_times: tuple[ReadingTime, ...]
     token_bytes: TokenBytes | None
     unanswered_since_seconds: float | None
@@ -205,7 +205,7 @@ class TickReadings(Struct, frozen=True, kw_only=True):
 
 
 class TickResult(Struct, frozen=True, kw_only=True):
-    """What one tick has read, derived and judged.
+    """What was read, derived and judged in one tick.
 
     It contains everything that is shown, published and recorded.
     """
@@ -225,7 +225,7 @@ class TickResult(Struct, frozen=True, kw_only=True):
 class Evaluation:
     """Evaluates the ticks of one engine, and owns the state of its derivations.
 
-    An error in one step costs only that step's samples.
+    If a step raises an error, only the samples of that step are lost.
     """
 
     def __init__(self, rules: TickRules, border: Border) -> None:
@@ -293,7 +293,7 @@ class Evaluation:
         )
 
     def follow_run(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with the status of the engine's run and with the engine's lost GPUs.
+        """Return the snapshot with the run's status and with the GPUs that the engine has lost.
 
         If following the run fails, the snapshot is returned unchanged, and the run is forgotten.
         """
@@ -307,7 +307,8 @@ class Evaluation:
 
         outcome = self._border(ENGINE_RUN, follow, None)
         if outcome is None:
-            # The data of the run may have caused the error, which would then recur at every tick.
+            # The error may come from the remembered data of the run, and would then recur at every
+            # tick.
             self.states[ENGINE_RUN] = forget_run(memory)
             return snapshot
         self.states[ENGINE_RUN], snapshot = outcome
@@ -353,7 +354,7 @@ class Evaluation:
     def _attribute_gpus(
         self, gpus: GpuReadings | Failure, processes: ProcessReadings | Failure
     ) -> tuple[Gpu, ...] | Failure:
-        """Return the GPUs with what the engine holds on each; a Failure if none could be read."""
+        """Return the GPUs with what the engine holds on each, or a Failure if none is readable."""
         if isinstance(gpus, Failure):
             return gpus
         self._attribution, attributed = self._border(

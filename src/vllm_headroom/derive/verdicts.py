@@ -52,43 +52,43 @@ from vllm_headroom.vocabulary import (
     Situation,
 )
 
-# The sentences start to warn at these limits. Each limit equals that of the alert that its
+# Below these limits, the sentences become warnings. Each limit is the same as in the alert that its
 # description names.
 
 LOW_BYTES: Final = 512 * MIB
-"""A GPU's free memory is low if it is below both this and LOW_FREE_SHARE of the initially free
-memory. The alert HeadroomGpuMemoryLow has the same limits.
+"""A GPU's free memory is low if it is below both this size and LOW_FREE_SHARE of the memory that
+was free initially. The alert HeadroomGpuMemoryLow uses the same limits.
 """
 
 LOW_FREE_SHARE: Final = 0.5
-"""When the engine becomes ready, a certain amount of memory is free on each GPU and the host. Free
-memory is low only if it is also below this share of that amount. If an engine is configured to
-leave little memory free, the GPU is therefore not reported as short of memory.
+"""Free memory is low only if it is also below this share of the memory that was free on that GPU or
+host when the engine became ready. A GPU is therefore not reported as short of memory just because
+its engine is configured to leave little free.
 """
 
 LOW_HOST_BYTES: Final = 4 * GIB
-"""The host's free memory is low if it is below all of these: this size, LOW_HOST_SHARE of the
-host's limit, and LOW_FREE_SHARE of the initially free memory. The alert HeadroomHostMemoryLow has
-the same limits.
+"""The host's free memory is low if it is below each of three limits: this size, LOW_HOST_SHARE of
+the host's limit, and LOW_FREE_SHARE of the memory that was free initially. The alert
+HeadroomHostMemoryLow uses the same limits.
 """
 
 LOW_HOST_SHARE: Final = 0.05
 """The host's free memory is low only if it is also below this share of the host's limit."""
 
 OVER_BUDGET_SECONDS: Final = 300.0
-"""An excess over the budget is reported only after it has lasted this long. The memory that the
-engine holds between bursts is measured over five minutes.
+"""An excess over the budget is reported only after it has lasted this long. The figure is the
+memory held between bursts, measured over five minutes.
 """
 
 SCARCE_BLOCKS_BYTES: Final = GIB
-"""Allocations of unified memory may fail if less than this is free in blocks of 2 MiB. Some failed
-while 22.5 GiB were available (vllm-project/vllm#54200). It is normal that few such blocks are free
-while no model is being loaded and no task waits for memory: the page cache takes free memory.
+"""Allocations of unified memory may fail if less than this much is free in blocks of 2 MiB. Some
+failed while 22.5 GiB were available (vllm-project/vllm#54200). While no model is being loaded and
+no task waits for memory, few such blocks are normal, because the page cache takes free memory.
 """
 
 WAITING_RATIO: Final = 0.05
-"""Tasks count as waiting for memory if they waited during more than this share of the last ten
-seconds (PSI).
+"""Tasks count as waiting for memory if they waited for more than this share of the last ten seconds
+(PSI).
 """
 
 OVERSHOOT_FACTOR: Final = 1.15
@@ -97,7 +97,7 @@ size. The factor leaves room for vLLM's buffers and queues, which are also in sh
 """
 
 STRANDED_RATIO: Final = 0.05
-"""A KV cache is reported as stranded if more than this share of it is in use although no request
+"""A KV cache is reported as stranded if more than this share of it is in use even though no request
 holds it, as in HeadroomKvCacheStranded.
 """
 
@@ -105,8 +105,9 @@ CRASH_LOOP_EXITS: Final = 3
 """This many exits within 90 minutes are a crash loop, as in HeadroomEngineCrashLoop."""
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
-"""If memory has been watched for less than this time, the verdict on it states for how long. A leak
-in large steps triggers an alarm after four hours; a steady leak usually does so sooner.
+"""If memory has been watched for less than this time, its verdict states how long it has been
+watched. A leak in large steps triggers an alarm after four hours; a steady leak usually does so
+sooner.
 """
 
 # These alerts are used in more than one place.
@@ -117,14 +118,14 @@ STALLED: Final = "HeadroomEngineStalled"
 
 
 class GrowthAlerts(Struct, frozen=True, kw_only=True):
-    """The alerts for growing memory, by the time left until it is full."""
+    """The alerts for growing memory, depending on how soon it will be full."""
 
     hour: str
     """The alert for a leak that leaves less than an hour."""
 
     day: str
-    """The alert for a leak that leaves less than a day, or a possible leak that leaves less than an
-    hour.
+    """The alert for a leak that leaves less than a day, or for a possible leak that leaves less
+    than an hour.
     """
 
     later: str
@@ -197,8 +198,8 @@ NEVER_SEEN: Final = EngineSentence(
     sentence="has not been seen yet: its metrics page does not answer and no engine process is"
     " running",
 )
-"""Replaces the sentence for DOWN until the engine's first run. Until then, HeadroomEngineDown does
-not fire either.
+"""Replaces the sentence for DOWN before the engine's first run. HeadroomEngineDown does not fire
+before then either.
 """
 
 UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
@@ -221,7 +222,7 @@ PAGE_ALONE_FAILS: Final = (
     "has a server that answers other requests, and only its metrics page fails: whether it makes"
     " progress is not known"
 )
-"""The text used if the metrics page fails but the server's other pages answer."""
+"""The text used if the metrics page fails but the server's other pages work."""
 
 SERVER_RUNS: Final = (
     "has a server that runs, and reports an error: whether it makes progress is not known"
@@ -234,20 +235,20 @@ LOGIN_WANTED: Final = (
     "is behind a server that answers, but asks for a login: whether the engine makes progress is"
     " not known"
 )
-"""The text used if the server refuses the page because the login is missing or wrong."""
+"""The text used if the server denies access to the page because the login is missing or wrong."""
 
 SLOW_PAGE_CAUSE: Final = (
     "; a PROMETHEUS_MULTIPROC_DIR that is full or on a network volume does this: check it with df"
 )
-"""Added if the page is late but the server's health check answers. If the page fails with an error,
-the error's message already states the cause.
+"""Added if the page is late but the server's health check succeeds. If the page fails with an
+error, the error's message already states the cause.
 """
 
 STALE_GAUGES: Final = (
     "; these gauges are stale, as after an abort of all requests: no CPU time, GPU or client"
     " supports them"
 )
-"""Added to the text on an engine's load if all other evidence shows that the load's gauges are
+"""Added to the text about an engine's load if all other evidence shows that the load gauges are
 stale.
 """
 
@@ -255,15 +256,13 @@ DOUBTED_GAUGES: Final = (
     "may be idle or hang: its page shows work without progress, nothing that is visible supports"
     " that there is any work, and its server answers: send one request, which updates stale gauges"
 )
-"""The text used if too little is visible to be sure that the gauges are stale."""
+"""The text used if too little can be seen to conclude that the gauges are stale."""
 
 SERVER_TROUBLES: Final = {
     ServerAnswer.UNHEALTHY: "; its health check reports an error",
     ServerAnswer.SILENT: "; its health check does not answer",
 }
-"""Further evidence of the stall besides the page, which is added to the sentence on a stalled
-engine.
-"""
+"""Further evidence of a stall besides the page, added to the sentence about a stalled engine."""
 
 NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),
@@ -271,15 +270,15 @@ NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.ASLEEP: (Level.GOOD, "the engine sleeps"),
     LeakState.WARMING_UP: (Level.UNKNOWN, "too early to tell whether it leaks"),
 }
-"""The level and the text for memory that does not grow, by leak state. For memory with several leak
-states, the first one in this order is used.
+"""The level and the text for memory that does not grow, by leak state. If the memory has several
+leak states, the first of them in this order is used.
 """
 
 VERDICTS: Final = "verdicts"
 """The name under which a failure to judge the verdicts is logged."""
 
 SERVING: Final = "serving"
-"""The role of an engine if no role is declared. This role has no series."""
+"""The role of an engine for which the operator has declared none. This role has no series."""
 
 SHARING_ROLES: Final = ("swapped", "shared-gpu")
 """The declared roles of engines whose GPUs are meant to be shared."""
@@ -291,14 +290,14 @@ def derive_verdicts(
     leak: LeakMemory,
     role: str = SERVING,
 ) -> tuple[tuple[Verdict, ...], tuple[Sample, ...]]:
-    """Return a tick's verdicts, and the samples of the worst situation and of the role.
+    """Return a tick's verdicts, with samples for the worst situation and for the declared role.
 
     `leak` is the detector's state after the tick. Every role except SERVING has a sample.
     """
     verdicts = judge_snapshot(
         snapshot, values, measure_watches(leak), role=role, excused=list_excused(leak)
     )
-    # The page has a single situation for the engine and all its GPUs: the worst one.
+    # The page shows a single situation for the engine and all its GPUs: the worst one.
     samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
     if role != SERVING:
         samples += (Sample(catalog.ROLE, (role,), 1.0),)
@@ -306,9 +305,9 @@ def derive_verdicts(
 
 
 def measure_watches(state: LeakMemory) -> dict[str, float]:
-    """Return for how many seconds the detector has watched each series, by UUID or role.
+    """Return how long the detector has watched each series, in seconds, by UUID or role.
 
-    A series without a first reading is omitted.
+    A series that has no reading yet is omitted.
     """
     tracks = {**state.gpus, **state.host}.items()
     return {
@@ -319,7 +318,7 @@ def measure_watches(state: LeakMemory) -> dict[str, float]:
 
 
 def list_excused(state: LeakMemory) -> frozenset[str]:
-    """Return the UUIDs and roles whose memory grows as it did before, when it was not a leak."""
+    """Return the UUIDs and roles whose memory grows as it once did without a leak."""
     tracks = {**state.gpus, **state.host}.items()
     return frozenset(name for name, track in tracks if track.is_excused)
 
@@ -334,10 +333,10 @@ def judge_snapshot(
     """Return a tick's verdicts: alarms first, then warnings, then all others.
 
     Within each group, the worst situation comes first. There is at least one verdict. `values` has
-    the samples of all derivations. `watches` states for how many seconds the detector has watched
-    each GPU, by UUID, and the host memory of each role. `excused` has the UUIDs and roles whose
-    memory grows as it did before, when it was not a leak. If the declared `role` shares its GPUs,
-    other processes on these GPUs do not cause a warning.
+    the samples of all derivations. `watches` gives the seconds for which the detector has watched
+    each GPU, by UUID, and the host memory of each role. `excused` contains the UUIDs and roles
+    whose memory grows as it once did without a leak. If the declared `role` shares its GPUs, other
+    processes on these GPUs do not cause a warning.
     """
     gpu_verdicts = list(_judge_gpus(snapshot, values, watches, role, excused))
     verdicts = [
@@ -350,7 +349,7 @@ def judge_snapshot(
 
 
 def _is_memory_low(gpu_verdicts: Iterable[Verdict]) -> bool:
-    """Return whether a GPU has so little free memory that the load has to be reduced."""
+    """Return whether any GPU is so short of free memory that the load must be reduced."""
     return any(
         verdict.situation is Situation.LOW_MEMORY
         or (verdict.situation is Situation.OVER_BUDGET and verdict.level is Level.ALARM)
@@ -362,7 +361,7 @@ def _rank_verdict(verdict: Verdict) -> tuple[int, int, int]:
     """Return a sort key that puts the worst verdict first."""
     severity = tuple(Level).index(verdict.level)
     situation_rank = tuple(Situation).index(verdict.situation)
-    # GOOD and UNKNOWN form one group. Within this group, the situation determines the order.
+    # GOOD and UNKNOWN form one group. Within this group, verdicts are ordered by situation.
     if verdict.level in (Level.WARNING, Level.ALARM):
         return (-severity, situation_rank, -severity)
     return (0, situation_rank, -severity)
@@ -388,7 +387,7 @@ def _describe_no_growth(
     The most informative state is used. `watched_seconds` is how long the memory has been watched.
     """
     state = next((state for state in NO_GROWTH_SENTENCES if state in states), None)
-    # A leak in large steps may not have become visible yet.
+    # A leak in large steps may not be visible yet.
     if state == LeakState.STABLE and watched_seconds < SURE_SECONDS:
         return Level.GOOD, f"watched for {format_duration(watched_seconds)}, no leak seen"
     unknown = (Level.UNKNOWN, "whether it leaks is not known")
@@ -509,15 +508,16 @@ def _judge_quiet_gpu(
     watches: Mapping[str, float],
     role: str,
 ) -> Verdict:
-    """Return the verdict on a GPU without growth: its problem, or that it has none."""
+    """Return the verdict on a GPU whose memory does not grow: its problem, or that it has none."""
     labels = label_gpu(gpu)
     uuid = gpu.reading.uuid
     name = gpu.reading.display_name
-    # If the detector's state is missing, as for a recorded page, only the leak state is used.
+    # If the detector's state is missing, as with a recorded page, only the leak state is used.
     watched_seconds = watches.get(uuid, SURE_SECONDS)
     level, no_growth = _describe_no_growth({leak_state}, watched_seconds)
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
-    # In sleep, vLLM releases nearly all of its memory. Another engine cannot use the rest.
+    # During sleep, vLLM releases nearly all of its memory. Another engine cannot use the memory
+    # that is kept.
     if leak_state == LeakState.ASLEEP and held_bytes is not None:
         no_growth = f"{no_growth} and holds {format_size(held_bytes)}"
     free_bytes = values.value(catalog.GPU_MEMORY_FREE, *labels)
@@ -557,16 +557,16 @@ def _judge_quiet_gpu(
 
 
 class Trouble(Struct, frozen=True, kw_only=True):
-    """A problem of a GPU on which no memory grows."""
+    """A problem on a GPU whose memory does not grow."""
 
     situation: Situation
     text: str
     alert: str | None = None
-    """The alert that fires; None if none does."""
+    """The alert that fires, or None if none does."""
 
     level: Level = Level.WARNING
     needs_free_bytes: bool = False
-    """Whether the text must be followed by the amount of free memory."""
+    """Whether the amount of free memory must be added to the text."""
 
 
 def _find_trouble(
@@ -578,7 +578,7 @@ def _find_trouble(
     wake_bytes: int,
     role: str,
 ) -> Trouble | None:
-    """Return the worst problem of a GPU; None if it has none.
+    """Return the worst problem of a GPU, or None if it has none.
 
     `wake_bytes` is the memory that a sleeping engine needs to wake up; 0 if the engine is not
     asleep.
@@ -594,16 +594,16 @@ def _find_trouble(
 def _find_low_memory(
     labels: tuple[str, str], status: EngineStatus | None, free_bytes: float, wake_bytes: int
 ) -> Trouble | None:
-    """Return a Trouble if free memory is low, or too low for a sleeping engine to wake up.
+    """Return a Trouble if free memory is low, or is too little for a sleeping engine to wake up.
 
-    Returns None if neither is the case. The alert fires only for low memory.
+    Returns None if neither applies. The alert fires only if memory is low.
     """
     uuid = labels[1]
     first_free_bytes = 0
     if status is not None:
         first_free_bytes = dict(status.first_room_bytes).get(uuid, 0)
-    # Before an engine has served, memory is never reported as low, because the engine takes the
-    # memory that it was granted when it starts.
+    # Memory is never reported as low before an engine has served, because an engine takes its
+    # granted memory while it starts.
     is_low = free_bytes < min(LOW_BYTES, LOW_FREE_SHARE * first_free_bytes)
     if not is_low and free_bytes >= wake_bytes:
         return None
@@ -642,7 +642,7 @@ def _find_scarce_blocks(
 def _find_excess(
     labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
 ) -> Trouble | None:
-    """Return a Trouble if the engine exceeds its budget and leaves too little free memory.
+    """Return a Trouble if the engine exceeds its budget and thereby leaves too little free memory.
 
     An excess alone is not a problem, because contexts, NCCL and graphs are outside the budget.
     Returns None if the engine is not serving, is within its budget, or leaves enough memory for
@@ -681,7 +681,7 @@ def _find_excess(
 def _find_room_at_rest(
     labels: tuple[str, str], values: Values, excess: BudgetExcess, free_bytes: float
 ) -> float:
-    """Return the memory that is free between bursts.
+    """Return how much memory is free between bursts of load.
 
     Memory held by other processes counts as free, because they may exit.
     """
@@ -696,9 +696,9 @@ def _find_room_at_rest(
 def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Trouble | None:
     """Return a Trouble if other processes hold memory on the GPU.
 
-    For a role that shares its GPUs, the Trouble is not a warning.
+    If the declared role shares its GPUs, the Trouble is not a warning.
 
-    Returns None if the other processes together hold less than NEIGHBOUR_BYTES.
+    Returns None if all other processes together hold less than NEIGHBOUR_BYTES.
     """
     other_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "other") or 0.0
     if other_bytes < NEIGHBOUR_BYTES:
@@ -717,7 +717,7 @@ def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Troub
 
 
 class GrowingMemory(Struct, frozen=True, kw_only=True):
-    """Growing memory of a GPU or of one role's processes; a field is None if unknown."""
+    """Growing memory on a GPU or in the processes of one role; a field is None if unknown."""
 
     subject: str
     name: str
@@ -727,7 +727,7 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
     """Whether the growth raises an alarm rather than an early warning."""
 
     is_of_engine: bool
-    """Whether the growth is known to be the engine's. If False, it may be another process's."""
+    """Whether the growth is known to be the engine's. If False, another process may be growing."""
 
     bytes_per_second: float | None
     bytes_per_request: float | None = None
@@ -738,7 +738,7 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
     """The pools in this memory that vLLM was configured to fill."""
 
     bound_bytes: float | None
-    """The memory that these pools may still take; None without pools."""
+    """The memory that these pools may still take, or None if there are none."""
 
     alerts: GrowthAlerts
     situation: Situation
@@ -754,7 +754,7 @@ def _measure_gpu_growth(
 ) -> GrowingMemory:
     """Return the growth on a GPU, as measured by the leak detector."""
     labels = label_gpu(gpu)
-    # The probe measures only the engine's memory, so growth that the probe shows is the engine's.
+    # The probe measures only the engine's memory, so any growth that it shows is the engine's.
     location = values.state(catalog.LEAK_LOCATION, *labels)
     return GrowingMemory(
         subject=gpu.reading.display_name,
@@ -795,7 +795,7 @@ def _measure_host_growth(
 def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
     """Return the verdict on growing memory: a leak, a possible leak, or a filling pool.
 
-    If `is_excused`, the memory grew to the same level before without a leak.
+    If `is_excused`, the memory grew to the same level before and was not leaking.
     """
     # A pool with room left explains an early warning. An alarm is always reported.
     if growth.bound_bytes and not growth.is_leaking:
@@ -818,7 +818,7 @@ def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
 
 
 def _judge_filling_pools(growth: GrowingMemory, bound_bytes: float) -> Verdict:
-    """Return the verdict on growth that is explained by configured pools, which have room left."""
+    """Return the verdict on growth that is explained by configured pools with room left."""
     filled = format_size(growth.pool_bytes - bound_bytes)
     return Verdict(
         subject=growth.subject,
@@ -830,10 +830,10 @@ def _judge_filling_pools(growth: GrowingMemory, bound_bytes: float) -> Verdict:
 
 
 def _describe_engine_growth(growth: GrowingMemory) -> str:
-    """Return the statement that the engine leaks or may leak, with the rate and the location."""
+    """Return a statement that the engine leaks or may leak, with the rate and the location."""
     words = ["leaks" if growth.is_leaking else "may leak"]
     rate = _describe_rate(growth)
-    # The rate per request is preferred if it is known, because it does not depend on the load.
+    # If the rate per request is known, it is preferred, because it does not depend on the load.
     if growth.bytes_per_request is not None:
         rate = f"{format_size(1000 * growth.bytes_per_request)} per 1,000 requests"
     if rate:
@@ -845,14 +845,14 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_usual_growth(growth: GrowingMemory) -> str:
-    """Return the statement that memory grows as it did before without a leak, and at which rate."""
+    """Return a statement that memory grows as it once did without a leak, with the rate."""
     rate = _describe_rate(growth)
     text = f"grows by {rate}" if rate else "grows"
     return f"{text}, up to now as in an earlier run or on an earlier day without a leak"
 
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:
-    """Return the statement that memory fills up; the growth may be another process's."""
+    """Return a statement that memory fills up, possibly because of another process."""
     verb = "fills" if growth.is_leaking else "may fill"
     rate = _describe_rate(growth)
     if rate:
@@ -881,8 +881,8 @@ def _describe_time_to_oom(growth: GrowingMemory) -> str:
 
 
 def _describe_full_pools(growth: GrowingMemory) -> str:
-    """Return a clause that full offload pools may exceed their size; empty if no pool is full."""
-    # Only offload pools are known to exceed their configured size (OFFLOAD_FACTOR).
+    """Return a clause that full offload pools may exceed their size, or "" if no pool is full."""
+    # Only offload pools have been observed to exceed their configured size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
         return ""
@@ -897,7 +897,7 @@ def _choose_level(growth: GrowingMemory) -> Level:
 
 
 def _choose_alert(growth: GrowingMemory) -> str:
-    """Return the alert that fires for this growth, given the time left."""
+    """Return the alert that fires for this growth, depending on the time left."""
     if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
         return growth.alerts.hour
     # An early warning may still be withdrawn, so it is urgent only if less than an hour is left.
@@ -915,8 +915,8 @@ def _judge_engine(snapshot: Snapshot, values: Values, *, is_memory_low: bool) ->
     """Yield the verdicts on the engine's state, on a crash loop and on a stranded KV cache."""
     yield _judge_engine_state(snapshot, values, is_memory_low=is_memory_low)
     status = snapshot.engine_status
-    # A crash loop is reported even while the engine is serving, because in a crash loop the engine
-    # serves between two exits.
+    # A crash loop is reported even while the engine is serving, because a looping engine serves
+    # between two exits.
     if status is not None and status.recent_exits >= CRASH_LOOP_EXITS:
         yield Verdict(
             subject="engine",
@@ -969,8 +969,7 @@ def _choose_engine_sentence(snapshot: Snapshot, state: EngineState) -> EngineSen
     if status is not None and state is EngineState.DOWN and not status.was_seen:
         row = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
-        # While the page cannot be read, the state SERVING or ASLEEP is carried over from the last
-        # page.
+        # While the page cannot be read, the state SERVING or ASLEEP is kept from the last page.
         if state in UNREAD_SENTENCES:
             row = replace(UNREAD_SENTENCES[state], alert=row.alert)
         if state is EngineState.UNKNOWN:
@@ -989,7 +988,7 @@ def _choose_engine_sentence(snapshot: Snapshot, state: EngineState) -> EngineSen
 def _describe_engine(
     snapshot: Snapshot, values: Values, state: EngineState, *, is_memory_low: bool
 ) -> str:
-    """Return what follows the sentence on a state: load, signs of a hang, or the page's failure.
+    """Return what follows the sentence on the state: load, signs of a hang, or the page's failure.
 
     The text is empty if there is nothing to add.
     """
@@ -997,7 +996,7 @@ def _describe_engine(
     if isinstance(snapshot.engines, Failure):
         return f"{_describe_server(snapshot, state)}; {snapshot.engines.message}"
     if status is not None and status.hang_signs:
-        # The page shows no work, so the load on it would contradict the sentence.
+        # The page shows no work, so adding its load would contradict the sentence.
         return _describe_hang(status.hang_signs)
     are_gauges_doubted = status is not None and status.are_gauges_doubted
     if state is EngineState.SERVING:
@@ -1033,7 +1032,7 @@ def _describe_server(snapshot: Snapshot, state: EngineState) -> str:
     if state is EngineState.STALLED:
         return "" if server is None else SERVER_TROUBLES.get(server.answer, "")
     text = ""
-    # A server that is short of CPU answers late, as a hung server does.
+    # A server that is short of CPU responds late, just like a hung server.
     if state is EngineState.UNKNOWN and is_starved(snapshot.processes):
         text = "; the machine is short of CPU"
     is_late = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.TIMEOUT
@@ -1117,7 +1116,7 @@ def _judge_quiet_host(
     leak_states: Mapping[str, str],
     watches: Mapping[str, float],
 ) -> Verdict:
-    """Return the verdict on host memory that does not grow; `leak_states` is keyed by role."""
+    """Return the verdict on host memory that does not grow, given each role's leak state."""
     # The sentence covers all roles, so the shortest time for which any role was watched is used.
     watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
     level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)
@@ -1135,14 +1134,14 @@ def _judge_quiet_host(
 
 
 def _is_host_memory_low(snapshot: Snapshot) -> bool:
-    """Return whether the host's free memory is low; False if that is unknown."""
+    """Return whether the host's free memory is low, or False if that is unknown."""
     host = snapshot.host
     first_room_bytes = (
         None if snapshot.engine_status is None else snapshot.engine_status.first_host_room_bytes
     )
     if host is None or host.room_bytes is None or first_room_bytes is None:
         return False
-    # The lowest of three limits is used. A small machine's free memory would always be below a
+    # The lowest of three limits is used. On a small machine, free memory would always be below a
     # single fixed size.
     low_bytes = min(
         LOW_HOST_BYTES,
@@ -1153,9 +1152,10 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
 
 
 def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
-    """Return text with the host memory in use, its limit, and the use of /dev/shm and swap.
+    """Return a text with the host memory in use, its limit, and the use of /dev/shm and swap.
 
-    If the use or the limit is unknown, the text states how much the engine's processes hold.
+    If the memory in use or the limit is unknown, the text states how much the engine's processes
+    hold.
     """
     host = snapshot.host or HostMemory()
     used_bytes = values.value(catalog.HOST_MEMORY_USED)
@@ -1175,10 +1175,11 @@ def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
 
 
 def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
-    """Return text with the planned and actual size of offloads; empty without offloads.
+    """Return a text with the planned and actual size of offloads, or "" if there are none.
 
-    Offloads are in shared memory, so their actual size is that of the shared memory. If it is below
-    the planned size, offloads may still grow, and the text states how large they may become.
+    Offloads are in shared memory, so their actual size is that of the shared memory. If the actual
+    size is below the planned one, offloads may still grow, so the text states how large they may
+    become.
     """
     planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
     offload_bytes = 0.0
@@ -1187,7 +1188,7 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if not offload_bytes:
         return ""
     shm_bytes = None
-    # If another engine runs on this machine, part of /dev/shm may belong to that engine, so the
+    # If another engine runs on this machine, parts of /dev/shm may be in use by that engine, so the
     # size of /dev/shm is not used.
     if snapshot.host is not None and not snapshot.neighbours:
         shm_bytes = snapshot.host.shm_used_bytes
