@@ -1,1 +1,1 @@
-"""The long-running process: read, derive and publish, once per tick."""
+"""The long-running process, which reads, derives and publishes once per tick."""

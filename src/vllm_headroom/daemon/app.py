@@ -60,8 +60,8 @@ stopped or did not get any CPU.
 """
 
 OTHERS_WRITE_BITS: Final = 0o022
-"""The permissions that the daemon never gives its files. With them, other users could change the
-daemon's state.
+"""The permission bits that the daemon never sets on its files, because other users could then
+change the daemon's state.
 """
 
 
@@ -69,7 +69,7 @@ M_MMAP_THRESHOLD: Final = -3
 """The number of this option in glibc's malloc.h (see mallopt(3))."""
 
 MMAP_THRESHOLD_BYTES: Final = 128 * 2**10
-"""glibc's default threshold. A vLLM page takes 67 kB."""
+"""glibc's default threshold. The text of vLLM's page takes 67 kB."""
 
 
 @cache  # The version is read from the distribution's files and shown on every page.
@@ -138,8 +138,8 @@ async def run(
     """Run a daemon over `parts` until it is stopped, close the parts, and return the exit status.
 
     The status is CANNOT_LISTEN if the port or the web configuration file cannot be used.
-    `build_daemon` replaces the class Daemon, as in the demo. Raises an ExceptionGroup if a loop
-    raises.
+    `build_daemon` builds the daemon. The demo uses it to replace the class Daemon. Raises an
+    ExceptionGroup if a loop raises.
     """
     # The port is opened and the web configuration is read before anything is started, so that a
     # mistake leads only to a log line and an exit.
@@ -192,7 +192,7 @@ async def run(
 def build_engine_watch(
     parts: Parts, settings: Settings, model: ModelReader, pod: EnginePod | None
 ) -> EngineWatch:
-    """Build everything that is configured to sample, save and record the engine in `parts`.
+    """Build the watch that samples the engine in `parts` and, if configured, saves and records it.
 
     `pod` is the engine's pod, or None if unknown.
     """
@@ -392,7 +392,7 @@ class Daemon:
 
 
 def add_newest_tick(view: View, watch: EngineWatch, now_seconds: float) -> View:
-    """Return a view with an engine's newest tick; unchanged before the engine's first sample.
+    """Return `view` with an engine's newest tick, or unchanged before the engine's first sample.
 
     `now_seconds` is on the monotonic clock.
     """

@@ -80,7 +80,7 @@ class Canary:
             self.unanswered_since_seconds = min(since_seconds, now_seconds)
 
     async def send(self, snapshot: Snapshot | None) -> None:
-        """Send one request and wait for its outcome, if the engine is known to be idle.
+        """If the engine is known to be idle, send one request and wait for its outcome.
 
         Otherwise, the silence is reset, because a busy engine does not get a request.
         """
@@ -116,8 +116,8 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
         return None
     if is_page_awake(snapshot.engines) is False:
         return None
-    # A sign of a hang may change the state, but requests must continue in order to detect when the
-    # hang ends.
+    # A sign of a hang may change the state, but requests must still be sent to detect when the hang
+    # ends.
     is_up = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED)
     is_doubted = snapshot.engine_status.are_gauges_doubted
     if not is_up and not is_doubted and not snapshot.engine_status.hang_signs:
@@ -126,6 +126,6 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
     if not engines:
         return None
     is_idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
-    # If the gauges are stale, the next request updates the gauges. Otherwise, the request detects
-    # the hang.
+    # If only the gauges are stale, the next request updates them. If the engine hangs, the request
+    # detects the hang.
     return engines[0].model_name if is_idle or is_doubted else None

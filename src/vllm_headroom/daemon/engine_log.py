@@ -111,7 +111,7 @@ class EngineLogFollower:
         )
 
     def _update_ending(self, number: int, seconds: float | None) -> None:
-        """After a batch of lines about a start, store how the start ended, if it did."""
+        """Store how a start ended, if it did, after a batch of its lines was read."""
         self._endings.pop(number, None)
         start = self._find_start(number)
         ending = None if start is None else _describe_ending(start, seconds)

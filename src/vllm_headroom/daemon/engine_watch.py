@@ -68,8 +68,8 @@ Timed = tuple[T, ReadingTime]
 
 Parse = Callable[[str], EnginePage | Failure]
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns the states from which to continue, keyed by derivation; usually empty. An earlier process
-saved them.
+"""Returns the saved states from which derivations continue, keyed by derivation. Usually, there are
+none. An earlier process saved them.
 """
 
 
@@ -100,12 +100,13 @@ class Sampler:
         self._transitions = Transitions(rules.selection)
         self._evaluation = Evaluation(rules, self._run_guarded)
         self.latest: TickResult | None = None
-        """The newest tick's result; None before the first tick. It is always replaced as a whole.
+        """The newest tick's result, or None before the first tick. It is always replaced as a
+        whole.
         """
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """Return the states of the engine's run and of each derivation, by name, for saving."""
+        """Return what is saved: the states of the engine's run and of each derivation, by name."""
         return self._evaluation.states
 
     @property
@@ -125,8 +126,8 @@ class Sampler:
         if self._recall is not None:
             self._evaluation.states.update(await self._recall_guarded(self._recall, snapshot))
         snapshot = self._evaluation.follow_run(snapshot)
-        # Changes are logged before the verdicts, so that an error in the verdicts does not hide a
-        # transition.
+        # Changes are logged before the verdicts are computed, so that an error in a verdict does
+        # not hide a change.
         self._run_guarded("log of changes", partial(self._transitions.report, snapshot), None)
         result = self._evaluation.judge(snapshot)
         report_leaks = partial(self._transitions.report_leaks, result.values)
@@ -330,8 +331,8 @@ class EngineWatch:
         self._clock = clock
         self._lock = lock
         self._recent_lines = recent_lines
-        # These steps follow the sampling. An error in one of them must not prevent the others from
-        # running.
+        # These steps follow the sampling. An error in one step must not prevent the other steps
+        # from running.
         self._history_guard = loop.StepGuard()
         self._recorder_guard = loop.StepGuard()
         self._flight_guard = loop.StepGuard()

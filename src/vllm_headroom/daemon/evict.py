@@ -27,8 +27,8 @@ TURN_SECONDS: Final = 10.0
 """The interval at which the evictor takes a turn and renews the Lease."""
 
 LEASE_SECONDS: Final = 120
-"""How long a Lease that is not renewed stays taken. The API server needs less time to count an
-evicted pod as missing (milliseconds), and a request to the API server may not take this long.
+"""How long a Lease that is not renewed stays taken. This is longer than a request may take, and
+longer than the milliseconds in which the API server counts an evicted pod as missing.
 """
 
 EVICTION_REQUEST_SECONDS: Final = 15.0
@@ -60,7 +60,7 @@ class NotNowError(Exception):
     def __init__(self, problem: str, status: int | None = None) -> None:
         super().__init__(problem)
         self.status = status
-        """The HTTP status of a refusal; 0 if there was no clear response, so that the API server
+        """The HTTP status of a refusal, or 0 if there was no clear response, so that the API server
         may still carry out the request, or None if this pod only has to wait.
         """
 
@@ -94,7 +94,7 @@ class Evictor:
         uid: str = "",
         clock: Clock,
     ) -> None:
-        """`uid` is the pod's UID; empty for this process's own pod, because its name is certain."""
+        """`uid` is the pod's UID, or "" for this process's own pod, whose name is certain."""
         self._api = api
         self._policy = policy
         self._clock = clock
@@ -103,19 +103,21 @@ class Evictor:
         self._uid = uid
         self._requests = dict.fromkeys(EvictionResult, 0)
         self._pod: Object = {}
-        """This pod's Kubernetes object; empty until it has been read."""
+        """This pod's Kubernetes object, which is empty until it has been read."""
         self._identity = ""
         """The name under which this pod holds the Lease."""
         self._leases_path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._lease_name = ""
         self._lease: Object = {}
-        """The Lease as last written by this pod; empty until this pod has written it."""
+        """The Lease as last written by this pod, or an empty object if this pod has not written it.
+        """
         self._lease_version: object = None
         """The Lease's resourceVersion when it was last read."""
         self._lease_changed_at = 0.0
         """When the current version of the Lease was first read, on the monotonic clock."""
         self._lease_held_until = 0.0
-        """Until when this pod holds the Lease, on the monotonic clock; 0 if it does not hold it."""
+        """Until when this pod holds the Lease, on the monotonic clock, or 0 if it does not hold it.
+        """
         self._paused_until = 0.0
         self._has_evicted = False
         """Whether this pod was evicted or, in a dry run, would have been. Reset when the eviction
@@ -164,10 +166,10 @@ class Evictor:
                         log.info("Lease given back to the next pod", lease=self._lease_name)
 
     async def turn(self, due: str | None) -> None:
-        """Try to evict this pod, or renew or release its Lease; log any problem; never raise.
+        """Try to evict this pod, or renew or release its Lease, and log any problem; never raise.
 
-        `due` is the reason why this pod should be evicted now; None if it should not be. During the
-        pause after a refusal, this method does nothing.
+        `due` is the reason why this pod should be evicted now, or None if it should not be. During
+        the pause after a refusal, this method does nothing.
         """
         if self._clock.monotonic() < self._paused_until:
             return
@@ -311,7 +313,7 @@ class Evictor:
             )
 
     async def _read_lease(self) -> Object:
-        """Return the Lease if it is free or held by this pod; an empty object if there is none.
+        """Return the Lease if it is free or held by this pod, or {} if there is no Lease.
 
         A Lease counts as expired if this pod has seen no change to it during its entire duration.
         The clocks of two machines are therefore never compared. Raises NotNowError while another
@@ -360,7 +362,7 @@ class Evictor:
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> bool:
-        """Give the Lease to the next pod; if writing fails, let it expire and return False."""
+        """Give the Lease to the next pod, or let it expire and return False if writing fails."""
         self._lease_held_until = 0.0
         try:
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})

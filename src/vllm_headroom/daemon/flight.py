@@ -58,9 +58,9 @@ from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 log = Log(__name__)
 
 RECORD_STEP_SECONDS: Final = 0.9
-"""The minimum time between two lines of the record: one second, minus a tenth so that a tick that
-comes early is recorded too. With a line for every tick at the shortest interval, 0.1 s, the record
-would cover only minutes.
+"""The minimum time between two lines of the record. It is a tenth less than one second, so that a
+tick that comes early is recorded too. With a line for every tick at the shortest interval, 0.1 s,
+the record would cover only minutes.
 """
 
 INCIDENT_SECONDS: Final = 300.0
@@ -92,8 +92,8 @@ LEAK_FIGURES: Final = (
 """The leak detector's results for a GPU, other than its state."""
 
 MOST_USE_SAMPLES: Final = 600
-"""The number of memory samples from between ticks that are kept, which cover ten minutes. With
-eight GPUs, they take 0.5 MB.
+"""The number of memory samples that are kept from between ticks, which is enough for ten minutes.
+With eight GPUs, they take 0.5 MB.
 """
 
 USE_STEP_SECONDS: Final = 0.9
@@ -120,7 +120,7 @@ class RecentReadings:
         """The driver's counts by UUID and XID, or None before the first reading of GPUs."""
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
-        """Add the memory in use of each GPU, keyed by UUID, at `seconds` since the epoch.
+        """Add each GPU's memory in use, keyed by UUID, at a time in seconds since the epoch.
 
         A reading that is empty, or comes too soon after the last one, is left out.
         """
@@ -208,7 +208,7 @@ class Flight:
         self._pod = pod
         self._writer = FileWriter("flight record", folder / FLIGHT)
         self._recorded_seconds: float | None = None
-        """When the newest line was written, on the monotonic clock; None before the first line."""
+        """When the newest line was written, on the monotonic clock, or None if there is none."""
         self._last_known_state = EngineState.UNKNOWN
         """The newest state of the engine other than UNKNOWN."""
         self._has_served = False
@@ -263,7 +263,8 @@ class Flight:
         """Store this tick's context.
 
         If the engine has served before but is out of service now, the stored context does not
-        change. It is from the last tick in service, so it explains how the service ended.
+        change. That context describes the last tick in service, so it explains how the service
+        ended.
         """
         is_known = snapshot.engine_status is not None
         if is_known and self._has_served and not snapshot.is_in_service:
@@ -335,13 +336,13 @@ class Flight:
         )
 
     async def _write(self, incident: OpenIncident, now: float) -> OpenIncident | None:
-        """Write the incident so far, and return it with the time when it is to be written next.
+        """Write the incident so far, and return it with the time at which to write it next.
 
-        An incident is written immediately. Once it is complete, it is written again with all later
-        events. Returns None once the complete incident is written, or if writing still fails
+        An incident is written immediately. Once it is complete, it is written again with all events
+        that followed. Returns None once the complete incident is written, or if writing still fails
         INCIDENT_SECONDS after the end of the incident.
         """
-        # XIDs and failed allocations in the minutes before may be the cause.
+        # XIDs and failed allocations in the minutes before the incident may be its cause.
         oldest_seconds = incident.seconds - ERROR_SECONDS
         header = build_header(
             incident.ending,
@@ -358,8 +359,8 @@ class Flight:
         is_written = await self._writer.do(
             partial(write_incident, self._folder, incident.seconds, header)
         )
-        # Writing is retried until long after the end, because someone may free space on a full
-        # volume.
+        # Writing is retried until long after the incident's end, because someone may free space on
+        # a full volume.
         closes_at_seconds = incident.closes_at_seconds
         if not is_written:
             is_abandoned = now >= closes_at_seconds + INCIDENT_SECONDS
@@ -390,7 +391,7 @@ class Flight:
         return find_log_ending(self._engine_log, incident.ending.seconds, self._now_seconds)
 
     def _find_last_incident(self) -> None:
-        """Set `last` to the newest incident written by an earlier process; None if there is none.
+        """Set `last` to the newest incident from an earlier process, or None if there is none.
 
         If the folder is a link, its current target is used from now on.
         """
@@ -402,7 +403,7 @@ class Flight:
 def build_context(
     snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values
 ) -> dict[str, Any]:
-    """Return the facts of a tick that cannot be derived from the recorded samples, for JSON.
+    """Return, for JSON, the facts of a tick that cannot be derived from the recorded samples.
 
     These are the verdicts, the leak detector's results, the processes on the GPUs, the probe's
     files, and the messages of the sources that failed.
@@ -500,7 +501,7 @@ def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> SnapshotFile:
 
 
 def _drop_sizes(process: ProbedProcess) -> ProbedProcess:
-    """Return a process without its peaks by size; an incident needs only the highest peak."""
+    """Return a process without its peaks by size, because an incident needs only the highest."""
     if process.peaks is None:
         return process
     works = tuple([replace(work, sizes=()) for work in process.peaks.works])
@@ -508,7 +509,7 @@ def _drop_sizes(process: ProbedProcess) -> ProbedProcess:
 
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
-    """Return all processes that have a probe file; empty if the files could not be read."""
+    """Return all processes that have a probe file, or none if the files could not be read."""
     probe = snapshot.probe
     return probe.processes if isinstance(probe, ProbeReadings) else ()
 

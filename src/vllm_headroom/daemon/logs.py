@@ -26,7 +26,7 @@ at most 20 kB.
 """
 
 MOST_RECENT_CHARACTERS: Final = 500
-"""The number of characters kept of each of these lines."""
+"""The maximum length to which each of these lines is truncated."""
 
 STDERR: Final = 2
 """The file descriptor of stderr."""
@@ -84,7 +84,7 @@ class Background(logging.Handler):
             self._waiting.task_done()
 
     def _write(self, record: logging.LogRecord) -> None:
-        """Write one line to stderr, and wait for its reader; if that fails, the line is lost."""
+        """Write one line to stderr and wait for its reader; the line is lost if writing fails."""
         try:
             unwritten = f"{self.format(record)}\n".encode(errors="backslashreplace")
             while unwritten:
@@ -171,7 +171,7 @@ class Logfmt(logging.Formatter):
 
 
 def _render_word(value: object) -> str:
-    """Return a value in logfmt notation: "" for None, quoted if it has special characters."""
+    """Return a value in logfmt notation, quoted if it has special characters, or "" for None."""
     if value is None:
         return ""
     if isinstance(value, bool):

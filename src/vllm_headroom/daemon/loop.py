@@ -23,8 +23,8 @@ library twice.
 """
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
-"""NVML errors that last until the container is replaced. Error 18 always does. Errors 17 and 999 do
-if every GPU returns the error (nvidia-container-toolkit#48).
+"""NVML errors that last until the container is replaced. Error 18 always does. Errors 17 and 999
+last that long if every GPU returns the error (nvidia-container-toolkit#48).
 """
 
 LEAST_SILENCE_SECONDS: Final = 3.0
@@ -77,7 +77,7 @@ async def run_every(
 
 
 def _find_fault(error: Exception) -> type[Exception]:
-    """Return the type of an error; MemoryError for a group that contains one."""
+    """Return the type of an error, or MemoryError for a group that contains one."""
     if isinstance(error, ExceptionGroup) and error.subgroup(MemoryError) is not None:
         return MemoryError
     return type(error)

@@ -1,4 +1,4 @@
-"""Find out which kinds of mappings grow while the host memory of the engine's processes grows."""
+"""Find the kinds of mappings that grow while the host memory of engine processes is growing."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ class _Growth(Struct, frozen=True, kw_only=True):
     clock.
     """
     first_sizes: Sizes
-    """The sizes of the first reading; empty if that reading failed."""
+    """The sizes of the first reading, which are empty if that reading failed."""
     newest_seconds: float
     newest_sizes: Sizes
 
@@ -58,7 +58,7 @@ class _Growth(Struct, frozen=True, kw_only=True):
 
     @property
     def grown_bytes(self) -> Sizes:
-        """Return how much each kind has grown, largest growth first.
+        """Return how much each kind has grown, sorted with the largest growth first.
 
         Growth of less than 1 MiB is left out.
         """
@@ -71,8 +71,8 @@ class Mappings:
     """Owns the first and newest readings of each process.
 
     The first reading is taken once the engine is serving. Later readings are taken while the leak
-    detector finds growth in the host memory of the process's role. `read` runs on a thread, for one
-    process per step. If a call to `read` hangs, no other process is read.
+    detector finds host memory growing in processes of the same role. `read` runs on a thread, for
+    one process per step. If a call to `read` hangs, no other process is read.
     """
 
     def __init__(self, read: Callable[[int], Sizes | None]) -> None:
@@ -80,7 +80,7 @@ class Mappings:
         self._worker = Worker[Sizes | None]("mappings")
         self._growths: dict[ProcessName, _Growth] = {}
         self._running: tuple[ProcessName, asyncio.Future[Sizes | None]] | None = None
-        """The process that is being read, and the future for its sizes; None between readings."""
+        """The process that is being read and the future for its sizes, or None between readings."""
 
     def step(self, snapshot: Snapshot, values: Values) -> None:
         """Store what was read since the last step, and begin the next reading if one is due.
@@ -135,7 +135,7 @@ class Mappings:
         """Return the next process to read, or None if no reading is due.
 
         The largest process that has never been read comes first. If all have been read, the result
-        is a process of a growing role that may be read again now.
+        is a process that may be read again now, and in whose role memory is growing.
         """
         # The largest process is the most likely to leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)

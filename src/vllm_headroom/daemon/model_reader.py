@@ -15,10 +15,10 @@ class ModelReader(Struct, frozen=True, kw_only=True):
     configured: TokenBytes | None = None
     """The bytes per token of the named model, or None if the operator does not name one."""
     problem: str = ""
-    """Why the named model's configuration does not determine the bytes per token; empty if it does.
+    """Why the named model's configuration does not determine the bytes per token, or "" if it does.
     """
     parse: Callable[[Path], TokenBytes | None] | None = None
-    """Reads the configuration of the model that the engine's processes load; None if the operator
+    """Reads the configuration of the model that the engine's processes load. None if the operator
     configured the bytes or named a model.
     """
 

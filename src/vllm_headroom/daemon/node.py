@@ -62,9 +62,7 @@ time to fire.
 """
 
 STALE_INTERVALS: Final = 3
-"""The number of intervals without a new sample after which an engine has no series, as in
-Heartbeat.
-"""
+"""After this many intervals without a new sample, as in Heartbeat, an engine has no series."""
 
 NO_PAGE: Final = Failure(source=Source.ENGINE, reason=Reason.NOT_FOUND, message="")
 """Used in place of the page if only the GPUs are read."""
@@ -197,7 +195,7 @@ class WatchedEngine:
         return frozenset(gpu.reading.uuid for gpu in latest.snapshot.owned_gpus)
 
     def list_samples(self) -> tuple[Sample, ...]:
-        """Return the engine's newest samples with its labels; none before the first sample."""
+        """Return the engine's newest samples with its labels, or () before the first sample."""
         published = self.watch.published
         if published is None:
             return ()
@@ -286,7 +284,7 @@ class NodeReadings(Struct, frozen=True, kw_only=True):
 
     gpus: GpuReadings | Failure
     samples: tuple[Sample, ...]
-    """The samples of the driver and of every GPU, as if no engine held any GPU."""
+    """The samples of the driver and of every GPU, with no GPU attributed to an engine."""
     monotonic_seconds: float
 
 
@@ -310,7 +308,7 @@ class NodeWatch:
     ) -> None:
         """Build a watch that has not read anything yet.
 
-        `processes` finds the engines. Without it, the engines are always `engines`.
+        `processes` finds the engines. If it is None, the engines are always `engines`.
         """
         self.located: tuple[LocatedEngine, ...] = engines
         """Every engine that was found, whether or not it is watched."""
@@ -527,7 +525,7 @@ class NodeWatch:
         self._report_others()
 
     async def _drop_if_gone(self, engine: WatchedEngine, *, is_present: bool) -> None:
-        """Stop watching an engine whose pod or unit is gone, after a final scrape."""
+        """Stop watching an engine whose pod or unit has been gone for long enough."""
         now_seconds = self._clock.monotonic()
         # A systemd unit has no processes while it restarts, so it gets more time.
         is_in_pod = engine.name.pod is not None

@@ -90,7 +90,7 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
 
 
 def locate_urls(settings: Settings) -> tuple[LocatedEngine, ...]:
-    """Return the engines that the operator named by URL; empty if the daemon finds them itself."""
+    """Return the engines that the operator named by URL, or () if the daemon finds them itself."""
     if not isinstance(settings.engines, tuple):
         return ()
     engines = []
@@ -119,14 +119,14 @@ def list_folder_parts(located: LocatedEngine) -> tuple[str, ...]:
 
 
 def find_pod(name: EngineName) -> EnginePod | None:
-    """Return an engine's pod, for texts that show commands; None if the pod's names are unknown."""
+    """Return an engine's pod, for texts that show commands, or None if its names are unknown."""
     if name.namespace is None or name.pod is None or name.container is None:
         return None
     return EnginePod(namespace=name.namespace, pod=name.pod, container=name.container)
 
 
 def find_probe_dir(probe_dir: Path, located: LocatedEngine) -> Path | None:
-    """Return the folder of an engine's probe, named after the pod's UID; None if there is none."""
+    """Return the folder of an engine's probe, named after the pod's UID, or None if none exists."""
     folder = probe_dir / located.owner_key.removeprefix("pod:")
     is_in_pod = located.name.pod is not None
     return folder if is_in_pod and folder.is_dir() else None
@@ -227,7 +227,7 @@ class NodeDaemon:
         self._monitor.note_tick(await self._node.tick())
 
     def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> WatchParts:
-        """Return the parts that watch an engine, as in a daemon that watches only this one."""
+        """Return the parts that watch an engine, like those of a daemon that watches only it."""
         # The settings are as if this URL had been configured as the only engine.
         changes: dict[str, Any] = {
             "engine_url": located.page_url,
@@ -260,7 +260,7 @@ class NodeDaemon:
         return self._processes is not None and not self._processes.has_processes(located.owner_key)
 
     def _build_evictor(self, located: LocatedEngine) -> Evictor | None:
-        """Return the evictor of an engine's pod; None if eviction is off or the pod is unknown."""
+        """Return the evictor of an engine's pod, or None if eviction is off or no pod is known."""
         pod = find_pod(located.name)
         if self._settings.evict == "off" or pod is None:
             return None

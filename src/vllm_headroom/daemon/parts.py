@@ -165,14 +165,14 @@ def build_node_parts(settings: Settings) -> NodeParts:
 
 
 def build_real_evictor(settings: Settings, clock: Clock) -> Evictor | None:
-    """Return the evictor for this pod; None outside of a pod, or if eviction is not configured."""
+    """Return the evictor for this pod, or None if there is no pod or eviction is not configured."""
     if settings.evict == "off":
         return None
     return build_evictor(build_eviction_policy(settings), clock)
 
 
 def build_eviction_policy(settings: Settings) -> EvictionPolicy:
-    """Return when a pod is evicted; HEADROOM_EVICT must not be off."""
+    """Return the conditions under which a pod is evicted; HEADROOM_EVICT must not be off."""
     return EvictionPolicy(
         is_dry_run=settings.evict == "dry-run",
         near_seconds=settings.evict_seconds,

@@ -19,7 +19,7 @@ ROUND_SECONDS: Final = 10.0
 """
 
 OPEN_REASONS: Final = frozenset({Reason.HTTP_STATUS, Reason.TIMEOUT, Reason.INCOMPLETE})
-"""The reasons for which the metrics page may fail although the server is still running. For any
+"""The reasons for which the metrics page may fail even though the server is still running. For any
 other reason, requesting other pages is pointless. For example, a closed port refuses all pages, and
 a login page means that the address or the token is wrong.
 """
@@ -64,7 +64,7 @@ class ServerPages:
 
 
 def _is_page_insufficient(snapshot: Snapshot) -> bool:
-    """Return whether the page fails although the server may be running, or shows no progress."""
+    """Return whether the page shows no progress, or fails while the server may be running."""
     if isinstance(snapshot.engines, Failure):
         return snapshot.engines.reason in OPEN_REASONS
     status = snapshot.engine_status

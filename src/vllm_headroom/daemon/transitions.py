@@ -58,7 +58,7 @@ NOTHING_YET: Final = "nothing yet"
 
 
 class Transitions:
-    """Remembers the last state of each source, so that it is logged once."""
+    """Remembers the last state of each source, so that each change is logged once."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
@@ -70,7 +70,7 @@ class Transitions:
         """The stopped probes that were logged, by pid and start time."""
         self._forget_probes_at_seconds = 0.0
         self._disagreeing_since_seconds: float | None = None
-        """When the engine's log began to disagree, on the monotonic clock; None while it agrees."""
+        """When the engine's log began to disagree, on the monotonic clock, or None if it agrees."""
 
     def report(self, snapshot: Snapshot) -> None:
         """Log changes since the last snapshot."""
@@ -165,7 +165,7 @@ class Transitions:
                 self._report_source(source, failures.get(source))
 
     def _report_source(self, source: Source, failure: Failure | None) -> None:
-        """Log when a source fails or responds again, once per change of its state."""
+        """Log whenever a source begins to fail or responds again."""
         reason = None if failure is None else failure.reason
         if not self._note_change(str(source), reason):
             return

@@ -33,8 +33,8 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """Swapped-out memory, which is not part of `used_bytes`, or None if unknown."""
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds during which at least one task waited for memory; None if
-    unknown.
+    """The share of the last ten seconds during which at least one task waited for memory, or None
+    if unknown.
     """
 
 
@@ -50,13 +50,13 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
 
     swap_free_bytes: int = 0
     oom_kills: int | None = None
-    """The number of processes that the kernel has killed since boot because memory ran out; None if
-    unknown.
+    """The number of processes that the kernel has killed since boot because memory ran out, or None
+    if unknown.
     """
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds during which at least one task waited for memory; None if
-    unknown.
+    """The share of the last ten seconds during which at least one task waited for memory, or None
+    if unknown.
     """
 
 
@@ -175,7 +175,7 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     """The maximum number of requests that run at once."""
 
     kv_stranded_ratio: float | None = None
-    """The share of the KV cache that is in use although no request holds it."""
+    """The share of the KV cache that is in use even though no request holds it."""
 
     kv_token_ratio: float | None = None
     """The share of the KV cache that holds tokens of requests."""
@@ -247,18 +247,18 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """The kernel's letter for the state of the main thread, such as R, S or D."""
 
     cpu_pressure_ratio: float | None = None
-    """The share of the last minute during which some task on the machine waited for a CPU; None for
-    all processes except the engine's root server.
+    """The share of the last minute during which some task on the machine waited for a CPU. Only the
+    engine's root server has this value.
     """
 
     wait_seconds: float | None = None
     """How long the newest slow request to the engine has been waiting, or None if there is no slow
-    request, and for all processes except the engine's root server.
+    request. Only the engine's root server has this value.
     """
 
     waiting_requests: int | None = None
-    """The number of connections on which a request has been waiting for longer than usual; None if
-    the connections are not visible, and for all processes except the first server.
+    """The number of connections on which a request has been waiting for longer than usual, or None
+    if the connections are not visible. Only the first server has this value.
     """
 
     swap_bytes: int | None = None
@@ -327,8 +327,8 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """
 
     ambiguous_engines: int = 0
-    """The number of visible engines if it is unknown which of them is watched, in which case
-    `engine` is empty; otherwise 0.
+    """The number of visible engines if it is unknown which of them is watched, or 0 if it is known.
+    If it is unknown, `engine` is empty.
     """
 
     neighbours: frozenset[ProcessName] = frozenset()
@@ -379,7 +379,7 @@ class ServerReply(Struct, frozen=True, kw_only=True):
 
 
 class HangSign(Enum):
-    """A sign that an engine hangs although its page shows no work."""
+    """A sign that an engine hangs even though its page shows no work."""
 
     STUCK = "a core or worker is stopped, or blocked in the kernel"
     MUTE = "the probe in the core is silent"

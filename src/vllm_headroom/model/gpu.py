@@ -30,7 +30,7 @@ class ReadingTime(Struct, frozen=True, kw_only=True):
 
 
 class AllocatorReading(Struct, frozen=True, kw_only=True):
-    """One process's figures for torch's caching allocator on one device, or None if unknown."""
+    """torch's caching allocator in one process on one device; a figure is None if unknown."""
 
     uuid: str
     total_bytes: int | None = None
@@ -81,7 +81,7 @@ class SchedulerReading(Struct, frozen=True, kw_only=True):
     steps_total: int | None = None
     max_num_seqs: int | None = None
     kv_stranded_ratio: float | None = None
-    """The share of the KV cache that is in use although no request holds it."""
+    """The share of the KV cache that is in use even though no request holds it."""
 
     kv_token_ratio: float | None = None
     """The share of the KV cache that holds tokens of requests."""
@@ -103,8 +103,8 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     """
 
     step: StepAtError | None = None
-    """The step that raised the error; None without HEADROOM_PROBE_PEAKS, and for an error outside a
-    step.
+    """The step that raised the error, or None if HEADROOM_PROBE_PEAKS is not set or the error was
+    raised outside a step.
     """
 
 
@@ -117,8 +117,8 @@ class LineHolding(Struct, frozen=True, kw_only=True):
     size_bytes: int
     n_blocks: int | None = None
     since_seconds: float | None = None
-    """When the line's oldest block was allocated, in seconds since the epoch; None if the history
-    no longer shows this.
+    """When the line's oldest block was allocated, in seconds since the epoch, or None if the
+    history no longer shows this.
     """
 
 
@@ -178,9 +178,10 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
 
     oom: OomRecord | None = None
     peaks: PeakReadings | None = None
-    """The peaks of the process's steps; None without HEADROOM_PROBE_PEAKS."""
+    """The peaks of the process's steps, or None if HEADROOM_PROBE_PEAKS is not set."""
     history: AllocatorHistory | None = None
-    """The memory history; None if torch keeps none, for example without HEADROOM_PROBE_SNAPSHOT."""
+    """The memory history, or None if torch does not keep one, as without HEADROOM_PROBE_SNAPSHOT.
+    """
 
 
 class ProbeReadings(Struct, frozen=True, kw_only=True):
@@ -255,8 +256,8 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
     """
 
     machine_free_blocks_bytes: int | None = None
-    """How much of the machine's memory is free in blocks of at least 2 MiB, or None if unknown, and
-    for a GPU with its own memory.
+    """How much of the machine's memory is free in blocks of at least 2 MiB, or None if unknown or
+    if the GPU has its own memory.
     """
 
     @property
@@ -288,7 +289,7 @@ class GpuProcess(Struct, frozen=True, kw_only=True):
 
 
 def find_part(uuid: str) -> str:
-    """Return a short name for a part of a GPU, given its UUID; "" for a whole GPU.
+    """Return a short name for a part of a GPU, given its UUID, or "" for a whole GPU.
 
     The short name is the beginning of a MIG instance's UUID, or "partition" followed by the number
     of an AMD partition. It distinguishes the parts of a GPU, which share the same index.
@@ -308,7 +309,7 @@ class Fate(StrEnum):
     """What has become of a process that holds GPU memory and whose engine has exited."""
 
     ORPHANED = "orphaned"
-    """The process is still running although its engine has exited."""
+    """The process is still running even though its engine has exited."""
     ZOMBIE = "zombie"
     """The process has exited but has not been reaped yet."""
     VANISHED = "vanished"
@@ -358,8 +359,8 @@ class GpuReading(Device, frozen=True, kw_only=True):
     """The XID codes with their counts since the daemon started."""
 
     failure: Failure | None = None
-    """Why the device cannot be read; None if it was read. If it cannot be read, only its names and
-    `xid_errors` are known.
+    """Why the device cannot be read, or None if it was read. If it cannot be read, only its names
+    and `xid_errors` are known.
     """
 
     vendor: Vendor = Vendor.NVIDIA
@@ -380,7 +381,7 @@ class GpuReadings(Struct, frozen=True, kw_only=True):
     """All visible devices."""
 
     driver_version: str | None
-    """The version of NVIDIA's driver; None without NVIDIA GPUs, or if it is not reported."""
+    """The version of NVIDIA's driver, or None if there is no NVIDIA GPU or it is not reported."""
 
     devices: tuple[GpuReading, ...]
 
@@ -401,11 +402,12 @@ class Gpu(Struct, frozen=True, kw_only=True):
     held_bytes: int | None = None
     """The engine's memory: `engine_bytes` if the device's processes can be attributed. If they
     never can, all used memory that is not known to belong to other processes counts as the
-    engine's. None while the engine's memory is unknown, and on a device that is not the engine's.
+    engine's. The value is None while the engine's memory is unknown, and on a device that is not
+    the engine's.
     """
 
     process_count: int | None = None
-    """The number of compute processes that the driver lists; None if the list could not be read."""
+    """The number of compute processes that the driver lists, or None if it could not be read."""
 
     leftovers: tuple[Leftover, ...] = ()
     """The memory of processes that are dead or have outlived their engine."""
@@ -430,5 +432,5 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def is_left_out(self) -> bool:
-        """Return whether HEADROOM_GPUS omits the device although the engine holds memory on it."""
+        """Return whether HEADROOM_GPUS omits the device while the engine holds memory on it."""
         return bool(self.engine_bytes) and self.attribution is None and not self.leftovers

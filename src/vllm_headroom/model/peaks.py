@@ -59,7 +59,7 @@ def _count(number: int, thing: str) -> str:
 
 
 class WorkPeak(Struct, frozen=True, kw_only=True):
-    """The memory above the level at rest that a step took at its peak, and facts about the step."""
+    """A step's peak memory in excess of the memory at rest, and facts about the step."""
 
     transient_bytes: int
     size: int

@@ -30,7 +30,7 @@ MUTE_PROBE: Final = Failure(
 
 TokenBytes = Callable[[str, int | None], int | None]
 """Takes the KV cache's dtype and the number of the engine's GPUs (None if unknown). Returns the
-bytes that one token takes on all these GPUs together, or None if unknown.
+bytes that one token takes across all these GPUs, or None if unknown.
 
 If layers of several kinds share the blocks of the cache, the function returns NO_TOKEN_BYTES for
 any dtype, because neither bytes nor blocks can then be converted to tokens.
@@ -78,7 +78,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """The root processes of other engines."""
 
     ambiguous_engines: int = 0
-    """The number of visible engines if it is unknown which of them is watched; otherwise 0."""
+    """The number of visible engines if it is unknown which of them is watched, or 0 otherwise."""
 
     left_behind: frozenset[int] = frozenset()
     """The pids of processes whose engine has exited."""
@@ -144,7 +144,7 @@ class Metric(Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...]
     help: str
     needs: tuple[str, ...] = ()
-    """The fields of EngineReading without which the metric is absent."""
+    """The fields of EngineReading that must be present for the metric to be exported."""
 
 
 class Sample(NamedTuple):
@@ -180,7 +180,7 @@ class Values:
             self._families[metric.name][labels] = value
 
     def find_all(self, metric: Metric) -> dict[tuple[str, ...], float]:
-        """Return a metric's values, keyed by their labels; empty if it has none."""
+        """Return a metric's values, keyed by their labels, or {} if it has none."""
         return self._families.get(metric.name, {})
 
     def value(self, metric: Metric, *labels: str) -> float | None:
@@ -201,7 +201,7 @@ class Values:
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """The severity of the situation of one subject, such as a GPU or the engine, and the reason."""
+    """The severity level of one subject, such as a GPU or the engine, and the reason for it."""
 
     subject: str
     """The name of what is judged, such as "GPU 0", "engine" or "sidecar"."""
@@ -222,6 +222,6 @@ NO_VERDICT: Final = Verdict(
 
 
 def find_worst_level(verdicts: Iterable[Verdict]) -> Level:
-    """Return the worst level of the verdicts; UNKNOWN if there are none."""
+    """Return the worst level of the verdicts, or UNKNOWN if there are none."""
     levels = [verdict.level for verdict in verdicts]
     return max(levels, key=tuple(Level).index, default=Level.UNKNOWN)

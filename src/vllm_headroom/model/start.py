@@ -118,7 +118,8 @@ class ProcessFigures(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    """The engine's name for the process, such as EngineCore or Worker_TP0; "" if there is none."""
+    """The engine's name for the process, such as EngineCore or Worker_TP0, or "" if there is none.
+    """
 
     pid: int | None = None
     lines: Mapping[str, int] = {}
@@ -281,7 +282,7 @@ class LogReading(Struct, frozen=True, kw_only=True):
     """How the newest starts ended, as far as the log reports it, with the newest last."""
 
     newest_seconds: float | None = None
-    """When the newest line arrived, in seconds since the epoch; None before the first new line."""
+    """When the newest line arrived, in seconds since the epoch, or None if there is none yet."""
 
 
 LOGGED_END_SECONDS: Final = 120.0
@@ -303,7 +304,7 @@ be the engine's. vLLM logs its load every 10 s while it is working.
 def find_log_ending(
     reading: LogReading, end_seconds: float, now_seconds: float
 ) -> LogEnding | None:
-    """Return what the log shows about an exit observed at `end_seconds`; None if it shows nothing.
+    """Return what the log shows about an exit observed at `end_seconds`, or None.
 
     If the log continues until the exit and reports no failure, it shows that there was no failure.
     The result is then an ending without a failure.

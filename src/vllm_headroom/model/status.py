@@ -69,7 +69,7 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
 
 
 class StraightGrowth(Struct, frozen=True, kw_only=True):
-    """Growth of the engine's memory that was linear until the end of a run, under a steady load."""
+    """Growth of the engine's memory that was linear until the run ended, under a steady load."""
 
     grown_bytes: int
     seconds: float
@@ -116,12 +116,12 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def growth_bytes(self) -> int | None:
-        """Return the growth of the engine's memory since it started to serve; None if unknown."""
+        """Return the growth of the engine's memory since it began to serve, or None if unknown."""
         return _subtract(self.first_held_bytes, self.last_engine_bytes)
 
     @property
     def recent_growth_bytes(self) -> int | None:
-        """Return how far the engine's memory has grown in the last few minutes; None if unknown."""
+        """Return how far the engine's memory has grown in the last minutes, or None if unknown."""
         return _subtract(self.earlier_held_bytes, self.last_engine_bytes)
 
     @property
@@ -130,7 +130,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         return _subtract(self.first_other_bytes, self.last_other_bytes)
 
     def share_of_lost_room(self, growth_bytes: int | None) -> float:
-        """Return how much of the lost room a growth explains, as a share.
+        """Return the share of the lost room that a growth explains.
 
         The lost room is `first_room_bytes` minus `last_room_bytes`. The result is 0 if the growth
         or the loss is unknown, or if nothing was lost. It is above 1 if the growth exceeds the
@@ -234,8 +234,8 @@ class Ending(Struct, frozen=True, kw_only=True):
     OutOfMemoryError. Only the flight record has this.
     """
     log: LogEnding | None = None
-    """What the engine's log reports about the end; None if the log is not read, or does not report
-    anything yet.
+    """What the engine's log reports about the end, or None if the log is not read or does not
+    report anything yet.
     """
     unreadable: tuple[str, ...] = ()
     """The verdicts on GPUs that could not be read. Only the flight record has them."""
@@ -253,7 +253,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> float | None:
-        """Return the running and waiting requests on the last page; None if a count is unknown."""
+        """Return the running and waiting requests on the last page, or None if one is unknown."""
         requests = 0.0
         for engine in self.engines:
             if engine.running is None or engine.waiting is None:
@@ -282,8 +282,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
     state: EngineState
     is_in_service: bool | None = True
-    """Whether this run has done work and is still running; None if the page does not show whether
-    the engine works. Evidence of leaks is collected only in service.
+    """Whether this run has done work and is still running, or None if the page does not show
+    whether the engine works. Evidence of leaks is collected only in service.
     """
     was_seen: bool = True
     """Whether a run has ever been observed."""
@@ -293,8 +293,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     exits: tuple[tuple[ExitReason, int], ...] = ()
     """For each reason, how many runs have exited for that reason."""
     exit_requests: float | None = None
-    """The running and waiting requests on the last page before the last exit; None if unknown, or
-    if no run has exited.
+    """The number of running and waiting requests on the last page before the last exit, or None if
+    unknown or if no run has exited.
     """
     event: Ending | None = None
     """The exit or stall that has occurred since the last tick, or None if there was none."""
@@ -307,21 +307,22 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     progress_age_seconds: float | None = None
     """The time since the last progress, or None while the engine has no work."""
     stranded_ratios: tuple[tuple[tuple[str, str], float], ...] = ()
-    """The share of the KV cache that is in use although no request holds it, by model and engine.
+    """The share of the KV cache that is in use even though no request holds it, keyed by model and
+    engine.
     """
     wake_bytes: tuple[tuple[str, int], ...] = ()
-    """The bytes that a sleeping engine needs to wake up, by GPU UUID."""
+    """The bytes that a sleeping engine needs to wake up, keyed by GPU UUID."""
     first_room_bytes: tuple[tuple[str, int], ...] = ()
-    """The free memory when this run became ready, by GPU UUID."""
+    """The free memory when this run became ready, keyed by GPU UUID."""
     first_host_room_bytes: int | None = None
     """The host's free memory when this run became ready."""
     excesses: tuple[tuple[str, BudgetExcess], ...] = ()
-    """How far the engine is over its budget, by the UUID of each GPU on which it is over its
-    budget.
+    """The engine's excess over its budget on each GPU where it exceeds the budget, keyed by GPU
+    UUID.
     """
     hang_signs: tuple[HangSign, ...] = ()
     are_gauges_doubted: bool = False
-    """Whether the page shows work without progress although no other evidence shows any work."""
+    """Whether the page shows work without progress while no other evidence shows any work."""
 
     @property
     def exit_reason(self) -> ExitReason | None:

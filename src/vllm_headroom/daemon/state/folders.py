@@ -18,7 +18,7 @@ limits of the flight record cap each folder at 38 MiB.
 """
 
 UNUSED_SECONDS: Final = 7 * DAY_SECONDS
-"""Folders that changed within this time are kept in larger numbers: see MOST_RECENT."""
+"""More folders are kept if they changed within this time: see MOST_RECENT."""
 
 MOST_RECENT: Final = 64
 """The maximum number of folders of former engines that are kept at all (our choice). Each new pod

@@ -27,7 +27,7 @@ class FolderLock:
         """Lock the folder, creating it if needed; return whether this process owns it.
 
         Returns False only while another process holds the lock. Repeated calls are cheap. If the
-        folder has been deleted and recreated since, the new folder is locked.
+        folder was deleted and recreated in the meantime, the new folder is locked.
         """
         if self._descriptor is not None and not _is_same_folder(folder, self._descriptor):
             os.close(self._descriptor)

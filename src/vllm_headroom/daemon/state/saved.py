@@ -17,9 +17,9 @@ from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
-"""The longest gap after which the request count alone can identify the run. When growth is judged,
-an engine has worked for ten minutes. Within this gap, a new engine cannot start and finish as many
-requests as the former one did in that time.
+"""The longest gap after which the request count alone can identify the run. Growth is judged only
+once an engine has worked for ten minutes. Within this gap, a new engine cannot start and then
+finish as many requests as the former one did in ten minutes.
 """
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
@@ -28,8 +28,8 @@ load was steady.
 """
 
 STALE_STATE_SECONDS: Final = DAY_SECONDS
-"""The maximum age of a state that is restored. The detector remembers an invisible device for the
-same length of time.
+"""The maximum age of a state that is restored. The detector also remembers an invisible device for
+this long.
 """
 
 FUTURE_SECONDS: Final = 300.0
@@ -47,8 +47,8 @@ class Identity(Struct, frozen=True, kw_only=True):
 
     models: tuple[str, ...]
     run_id: str | None
-    """The start time of the engine's server as returned by `identify_run`; None if the engine does
-    not report it.
+    """The start time of the engine's server as returned by `identify_run`, or None if the engine
+    does not report it.
     """
     finished_total: float | None
     """How many requests the engine has finished, or None if unknown."""
@@ -89,7 +89,7 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 
 
 def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> str | None:
-    """Return why the running engine is not in the saved run, or None if it is the same run.
+    """Return why the running engine is not the saved one, or None if it is the same run.
 
     `gap_seconds` is the time since the state was saved. If the engine does not report its start
     time, the gap must be short, and the number of finished requests must not be lower than the
@@ -148,7 +148,7 @@ def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
 
 
 def list_visible(snapshot: Snapshot) -> set[str]:
-    """Return the UUIDs of the GPUs in the last reading; "" for a GPU that is not open yet."""
+    """Return the UUIDs of the GPUs in the last reading, with "" for a GPU that is not open yet."""
     return {gpu.reading.uuid for gpu in snapshot.devices}
 
 
@@ -212,7 +212,7 @@ def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
 
 
 def _start_next_runs(tracks: Tracks, monotonic_seconds: float) -> Tracks:
-    """Return an empty track with the precedent for each track that has one."""
+    """Return, for each track with a precedent, an empty track with this precedent."""
     next_tracks: Tracks = {}
     for name, track in tracks.items():
         precedent = end_run(track)

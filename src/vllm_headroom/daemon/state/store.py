@@ -104,9 +104,8 @@ class StateKeeper:
         """Return the waiting states of the detector and the baseline if they can be restored now.
 
         The result is empty if no state is waiting, or while it is unknown whether the engine and
-        its GPUs are the saved ones. If the engine or the GPUs are other ones, the file is set
-        aside, and the result contains at most the precedents from an earlier run of the same
-        models.
+        its GPUs are the saved ones. If they are not the saved ones, the file is set aside, and the
+        result contains at most the precedents from an earlier run of the same models.
         """
         identity = identify_engine(snapshot.engines)
         if identity is not None:

@@ -214,8 +214,8 @@ class Session:
         before. After a refusal, only essential facts are queried again.
 
         Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, also raises
-        NVMLError if NVML returns "unknown error", although healthy devices occasionally return it
-        too.
+        NVMLError if NVML returns "unknown error", even though healthy devices occasionally return
+        it too.
         """
         if not is_essential and self._refusals.get((uuid, fact)) is not None:
             return None
