@@ -68,8 +68,8 @@ Timed = tuple[T, ReadingTime]
 
 Parse = Callable[[str], EnginePage | Failure]
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns the saved states from which derivations continue, keyed by derivation. Usually, there are
-none. An earlier process saved them.
+"""Returns the states that an earlier process saved and from which derivations continue, keyed by
+derivation. Usually, there are none.
 """
 
 

@@ -60,8 +60,8 @@ class NotNowError(Exception):
     def __init__(self, problem: str, status: int | None = None) -> None:
         super().__init__(problem)
         self.status = status
-        """The HTTP status of a refusal, or 0 if there was no clear response, so that the API server
-        may still carry out the request, or None if this pod only has to wait.
+        """The HTTP status of a refusal, or None if this pod only has to wait. The status is 0 if
+        there was no clear response, in which case the API server may still carry out the request.
         """
 
 

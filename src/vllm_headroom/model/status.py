@@ -253,7 +253,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> float | None:
-        """Return the running and waiting requests on the last page, or None if one is unknown."""
+        """Return the running and waiting requests on the last page, or None if any is unknown."""
         requests = 0.0
         for engine in self.engines:
             if engine.running is None or engine.waiting is None:
