@@ -57,7 +57,7 @@ class YamlDocument(NamedTuple):
     """The result of parsing YAML."""
 
     document: object
-    """The content of the document; None for empty text."""
+    """The content of the document, or None for empty text."""
     repeated_keys: tuple[str, ...]
     """The keys that occur more than once in a mapping of the document."""
 

@@ -83,7 +83,7 @@ class Prompt:
 
     def __init__(self, tokens: int | None, *, has_logprobs: bool) -> None:
         self.tokens = tokens
-        """The number of tokens not computed yet; None if unknown, as after a preemption."""
+        """The number of tokens not computed yet, or None if unknown, as after a preemption."""
         self.has_logprobs = has_logprobs
 
 
@@ -94,7 +94,7 @@ class Batch:
         self._prompts: dict[str, Prompt] = {}
         """The requests whose prompt is being computed, by request ID."""
         self._earlier_ids: set[str] | None = None
-        """The requests that were already running in the first observed step and still are; None
+        """The requests that were already running in the first observed step and still are, or None
         before that step. It is unknown what these requests compute.
         """
         self._pixels: dict[str, list[int]] = {}
@@ -103,7 +103,7 @@ class Batch:
         """The adapters that have been loaded."""
 
     def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return what an ordered step computes; callers may leave out a step like the last one."""
+        """Return what an ordered step computes; callers may skip a step like the last one."""
         scheduled_tokens: dict[str, int] = order.num_scheduled_tokens
         for request_id in order.finished_req_ids:
             self._prompts.pop(request_id, None)

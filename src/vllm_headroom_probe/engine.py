@@ -52,7 +52,7 @@ AMOUNT_LIMIT = 1 << 63
 
 
 def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
-    """Return an instance attribute by its dotted path; None if a part of the path is missing.
+    """Return an instance attribute by its dotted path, or None if a part of the path is missing.
 
     Properties and `__getattr__` are not called, because they could run vLLM's code.
     """
@@ -63,7 +63,7 @@ def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of v
 
 
 def to_integer(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
-    """Return a number as an integer; None for negative or huge numbers, and for anything else."""
+    """Return a number as an integer, or None if it is negative, too large or not a number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return int(value) if 0 <= value < AMOUNT_LIMIT else None
@@ -90,7 +90,8 @@ class EngineObjects:
     def search_main(self) -> None:
         """Search the main thread's stack for the worker or core.
 
-        This is the only way in a forked process, because vLLM does not call the plugin in it.
+        In a forked process, this is the only way to find them, because vLLM does not call the
+        plugin there.
         """
         frames = sys._current_frames()  # noqa: SLF001 - documented
         frame = frames.get(threading.main_thread().ident or 0)
@@ -109,12 +110,12 @@ class EngineObjects:
 
     @property
     def core(self) -> Any:  # noqa: ANN401 - vLLM's
-        """Return the engine core; None if this process has none or it has not been found yet."""
+        """Return the engine core, or None if this process has none or it has not been found yet."""
         return self._core()
 
     @property
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
-        """Return the worker without vLLM's wrappers; None if this process has none.
+        """Return the worker without vLLM's wrappers, or None if this process has none.
 
         With a single GPU, the worker is in the core's process, and the core has a reference to it.
         """
@@ -162,7 +163,7 @@ def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
 
 
 def count_requests(core: object) -> dict[str, int | None]:
-    """Return the numbers of running and waiting requests; None if unknown."""
+    """Return the numbers of running and waiting requests, or None if unknown."""
     scheduler = read_own(core, "scheduler")
     running = read_own(scheduler, "running")
     queues = [read_own(scheduler, name) for name in WAITING_QUEUES]
@@ -176,7 +177,7 @@ def count_requests(core: object) -> dict[str, int | None]:
 
 
 def read_scheduler(core: object) -> dict[str, int | None] | None:
-    """Return the state and limits of the scheduler; None before there is one."""
+    """Return the state and limits of the scheduler, or None before there is one."""
     scheduler = read_own(core, "scheduler")
     if scheduler is None:
         return None
@@ -194,8 +195,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
-    # If a token's bytes depend on the layer, a block may lack its first tokens. Tokens can then not
-    # be counted.
+    # If a token's bytes depend on the layer, a block may lack its first tokens. In this case,
+    # tokens cannot be counted.
     live_tokens = None
     if live_later is not None and bytes_per_token is not None:
         live_tokens = live_later.tokens
@@ -218,7 +219,7 @@ class LiveBlocks(NamedTuple):
 
     block_ids: set[int]
     tokens: int | None
-    """The number of tokens that the blocks hold; None if unknown."""
+    """The number of tokens that the blocks hold, or None if unknown."""
 
 
 def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
@@ -257,7 +258,7 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
 
 
 def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int | None:
-    """Return the bytes per token in the KV cache, on all ranks together.
+    """Return the bytes per token in the KV cache, added up across all ranks.
 
     Returns None if not all tokens take the same number of bytes, or if the configuration is
     unknown.

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from vllm_headroom_probe.engine import read_own, to_integer
 
 CALLBACK_OPTIONS = ("enable_sleep_mode", "enable_cumem_allocator")
-"""Options with which vLLM's allocator calls Python while torch's allocator is locked. Another
-thread that reads torch's figures would wait for this lock while holding the GIL, which would
-deadlock the engine (vllm/csrc/cumem_allocator.cpp).
+"""Options that make vLLM's allocator call Python while torch's allocator is locked. Another thread
+that reads torch's figures would wait for this lock while holding the GIL, which would deadlock the
+engine (vllm/csrc/cumem_allocator.cpp).
 """
 
 ALLOCATOR_FIGURES = ("allocated", "reserved", "inactive_split")
@@ -25,7 +25,7 @@ MAX_TAG_CHARACTERS = 32
 
 
 def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
-    """Return vLLM's allocator for sleep mode; None if there is none."""
+    """Return vLLM's allocator for sleep mode, or None if there is none."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     return read_own(read_own(module, "CuMemAllocator"), "instance")
 
@@ -42,7 +42,7 @@ def can_read_torch(worker: object) -> bool:
 
 
 def find_cuda() -> Any:  # noqa: ANN401 - torch's
-    """Return torch.cuda; None if vLLM has not initialised CUDA in this process."""
+    """Return torch.cuda, or None if vLLM has not initialised CUDA in this process."""
     module = read_own(sys.modules.get("torch"), "cuda")
     return module if module is not None and module.is_initialized() else None
 
@@ -77,7 +77,8 @@ class WorkerGpu:
         self.call_seconds = 0.0
         """How long the last call to torch's allocator took, in seconds."""
         self._graphs_bytes: int | None = None
-        """The memory of captured graphs at the last reading; None if torch does not report it."""
+        """The memory of captured graphs at the last reading, or None if torch does not report it.
+        """
         self._model: MeasuredModel | None = None
         """The model whose tensors were last measured."""
         self._constant_facts: dict[str, Any] = {}
@@ -126,7 +127,7 @@ class WorkerGpu:
         return figures
 
     def read_parts(self, worker: object) -> dict[str, Any] | None:
-        """Return the parts of the worker's memory; None if there is no worker yet."""
+        """Return the parts of the worker's memory, or None if there is no worker yet."""
         if worker is None:
             return None
         caches = read_own(worker, "model_runner.kv_caches")
@@ -164,7 +165,7 @@ class WorkerGpu:
 
 
 def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
-    """Return a device's UUID in the notation of the driver's tools; None before torch 2.5.
+    """Return a device's UUID in the notation of the driver's tools, or None before torch 2.5.
 
     In the environment of a MIG instance, this is the instance's UUID.
     """

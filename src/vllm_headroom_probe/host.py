@@ -46,7 +46,7 @@ def read_host(root: str = "/") -> dict[str, Any]:
 
 
 def _read_shm(path: str) -> dict[str, int] | None:
-    """Return the used bytes and the size of a file system; None if it cannot be read."""
+    """Return the used bytes and the size of a file system, or None if it cannot be read."""
     try:
         volume = os.statvfs(path)
     except OSError:
@@ -56,7 +56,7 @@ def _read_shm(path: str) -> dict[str, int] | None:
 
 
 def _read_cgroup(root: str) -> dict[str, int | None] | None:
-    """Return the memory that counts against the limit; `file` is the part of it in page cache.
+    """Return the memory that counts against the limit; `file` is the part in the page cache.
 
     Values that cannot be read are None. Returns None if the cgroup is not visible.
     """
@@ -107,7 +107,7 @@ def _find_cgroup(root: str) -> tuple[str, CgroupFiles] | None:
 
 
 def _read_text(folder: str, name: str) -> str:
-    """Return a file's text; empty if it cannot be read."""
+    """Return a file's text, or "" if it cannot be read."""
     try:
         path = os.path.join(folder, name)  # noqa: PTH118
         # A cgroup's name may be invalid UTF-8 and may contain a carriage return.
@@ -118,7 +118,7 @@ def _read_text(folder: str, name: str) -> str:
 
 
 def _parse_number(text: str) -> int | None:
-    """Return a non-negative integer; None for any other text."""
+    """Return a non-negative integer, or None for any other text."""
     return int(text) if text.strip().isdecimal() else None
 
 

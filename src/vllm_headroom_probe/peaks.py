@@ -142,7 +142,7 @@ def describe_step(step: Step, at_seconds: float) -> dict[str, Any]:
 
 
 class Peaks:
-    """The peaks of this process's worker, measured around the runner's two methods for a step."""
+    """The peaks of this process's worker, measured by wrapping the two methods that run a step."""
 
     def __init__(self) -> None:
         self.step: Step = NO_STEP
@@ -150,7 +150,7 @@ class Peaks:
         self.kind: str | None = None
         """The kind of work that is running now; None between two steps."""
         self._forward_kind: str | None = None
-        """The kind of work in the first half of the newest step; None if nothing is computed."""
+        """The kind of work in the first half of the newest step, or None if nothing is computed."""
         self._sampling_kind: str | None = None
         """The kind of work in the second half of the newest step."""
         self._batch = Batch()
@@ -170,7 +170,7 @@ class Peaks:
         self._is_over = False
         """Whether the measurement has ended for good."""
         self._stop_reason: str | None = None
-        """The error that ended the measurement; None if there was none."""
+        """The error that ended the measurement, or None if there was none."""
         self._limits: dict[str, int | None] = {}
         self._largest_tokens: dict[str, int] = {}
         """The highest number of tokens in a measured step, by kind of work."""
@@ -181,7 +181,7 @@ class Peaks:
         # The step with which the next step is compared. It is kept as plain numbers, because each
         # lookup of an attribute costs time.
         self._repeatable_tokens: int | None = None
-        """The number of tokens in the newest step; None if it is not repeatable."""
+        """The number of tokens in the newest step, or None if it is not repeatable."""
         self._repeatable_requests = 0
         # The cost of the hook.
         self._steps = 0
@@ -392,7 +392,7 @@ class Peaks:
         )
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the peaks for the probe's file; None if no step has been measured."""
+        """Return the peaks for the probe's file, or None if no step has been measured."""
         if not self._measured_steps:
             return None
         resting = self._resting

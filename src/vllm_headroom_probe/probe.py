@@ -64,7 +64,7 @@ MAX_REASON_CHARACTERS = 200
 
 
 def read_or_none(read: Callable[[], T | None]) -> T | None:
-    """Return what `read` returns; None if it raises, as in unknown versions of vLLM or torch."""
+    """Return what `read` returns, or None if it raises, as in unknown versions of vLLM or torch."""
     try:
         return read()
     except Exception:  # noqa: BLE001 - with any error the fact is absent, and vLLM continues to serve
@@ -96,7 +96,7 @@ class Probe:
         self._document: dict[str, Any] = {}
         """The content of the file as last written."""
         self._oom: dict[str, Any] | None = None
-        """The newest OutOfMemoryError; None if there was none."""
+        """The newest OutOfMemoryError, or None if there was none."""
         # The fields about the probe's cost.
         self._slow_readings = 0.0
         """The number of slow readings, minus those cancelled by fast readings."""
@@ -273,7 +273,7 @@ class Probe:
         }
 
     def _describe_snapshots(self) -> dict[str, Any]:
-        """Return the facts about the memory history; empty if there is none."""
+        """Return the facts about the memory history, or an empty dictionary if there is none."""
         facts = None if self.snapshots is None else self.snapshots.describe()
         return {} if facts is None else {"snapshot": facts}
 
@@ -323,7 +323,7 @@ class Probe:
 
 
 def _build_peaks() -> Peaks | None:
-    """Return the object that measures peaks of steps; None if it is not configured."""
+    """Return the object that measures peaks of steps, or None if it is not configured."""
     if os.environ.get("HEADROOM_PROBE_PEAKS") != "on":
         return None
     # The import is here, so that the probe loads it only if it is configured.
@@ -333,7 +333,7 @@ def _build_peaks() -> Peaks | None:
 
 
 def _build_snapshots() -> Snapshots | None:
-    """Return the object that manages torch's memory history; None if it is not configured."""
+    """Return the object that manages torch's memory history, or None if it is not configured."""
     folder = os.environ.get("HEADROOM_PROBE_SNAPSHOT")
     if not folder:
         return None
@@ -344,6 +344,6 @@ def _build_snapshots() -> Snapshots | None:
 
 
 def _read_version(package: str) -> str | None:
-    """Return a package's version; None if this process has not imported the package."""
+    """Return a package's version, or None if this process has not imported the package."""
     version = vllm.read_own(sys.modules.get(package), "__version__")
     return None if version is None else str(version)[:MAX_NAME_CHARACTERS]

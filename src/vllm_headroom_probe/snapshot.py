@@ -97,7 +97,7 @@ class Snapshots:
     def __init__(self, folder: str) -> None:
         self._folder = os.path.abspath(folder)  # noqa: PTH100 - see folder
         self._began_at: float | None = None
-        """When the history began, in seconds since the epoch; None if there is none."""
+        """When the history began, in seconds since the epoch, or None if there is none."""
         self._is_ours = False
         """Whether the history was started by the probe rather than by vLLM's user."""
         self._has_failed = False
@@ -112,7 +112,7 @@ class Snapshots:
         """The facts about each kind of snapshot, for the probe's file."""
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the facts for the probe's file; None if there is no history."""
+        """Return the facts for the probe's file, or None if there is no history."""
         if self._began_at is None:
             return None
         return {
@@ -244,7 +244,7 @@ class Holding:
         self.size_bytes = 0
         self.n_blocks = 0
         self.since_seconds: float | None = float("inf")
-        """When the line's oldest block was allocated, in seconds since the epoch; None if the
+        """When the line's oldest block was allocated, in seconds since the epoch, or None if the
         history no longer shows it.
         """
 
@@ -298,7 +298,7 @@ def _list_allocation_times(snapshot: dict[str, Any]) -> dict[int | None, float]:
 
 
 def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 - torch's
-    """Return the path and number of the innermost line outside torch; None if there is none."""
+    """Return the path and number of the innermost line outside torch, or None if there is none."""
     own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))
     frame = next(own_frames, frames[0] if frames else None)
     if frame is None:

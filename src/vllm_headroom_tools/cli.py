@@ -87,8 +87,8 @@ def start(name: str, argv: Sequence[str]) -> NoReturn:
     """Run the named command, and exit the process with the command's exit status.
 
     An exception escapes from this function only if the program has a bug. The process exits without
-    waiting for its threads, because SIGTERM must not be delayed by a thread that hangs. A resolver
-    that did not respond delayed a thread by 10 s.
+    waiting for its threads, because SIGTERM must not be delayed by a thread that hangs. For
+    example, a DNS resolver that did not respond blocked a thread for 10 s.
     """
     status = _find_and_execute(name, argv)
     logging.shutdown()

@@ -181,5 +181,5 @@ def _count_returned(
 
 
 def find_higher(earlier: float | None, now: float | None) -> float | None:
-    """Return the higher of two values, or the known one; None if both are unknown."""
+    """Return the higher of two values, or the known one; None if neither is known."""
     return earlier if now is None else max(earlier or 0.0, now)

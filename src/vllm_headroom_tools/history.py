@@ -163,14 +163,14 @@ class LeakCourse(Struct):
 
     state: LeakState = LeakState.UNKNOWN
     first_alarm: Moment | None = None
-    """The first sample of the first alarm; None without an alarm."""
+    """The first sample of the first alarm, or None if there was no alarm."""
 
     last_alarm: Moment | None = None
-    """The newest sample of the newest alarm; None without an alarm."""
+    """The newest sample of the newest alarm, or None if there was no alarm."""
 
     settled_seconds: float | None = None
-    """The latest time at which there were enough readings to rule out growth; None if there was no
-    such time.
+    """The latest time at which there were enough readings to rule out growth, or None if there was
+    no such time.
     """
 
     growing: list[Interval] = []
@@ -297,8 +297,8 @@ STATE_VERDICTS: Final = {
     LeakState.STABLE: LeakVerdict.NO_LEAK,
     LeakState.UNSETTLED: LeakVerdict.NO_LEAK,
 }
-"""The verdict on a state that is known without its history. If a state is not listed, the verdict
-is CANNOT_TELL.
+"""The verdict on each state that can be judged without its history. If a state is not listed, the
+verdict is CANNOT_TELL.
 """
 
 
@@ -334,7 +334,7 @@ class LeakReplay:
         """The engine's exits and stalls."""
 
         self.memory: HostMemory | None = None
-        """The reading with the highest host memory usage; None until the first reading."""
+        """The reading with the highest host memory usage, or None until the first reading."""
 
         self.residues: dict[tuple[str, str], dict[float, float]] = {}
         """The bytes in use during each sleep, by the GPU's labels and the start of the sleep."""
@@ -486,7 +486,7 @@ class LeakReplay:
 
 
 def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:
-    """Return the one of two readings with the higher host memory usage; None if both are None.
+    """Return the one of two readings with the higher host memory usage, or None if both are None.
 
     The usage and the limit in the result are from the same sample. If the basis of the limit
     changed, for example from the machine to a cgroup, only the newest reading counts. For the
@@ -521,7 +521,7 @@ def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
 def build_moment(
     seconds: float, estimate: Estimate | None, location: LeakLocation | None
 ) -> Moment:
-    """Return the detector's figures at this time; all are None without an estimate.
+    """Return the detector's figures at this time; all are None if there is no estimate.
 
     Figures that are not finite are also None, because the page has no series for them.
     """
@@ -542,7 +542,7 @@ def build_moment(
 
 
 def _drop_infinite(value: float | None) -> float | None:
-    """Return the value; None if it is unknown or infinite."""
+    """Return the value, or None if it is unknown or infinite."""
     return value if value is not None and isfinite(value) else None
 
 

@@ -12,14 +12,15 @@ class ListedModel(Struct, frozen=True, kw_only=True):
     name: str
 
     max_tokens: int | None
-    """The maximum context length of a request in tokens; None if the server does not report it."""
+    """The maximum context length of a request in tokens, or None if the server does not report it.
+    """
 
 
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object.
 
-    Returns an empty object for any other text. NaN is rejected as invalid JSON, although Python's
-    parser would accept it.
+    Returns an empty object for any other text. NaN is rejected as invalid JSON, even though
+    Python's parser would accept it.
     """
     try:
         answer = json.decode(text)
@@ -49,13 +50,13 @@ def parse_first_model(text: str | bytes | bytearray) -> ListedModel | None:
 
 
 def parse_server_version(text: str) -> str | None:
-    """Parse the response to GET /version, {"version": "0.11.2"}; None for any other response."""
+    """Parse the response to GET /version, {"version": "0.11.2"}, or None for any other response."""
     version = parse_object(text).get("version")
     return version if isinstance(version, str) else None
 
 
 def find_error(answer: Mapping[str, Any]) -> str | None:
-    """Return the full error message in a JSON object; None if it does not contain one."""
+    """Return the full error message in a JSON object, or None if it does not contain one."""
     error = answer.get("error")
     # OpenAI's servers return {"error": {"message": ...}}, older vLLM servers {"message": ...}.
     if isinstance(error, dict):

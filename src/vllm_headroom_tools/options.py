@@ -131,7 +131,7 @@ def add_reported_bytes(parser: argparse._ActionsContainer) -> None:
 
 
 def read_reported_bytes(environ: Mapping[str, str]) -> int | None:
-    """Read the value of this option from the sidecar's environment; None if it is not set.
+    """Read the value of this option from the sidecar's environment, or None if it is not set.
 
     Raises BadOptions if the value is not a size.
     """
@@ -237,7 +237,7 @@ class TypedOption(Struct):
     name: str
 
     action: argparse.Action | None
-    """The option in argparse; None if it does not exist."""
+    """The option in argparse, or None if it does not exist."""
 
     values: list[str] = field(default_factory=list)
 
@@ -251,7 +251,7 @@ class TypedOption(Struct):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the next word is a value; an unknown option may also take a value."""
+        """Return whether the next word is a value, which is also possible for an unknown option."""
         takes_value = self.action is None or self.action.nargs != 0
         return takes_value and not self.values
 
@@ -674,5 +674,5 @@ def _store(argument: Argument, namespace: argparse.Namespace) -> Iterator[str]:
 
 
 def _find_kind(action: argparse.Action) -> Value[Any]:
-    """Return the kind of an option's value; text by default."""
+    """Return the kind of an option's value, which is text by default."""
     return action.type if isinstance(action.type, Value) else TEXT

@@ -71,7 +71,7 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
 
 
 def _find_problem(output: str) -> str | None:
-    """Return the first line of perf's output that describes a problem; None for empty output."""
+    """Return the first line of perf's output that describes a problem, or None for empty output."""
     for line in output.splitlines():
         if line.strip() not in {"", "Error:"}:
             return line.strip()

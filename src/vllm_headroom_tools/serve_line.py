@@ -342,7 +342,7 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
 
 
 def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """Return an option with the ENVIRONMENT variables that are set on the line or around it.
+    """Return an option with the ENVIRONMENT variables set on the command line or around it.
 
     Returns an empty list if none of them are set.
     """
@@ -392,7 +392,7 @@ def _find_first_argument(words: Sequence[str], name: str) -> int:
 
 
 def _find_script(words: Sequence[str]) -> str | None:
-    """Return the script that a shell runs with -c; None if there is no shell."""
+    """Return the script that a shell runs with -c, or None if there is no shell."""
     for index, word in enumerate(words[:-2]):
         is_shell = word.rpartition("/")[2] in SHELLS
         if is_shell and re.fullmatch(r"-[a-z]*c", words[index + 1]):
@@ -401,7 +401,7 @@ def _find_script(words: Sequence[str]) -> str | None:
 
 
 def _find_start(words: Sequence[str]) -> int | None:
-    """Return the index of the first word after the server's name; None if there is no server."""
+    """Return the index of the first word after the server's name, or None if there is no server."""
     for index, word in enumerate(words):
         if word.endswith(API_SERVERS):
             return index + 1

@@ -57,7 +57,7 @@ ModelConfig = Annotated[
 
 
 def _parse_token_bytes(path: Path) -> TokenBytes | None:
-    """Return a function that computes a model's bytes per token; None if it is unsupported."""
+    """Return a function that computes a model's bytes per token, or None if it is unsupported."""
     from vllm_headroom_tools.sizing.footprint import (  # noqa: PLC0415 - see above
         count_engine_bytes_per_token,
     )
@@ -75,7 +75,7 @@ class ModelSettings(Settings):
 
     @property
     def model_shape(self) -> ModelShape | None:
-        """Return the model shape in `model_config_`; None if no configuration is set."""
+        """Return the model shape in `model_config_`, or None if no configuration is set."""
         return None if self.model_config_ is None else self.model_config_.shape
 
     @property

@@ -318,7 +318,7 @@ def _build_page(
     if engines is not None:
         return EnginePage(profile="vllm", engines=engines, inputs=())
     reason = Reason.UNREACHABLE
-    # This is a loop, because the names of the reasons depend on the source.
+    # Only the reasons that this source can have are accepted.
     for known_reason in REASONS[Source.ENGINE]:
         if known_reason == reason_name:
             reason = known_reason
@@ -391,7 +391,7 @@ _Member = TypeVar("_Member", bound=StrEnum)
 
 
 def _find_member(kind: type[_Member], value: str | None) -> _Member | None:
-    """Return the member with this value; None if this version does not have it."""
+    """Return the member with this value, or None if this version does not have it."""
     return next((member for member in kind if member == value), None)
 
 
@@ -445,7 +445,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
 
 
 def _parse_gpu_memory(entry: Mapping[str, Any], used_bytes: int | None) -> GpuMemory | None:
-    """Return a GPU's memory; None if the used or total bytes are unknown."""
+    """Return a GPU's memory, or None if the used or total bytes are unknown."""
     total_bytes = read_size(entry, "total")
     reserved_bytes = read_size(entry, "reserved")
     if used_bytes is None or total_bytes is None:
@@ -468,7 +468,7 @@ def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
 
 
 def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
-    """Return the probe's facts about a GPU; None if the trace contains none of them.
+    """Return the probe's facts about a GPU, or None if the trace contains none of them.
 
     Parts that this version does not know are omitted.
     """
@@ -493,7 +493,7 @@ def name_by_index(index: int) -> str:
 
 
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
-    """Return a process; None if its memory is unknown.
+    """Return a process, or None if its memory is unknown.
 
     Raises WrongFieldError if this version does not know the role, because sums over processes would
     be wrong.
@@ -509,7 +509,7 @@ def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None
 
 
 def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
-    """Return a configured pool; None if its size is unknown.
+    """Return a configured pool, or None if its size is unknown.
 
     Also returns None if this version does not know the pool's part or role. Raises WrongFieldError
     if a field has an invalid value.
@@ -526,7 +526,7 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
 
 
 def parse_server(entry: Mapping[str, Any]) -> ServerReply | None:
-    """Return the server's reply; None if this version does not know this kind of reply.
+    """Return the server's reply, or None if this version does not know this kind of reply.
 
     Raises WrongFieldError for a field with a wrong value.
     """

@@ -18,7 +18,7 @@ _PRERELEASE: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)"
 
 
 def parse_version(text: str) -> Version | None:
-    """Parse a version; None if it is not a release (such as a nightly) or is too old.
+    """Parse a version, or None if it is not a release (such as a nightly) or is too old.
 
     A release candidate or development version counts as the previous release, because it may lack
     features of the release that it precedes: 0.12.0rc1 counts as 0.11.0.
@@ -65,13 +65,13 @@ class Fault(Struct, frozen=True):
     first_version: Version = OLDEST_SUPPORTED
 
     last_version: Version | None = None
-    """The newest version in which the fault was observed; None if unknown."""
+    """The newest version in which the fault was observed, or None if unknown."""
 
     fixed_version: Version | None = None
-    """The first version in which the fault is fixed; None if unknown."""
+    """The first version in which the fault is fixed, or None if unknown."""
 
     role: Role | None = None
-    """The kind of process whose host memory grows; None if host memory does not grow."""
+    """The kind of process whose host memory grows, or None if host memory does not grow."""
 
     advice: str = ""
     """The steps that stop the growth; empty if none are known to help."""

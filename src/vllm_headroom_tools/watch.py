@@ -168,7 +168,7 @@ def build_report(document: Document) -> Report:
 
 
 def judge_leak(document: Document, within_seconds: float) -> Report:
-    """Return the report. Its exit status is 1 if a leak may soon end an engine that serves.
+    """Return the report on whether a leak may soon end an engine that serves.
 
     The exit status is 1 if there is a leak alarm, and memory may run out within `within_seconds`
     according to the lower bound. Otherwise, it is 0. Raises BadInput if the document is stale or

@@ -60,7 +60,7 @@ def build_application(
     """
 
     def find_start_reason() -> str | None:
-        """Return why the daemon is not ready yet; None if it is ready."""
+        """Return why the daemon is not ready yet, or None if it is ready."""
         return None if has_sample() else "no sample published yet"
 
     handlers: dict[str, Handler] = {

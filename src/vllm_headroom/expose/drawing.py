@@ -148,7 +148,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
     seconds: float
     """The time from `begin` until the value is zero."""
     earliest_seconds: float | None = None
-    """The lower bound of `seconds`; None if unknown."""
+    """The lower bound of `seconds`, or None if unknown."""
 
 
 def build_curve(points: Iterable[Point]) -> Curve:
@@ -221,7 +221,7 @@ def draw_zero(frame: Frame) -> str:
 
 
 def draw_mark(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
-    """Return a vertical line at a time, of class `kind` in STYLE; empty if outside the frame."""
+    """Return a vertical line at a time, of class `kind` in STYLE, or "" if outside the frame."""
     if not frame.begin <= seconds <= frame.end:
         return ""
     x = f"{frame.x(seconds):.1f}"

@@ -95,13 +95,13 @@ class _Room(Struct, frozen=True, kw_only=True):
     peak_curve: Curve
     """The free memory at usage peaks; empty if unknown, as for the host."""
     free_bytes: int | None
-    """The free memory now; None if unknown."""
+    """The free memory now, or None if unknown."""
     total_bytes: int
     """The total memory; 0 if unknown."""
     left_seconds: float | None
-    """The time until no memory is free; None if no growth is found."""
+    """The time until no memory is free, or None if no growth is found."""
     earliest_seconds: float | None
-    """The lower bound of `left_seconds`; None if unknown."""
+    """The lower bound of `left_seconds`, or None if unknown."""
 
 
 class _Figure(Struct, frozen=True, kw_only=True):
@@ -349,7 +349,7 @@ def _format_level(top_bytes: float, quarter: int) -> str:
 
 
 def _render_tick(frame: Frame, seconds: float) -> str:
-    """Return the label below a time's line; empty if the label would extend beyond the plot."""
+    """Return the label below a time's line, or "" if the label would extend beyond the plot."""
     # The position is a percentage of the width, because the labels are outside of the stretched
     # picture.
     percent = 100 * frame.x(seconds) / frame.width
@@ -373,7 +373,7 @@ def _format_tick(seconds: float) -> str:
 
 
 def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
-    """Return the earliest and the likely time at which memory will be full; empty if unknown."""
+    """Return the earliest and the likely time at which memory will be full, or "" if unknown."""
     if forecast is None:
         return ""
     likely_seconds = now + forecast.seconds
@@ -389,7 +389,7 @@ def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
 
 
 def sum_running(view: View) -> float | None:
-    """Return the current number of running requests in all engines; None if unknown."""
+    """Return the current number of running requests in all engines, or None if unknown."""
     running = view.values.find_all(catalog.ENGINE_RUNNING).values()
     return sum(running) if running else None
 

@@ -55,10 +55,10 @@ class NodeView(Struct, frozen=True, kw_only=True):
     own_sidecar: tuple[OtherEngine, ...]
     unreadable: tuple[OtherEngine, ...]
     seconds: float | None
-    """When the newest tick began, in seconds since the epoch; None before the first tick."""
+    """When the newest tick began, in seconds since the epoch, or None before the first tick."""
     age_seconds: float = 0.0
     stall_reason: str | None = None
-    """Why the sampling loop is unhealthy; None while it is healthy."""
+    """Why the sampling loop is unhealthy, or None while it is healthy."""
 
     def sort_engines(self) -> list[EngineView]:
         """Return the engines sorted by level and situation, worst first, then by name."""
@@ -167,7 +167,7 @@ def _describe_other(other: OtherEngine) -> dict[str, str | None]:
 
 
 def _read_wanted(request: Request) -> str | None:
-    """Return the engine's name in the query; None if there is none."""
+    """Return the engine's name in the query, or None if there is none."""
     return next(iter(parse_qs(request.query).get(QUERY, ())), None)
 
 

@@ -252,7 +252,7 @@ def render_since(view: View, worst: Verdict) -> str:
 
 
 def _find_down(view: View) -> Verdict | None:
-    """Return the verdict that the engine is down; None if it is not."""
+    """Return the verdict that the engine is down, or None if it is not."""
     for verdict in view.shown_verdicts:
         if verdict.situation is Situation.DOWN:
             return verdict
@@ -260,7 +260,7 @@ def _find_down(view: View) -> Verdict | None:
 
 
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
-    """Return when a verdict began to hold; None if unknown.
+    """Return when a verdict began to hold, or None if unknown.
 
     A stall is dated from the last progress, and an engine's start from the start of its process, as
     in the page's key figure. Both times are before the first sample with the verdict.
@@ -477,7 +477,7 @@ def find_advice(view: View, worst: Verdict) -> str:
 
 
 def _find_command(view: View, worst: Verdict) -> str | None:
-    """Return the command that explains a situation in more detail; None if there is none."""
+    """Return the command that explains a situation in more detail, or None if there is none."""
     if _was_never_seen(view, worst):
         return COMMAND_BY_SITUATION[Situation.BLIND]
     if worst.situation in EXIT_SITUATIONS and view.last_incident is not None:
@@ -486,7 +486,7 @@ def _find_command(view: View, worst: Verdict) -> str | None:
 
 
 def _render_explained(view: View, worst: Verdict) -> str:
-    """Return the command that explains a situation, and what it does; empty if there is none."""
+    """Return the command that explains a situation, and what it does, or "" if there is none."""
     command = _find_command(view, worst)
     if command is None:
         return ""
@@ -498,7 +498,7 @@ def _render_explained(view: View, worst: Verdict) -> str:
 
 
 def _render_command(command: str | None) -> str:
-    """Return a command with a button that copies it; empty if there is no command.
+    """Return a command with a button that copies it, or "" if there is no command.
 
     The script shows the button only if the browser supports copying.
     """
@@ -636,7 +636,7 @@ def _measure_bound(view: View, _worst: Verdict) -> KeyFigure | None:
 
 
 def _measure_since(view: View, worst: Verdict) -> KeyFigure | None:
-    """Return how long a verdict has held; None if unknown."""
+    """Return how long a verdict has held, or None if unknown."""
     start = view.find_start(worst)
     if start is None or view.snapshot is None:
         return None
@@ -737,7 +737,7 @@ def _fold_gpus(
 
 
 def _render_list(view: View, verdicts: list[Verdict]) -> str:
-    """Return the verdicts as a list; empty if there are none."""
+    """Return the verdicts as a list, or "" if there are none."""
     if not verdicts:
         return ""
     lines = "".join(_render_sentence(view, verdict) for verdict in verdicts)
@@ -762,7 +762,7 @@ def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
 
 
 def _find_lowest_free(view: View, subjects: set[str]) -> int | None:
-    """Return the lowest free memory among the GPUs of these verdicts; None if unknown."""
+    """Return the lowest free memory among the GPUs of these verdicts, or None if unknown."""
     if view.snapshot is None:
         return None
     gpus = [gpu for gpu in view.snapshot.owned_gpus if gpu.reading.display_name in subjects]
@@ -777,7 +777,7 @@ def _render_sentence(view: View, verdict: Verdict) -> str:
 
 
 def _render_runbook(view: View, verdict: Verdict) -> str:
-    """Return a link to the runbook of a verdict's alert; empty if there is no alert or runbook."""
+    """Return a link to the runbook of a verdict's alert, or "" if there is no alert or runbook."""
     url = view.find_runbook(verdict.alert)
     if url is None:
         return ""

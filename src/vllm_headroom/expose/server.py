@@ -103,14 +103,14 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server: "Server") -> None:
         self.certificate: dict[str, object] | None = None
-        """The client's verified certificate; None if there is none."""
+        """The client's verified certificate, or None if there is none."""
         self.address = ""
         """The client's address; empty if unknown."""
         self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        """The transport; None before the connection is made and after it is lost."""
+        """The transport, or None before the connection is made and after it is lost."""
         self._is_abandoned = False
         """Whether opening the connection has been cancelled."""
         self._is_blocked = False

@@ -88,7 +88,7 @@ def _build_problems(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _build_incident(incident: LastIncident | None) -> dict[str, Any] | None:
-    """Return the last incident for JSON; None if there is none."""
+    """Return the last incident for JSON, or None if there is none."""
     if incident is None:
         return None
     return {

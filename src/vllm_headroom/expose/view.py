@@ -29,7 +29,7 @@ CURVE_POINTS: Final = 1440
 
 WEEK_STEP_MINUTES: Final = 10
 """The minutes between two points of a week curve. A week with one point per minute would take ten
-times the memory, although a picture has fewer than a thousand columns.
+times the memory, even though a picture has fewer than a thousand columns.
 """
 
 WEEK_POINTS: Final = 7 * 24 * 60 // WEEK_STEP_MINUTES
@@ -113,7 +113,8 @@ class _Rings:
         self._step_minutes = step_minutes
         self._points = points
         self._newest_step: int | None = None
-        """The step of the newest minute, counted since the epoch; None before the first minute."""
+        """The step of the newest minute, counted since the epoch, or None before the first minute.
+        """
         self.curves: dict[str, array[float]] = {}
         """The curves by name. A step's value is at the index of its number modulo the number of
         points.
@@ -213,7 +214,7 @@ class History:
         self._verdict_starts: dict[VerdictKey, VerdictStart] | None = None
         """The verdicts of the last sample; None before the first sample."""
         self._state: EngineState | None = None
-        """The engine's state in the last sample; None if unknown."""
+        """The engine's state in the last sample, or None if unknown."""
 
     def step(
         self,
@@ -254,7 +255,7 @@ class History:
         return self._day.read(name)
 
     def find_start(self, verdict: Verdict, state: EngineState | None) -> VerdictStart | None:
-        """Return when a verdict in the last sample began to hold; None if unknown.
+        """Return when a verdict in the last sample began to hold, or None if unknown.
 
         `state` is the engine's state.
         """
@@ -398,9 +399,9 @@ class LastIncident(Struct, frozen=True, kw_only=True):
     """When the incident began, in seconds since the epoch."""
     kind: str
     reason: str | None
-    """The reason for an exit; None for a stall."""
+    """The reason for an exit, or None for a stall."""
     sentence: str | None
-    """The cause of the incident and how certain it is; None if unknown."""
+    """The cause of the incident and how certain it is, or None if unknown."""
     file: str
     """The path of the incident's file."""
 
@@ -426,17 +427,17 @@ class View(Struct, frozen=True, kw_only=True):
     """The engine's pod; None outside of Kubernetes, or if unknown."""
     engine_url: str = ""
     snapshot: Snapshot | None = None
-    """The snapshot of the sample; None before the first sample."""
+    """The snapshot of the sample, or None before the first sample."""
     values: Values = Values(())
     verdicts: tuple[Verdict, ...] = (NO_VERDICT,)
     age_seconds: float = 0.0
     """The time since the sample was read."""
     stall_reason: str | None = None
-    """Why the sampling loop is unhealthy; None while it is healthy."""
+    """Why the sampling loop is unhealthy, or None while it is healthy."""
     notice: str = ""
     """A line for people at the top of the page; empty if there is none."""
     runbooks: str | None = None
-    """The URL of the runbooks; None if not configured. If the URL contains `{alert}`, this is
+    """The URL of the runbooks, or None if not configured. If the URL contains `{alert}`, this is
     replaced with the alert's name; otherwise, the name is appended.
     """
     last_incident: LastIncident | None = None
@@ -445,11 +446,11 @@ class View(Struct, frozen=True, kw_only=True):
 
     @property
     def engine_status(self) -> EngineStatus | None:
-        """Return the engine's status in the newest sample; None if unknown."""
+        """Return the engine's status in the newest sample, or None if unknown."""
         return None if self.snapshot is None else self.snapshot.engine_status
 
     def find_start(self, verdict: Verdict) -> VerdictStart | None:
-        """Return when a verdict began to hold; None if unknown."""
+        """Return when a verdict began to hold, or None if unknown."""
         status = self.engine_status
         return self.history.find_start(verdict, None if status is None else status.state)
 

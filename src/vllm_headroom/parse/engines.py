@@ -120,7 +120,7 @@ def _assemble_page(profile: Profile, engines: tuple[EngineReading, ...]) -> Engi
 def _group_by_engine(
     keys: list[_EngineKey], samples: list[Sample], sample_keys: list[_EngineKey], prefix: str
 ) -> dict[_EngineKey, dict[str, list[Sample]]] | None:
-    """Return the samples of each engine by family; None if too many readings are shared.
+    """Return the samples of each engine by family, or None if too many readings are shared.
 
     `sample_keys` contains the model and the engine from each sample's labels; a missing one is "".
     A sample without a model is shared by all engines that it belongs to (see `build_page`).
@@ -197,7 +197,7 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
 def _find_value(
     profile: Profile, fact: Fact, families: _Families, engine_count: int
 ) -> float | str | None:
-    """Return the value of a fact for one engine; None if unknown.
+    """Return the value of a fact for one engine, or None if unknown.
 
     The first of the fact's families with a value is used. If families are joined by "+", all of
     them must have a value.
@@ -241,7 +241,7 @@ def _find_text(fact: Fact, families: _Families) -> str | None:
 def _combine_samples(
     profile: Profile, fact: Fact, samples: Collection[Sample], engine_count: int
 ) -> float | None:
-    """Return one value for a family's samples, combined as the fact specifies; None if unknown.
+    """Return one value for a family's samples, combined as the fact specifies, or None if unknown.
 
     The samples come from several parts, such as workers or ranks, and each part may be reported
     several times. The value is unknown if any part's value is unknown, or if one series has two
@@ -308,7 +308,7 @@ def _read_amount(fact: Fact, sample: Sample) -> float | None:
 
 
 def _check_value(field: str, value: float) -> float | None:
-    """Return the value; None if the field cannot have it.
+    """Return the value, or None if the field cannot have it.
 
     A ratio must be from 0 to 1, and any other value from 0 to LARGEST.
     """

@@ -55,7 +55,7 @@ def read_each(
 def read_within(
     record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]
 ) -> T | None:
-    """Return the object in a field, read with `read`; None if the field is absent or null.
+    """Return the object in a field, read with `read`, or None if the field is absent or null.
 
     An error from `read` is raised again with this field at the beginning of its path.
     """

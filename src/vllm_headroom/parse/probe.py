@@ -108,7 +108,7 @@ def _read_needed(entry: Mapping[str, Any], field: str) -> float:
 
 
 def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return the beginning of a text; None if it is missing."""
+    """Return the beginning of a text, or None if it is missing."""
     value = fields.read_text(entry, field)
     return None if value is None else value[:LONGEST_LABEL]
 
@@ -170,7 +170,7 @@ def _read_host(entry: dict[str, Any]) -> HostReading:
 
 
 def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
-    """Return the container's memory; None if the used memory is missing."""
+    """Return the container's memory, or None if the used memory is missing."""
     used_bytes = fields.read_size(entry, "used")
     cache_bytes = fields.read_size(entry, "file")
     limit_bytes = fields.read_size(entry, "limit")
@@ -187,7 +187,7 @@ def _read_cgroup(entry: dict[str, Any]) -> Cgroup | None:
 
 
 def _read_shm(entry: dict[str, Any]) -> Shm | None:
-    """Return the size of /dev/shm; None if either of its two figures is missing.
+    """Return the size of /dev/shm, or None if either of its two figures is missing.
 
     Raises WrongFieldError for a figure that is not a size.
     """

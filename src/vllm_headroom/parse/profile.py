@@ -52,8 +52,8 @@ class Fact(Struct, frozen=True):
     """
     combine: Combine = Combine.SUM
     label: str | None = None
-    """The label that contains the value, where 0 means that there is no value; None if the sample
-    itself has the value.
+    """The label that contains the value, or None if the sample itself has the value. In a label, 0
+    means that there is no value.
     """
     where: tuple[str, tuple[str, ...]] | None = None
     """A label, and the values of this label that select a series. The value "" selects series

@@ -107,7 +107,7 @@ def _is_time(value: object) -> bool:
 
 
 def parse_start(file: Path) -> float | None:
-    """Return the time of an incident from its file name; None for other files."""
+    """Return the time of an incident from its file name, or None for other files."""
     try:
         return datetime.strptime(file.name, INCIDENT_NAME).replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -115,7 +115,7 @@ def parse_start(file: Path) -> float | None:
 
 
 def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
-    """Return the facts in the first line of an incident's file; None for any other line."""
+    """Return the facts in the first line of an incident's file, or None for any other line."""
     try:
         header = json.loads(first_line)
         facts = header.get(INCIDENT_KEY) if isinstance(header, dict) else None
@@ -254,7 +254,7 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
 
 
 def _parse_sample_time(line: bytes) -> float | None:
-    """Return the time of a sample; None for any other line, or for an incomplete one."""
+    """Return the time of a sample, or None for any other line, or for an incomplete one."""
     match = _SAMPLE_TIME.match(line)
     if match is None or not line.endswith(b"\n"):
         return None

@@ -76,7 +76,7 @@ class MemoryHolder(Struct, frozen=True, kw_only=True):
     """The UUID of the GPU."""
     pid: int
     used: ByteCount | None = None
-    """The bytes that the process held; None if the driver does not report them."""
+    """The bytes that the process held, or None if the driver does not report them."""
 
 
 class TorchMemory(Struct, frozen=True, kw_only=True):
@@ -137,7 +137,7 @@ class Oom(Struct, frozen=True, kw_only=True):
     allocated: ByteCount | None = None
     reserved: ByteCount | None = None
     step: StepAtError | None = None
-    """The step that raised the error; None if unknown."""
+    """The step that raised the error, or None if unknown."""
 
     def describe(self) -> str:
         """Return a sentence that describes the error."""
@@ -161,12 +161,12 @@ class HeldLine(Struct, frozen=True, kw_only=True):
 
     bytes: ByteCount
     file: str | None = None
-    """The end of the file's path; None for memory allocated before torch recorded a history."""
+    """The end of the file's path, or None for memory allocated before torch recorded a history."""
     line: ByteCount | None = None
     count: ByteCount | None = None
     """The number of the line's blocks."""
     since: EpochSeconds | None = None
-    """When the oldest block was allocated; None if the history no longer showed it."""
+    """When the oldest block was allocated, or None if the history no longer showed it."""
 
     def describe(self) -> str:
         """Return a phrase that names the line of code, how much memory it holds and since when."""
@@ -191,7 +191,7 @@ class SnapshotFile(Struct, frozen=True, kw_only=True):
     pid: int | None = None
     size: ByteCount | None = None
     problem: str | None = None
-    """Why the file was not written; None if it was written."""
+    """Why the file was not written, or None if it was written."""
     largest: tuple[HeldLine, ...] = ()
     """The lines of code that held the most memory, largest first."""
 
@@ -233,8 +233,8 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     ooms: tuple[Oom, ...] = ()
     snapshots: tuple[SnapshotFile, ...] = ()
     engine_log: LogEnding | None = None
-    """What the engine's own log reports about the incident; None if the log was not read or reports
-    nothing.
+    """What the engine's own log reports about the incident, or None if the log was not read or
+    reports nothing.
     """
     log: tuple[str, ...] = ()
 
@@ -244,7 +244,7 @@ msgspec.json.Decoder(Incident)
 
 
 def read_incident(header: Mapping[str, Any]) -> Incident | None:
-    """Return the facts about an incident; None if its time or kind is missing.
+    """Return the facts about an incident, or None if its time or kind is missing.
 
     Values that do not fit the schema are left out.
     """
@@ -316,7 +316,7 @@ def drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
 
 
 def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schema, and a value of it
-    """Return the part of a value that fits its type; None if no part fits."""
+    """Return the part of a value that fits its type, or None if no part fits."""
     if isinstance(kind, type) and issubclass(kind, Struct):
         return _fit_struct(value, kind)
     inner_kinds = get_args(kind)
@@ -332,7 +332,7 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
 
 
 def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a value of the kind
-    """Return a struct with the fields that fit; None if a field without a default does not fit."""
+    """Return a struct with the fields that fit, or None if a required field does not fit."""
     # A value that is not an object is treated as an empty object, so that all fields get their
     # defaults.
     document = value if isinstance(value, Mapping) else {}
@@ -349,7 +349,7 @@ def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a v
 
 
 def _fit_items(value: object, kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a type of the schema
-    """Return the items of a list that fit; empty for any other value."""
+    """Return the items of a list that fit, or an empty tuple for any other value."""
     if not isinstance(value, list):
         return ()
     fitting_items = (_fit(item, kind) for item in value)
@@ -406,7 +406,7 @@ def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None
 
 
 def _describe_highest_peak(context: LastInService) -> str | None:
-    """Return the highest peak in the last minute in service; None if none was measured."""
+    """Return the highest peak in the last minute in service, or None if none was measured."""
     peaks = [
         (work.recent, work.work)
         for process in context.probe
@@ -422,7 +422,7 @@ def _describe_highest_peak(context: LastInService) -> str | None:
 
 
 def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
-    """Add to a GPU the peak after its last samples, and the more certain of two leak verdicts."""
+    """Return a GPU with its peak after the last sample and the more certain leak verdict."""
     peak_begin_seconds = gpu.newest_seconds - PEAK_BEFORE_SECONDS
     late_bytes = [
         used_bytes

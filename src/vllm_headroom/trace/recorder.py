@@ -61,7 +61,7 @@ class FileWriter:
         self._worker = Worker[None](name)
         self._seconds = seconds
         self._problem: str | None = None
-        """Why the last operation failed; None if it succeeded."""
+        """Why the last operation failed, or None if it succeeded."""
 
     async def do(self, operation: Callable[[], None]) -> bool:
         """Run the operation; return whether it succeeded, and log when that changes.

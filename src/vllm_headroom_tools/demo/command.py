@@ -76,7 +76,7 @@ async def _run(arguments: Namespace) -> int:
 
 
 def _read_gpu_count(settings: DemoSettings) -> int | None:
-    """Return the number of GPUs to simulate; None if --gpus is not a single number above 0."""
+    """Return the number of GPUs to simulate, or None if --gpus is not a single number above 0."""
     gpus = settings.gpus
     if not isinstance(gpus, tuple) or len(gpus) != 1:
         return None

@@ -73,7 +73,8 @@ class Fleet(app.Daemon):
         """Return the handler for all requests.
 
         /metrics serves the series of all engines. / and /snapshot.json respond as they do on a
-        sidecar that watches several engines. Every other path responds for the first engine.
+        sidecar that watches several engines. A request for any other path gets the response of the
+        first engine's daemon.
         """
         first_handler = super().build_handler(door)
         handlers = (first_handler, *(other.build_handler(None) for other in self._others))

@@ -286,7 +286,7 @@ def _list_gpu_processes(world: World) -> list[GpuProcess]:
 
 
 def find_process_name(pid: int) -> str | None:
-    """Return the name of a simulated neighbour; None for any other process."""
+    """Return the name of a simulated neighbour, or None for any other process."""
     if pid < FIRST_NEIGHBOUR_PID:
         return None
     return f"python3 train.py (pid {pid}, pod research/train-0)"

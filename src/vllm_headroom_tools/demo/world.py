@@ -67,10 +67,13 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """The host memory that each request takes in the configured KV cache offload."""
 
     strands_after_seconds: float = inf
-    """How long after the start of the demo aborted requests stop freeing their KV cache."""
+    """The time after the start of the demo at which aborted requests stop freeing their KV cache.
+    """
 
     page_fails_after_seconds: float = inf
-    """How long after the start of the demo the engine's page begins to respond with an error."""
+    """The time after the start of the demo at which the engine's page begins to respond with an
+    error.
+    """
 
 
 TABLE: Final[dict[str, Scenario]] = {
@@ -227,7 +230,7 @@ It is already allocated when vLLM measures the free memory.
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
 MAX_USED_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
-"""Above this amount in use, the next allocation fails, because it exceeds the free memory."""
+"""If more than this is in use, the next allocation fails, because it exceeds the free memory."""
 
 HOST_LIMIT_BYTES: Final = 64 * GIB
 """The memory limit of the engine's container, in scenarios with a limit."""

@@ -110,7 +110,7 @@ def _describe_engines(survey: Survey, page: EnginePage) -> str:
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     """Return the check of a page that cannot be read.
 
-    The check is MISSING. After a timeout that is shorter than the daemon's, it is UNKNOWN.
+    The check is MISSING. The check is UNKNOWN after a timeout that is shorter than the daemon's.
     """
     ways = fixes.find_engine_fixes(failure.reason, _fix_address(survey))
     hints: list[str] = []
@@ -205,7 +205,8 @@ def _list_series() -> dict[str, tuple[Metric, ...]]:
 
 SERIES: Final = _list_series()
 """The series that depend on each input. Inputs that no series needs have no entry. The inputs with
-the engine's own memory figures have none either, because the check `reported_memory` covers them.
+the engine's own memory figures have no entry either, because the check `reported_memory` covers
+them.
 """
 
 
@@ -236,7 +237,8 @@ def check_engine_inputs(survey: Survey) -> Check:
     if not wanted:
         return Check(Status.OK, offered, details=tuple(details))
     text = f"{offered}, not {', '.join(wanted)}"
-    # Some inputs appear only after the first request. Before it, they are not known to be missing.
+    # Some inputs appear only after the first request. Before that request, they are not known to be
+    # missing.
     if any(engine.prompt_tokens_total for engine in page.engines):
         status = Status.MISSING
         fix = put("in vLLM's image", "# 0.11.1 or newer, which offers all of them")
@@ -266,7 +268,7 @@ def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
 
 
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
-    """Check whether there is a budget to compare the engine's memory with, and its source.
+    """Check whether there is a budget for the engine's memory, and report the budget's source.
 
     The check runs the daemon's derivation on a fictitious GPU. It is UNKNOWN without a page.
     """
@@ -399,7 +401,7 @@ RESTART: Final = (
 
 
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
-    """Check whether the running vLLM has loaded the probe and all of its processes write files.
+    """Check that vLLM has loaded the probe and that all of its processes write files.
 
     The check is NOT_APPLICABLE if no probe folder is configured.
     """
@@ -487,7 +489,7 @@ option that has the intended effect.
 
 
 def find_visible_options(survey: Survey) -> EngineOptions | None:
-    """Return the options of the local engine's command line; None if it is not visible."""
+    """Return the options of the local engine's command line, or None if it is not visible."""
     return None if isinstance(survey.processes, Failure) else survey.processes.options
 
 

@@ -204,14 +204,14 @@ class Survey(Machine, frozen=True, kw_only=True):
     """The configured URL of the engine's page, without user and password."""
     page: EnginePage | Failure
     version: str | None
-    """The version that the server reports; None if it does not report one."""
+    """The version that the server reports, or None if it does not report one."""
     daemon_waits_seconds: float
     """The daemon's timeout for the page; the doctor's may be shorter."""
     host_limit_bytes: int | None = None
-    """The configured limit for vLLM's host memory; None if no limit is set."""
+    """The configured limit for vLLM's host memory, or None if no limit is set."""
     token_bytes: TokenBytes | None = None
     """The function that computes the bytes per token of the model that the engine's processes
-    serve; None if the model is not visible.
+    serve, or None if the model is not visible.
     """
 
     @property

@@ -57,7 +57,7 @@ def check_nvml(survey: Survey) -> Check:
 
 
 def check_gpus(survey: Survey) -> Check:
-    """Check which GPUs are visible, and whether each can be read; UNKNOWN without NVML."""
+    """Check which GPUs are visible, and whether each can be read; UNKNOWN if NVML fails."""
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     devices = survey.readings.devices
@@ -367,7 +367,7 @@ def _can_match(survey: Survey) -> bool:
 
 
 def _has_reliable_pids(survey: Survey) -> bool:
-    """Return whether NVML's pids match the visible processes; False without NVML."""
+    """Return whether NVML's pids match the visible processes; False if NVML fails."""
     if isinstance(survey.readings, Failure):
         return False
     return are_pids_reliable(survey.readings, survey.processes)

@@ -107,7 +107,7 @@ def _sees_all(settings: ModelSettings, proc: Path) -> bool:
 
 
 async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage | Failure:
-    """Return the engines on one page; a Failure if the page does not respond in time."""
+    """Return the engines on one page, or a Failure if the page does not respond in time."""
     timeout_seconds = min(
         settings.engine_timeout_seconds, settings.sample_interval_seconds, LOOK_SECONDS
     )
@@ -147,7 +147,7 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
     """Check whether the memory cgroups of the watched engines are visible.
 
     If some cgroups are not visible, the check is NOT_APPLICABLE, because the daemon also works
-    without them. It then still has a fix.
+    without them. In this case, the check still has a fix.
     """
     if not engines:
         return Check(Status.NOT_APPLICABLE, "no engine is watched")

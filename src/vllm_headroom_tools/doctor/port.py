@@ -138,15 +138,15 @@ is considered hung.
 """
 
 WRITTEN_BYTES: Final = 4096
-"""The number of bytes written. We chose one block of most file systems, so that the write fails on
-a full volume.
+"""The number of bytes written. One block of most file systems (our choice), so that the write fails
+on a full volume.
 """
 
 FOLDER: Final = "/var/lib/vllm-headroom"
 
 
 async def check_state_dir(folder: Path | None) -> Check:
-    """Check whether the daemon can write its state to the folder; NOT_APPLICABLE without one."""
+    """Check whether the daemon can write its state; NOT_APPLICABLE if no folder is set."""
     if folder is None:
         text = (
             "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector"
@@ -157,7 +157,7 @@ async def check_state_dir(folder: Path | None) -> Check:
 
 
 async def check_trace_file(file: Path | None) -> Check:
-    """Check whether the daemon can record samples in the file; NOT_APPLICABLE without a file."""
+    """Check whether the daemon can record samples in the file; NOT_APPLICABLE if none is set."""
     if file is None:
         return Check(Status.NOT_APPLICABLE, "HEADROOM_TRACE_FILE is not set: nothing is recorded")
     return await _check_writable(

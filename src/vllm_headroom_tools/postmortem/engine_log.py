@@ -1,4 +1,4 @@
-"""The engine's log, read together with a flight record: what it shows of the exit, and its end."""
+"""Read what the engine's log shows about an exit, and its last lines, with a flight record."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -87,7 +87,7 @@ def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None
 
 
 def place_time(time: LogTime, near_seconds: float) -> float | None:
-    """Return a line's time in seconds since the epoch; None if the line has no time.
+    """Return a line's time in seconds since the epoch, or None if the line has no time.
 
     The engine logs neither the year nor the time zone. The zone, a whole number of hours from UTC,
     is chosen so that the time is as close as possible to `near_seconds`.
@@ -146,7 +146,7 @@ def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
 
 
 def _read_seconds(time: LogTime) -> float | None:
-    """Return a number that orders the times within one log; None if the line has no time."""
+    """Return a number that orders the times within one log, or None if the line has no time."""
     if time.seconds is not None or time.clock is None:
         return time.seconds
     with suppress(ValueError):
@@ -156,7 +156,7 @@ def _read_seconds(time: LogTime) -> float | None:
 
 
 def describe_event(event: LogEvent) -> str | None:
-    """Return the meaning of a line; None if the line is irrelevant to an exit."""
+    """Return the meaning of a line, or None if the line is irrelevant to an exit."""
     figures = event.figures
     if event.kind is LogEventKind.FAILURE and event.failure is not None:
         # The cause may be on a different line of the log.

@@ -27,7 +27,7 @@ FINDING_LEVELS: Final = {
     Sureness.LIKELY: Level.WARNING,
     Sureness.POSSIBLE: Level.UNKNOWN,
 }
-"""The level from which a finding gets its colour, by the certainty of the finding."""
+"""The level whose colour a finding gets, keyed by how certain the finding is."""
 
 
 def render_postmortem(postmortem: Postmortem) -> str:

@@ -79,18 +79,19 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     findings: tuple[Diagnosis, ...]
     """The matching causes, most certain first."""
     ending: Ending | None
-    """The evidence for the findings; None if no end was found."""
+    """The evidence for the findings, or None if no end was found."""
     incident: Incident
     """The facts of the incident; `NO_INCIDENT` for a trace that is not an incident."""
     pod: EnginePod | None
-    """The pod in which the engine ran; None if the file does not name it, or outside Kubernetes."""
+    """The pod in which the engine ran, or None if the file does not name it, or outside Kubernetes.
+    """
     timeline: tuple[tuple[float, str], ...]
     """The changes before the end: seconds since the epoch, and a sentence."""
     curves: Curves
     log: EngineLog | None = None
-    """The engine's log; None if it was not given."""
+    """The engine's log, or None if it was not given."""
     log_start: EngineStart | None = None
-    """The start in the log that ended with the run; None if there is no such start."""
+    """The start in the log that ended with the run, or None if there is no such start."""
 
     @property
     def answer(self) -> Diagnosis:
@@ -150,7 +151,7 @@ def read_postmortem(
 
 
 def read_facts(file: Path) -> Incident | None:
-    """Return the facts of an incident; None for a trace that is not an incident.
+    """Return the facts of an incident, or None for a trace that is not an incident.
 
     If the file contains several events, the facts are those of the decisive event. Raises BadInput
     if the file cannot be read, or if its header lacks the event's time or kind.
@@ -183,7 +184,7 @@ class EndFollower:
         self, incident: Incident | None = None, *, reported_bytes: int | None = None
     ) -> None:
         self.ending: Ending | None = None
-        """The end and its evidence; None until a sample shows an end."""
+        """The end and its evidence, or None until a sample shows an end."""
         self.replay = LeakReplay(reported_bytes=reported_bytes)
         """The leak detector, and the engine's runs."""
         self.is_page_lost = False
@@ -216,7 +217,7 @@ class EndFollower:
     def _build_due(
         self, incident: Incident, snapshot: Snapshot, previous: EngineMemory
     ) -> Ending | None:
-        """Return the incident's event if this sample was taken at the event's time; else None.
+        """Return the incident's event, or None if this sample was not taken at the event's time.
 
         If there is no sample at that time, the first later sample is used.
         """
@@ -333,7 +334,7 @@ def _render_text(postmortem: Postmortem, headline: str) -> Iterator[str]:
 
 
 def _render_section(title: str, lines: list[Line]) -> list[str]:
-    """Return a section as text, with its title; empty if it has no lines."""
+    """Return a section as text, with its title, or an empty list if it has no lines."""
     if not lines:
         return []
     # The texts of a section are aligned in one column.
@@ -367,7 +368,7 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
 
 
 def _list_log(postmortem: Postmortem) -> Iterator[Line]:
-    """Yield the last minute of the engine's log, or why it is empty; nothing without a log."""
+    """Yield the last minute of the engine's log, or why it is empty; nothing if there is no log."""
     if postmortem.log is None:
         return
     if postmortem.log_start is None:
@@ -408,7 +409,7 @@ def _list_steps(postmortem: Postmortem) -> list[Line]:
 
 
 def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
-    """Yield the name and the text of each known figure of an end; nothing without an end."""
+    """Yield the name and text of each known figure of an end, or nothing if there is no end."""
     if end is None:
         return
     yield end.kind.value, format_instant(end.seconds)

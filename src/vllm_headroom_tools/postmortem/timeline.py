@@ -74,7 +74,7 @@ class Timeline:
         self._state = status.state
 
     def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
-        """Add a large change in the memory held by other processes since the last such entry."""
+        """Add an entry if other processes' memory has changed much since the last such entry."""
         previous_bytes = self._other_bytes.setdefault(gpu.uuid, other_bytes)
         if abs(other_bytes - previous_bytes) < NEIGHBOUR_CHANGE_BYTES:
             return

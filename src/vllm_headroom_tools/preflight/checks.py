@@ -57,7 +57,7 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
 
 
 def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
-    """Return the bytes that must be free when vLLM checks this; 0 for an empty request.
+    """Return the bytes that must be free when vLLM checks the memory; 0 for an empty request.
 
     vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory).
     """
@@ -109,10 +109,10 @@ class Obstacle(Struct, frozen=True):
     text: str
 
     fix: str | None = None
-    """The steps to take; None if the text already contains them."""
+    """The steps to take, or None if the text already contains them."""
 
     gpu: int | None = None
-    """The GPU's index in NVML; None if the finding does not concern a single GPU."""
+    """The GPU's index in NVML, or None if the finding does not concern a single GPU."""
 
     may_pass: bool = False
     """Whether the obstacle may go away by itself."""
@@ -266,7 +266,7 @@ def _check_machine(
 def _report_shortage(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Obstacle:
-    """Return the finding on a shortage of memory. It may go away unless the GPU is too small."""
+    """Return the finding on a shortage of memory. It is temporary unless the GPU is too small."""
     requested_bytes = compute_requested_bytes(request, memory)
     needed_bytes = requested_bytes + MIN_OWN_BYTES
     needs = (
@@ -398,8 +398,8 @@ def check_unknown_options(
     """Report the options that do not exist in any vLLM release in our table.
 
     `unknown_options` contains a line about each option. `vllm_version` is the version of vLLM in
-    this environment. If our table covers this version, vLLM would refuse to start. If it does not,
-    the version may have the options.
+    this environment. If our table covers this version, vLLM would refuse to start. Otherwise, the
+    version may have these options.
     """
     release = re.match(r"(\d+)\.(\d+)", vllm_version or "")
     is_refused = release is not None and (int(release[1]), int(release[2])) <= LAST_RELEASE
@@ -480,7 +480,8 @@ def check_host_memory(host: HostMemory | None, request: MemoryRequest) -> Iterat
 def check_offload_files(sizes_bytes: Mapping[str, int]) -> Iterator[Obstacle]:
     """Report the files that KV cache offloading has left in /dev/shm.
 
-    `sizes_bytes` maps the paths of these files to their sizes. Yields nothing if there are none.
+    `sizes_bytes` maps the paths of these files to their sizes. Yields nothing if there are no such
+    files.
     """
     if sizes_bytes:
         files = ", ".join(f"{name} ({format_gib(size)})" for name, size in sizes_bytes.items())

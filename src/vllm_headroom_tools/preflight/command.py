@@ -203,7 +203,7 @@ def _read_request(arguments: Namespace) -> MemoryRequest:
 
 
 def _find_port(url: str | None) -> int:
-    """Return the engine's port; 0 without a URL, which matches any engine on this machine."""
+    """Return the engine's port, or 0 (any engine on this machine) if there is no URL."""
     if url is None:
         return 0
     parts = urlsplit(url)

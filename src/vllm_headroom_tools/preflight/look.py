@@ -28,7 +28,7 @@ from vllm_headroom.worker import Worker
 PROCESSES_SECONDS: Final = 2.0
 
 ENDED: Final = "a process that has ended"
-"""The name shown for a process that NVML still lists although it is missing from the machine's
+"""The name shown for a process that NVML still lists even though it is missing from the machine's
 /proc or is a zombie. The driver has not yet freed the memory of such a process.
 """
 
@@ -55,7 +55,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """The processes on each GPU, by UUID; a GPU is absent if NVML does not list its processes."""
 
     shm: Shm | None
-    """The size of /dev/shm; None if it does not exist."""
+    """The size of /dev/shm, or None if it does not exist."""
 
     offload_sizes_bytes: Mapping[str, int] = {}
     """The sizes of the files in /dev/shm to which a KV cache was offloaded, by path.
@@ -65,16 +65,17 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """
 
     host: HostMemory | None = None
-    """The memory of the container in which this program runs; None if it is unknown."""
+    """The memory of the container in which this program runs, or None if it is unknown."""
 
     swap_bytes: int | None = None
-    """The machine's swap, including zram; None if it is unknown."""
+    """The machine's swap, including zram, or None if it is unknown."""
 
     cuda_major: int | None = None
-    """The major version of CUDA installed with vLLM in this environment; None if there is none."""
+    """The major version of CUDA installed with vLLM in this environment, or None if there is none.
+    """
 
     vllm_version: str | None = None
-    """The version of vLLM in this environment; None if it is not installed."""
+    """The version of vLLM in this environment, or None if it is not installed."""
 
     engine_pids: frozenset[int] = frozenset()
     """The pids of the engine on the configured port; empty if they are not visible."""
@@ -123,7 +124,7 @@ for older versions.
 
 
 def find_cuda_major() -> int | None:
-    """Return the major version of CUDA installed with this program; None if there is none."""
+    """Return the major version of CUDA installed with this program, or None if there is none."""
     for package in CUDA_PACKAGES:
         try:
             version = metadata.version(package)
@@ -135,7 +136,7 @@ def find_cuda_major() -> int | None:
 
 
 def find_vllm_version() -> str | None:
-    """Return the version of vLLM installed with this program; None if there is none."""
+    """Return the version of vLLM installed with this program, or None if there is none."""
     try:
         return metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -143,7 +144,7 @@ def find_vllm_version() -> str | None:
 
 
 def _read_container(proc: Path) -> HostMemory | None:
-    """Return the memory of the container in which this process runs; None if it is unknown."""
+    """Return the memory of the container in which this process runs, or None if it is unknown."""
     try:
         own_host = read_host(proc, read_own_pid(proc))
     except (OSError, ValueError):

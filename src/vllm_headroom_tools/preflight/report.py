@@ -26,7 +26,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     highest_utilization_ratio: float | None
 
     holders: tuple[GpuOccupant, ...] | None
-    """The processes on the GPU; None if NVML does not list them."""
+    """The processes on the GPU, or None if NVML does not list them."""
 
     unlisted_bytes: int | None
     """The memory in use that does not belong to any listed process.
@@ -134,7 +134,7 @@ MIN_UNLISTED_BYTES: Final = GIB // 20
 
 
 def describe_holders(gpu: GpuReport) -> str:
-    """Describe who holds a GPU's memory, as the end of a sentence; empty if this is unknown."""
+    """Describe who holds a GPU's memory, as the end of a sentence, or "" if this is unknown."""
     parts = [f"{size or 'an unknown share'} by {holder}" for size, holder in list_shares(gpu)]
     return f"; held: {', '.join(parts)}" if parts else ""
 
@@ -383,7 +383,8 @@ def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> M
     """Return the engine's memory request, from the options or else from its page.
 
     Without options, returns None if the engines on the page do not have the same share, or if their
-    KV cache size was set in bytes. Without a page, only the options count.
+    KV cache size was set in bytes. If there is no page, the request is taken from the options
+    alone.
     """
     is_given = (
         given_request.utilization_ratio is not None or given_request.bytes_per_gpu is not None

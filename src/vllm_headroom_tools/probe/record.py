@@ -235,12 +235,12 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     """Return a process's memory in bytes, by kind of mapping.
 
     Returns None if the mappings cannot be read. The probe reports the pid in the PID namespace of
-    the process; if this pid is a different process in the sidecar's namespace, the mappings count
-    as unreadable.
+    the process; if this pid refers to a different process in the sidecar's namespace, the mappings
+    count as unreadable.
     """
 
     def read() -> dict[str, int] | None:
-        """Return the memory by kind of mapping; None if the pid is now another process."""
+        """Return the memory by kind of mapping, or None if the pid is now another process."""
         entry = read_entry(PROC, process.pid)
         if entry is None:
             return None

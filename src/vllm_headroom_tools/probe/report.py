@@ -58,7 +58,7 @@ def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measure_largest_stack(process: Mapping[str, Any]) -> int:
-    """Return the size of a process's largest stack in bytes; 0 without stacks."""
+    """Return the size of a process's largest stack in bytes, or 0 if there are no stacks."""
     stacks = (*(process["host"] or ()), *(process["gpu"] or ()))
     return max((stack["bytes"] for stack in stacks), default=0)
 

@@ -93,14 +93,15 @@ class ReadSnapshot(Struct, frozen=True, kw_only=True):
     n_blocks: int
     """The number of blocks in the active memory."""
     history_from_seconds: float | None
-    """The time of the oldest event in the history, in seconds since the epoch; None without events.
+    """The time of the oldest event in the history, in seconds since the epoch, or None if there are
+    no events.
     """
     largest: tuple[LineHolding, ...]
     """The lines of code that hold the most memory, largest first."""
 
 
 CodePlace = tuple[str | None, int | None]
-"""The path and number of a line of code; None for a block without a stack."""
+"""The path and number of a line of code, or None for a block without a stack."""
 
 
 def read_snapshot_file(path: Path) -> ReadSnapshot:
@@ -190,7 +191,7 @@ def _list_allocation_times(traces: Iterable[Any]) -> dict[int | None, float]:
 
 
 def _find_oldest(times_seconds: list[float | None]) -> float | None:
-    """Return the earliest time; None if any of them is unknown."""
+    """Return the earliest time, or None if any of them is unknown."""
     known_seconds = [seconds for seconds in times_seconds if seconds is not None]
     if len(known_seconds) < len(times_seconds):
         return None

@@ -232,7 +232,7 @@ def _build_data(replay: LeakReplay) -> dict[str, Any]:
 
 
 def _build_figures(moment: Moment | None) -> dict[str, float | None] | None:
-    """Return the --json figures of one sample; None without a sample."""
+    """Return the --json figures of one sample, or None if there is no sample."""
     if moment is None:
         return None
     figures = asdict(moment)

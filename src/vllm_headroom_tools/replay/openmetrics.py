@@ -48,7 +48,7 @@ UP: Final = Metric(
     labels=(),
     help="1 at each sample: a Prometheus adds it when it scrapes.",
 )
-"""Dashboards and alerts query this metric, although the daemon does not export it."""
+"""Dashboards and alerts query this metric, even though the daemon does not export it."""
 
 SCRAPE_LABELS: Final = 'job="vllm-headroom",instance="replay"'
 """The labels that Prometheus would add."""

@@ -63,7 +63,7 @@ class EngineServer:
         return text if isinstance(text, Failure) else parse_engines(text)
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
-        """Return the response to a POST of JSON, of any status; a Failure if there is none."""
+        """Return the response to a POST of JSON, whatever its status, or a Failure."""
         return await self._read(path, seconds, lambda reader: reader.send("POST", "", body))
 
     async def _read(

@@ -96,7 +96,7 @@ class Tls(Struct, frozen=True, kw_only=True):
     client_auth: ssl.VerifyMode = ssl.CERT_NONE
     """Whether clients may or must present a certificate."""
     client_ca_file: Path | None = None
-    """The authorities that sign client certificates; None if no certificate is requested."""
+    """The authorities that sign client certificates, or None if no certificate is requested."""
     client_allowed_sans: tuple[str, ...] = ()
     """A client's certificate must have one of these names; empty if any name is accepted."""
     min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
@@ -108,7 +108,7 @@ class WebConfig:
     """The settings of the file."""
 
     tls: Tls | None = None
-    """The TLS settings; None for plain HTTP."""
+    """The TLS settings, or None for plain HTTP."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """The headers added to every response."""
     users: Mapping[str, str] = field(default_factory=dict, repr=False)

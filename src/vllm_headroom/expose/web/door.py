@@ -30,7 +30,7 @@ class _LoadedConfig(Struct, frozen=True, kw_only=True):
 
     config: WebConfig
     tls: ssl.SSLContext | None
-    """The TLS context; None for plain HTTP."""
+    """The TLS context, or None for plain HTTP."""
     file_states: tuple[object, ...]
     """The states of the files, as returned by `_stat_files`."""
 
@@ -50,7 +50,7 @@ class Door:
         self.loaded = _load(file)
         """The last valid version of the file."""
         self.problem: str | None = None
-        """Why the current version of the file is not applied; None if it is applied."""
+        """Why the current version of the file is not applied, or None if it is applied."""
 
     def is_admitted(self, certificate: dict[str, Any] | None) -> bool:
         """Return whether the client's verified certificate has one of the allowed names.
@@ -67,7 +67,7 @@ class Door:
         return any(name in tls.client_allowed_sans for name in names)
 
     async def find_refusal(self, request: Request, client: str) -> Response | None:
-        """Return the response that refuses a request; None if the request may be answered.
+        """Return the response that refuses a request, or None if the request may be answered.
 
         Status 401 means that the login is missing or wrong. Status 429 means that the login was not
         checked, because too many others are waiting. A request may be answered if its login is

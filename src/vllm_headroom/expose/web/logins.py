@@ -64,7 +64,7 @@ class _Login(Struct, frozen=True, kw_only=True):
     check: Callable[[], bool]
     """Checks the password, which is slow because it computes a bcrypt hash."""
     outcome: asyncio.Future[bool | None]
-    """Whether the password is correct; None if the check was given up."""
+    """Whether the password is correct, or None if the check was given up."""
 
 
 class Users:
@@ -89,7 +89,7 @@ class Users:
         """The number of wrong logins per client, and per client and name."""
         self._waiting: list[_Login] = []
         self._checking: asyncio.Task[None] | None = None
-        """The task of `_check_all`; None before the first login."""
+        """The task of `_check_all`, or None before the first login."""
 
     async def is_login_valid(
         self, users: Mapping[str, str], authorization: str, client: str
@@ -223,7 +223,7 @@ class Users:
 
 
 def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
-    """Return the name and password in a header; None if it is not valid basic authentication."""
+    """Return the name and password in a header, or None if it is not valid basic authentication."""
     scheme, _, token = authorization.partition(" ")
     try:
         raw_name, colon, password = base64.b64decode(token, validate=True).partition(b":")

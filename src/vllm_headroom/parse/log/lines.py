@@ -28,13 +28,13 @@ class Message(Struct, frozen=True, kw_only=True):
 
     text: str
     seconds: float | None
-    """When the runtime received the line; None if the runtime wrote no time."""
+    """When the runtime received the line, or None if the runtime wrote no time."""
 
     clock: str | None
-    """The engine's own time in the form "MM-DD HH:MM:SS"; None if missing."""
+    """The engine's own time in the form "MM-DD HH:MM:SS", or None if missing."""
 
     code_line: str | None
-    """The file and line of the engine's code that wrote the line; None if missing."""
+    """The file and line of the engine's code that wrote the line, or None if missing."""
 
     process: str
     pid: int | None
@@ -174,7 +174,7 @@ class LineReader:
     def _remove_wrapping(
         self, text: str, seconds: float | None, process: str | None
     ) -> list[tuple[str, float | None, str | None]] | None:
-        """Return the texts inside a wrapper with their times; None if there is no wrapper.
+        """Return the texts inside a wrapper with their times, or None if there is no wrapper.
 
         The list is empty for an incomplete line, which is kept until its end arrives.
         """
@@ -207,7 +207,7 @@ class LineReader:
     def _read_json(
         self, text: str, seconds: float | None, process: str | None
     ) -> list[tuple[str, float | None, str | None]] | None:
-        """Return the texts in a JSON line; None if it is not JSON."""
+        """Return the texts in a JSON line, or None if it is not JSON."""
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
@@ -302,7 +302,7 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
 
 
 def read_time(text: str | None) -> float | None:
-    """Return a time with its time zone as seconds since the epoch; None for any other text."""
+    """Return a time with its time zone as seconds since the epoch, or None for any other text."""
     if text is None:
         return None
     # Python reads six decimal digits of a second, but Docker writes nine.
@@ -315,7 +315,7 @@ def read_time(text: str | None) -> float | None:
 
 
 def _find_text(document: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return the first of the fields that contains text; None if no field does."""
+    """Return the first of the fields that contains text, or None if no field does."""
     for name in names:
         value = document.get(name)
         if isinstance(value, str):
@@ -324,7 +324,7 @@ def _find_text(document: dict[str, Any], names: Iterable[str]) -> str | None:
 
 
 def _read_microseconds(text: object) -> float | None:
-    """Return journald's time in seconds; None for any other value."""
+    """Return journald's time in seconds, or None for any other value."""
     if (
         isinstance(text, str)
         and text.isascii()

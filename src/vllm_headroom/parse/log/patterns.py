@@ -30,7 +30,7 @@ class LinePattern(Struct, frozen=True, kw_only=True):
     """The first engine version that writes this line."""
 
     until: str | None = None
-    """The last engine version that writes this line; None if the newest version still does."""
+    """The last engine version that writes this line, or None if the newest version still does."""
 
     figures: tuple[tuple[str, float], ...] = ()
     """For each group of the pattern, the field that it fills and the factor that converts it to

@@ -118,7 +118,7 @@ class LogReader:
 
     @property
     def start(self) -> EngineStart | None:
-        """Return the record of the newest start; None before the first line from an engine."""
+        """Return the record of the newest start, or None before the first line from an engine."""
         return None if self._builder is None else self._builder.build(is_followed=False)
 
     def feed(self, line: bytes) -> tuple[LogEvent, ...]:
@@ -590,7 +590,7 @@ def read_refusal(text: str) -> Refusal:
 
 
 def _read_size(match: re.Match[str] | None) -> int | None:
-    """Return a size in torch's format as bytes; None if there is none."""
+    """Return a size in torch's format as bytes, or None if there is none."""
     if match is None:
         return None
     number, unit = [group for group in match.groups() if group is not None]
