@@ -1,1 +1,1 @@
-"""The command `plan`, which answers whether a model will fit."""
+"""The `plan` command, which answers whether a model fits on the given GPUs."""

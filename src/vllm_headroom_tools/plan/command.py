@@ -112,12 +112,14 @@ SIZE_OPTIONS: Final = (
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""The options that set a model's sizes. Each has its name, the configuration field that it
-overrides, and its meaning.
+"""The options that set a model's sizes. Each entry contains an option's name, the configuration
+field that the option overrides, and its meaning.
 """
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
-"""The size options that the KV cache requires if there is no configuration."""
+"""The size options that must be given if there is no model configuration, because they determine
+the size of the KV cache.
+"""
 
 
 def build_question(options: Namespace) -> Question:
@@ -142,7 +144,8 @@ def build_question(options: Namespace) -> Question:
     max_num_batched_tokens = options.max_num_batched_tokens
     max_num_seqs = options.max_num_seqs
     if max_num_seqs is None:
-        # As in vLLM (0.33, engine/arg_utils.py), the batch size, if given, caps the default.
+        # If a batch size is given, it limits the default number of sequences, as in vLLM (0.33,
+        # engine/arg_utils.py).
         batch_limit = max_num_batched_tokens or defaults.max_num_seqs
         max_num_seqs = min(defaults.max_num_seqs, batch_limit)
     if max_num_batched_tokens is None:
@@ -196,7 +199,7 @@ def build_question(options: Namespace) -> Question:
 
 
 def _read_prefix_caching(options: Namespace) -> bool | None:
-    """Return whether prefix caching is turned on or off; None if no option sets it."""
+    """Return whether prefix caching is enabled, or None if no option sets it."""
     if options.no_enable_prefix_caching:
         return False
     return True if options.enable_prefix_caching else None
@@ -212,8 +215,8 @@ def _apply_gpu_choice(options: Namespace) -> None:
     is_spread = (
         options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
     ) > 1
-    # With a whole vLLM command line, the default is one GPU, as in vLLM. Without one, all named
-    # GPUs are used.
+    # With a whole vLLM command line, the default is one GPU, as in vLLM. Without a command line,
+    # all GPUs named by --gpu are used.
     if options.gpu.count is not None and not is_spread and not options.has_line:
         options.tensor_parallel_size = options.gpu.count
 
@@ -247,7 +250,7 @@ def _set_longest(shape: ModelShape, options: Namespace) -> ModelShape:
 class Drafting(Struct, frozen=True, kw_only=True):
     """A model and the parts that generate its drafts."""
 
-    # The shape including the model's own heads and any assumed head.
+    # The model's shape, including its own draft heads and any assumed draft head.
     shape: ModelShape
     # The draft model, if its sizes are known.
     draft: ModelShape | None = None
@@ -258,7 +261,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
 
 
 def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace) -> Drafting:
-    """Return the model with the parts that generate its drafts, if speculation is used."""
+    """Return the model, including the parts that generate drafts if speculation is used."""
     if speculation.has_own_heads:
         shape = shape.add_speculation(speculation.tokens)
     name = speculation.draft_name
@@ -269,7 +272,8 @@ def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace)
         return Drafting(shape=shape, draft=draft)
     if name is None:
         return Drafting(shape=shape)
-    # If the configuration of a head is unknown, assume an upper bound. Other drafts stay unknown.
+    # If the configuration of a head is unknown, assume an upper bound for its size. Other drafts
+    # stay unknown.
     shape_with_head = add_assumed_head(shape, method, speculation.tokens)
     if shape_with_head is None:
         return Drafting(shape=shape, is_unknown=True)
@@ -277,7 +281,7 @@ def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace)
 
 
 def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
-    """Return the draft model, read from its configuration, its public name or its folder.
+    """Return the draft model, which is given as a configuration, a folder or a public name.
 
     Returns None if there is no draft model, or if its sizes are unknown. Raises BadInput if its
     configuration cannot be read.
@@ -331,7 +335,7 @@ def _read_shape(options: Namespace) -> ModelShape | str:
 
 
 def _read_overrides(options: Namespace) -> dict[str, Any]:
-    """Return the configuration fields that options override, under their names in the file."""
+    """Return the configuration fields that options override, by their names in the file."""
     overrides: dict[str, Any] = dict(options.hf_overrides or {})
     for name, field, _ in SIZE_OPTIONS:
         size = getattr(options, name)
@@ -351,10 +355,10 @@ def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str
 def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
     """Return the size of the weights as served, in bytes, and the number of parameters.
 
-    At most one of the two is known. If both are None, they have to be derived from the
-    configuration. vLLM serves quantised weights as they are stored, so the size of the files is
-    used. Other weights are served in the dtype set by the options, so only the number of parameters
-    is used.
+    At most one of the two is returned; the other is None. If both are None, they have to be derived
+    from the configuration. vLLM serves quantised weights as they are stored, so the size of the
+    files is used. Other weights are served in the dtype set by the options, so only the number of
+    parameters is used.
     """
     if options.parameters is not None or options.model_config is None:
         return None, options.parameters
@@ -362,11 +366,11 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
-    # The files may have another dtype than the served model, but the number of parameters can be
-    # derived from their size.
+    # The weight files may have a different dtype from the one that is served, but the number of
+    # parameters can be derived from the size of the files.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
-    # If the quantisation differs from the file's, the size of the files is not used.
+    # If an option changes the quantisation, the size of the weight files no longer applies.
     method: str | None = options.quantization
     if method is not None and not is_same_method(method, shape.quantisation):
         return None, None
@@ -390,7 +394,7 @@ def _apply_options(shape: ModelShape, options: Namespace) -> ModelShape:
 def _apply_dtype(shape: ModelShape, dtype_bytes: float) -> ModelShape:
     """Return the shape with this dtype; a quantised cache and quantised weights are unchanged."""
     kv_dtype_bytes = shape.kv_dtype_bytes
-    # If the cache uses the model's dtype, its dtype changes too.
+    # If the KV cache uses the model's dtype, the new dtype applies to both.
     if kv_dtype_bytes == shape.dtype_bytes:
         kv_dtype_bytes = dtype_bytes
     weight_bytes = shape.weight_bytes_per_parameter
@@ -427,7 +431,8 @@ RELEASE_VALUE: Final = Value(
 PARAMETERS_PATTERN: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 PARAMETERS_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 PARAMETERS_LENGTH: Final = 20
-"""The maximum length, in characters, of a number of parameters."""
+"""The maximum number of characters in a text such as 70.6B, which gives the number of parameters.
+"""
 
 PARAMETERS_LIMIT: Final = 10**14
 """The largest accepted number of parameters: no model has more."""
@@ -458,7 +463,7 @@ CACHE_SIZE_VALUE: Final = Value(
 )
 
 OFFLOAD_LIMIT_GIB: Final = 2**20
-"""Our choice: a larger number of GiB is considered a mistake, such as a value in bytes."""
+"""Our choice: a larger value in GiB is considered a mistake, such as a value given in bytes."""
 
 OFFLOAD_VALUE: Final = Value(
     read=bounded(parse_number, 0, OFFLOAD_LIMIT_GIB), accepts="a number of GiB, such as 10"
@@ -855,8 +860,8 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
 def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -> Question:
     """Build the question from the options and, if given, a startup log and the traffic.
 
-    Typed options take precedence over those in the log. A log contains all options of its start.
-    Without a log, the traffic reveals some of the options.
+    Typed options take precedence over those in the log. The log shows all options with which the
+    engine was started. Without a log, some of the options are taken from the traffic.
     """
     start_figures = None
     if options.log is not None:
@@ -871,7 +876,7 @@ def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -
 
 
 async def _size_live(options: Namespace) -> Report:
-    """Return the report on sizes for the traffic that a sidecar has seen in a day.
+    """Return the report on the sizes that suit the last day of traffic in a sidecar's history.
 
     Raises BadInput if the sidecar does not answer.
     """

@@ -1,4 +1,4 @@
-"""Plan from a startup log, using its options, and using its figures instead of assumptions."""
+"""Plan from a startup log, whose options and figures replace defaults and assumptions."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -17,10 +17,10 @@ from vllm_headroom_tools.sizing.releases import NEWEST_MINOR, OLDEST_MINOR, pars
 from vllm_headroom_tools.terminal import wrap_text
 
 MODEL_NAMES: Final = frozenset({"model", "model_config", "layers", "kv_heads", "head_size"})
-"""Options that name a model other than the log's."""
+"""Options that may name a different model from the one in the log."""
 
 CARD_NAMES: Final = frozenset({"gpu", "gpu_memory_bytes"})
-"""Options that name a card other than the log's."""
+"""Options that may name a different card from the one in the log."""
 
 COUNTS: Final = {
     "tensor_parallel_size": ("tensor_parallel_size",),
@@ -33,14 +33,14 @@ COUNTS: Final = {
     "max_loras": ("max_loras",),
     "max_lora_rank": ("max_lora_rank",),
 }
-"""The whole-number options, with their names in a log."""
+"""The options whose values are whole numbers, with their names in a log."""
 
 FIGURES: Final = {
     "max_model_len": "context_tokens",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "batched_tokens",
 }
-"""Logged figures that vLLM chose itself and that are also options."""
+"""Values that vLLM chose itself and logged, and that can also be set by options."""
 
 UNSET: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1),
@@ -72,8 +72,8 @@ UNSET: Final[Mapping[str, Any]] = {
 """The values of options that a startup log does not show because vLLM used its defaults."""
 
 SAME_LOGGED_CARD_BYTES: Final = GIB
-"""Our choice: two cards are considered the same if their sizes differ by less than this. CUDA sees
-79.2 of 79.6 GiB.
+"""Our choice: two cards are considered the same if their sizes differ by less than this. For
+example, CUDA sees 79.2 GiB of a card with 79.6 GiB.
 """
 
 
@@ -91,8 +91,8 @@ def choose_start(log: EngineLog) -> EngineStart:
 def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: bool) -> Namespace:
     """Return the options, filled in with those of a start.
 
-    Typed options take precedence over those of the start. If `with_typed` is False, this only
-    applies to typed options that name the model or the card. Raises BadInput if the start's release
+    Typed options take precedence over those of the start. If `with_typed` is False, only the typed
+    options that name the model or the card take precedence. Raises BadInput if the start's release
     is unknown.
     """
     applied = Namespace(**vars(options))
@@ -155,7 +155,7 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         if start.find_option(name) is True:
             yield name, True
     is_caching = start.find_option("enable_prefix_caching")
-    # There is an option for either value, and the default depends on the release.
+    # Set both options explicitly, because the default depends on the release.
     if isinstance(is_caching, bool):
         yield "enable_prefix_caching", is_caching
         yield "no_enable_prefix_caching", not is_caching
@@ -207,7 +207,7 @@ CHANGED_OPTIONS: Final = (
 
 
 def describe_log(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield lines on what the logged start had and what the changed options would give.
+    """Yield lines that compare the logged KV cache with the one that the changed options give.
 
     Yields nothing without a log.
     """
@@ -238,7 +238,7 @@ def _list_changes(question: Question, measured: MeasuredStart) -> Iterator[str]:
 
 
 def build_measured_data(estimate: MemoryEstimate) -> dict[str, Any] | None:
-    """Return the log's figures for --json; None without a log."""
+    """Return the log's figures for --json, or None if there is no log."""
     measured = estimate.question.measured
     if measured is None:
         return None

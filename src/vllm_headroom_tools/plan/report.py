@@ -1,4 +1,4 @@
-"""The report, with the probe's measurements from an engine that serves the model."""
+"""The report of `plan`, with the probe's measurements if a probe file is given."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -90,7 +90,7 @@ def _conclude(fits: bool | None) -> Conclusion:  # noqa: FBT001 - an answer, not
 def _compare_parts(
     estimate: MemoryEstimate, measured: WorkerMeasurements | None
 ) -> tuple[PlannedPart, ...]:
-    """Return the planned and measured bytes of each part; empty if nothing was measured."""
+    """Return the planned and measured bytes of each part, or nothing if nothing was measured."""
     if measured is None:
         return ()
     return (
@@ -183,7 +183,7 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _format_spread(question: Question) -> str:
-    """Return how the model is split, such as "tensor parallel 4"; empty for one GPU."""
+    """Return how the model is split, such as "tensor parallel 4", or "" for one GPU."""
     sizes = (
         ("tensor", question.tensor_parallel_size),
         ("pipeline", question.pipeline_parallel_size),
@@ -232,7 +232,7 @@ def _name_origin(assumption: Assumption) -> str:
 
 
 def _name_weights_source(estimate: MemoryEstimate) -> str:
-    """Return where the size of the weights comes from; empty if it is unknown."""
+    """Return where the size of the weights comes from, or "" if it is unknown."""
     question = estimate.question
     measured = question.measured
     if measured is not None and measured.weights_bytes is not None:
@@ -247,7 +247,7 @@ def _name_weights_source(estimate: MemoryEstimate) -> str:
 
 
 def _name_peaks(question: Question) -> str:
-    """Return the three candidates for the activation peak: batch, images and logits."""
+    """Return a text on what may cause the activation peak: a batch, images or logits."""
     items = ""
     if question.largest_input is not None:
         items = f", {question.encoder_items} images"
@@ -256,14 +256,14 @@ def _name_peaks(question: Question) -> str:
 
 
 def _clip_at_zero(amount: Range | None) -> Range | None:
-    """Return a range with negative bounds replaced by 0; None for an unknown range."""
+    """Return the range with negative bounds replaced by 0, or None if it is unknown."""
     if amount is None:
         return None
     return Range(low=max(0.0, amount.low), high=max(0.0, amount.high))
 
 
 def _name_outside(question: Question) -> str:
-    """Return the names of the parts of memory outside the budget."""
+    """Return the names of the memory parts that lie outside the budget."""
     names = ["CUDA context"]
     if question.gpus > 1:
         names.append("NCCL")
@@ -333,7 +333,7 @@ def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
 
 
 def _format_tables(estimate: MemoryEstimate) -> list[str]:
-    """Return two tables: the maximum length by number of sequences, and the reverse.
+    """Return two tables: how long N sequences can be, and how many of length N fit.
 
     Returns an empty list if no blocks are known to fit.
     """
@@ -348,7 +348,7 @@ def _format_tables(estimate: MemoryEstimate) -> list[str]:
 
 
 def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield the two lines of a table: the first number of each pair, then the second."""
+    """Yield a table's two lines, which show the first and the second number of each pair."""
     columns = [[f"{number:,}" for number in pair] for pair in pairs]
     for place, head in enumerate(heads):
         cells = [f"{column[place]:>{max(map(len, column))}}" for column in columns]
@@ -375,7 +375,7 @@ def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Itera
 
 
 def _format_parts(parts: Sequence[PlannedPart]) -> list[str]:
-    """Return the table of planned and measured bytes; empty if there are no measurements."""
+    """Return the table of planned and measured bytes, or nothing if nothing was measured."""
     if not parts:
         return []
     lines = [f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"]
@@ -452,7 +452,7 @@ def build_data(estimate: MemoryEstimate, changes: Iterable[Saving]) -> dict[str,
 
 
 def _build_sequence_data(estimate: MemoryEstimate) -> dict[str, float | None]:
-    """Return the figures about sequences; if `max_model_len` is unknown, its figures are None."""
+    """Return the figures about sequences; those for `max_model_len` are None if it is unknown."""
     length = estimate.question.max_model_len
     sequences = estimate.question.max_num_seqs
     sequence_bytes = None
@@ -491,7 +491,7 @@ def _split_range(amount: Range | None) -> dict[str, int] | None:
 
 
 PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
-"""Our choice: the number of bytes to read from a probe file; no such file is larger."""
+"""Our choice: the maximum number of bytes to read from a probe file, which is never larger."""
 
 
 def read_worker_parts(file: Path) -> WorkerMeasurements:

@@ -55,7 +55,7 @@ class Size(Struct, frozen=True, kw_only=True):
     total_bytes: int
     # vLLM's options and their values.
     settings: tuple[tuple[str, str], ...]
-    # The longest sequence length that could be allowed.
+    # The longest possible value of `max_model_len`.
     longest_tokens: int | None
     capacity_tokens: int | None
     # The largest share of the KV cache that the traffic used.
@@ -65,14 +65,14 @@ class Size(Struct, frozen=True, kw_only=True):
 class Waste(Struct, frozen=True, kw_only=True):
     """The memory on each GPU that the traffic never used; unknown figures are None."""
 
-    # The part of the KV cache that exceeds the traffic's need times SPARE_FACTOR.
+    # The part of the KV cache beyond what the traffic needs times SPARE_FACTOR.
     kv_cache_bytes: float | None
     # The card's memory that was still free at the highest peak.
     free_bytes: float | None
 
     @property
     def total_bytes(self) -> float | None:
-        """Return the sum of both figures; None if neither is known."""
+        """Return the sum of the known figures, or None if neither is known."""
         if self.kv_cache_bytes is None and self.free_bytes is None:
             return None
         return (self.kv_cache_bytes or 0.0) + (self.free_bytes or 0.0)
@@ -89,7 +89,8 @@ class Sizing(Struct, frozen=True, kw_only=True):
     needed_requests: int
     needed_tokens: float
     waste: Waste
-    # The engine's own GPUs with less memory for vLLM; None if the engine needs all of its memory.
+    # The engine's own GPUs with less memory for vLLM, or None if the engine needs all of its
+    # memory.
     smaller_share: Size | None
     # For each card, the smallest number of GPUs that can handle the traffic, sorted by memory.
     others: tuple[Size, ...]
@@ -154,7 +155,7 @@ def _estimate_used_tokens(estimate: MemoryEstimate, traffic: Traffic) -> float:
 
 
 def _count_blocks_per_token(estimate: MemoryEstimate) -> float:
-    """Return the number of blocks per token, counting the KV cache's tokens as vLLM does.
+    """Return the number of blocks per token, with tokens of the KV cache counted as in vLLM.
 
     For models with sliding-window or state-space layers, the number is computed for sequences of
     length `max_model_len`.
@@ -279,7 +280,7 @@ def _is_same_size(question: Question, now: Question) -> bool:
 
 
 def _move_to_card(trials: Trials, card: Card, ranks: int) -> Question:
-    """Return the question for this number of GPUs of a card, using the card's own defaults."""
+    """Return the question changed to this many GPUs of another card and that card's defaults."""
     question = trials.question
     defaults = choose_defaults(card.memory_bytes, question.release)
     if card.has_small_defaults:

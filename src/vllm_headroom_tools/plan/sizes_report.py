@@ -21,9 +21,9 @@ SHORT_DAY_SECONDS: Final = 0.9 * DAY_SECONDS
 
 
 SAME_START_RATIO: Final = 0.97
-"""Our choice: if the KV cache is smaller than this share of the planned lower bound ("at least"),
-the engine was started with other options. In 2 of 100 starts, the cache is slightly larger than the
-bound.
+"""Our choice: a KV cache below this share of the planned lower bound ("at least") shows that the
+engine was started with other options. In 2 of 100 starts with the same options, the cache is
+slightly smaller than the bound.
 """
 
 
@@ -150,7 +150,7 @@ def _format_traffic(sizing: Sizing) -> Iterator[str]:
 
 
 def _format_waste(sizing: Sizing) -> Iterator[str]:
-    """Yield the table of memory that the traffic never used; nothing if it is unknown."""
+    """Yield the table of memory that the traffic never used, unless this is unknown."""
     waste = sizing.waste
     if waste.total_bytes is None:
         return

@@ -44,15 +44,16 @@ class Traffic(Struct, frozen=True, kw_only=True):
     capacity_tokens: float | None = None
     # How long the cache was full.
     full_seconds: float = 0.0
-    # How long requests queued. If this was long, the next fields are the median number of waiting
-    # requests, and the numbers of requests and tokens if all of them had been running.
+    # How long requests queued. If requests queued for long, the next fields are the median number
+    # of waiting requests, and the numbers of requests and tokens if all of the waiting requests had
+    # been running.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
     queued_requests: float | None = None
     queued_tokens: float | None = None
     # Whether the full cache caused enough preemptions, for long enough, to do harm.
     has_hurt: bool = False
-    # The memory that was free on a GPU at the highest peak.
+    # The least memory that was ever free on a GPU.
     least_free_bytes: float | None = None
     # Whether any prompt hit the prefix cache.
     has_prefix_hits: bool = False
@@ -70,7 +71,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
 
     @property
     def needed_tokens(self) -> float | None:
-        """Return the largest number of tokens in use, including the need of queued requests.
+        """Return the largest number of tokens in use, including tokens for queued requests.
 
         Returns None if the size of the KV cache is unknown.
         """
@@ -86,7 +87,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
 
     @property
     def has_capped_queue(self) -> bool:
-        """Return whether requests queued although the cache was rarely full."""
+        """Return whether requests queued even though the cache was rarely full."""
         return self.queued_waiting is not None and self.full_seconds < self.queued_seconds / 2
 
     @property
@@ -120,7 +121,7 @@ class RankHistory:
 
     @property
     def has_hurt(self) -> bool:
-        """Return whether preemptions with a full cache did harm, by the rules of `advise`."""
+        """Return whether preemptions in a full cache did harm, by the rules of `advise`."""
         thrash = self._collapses.worst
         if thrash is not None and thrash.returned >= HURTING_PREEMPTIONS * thrash.finished:
             return True
@@ -129,7 +130,7 @@ class RankHistory:
         return self._full_preemptions >= HURTING_PREEMPTIONS * self._full_finished
 
     def has_other_size(self, reading: EngineReading) -> bool:
-        """Return whether the KV cache's size has changed; False if either size is unknown."""
+        """Return whether the KV cache's size has changed, or False if either size is unknown."""
         if self.capacity_tokens is None or reading.kv_capacity_tokens is None:
             return False
         difference_tokens = abs(reading.kv_capacity_tokens - self.capacity_tokens)
@@ -153,8 +154,8 @@ class RankHistory:
         self.highest_running = max(self.highest_running, reading.running or 0.0)
         self.highest_used_ratio = max(self.highest_used_ratio, used_ratio)
         is_full = used_ratio > FULL_RATIO
-        # Counters cover the time since the previous sample. Therefore, the first sample after the
-        # cache was full still belongs to the time with a full cache.
+        # Counters cover the time since the previous sample. Therefore, the first sample after a
+        # full cache still covers time in which the cache was full.
         if is_full or self._was_full:
             self._full_preemptions += counts.preemptions
             self._full_finished += counts.finished
@@ -222,7 +223,7 @@ class TraceTraffic:
         return False
 
     def _step_gpu(self, gpu: Gpu) -> None:
-        """Update the least free memory with a GPU's peak since the previous sample."""
+        """Lower the least free memory if a GPU's peak since the previous sample left less."""
         memory = gpu.reading.memory
         if memory is None:
             return
@@ -265,7 +266,7 @@ class TraceTraffic:
         )
         _check_traffic(traffic)
         if traffic.queued_seconds < LASTING_SECONDS:
-            # A short queue is a burst, and the median of a longer time does not describe a burst.
+            # A short queue is a burst, which the median over a longer time does not describe.
             return traffic
         return replace(
             traffic,
@@ -354,7 +355,7 @@ def _list_values(curve: list[list[float | None]]) -> Iterator[float]:
 
 
 def _read_utilization(gpus: list[dict[str, Any]]) -> float | None:
-    """Return the budget as a share of a GPU's total memory; None if it is unknown."""
+    """Return the budget as a share of a GPU's total memory, or None if it is unknown."""
     for gpu in gpus:
         budget_bytes = (gpu["memory_reported_bytes"] or {}).get("budget")
         if budget_bytes and gpu["memory_total_bytes"]:
@@ -369,7 +370,7 @@ SPREAD_NAMES: Final = frozenset(
 
 
 def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
-    """Return the options; those that were not typed have the engine's values.
+    """Return the options, with the engine's values for those that were not typed.
 
     If a whole command line follows `--`, options that it does not set use vLLM's defaults.
     """
@@ -400,7 +401,7 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
 
 
 def _choose_card(traffic: Traffic) -> CardCount | None:
-    """Return the engine's card, identified by name or size; None if the card is unknown."""
+    """Return the engine's card, found by name or size, or None if the card is unknown."""
     try:
         return parse_gpus_by_name(traffic.gpu_name)
     except RefusedError:

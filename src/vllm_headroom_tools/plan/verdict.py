@@ -70,7 +70,7 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
 
 
 def _explain_margin(estimate: MemoryEstimate) -> str:
-    """Return the check that passes with the lower bounds but fails with the upper bounds."""
+    """Return a text on the check that passes with lower bounds and fails with upper bounds."""
     # If several checks are undecided, report the one that vLLM runs first.
     check = next(check for check in check_start(estimate) if check.passes is None)
     if check.name is CheckName.HOST_MEMORY:
@@ -87,7 +87,7 @@ def _explain_margin(estimate: MemoryEstimate) -> str:
 
 
 def _explain_obstacle(estimate: MemoryEstimate) -> str:
-    """Return the first check that fails even with the lower bounds, and vLLM's error for it."""
+    """Return a text on the first check that fails even with lower bounds, and vLLM's error."""
     check = find_failed_check(estimate)
     if check is None:
         return "it is more than the card has."
@@ -148,7 +148,7 @@ def _note_layers(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _note_decimal_card(question: Question) -> Iterator[str]:
-    """Note if a card's memory was given in decimal units: the card has more than its label says."""
+    """Yield a note if the card's memory was given in GB, because the card has more than that."""
     card_bytes = question.gpu_memory_bytes
     if card_bytes is not None and card_bytes % GIGABYTE == 0:
         label = card_bytes // GIGABYTE
@@ -159,7 +159,7 @@ def _note_decimal_card(question: Question) -> Iterator[str]:
 
 
 def _note_ignored_options(question: Question) -> Iterator[str]:
-    """Note an assumed draft model, and vLLM options that are not taken into account."""
+    """Yield notes on an assumed draft model and on vLLM options that are not considered."""
     if question.assumed_draft is not None:
         yield (
             f"The draft {question.assumed_draft} is not known here. It counts as the largest of its"
@@ -170,7 +170,7 @@ def _note_ignored_options(question: Question) -> Iterator[str]:
 
 
 def _note_copies(question: Question) -> Iterator[str]:
-    """Note a KV cache that tensor parallelism replicates on several GPUs."""
+    """Yield a note if tensor parallelism replicates the KV cache on several GPUs."""
     ranks = question.tensor_parallel_size
     kv_heads = question.shape.heads.count
     context_ranks = question.decode_context_parallel_size
@@ -186,7 +186,7 @@ def _note_copies(question: Question) -> Iterator[str]:
 
 
 def _note_omissions(question: Question) -> Iterator[str]:
-    """Note weights and activations that are not included, and an unchecked model type."""
+    """Yield notes on weights and activations that are left out, and on an unchecked model type."""
     model_type = question.shape.unknown_type
     if model_type is not None:
         yield (
@@ -204,8 +204,8 @@ def _note_omissions(question: Question) -> Iterator[str]:
 def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
     """Yield notes about memory outside the budget.
 
-    With unified memory, they are about the machine's own use. Otherwise, there is a note if the
-    card is nearly full.
+    With unified memory, they state how much memory the machine itself needs. Otherwise, there is a
+    note if the card is nearly full.
     """
     question = estimate.question
     if question.unified_memory:
@@ -361,7 +361,7 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
 
 
 def _enlarge_batch(question: Question) -> Iterator[Trial]:
-    """Yield a trial that enlarges the batch to one block's tokens, unless it is large enough."""
+    """Yield a trial with a batch that holds one block's tokens, unless it already does."""
     block_tokens = estimate_memory(question).layout.block_tokens
     if question.shape.stateful_layers and block_tokens > question.max_num_batched_tokens:
         yield Trial(
@@ -372,7 +372,7 @@ def _enlarge_batch(question: Question) -> Iterator[Trial]:
 
 
 def _leave_graphs(question: Question) -> Iterator[Trial]:
-    """Yield a trial without CUDA graphs for a state-space model; none for other models.
+    """Yield a trial without CUDA graphs if the model has state-space layers.
 
     With CUDA graphs, each sequence needs a block for its state.
     """
@@ -385,7 +385,7 @@ def _leave_graphs(question: Question) -> Iterator[Trial]:
 
 
 def _change_share(question: Question) -> Iterator[Trial]:
-    """Yield a trial with a different share of the card for vLLM; none if the cache's size is set.
+    """Yield a trial with a different share of the card, unless the cache's size is set.
 
     The new share is the highest safe one. With unified memory, the memory that the machine itself
     needs is subtracted, so the highest safe share may be below the current share.
@@ -477,7 +477,8 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
     """Yield a trial for each larger `--tensor-parallel-size`."""
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
         # `find_problem` later rejects a number of ranks that does not divide the model's heads. The
-        # number of cards is not limited here, but the advice names it as the disadvantage.
+        # number of cards is not limited here, but the advice mentions the additional cards as a
+        # disadvantage.
         wider = replace(question, tensor_parallel_size=ranks, card_count=None)
         yield Trial(
             (("--tensor-parallel-size", str(ranks)),),
@@ -493,11 +494,10 @@ is only accurate to an order of magnitude.
 
 
 def _offload_weights(question: Question) -> Iterator[Trial]:
-    """Yield a trial that offloads as few GiB of weights per GPU as vLLM needs to start.
+    """Yield a trial that offloads just enough weights per GPU for vLLM to start.
 
-    If vLLM does not start with any amount, the trial offloads as much as the host can hold. Yields
-    nothing if the host's memory is not given, if it is the card's own memory, or if it has no room
-    for more.
+    If no amount is enough, the trial offloads as much as the host can hold. Yields nothing if the
+    host's memory is not given, is unified with the card's memory, or is too small to hold more.
     """
     host_bytes = question.host_memory_bytes
     weights_bytes = question.weights_bytes
@@ -512,8 +512,8 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
     most_gib = floor(most_bytes / GIB)
     if most_gib <= now_gib:
         return
-    # If vLLM starts with some weights on the host, it also starts with more of them, provided that
-    # the host has room. Therefore, bisection finds the smallest amount.
+    # If vLLM starts with some amount of weights on the host, it also starts with a larger amount,
+    # provided that the host has room. Therefore, bisection finds the smallest amount.
     lowest_gib = now_gib + 1
     highest_gib = most_gib
     while lowest_gib < highest_gib:

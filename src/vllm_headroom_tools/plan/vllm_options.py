@@ -30,9 +30,10 @@ NAMED_METHODS: Final = (
     ("accelerator", "mlp_speculator"),
     ("eagle", "eagle"),
 )
-"""Substrings of a draft's name, each with a method. If no method is given, vLLM chooses the method
-of the first substring that matches. The first four come from vLLM 0.33 (config/speculative.py,
-`__post_init__`). vLLM recognises the last three by the draft's configuration.
+"""Pairs of a substring of the draft's name and a method. If no method is given, vLLM chooses the
+method of the first substring that matches. The first four come from vLLM 0.33
+(config/speculative.py, `__post_init__`). vLLM recognises the last three by the draft's
+configuration.
 """
 
 HIDDEN_STATES: Final = "extract_hidden_states"
@@ -49,9 +50,9 @@ class Speculation(Struct, frozen=True, kw_only=True):
     """The speculative decoding that vLLM will use."""
 
     tokens: int = 0
-    # The name of the method in vLLM; None without speculation.
+    # The name of the method in vLLM, or None if speculation is not used.
     method: str | None = None
-    # The name of a separate model that generates the drafts; None if there is none.
+    # The name of the separate model that generates the drafts, or None if there is no such model.
     draft_name: str | None = None
 
     @property
@@ -80,8 +81,8 @@ def read_speculation(options: Namespace) -> Speculation:
         name = None
     elif method == HIDDEN_STATES:
         name = HIDDEN_STATES
-    # If the model's own heads generate the drafts, the draft may have the model's name, as in
-    # Ernie's recipes.
+    # If the model's own heads generate the drafts, the options may name the model itself as the
+    # draft, as in Ernie's recipes.
     is_assistant = name is not None and name.endswith(ASSISTANT)
     if method == OWN_HEADS and not is_assistant:
         name = None

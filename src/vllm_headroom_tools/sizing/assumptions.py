@@ -1,4 +1,4 @@
-"""Assumptions about a start, for figures without a formula, with the evidence for each."""
+"""Assumptions about a start, for figures that cannot be computed, each with its evidence."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -26,7 +26,7 @@ class Range(Struct, frozen=True, kw_only=True):
     high: float
 
     def __add__(self, other: "Range") -> "Range":
-        """Return a range with the bounds of the two amounts added up."""
+        """Return the range whose bounds are the sums of the two ranges' bounds."""
         return Range(low=self.low + other.low, high=self.high + other.high)
 
     def scale(self, factor: float) -> "Range":
@@ -98,8 +98,8 @@ class StartAssumptions(Struct, frozen=True, kw_only=True):
     graphs: Assumption
     # Sampling memory, as a multiple of the size of the 32-bit logits.
     sampling_ratio: Assumption
-    # The memory of the sampler's warm-up, in the same unit. The warm-up follows the allocation of
-    # the KV cache.
+    # The memory of the sampler's warm-up, as a multiple of the size of the 32-bit logits. The
+    # warm-up follows the allocation of the KV cache.
     warmup_ratio: Assumption
     # The memory of a forward pass, as a multiple of the estimate.
     forward_ratio: Assumption
@@ -120,7 +120,7 @@ H100_LABEL_BYTES: Final = 80 * GIB
 """A size that operators commonly give for this card."""
 
 MEASURED_GPUS: Final = 4
-"""The largest number of GPUs in the known starts."""
+"""The largest number of GPUs used in any of the known starts."""
 
 
 def _is_size(memory_bytes: float | None, card_bytes: float) -> bool:
@@ -143,7 +143,7 @@ def _is_measured_start(question: Question) -> bool:
 
 
 def _count_group_gpus(question: Question) -> int:
-    """Return how many GPUs communicate: those of one engine or, with shared experts, of all."""
+    """Return how many GPUs communicate: those of one engine, or of all that share experts."""
     if question.shape.experts_per_token > 1:
         return question.gpus
     return question.tensor_parallel_size * question.pipeline_parallel_size
@@ -217,7 +217,7 @@ measured.
 
 
 def _assume_driver_reserved(question: Question) -> Assumption:
-    """Return how much the driver reserves of the memory that the question gives.
+    """Return how much of the memory given in the question is reserved by the driver.
 
     The question may give nvidia-smi's total, the size that CUDA sees, or the size on the label.
     """
@@ -287,7 +287,7 @@ CARDS_OF_PCIE: Final = frozenset(
 
 LARGEST_PCIE_BYTES: Final = 60 * GIB
 """Our choice: if a card's name is unknown and its memory is smaller than this, vLLM is assumed not
-to use large all-reduce buffers on it, because it has no NVLink or is too old.
+to use large all-reduce buffers, because such a card has no NVLink or is too old.
 """
 
 
@@ -301,10 +301,10 @@ def _has_small_buffers(question: Question) -> bool:
 
 
 def _assume_non_torch(question: Question) -> Assumption:
-    """Return how much of the budget libraries and communication take during the profile run.
+    """Return the memory that libraries and communication take from the budget while profiling.
 
     In a group of GPUs, all-reduce buffers take most of this memory. The last stage of a pipeline
-    also loads the sampler's library. Without a pipeline, every GPU does.
+    also loads the sampler's library. Without a pipeline, every GPU loads this library.
     """
     # Experts on several engines exchange tokens using all-to-all, which has the largest buffers.
     if question.data_parallel_size > 1 and question.shape.experts_per_token > 1:
@@ -331,8 +331,8 @@ def _assume_non_torch(question: Question) -> Assumption:
         h100_range = Range(low=2.0 * GIB, high=2.25 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
     if question.unified_memory:
-        # vLLM compares free memory before and after, so the page cache of the weight files also
-        # counts.
+        # vLLM compares the free memory before loading and after the profile run, so the page cache
+        # of the weight files also counts.
         return Assumption(
             range=Range(low=0.05 * GIB, high=10.0 * GIB),
             origin=Origin.REPORTS,
@@ -415,32 +415,32 @@ layer is 0.10 to 0.22 MiB on one GPU (H100_STARTS), and 0.07 MiB on a 24 GB card
 """
 
 SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)
-"""With tensor parallelism, the size per layer of a graph of the model's parts: 0.12 to 0.81 MiB. A
+"""The size of a graph of the model's parts with tensor parallelism, per layer: 0.12 to 0.81 MiB. A
 whole-model graph is as large as on one GPU (H100_STARTS).
 """
 
 SHARED_PARTS_HIGH: Final = 27 * MIB
 SHARED_WHOLE_HIGH: Final = 14 * MIB
-"""With tensor parallelism, the most memory that each of the two graphs of a batch size takes. The
-graph of the parts takes 26 MiB with 32 layers and 20 MiB with 80 layers. The whole-model graph
-takes 14 MiB with 80 layers (H100_STARTS). For a dense model with 70 billion parameters, the two
-graphs together take 38 MiB (public reports: 2.2 GiB for 51 sizes).
+"""The largest sizes of the two graphs for a batch size with tensor parallelism, one of the model's
+parts and one of the whole model. The graph of the parts takes 26 MiB with 32 layers and 20 MiB with
+80 layers. The whole-model graph takes 14 MiB with 80 layers (H100_STARTS). For a dense model with
+70 billion parameters, the two graphs together take 38 MiB (public reports: 2.2 GiB for 51 sizes).
 """
 
 LARGEST_MIXTURE_GPUS: Final = 8
 LARGEST_MIXTURE_PARTS_HIGH: Final = 82 * MIB
-"""The most memory that a graph of the parts takes for a mixture of experts on at least
+"""The largest size of a graph of the model's parts for a mixture of experts on at least
 LARGEST_MIXTURE_GPUS GPUs. For 51 batch sizes, both graphs together take 5 GiB (public reports).
 """
 
 HYBRID_GRAPHS_HIGH: Final = 84 * MIB
-"""The most memory that both graphs of a batch size take for a state-space model: 4.2 GiB for 51
+"""The largest total size of the two graphs for a batch size in a state-space model: 4.2 GiB for 51
 sizes (public reports, since vLLM 0.26).
 """
 
 UNIFIED_GRAPHS_HIGH: Final = 100 * MIB
-"""The most memory that both graphs of a batch size take on several machines with unified memory:
-5.1 GiB for 51 sizes (two DGX Spark, vLLM 0.29).
+"""The largest total size of the two graphs for a batch size on several machines with unified
+memory: 5.1 GiB for 51 sizes (two DGX Spark, vLLM 0.29).
 """
 
 MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
@@ -507,16 +507,16 @@ LOGIT_BYTES: Final = 4
 """The size of a logit in bytes: sampling uses 32-bit values."""
 
 NARROW_PROFILE_HIGH: Final = 1.25
-"""The most memory that the second runner's sampler profile took before vLLM 0.33, as a multiple of
-the size of the 32-bit logits (the stand-in card, 0.32).
+"""Before vLLM 0.33, the sampler's profile in the second model runner took at most this multiple of
+the size of the 32-bit logits (measured on the stand-in card, 0.32).
 """
 
 
 WIDE_LOGITS: Final = 3.0
 WIDE_LOGITS_HIGH: Final = 3.15
 """The memory that the first runner needs for the 32-bit logits, as a multiple of their size. By
-design, it keeps WIDE_LOGITS copies at the same time. WIDE_LOGITS_HIGH is the highest multiple
-measured.
+design, this runner keeps WIDE_LOGITS copies at the same time. WIDE_LOGITS_HIGH is the highest
+multiple measured.
 """
 
 

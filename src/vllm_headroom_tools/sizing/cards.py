@@ -112,8 +112,8 @@ NAME_WITH_COUNT: Final = re.compile(
 
 LABEL_LOW: Final = 0.9
 LABEL_HIGH: Final = 1.1
-"""The limits on the size in a card's name. It is at least LABEL_LOW times the card's memory in GiB,
-and at most LABEL_HIGH times its memory in GB.
+"""The limits on the size in a card's name. This size is between LABEL_LOW times the card's memory
+in GiB and LABEL_HIGH times its memory in GB.
 """
 
 SYSTEM_SIZED: Final = "GH200"
@@ -129,7 +129,7 @@ about ten MiB between drivers.
 
 
 def find_card_by_size(memory_bytes: int) -> Card | None:
-    """Return the first card in the table with this memory; None if there is none."""
+    """Return the first card in the table with this memory, or None if no card has it."""
     for card in CARDS:
         if abs(card.memory_bytes - memory_bytes) < SAME_MODEL_BYTES:
             return card
@@ -193,7 +193,7 @@ def _describe_unknown_card(text: str, key: str) -> str:
 
 
 def _has_size(card: Card, text: str) -> bool:
-    """Return whether the size in a name fits the card; True if the name has no size."""
+    """Return whether the size in a name fits the card, or True if the name has no size."""
     for word in _split_words(text):
         if MEMORY_WORD.fullmatch(word) and card.name != SYSTEM_SIZED:
             label = int(word.rstrip("gib"))

@@ -37,7 +37,7 @@ class StartCheck(Struct, frozen=True, kw_only=True):
     passes: bool | None
     # Why the check fails, or may fail.
     problem: str
-    # vLLM's error message; None if vLLM itself does not refuse to start.
+    # vLLM's error message, or None if vLLM itself does not refuse to start.
     refusal: str | None = None
 
 
@@ -68,7 +68,7 @@ def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
 
 
 def find_failed_check(estimate: MemoryEstimate) -> StartCheck | None:
-    """Return the first check that is certain to fail; None if there is none."""
+    """Return the first check that is certain to fail, or None if no check is."""
     return next((check for check in check_start(estimate) if check.passes is False), None)
 
 
@@ -86,8 +86,8 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
     answers = [check.passes for check in check_start(estimate)]
     if False in answers:
         return False
-    # All checks pass here. In practice, one may fail, because weights or inputs that are not
-    # counted could use up the remaining memory.
+    # All checks pass here. A check may still fail, because weights or inputs that are not counted
+    # could use up the remaining memory.
     if question.has_uncounted_weights or question.has_uncounted_activations:
         return None
     if question.has_unknown_draft or question.max_model_len is None:
@@ -98,7 +98,7 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
 
 
 def is_available(needed: Range, available: Range) -> bool | None:
-    """Return whether the needed memory is available; None if the answer depends on the bounds."""
+    """Return whether enough memory is available, or None if that depends on the bounds."""
     if needed.low > available.high:
         return False
     if needed.high > available.low:
@@ -154,7 +154,7 @@ def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that a batch can hold the tokens of a block that is as large as a state.
+    """Check that a batch can hold a block's tokens when the block is as large as a state.
 
     Source: config/vllm.py, `validate_block_size` with `mamba_cache_mode` "align", up to 0.26.
     """
@@ -179,7 +179,7 @@ def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_host(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the host has room for vLLM's processes, if its memory is given."""
+    """Check that the host has room for vLLM's processes, if the host's memory is given."""
     host_bytes = estimate.question.host_memory_bytes
     if host_bytes is None:
         return
@@ -195,7 +195,7 @@ def _check_host(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 def _check_free_memory(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that vLLM's share of the card is free (v1/worker/utils.py, `request_memory`).
 
-    With unified memory, `_check_card` checks the machine's part later.
+    With unified memory, `_check_card` later checks the memory that the machine itself needs.
     """
     question = estimate.question
     visible = estimate.visible
@@ -203,7 +203,7 @@ def _check_free_memory(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     missing = estimate.assumptions.missing_at_start.range
     ratio = question.gpu_memory_utilization
-    # Our choice: the lower bound decides. A note warns that the start may take more.
+    # Our choice: the check uses the lower bound. A note warns that more may be needed.
     passes = visible.high * (1 - ratio) >= missing.low
     requested_bytes = visible.high * ratio
     free_bytes = visible.high - missing.low
@@ -388,8 +388,8 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
     """Return the card's memory that remains free after the KV cache and CUDA graphs are allocated.
 
-    Returns None if the memory is unknown. Also returns None with unified memory, because the
-    machine's part is checked instead.
+    Returns None if the memory is unknown. Also returns None with unified memory, because
+    `_check_card` then covers the memory that the machine itself needs.
     """
     question = estimate.question
     visible = estimate.visible
@@ -405,7 +405,7 @@ def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
             low=max(0.0, beside_bytes - missing.high), high=max(0.0, beside_bytes - missing.low)
         )
         if not question.release.has_graphs_in_budget:
-            # Our choice: the graphs count with their lower bound only, as in `_check_card`.
+            # Our choice: only the lower bound of the graphs is subtracted, as in `_check_card`.
             spare = Range(low=spare.low - graphs.low, high=spare.high - graphs.low)
         return spare + activations
     cache_bytes = question.kv_cache_memory_bytes
@@ -423,9 +423,9 @@ def _clip_at_zero(amount: Range) -> Range:
 def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for all parts together.
 
-    With a budget, the check only covers the parts outside it. These include the machine's own part
-    if memory is unified, and the CUDA graphs in releases that do not count them towards the budget.
-    If the size of the KV cache is set, there is no budget.
+    With a budget, the check only covers the parts outside it. These include the memory that the
+    machine itself needs if memory is unified, and the CUDA graphs in releases that do not count
+    them towards the budget. If the size of the KV cache is set, there is no budget.
     """
     question = estimate.question
     visible = estimate.visible
@@ -447,7 +447,7 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
             refusal = None
         yield StartCheck(
             name=CheckName.CARD,
-            # Our choice: the lower bound decides. A note warns that the start may take more.
+            # Our choice: the check uses the lower bound. A note warns that more may be needed.
             passes=beside_budget_bytes >= estimate.outside.low,
             problem=problem,
             refusal=refusal,

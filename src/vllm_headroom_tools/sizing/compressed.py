@@ -28,7 +28,9 @@ block (models/deepseek_v4/compressor.py, `block_size`).
 """
 
 PAGE_STEP_BYTES: Final = 576
-"""vLLM pads a layer's part of a block to a multiple of this (models/deepseek_v4/attention.py)."""
+"""vLLM pads a layer's part of a block to a multiple of this many bytes
+(models/deepseek_v4/attention.py).
+"""
 
 LATENT_SCALE_BYTES: Final = 8
 INDEX_SCALE_VALUES: Final = 128
@@ -44,7 +46,7 @@ class WindowedPart(Struct, frozen=True, kw_only=True):
 
 
 class CompressedBlocks(Struct, frozen=True, kw_only=True):
-    """The division of the cache, in which all groups share blocks of one size."""
+    """The division of the cache into blocks, which have the same size in all groups."""
 
     block_bytes: int
     windowed_parts: tuple[WindowedPart, ...]
@@ -66,7 +68,7 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes per token that is no longer in the window, summed over all layers."""
+        """Return the bytes that all layers together keep for a token that has left the window."""
         fine = Fraction(self.fine_layers * (self.latent_bytes + self.index_bytes), FINE_RATIO)
         coarse = Fraction(self.coarse_layers * self.latent_bytes, COARSE_RATIO)
         return ceil(fine + coarse)
@@ -75,9 +77,9 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
         """Return how vLLM 0.33 divides the cache of the largest pipeline stage.
 
         The compressed latents form a single group. The windows and the compressors' two kinds of
-        states form additional groups with about as many layers (v1/core/kv_cache_planning.py,
-        `_get_packed_kv_cache_groups`). The block size is determined by the largest group. `stages`
-        is the number of pipeline stages.
+        states form additional groups, each with about as many layers as the latents' group
+        (v1/core/kv_cache_planning.py, `_get_packed_kv_cache_groups`). The block size is determined
+        by the largest group. `stages` is the number of pipeline stages.
         """
         # If the layers cannot be divided evenly, the first stages get one layer more. The largest
         # stage counts.
@@ -138,7 +140,7 @@ def has_compressed_cache(config: Config) -> bool:
 
 
 def read_compressed_cache(config: Config, layer_count: int) -> CompressedCache | None:
-    """Return the compressed cache of DeepSeek V4; None for other models.
+    """Return the compressed cache of DeepSeek V4, or None for other models.
 
     Raises ValueError for a ratio that vLLM does not support, or if a size is missing.
     """
@@ -174,7 +176,7 @@ def _pad_page(page_bytes: int) -> int:
 
 
 def _choose_group_layers(counts: Sequence[int], least: int) -> int:
-    """Return the group size, at least `least`, that leaves the fewest slots empty.
+    """Return the group size of at least `least` layers that leaves the fewest slots empty.
 
     If several sizes are equally good, the largest is returned (v1/core/kv_cache_planning.py,
     `_approximate_gcd`).

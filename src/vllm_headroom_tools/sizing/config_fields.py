@@ -66,7 +66,7 @@ MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
 
 
 def read_integer(config: Config, *names: str) -> int | None:
-    """Return the first of these fields that is set; for a list, its largest number.
+    """Return the first of these fields that is set, or its largest number if it is a list.
 
     A field that is null, false, 0 or [] counts as not set, so the next field is tried. Returns None
     if no field is set, or if a list contains only zeros. Raises ValueError for a value that is not

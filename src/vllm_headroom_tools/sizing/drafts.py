@@ -1,4 +1,4 @@
-"""The memory that speculative decoding adds to a model: separate draft models, and heads."""
+"""The memory that speculative decoding adds to a model, in separate draft models or in heads."""
 
 from math import ceil
 from typing import Final
@@ -13,8 +13,8 @@ DRAFT_MODEL: Final = "draft_model"
 
 HEAD_LAYERS: Final = {"eagle": 1, "eagle3": 1, "dflash": 8, "dspark": 8, "mtp": 1}
 """Our choice: the number of layers assumed for a draft head with an unknown configuration. EAGLE
-heads have one (models/llama_eagle3.py), and the published DFlash and DSpark heads have five to
-eight. Gemma 4's assistant ("mtp") has four layers, a quarter as wide as the model's.
+heads have one layer (models/llama_eagle3.py), and the published DFlash and DSpark heads have five
+to eight. Gemma 4's assistant ("mtp") has four layers, a quarter as wide as the model's.
 """
 
 CACHELESS_HEADS: Final = frozenset({"mtp"})
@@ -85,7 +85,7 @@ def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
 
 
 def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | None:
-    """Return the shape with more parameters; None if its current parameters cannot be counted."""
+    """Return the shape with more parameters, or None if its present ones cannot be counted."""
     parameters = shape.parameters
     if parameters is None:
         return None
@@ -125,7 +125,8 @@ def add_draft_cache(shape: ModelShape, draft: ModelShape) -> ModelShape:
     """Return the model's shape with the draft's layers added.
 
     This is used if the layers form groups in the cache. The draft counts as additional layers of
-    the model that keep every token. Their number is the smallest that holds the draft's bytes.
+    the model that keep every token. The number of these layers is the smallest that holds the
+    draft's bytes.
     """
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=1)
     draft_bytes, _ = count_layer_bytes(draft, kv_dtype="auto", tensor_parallel=1)

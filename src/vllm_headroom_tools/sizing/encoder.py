@@ -23,8 +23,7 @@ each of two MLPs, 5 for attention, 3 for convolutions (transformers, gemma4).
 """
 
 UNGIVEN_MLP_WIDTH_RATIO: Final = 4
-"""The MLP width, as a multiple of the hidden size, that is assumed if the configuration has none.
-"""
+"""The MLP width that is assumed if the configuration has none, as a multiple of the hidden size."""
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
@@ -59,7 +58,7 @@ class LargestItem(Struct, frozen=True, kw_only=True):
 
 
 def parse_encoder(config: Config) -> Encoder | None:
-    """Return a model's encoders; None for a text-only model.
+    """Return a model's encoders, or None for a text-only model.
 
     If there are several encoders, the largest input is that of the first one. Raises ValueError for
     a value that is not a size.
@@ -78,14 +77,14 @@ def parse_encoder(config: Config) -> Encoder | None:
 
 
 def _sum_parameters(encoders: list[Config]) -> int | None:
-    """Return the total parameters of all encoders; None if one encoder cannot be counted."""
+    """Return the total parameters of all encoders, or None if any encoder cannot be counted."""
     counts = [_count_parameters(encoder) for encoder in encoders]
     given_counts = [count for count in counts if count is not None]
     return sum(given_counts) if len(given_counts) == len(counts) else None
 
 
 def _count_parameters(encoder: Config) -> int | None:
-    """Return the parameters of an encoder's layers and mergers; None if a size is missing."""
+    """Return the parameters of an encoder's layers and mergers, or None if a size is missing."""
     layers = read_integer(encoder, *ENCODER_LAYERS)
     hidden_size = read_integer(encoder, *ENCODER_HIDDEN_SIZE)
     mlp_width = read_integer(encoder, *ENCODER_MLP_WIDTH)
@@ -127,7 +126,7 @@ configuration does not list them.
 
 
 def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
-    """Return how many layer outputs of Qwen's encoder are used: the last one and each deep stack's.
+    """Return the number of outputs used in Qwen's encoder: the last layer's and the deep stacks'.
 
     `usual_stacks` is used if the configuration does not list the deep stacks.
     """
@@ -136,7 +135,7 @@ def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
 
 
 def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
-    """Return an encoder's largest input; None if the model type or a size is unknown."""
+    """Return an encoder's largest input, or None if the model type or a size is unknown."""
     read_largest_item = LARGEST_ITEM_READERS.get(str(config.get("model_type")))
     if read_largest_item is None:
         return None
@@ -174,7 +173,7 @@ GEMMA_4_FRAMES: Final = 32
 """The number of frames in the longest video (models/gemma4_mm.py)."""
 
 GEMMA_4_FRAME_TOKENS: Final = 70 + 8
-"""The tokens per frame, plus the ones that surround it (models/gemma4_mm.py)."""
+"""The number of tokens per frame, including the tokens around the frame (models/gemma4_mm.py)."""
 
 
 def _read_gemma_4_item(_config: Config, encoder: Config) -> LargestItem:
@@ -246,8 +245,8 @@ def _read_qwen_item(
 
 KIMI_IMAGE_PATCHES: Final = 16_384
 """The patches in the largest image, according to published preprocessor_config.json files
-(`in_patch_limit`). A video of four frames has no more patches than this, and it becomes fewer
-tokens.
+(`in_patch_limit`). A video of four frames has no more patches than this, and its patches are merged
+into fewer tokens.
 """
 
 

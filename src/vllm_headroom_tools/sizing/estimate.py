@@ -39,9 +39,9 @@ UNEXPLAINED_BYTES: Final = 0.15 * GIB
 """
 
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
-"""Our choice: the memory that a machine with unified memory needs in addition to the GPU's. Half of
-it is for vLLM's processes on the host, which take one or two GiB each, and half is for the rest of
-the system.
+"""Our choice: the memory that a machine with unified memory needs for itself, in addition to what
+the GPU uses. Half of it is for vLLM's processes on the host, which take one or two GiB each, and
+half is for the rest of the system.
 
 On such a machine, the CPU only has the memory that vLLM leaves. When this memory runs out,
 allocations do not fail; instead, the machine swaps and hangs (vllm-project/vllm#46307,
@@ -130,8 +130,8 @@ def _count_batch_bytes(question: Question) -> float:
 def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Range:
     """Return the memory that the encoder needs for the largest images or videos.
 
-    Returns 0 if the largest images and videos are unknown. Tensor parallelism divides only the
-    lower bound.
+    Returns 0 if the largest images and videos are unknown. Only the lower bound assumes that tensor
+    parallelism divides this memory.
     """
     item = question.largest_input
     items = question.encoder_items
@@ -147,7 +147,7 @@ def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Ran
 
 
 def _count_encoder_output_bytes(question: Question, hidden_size: int) -> float:
-    """Return the bytes of encoded images or videos kept while the language model is profiled.
+    """Return the bytes of encoded images or videos that stay in memory during the profile run.
 
     Returns 0 if the largest images or videos are unknown.
     """
@@ -163,17 +163,17 @@ class ForwardPass(Struct, frozen=True, kw_only=True):
 
     # The bytes that a batch takes in the widest layer.
     layer_bytes: float
-    # The experts' workspace, which is never freed; 0 without experts.
+    # The experts' workspace, which is never freed, or 0 if there are no experts.
     workspace_bytes: float
 
 
 def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
     """Return the memory that a batch takes in a forward pass.
 
-    A layer takes tokens x bytes of the dtype x (2 x hidden size, for the residual, + the values of
-    the widest layer). The widest layer has either 3 x MLP width or queries, keys, values and
-    output; tensor parallelism divides both. The experts' MLP is not counted here, because it is
-    part of the workspace.
+    A layer takes tokens x bytes of the dtype x (2 x hidden size + values of the widest layer),
+    where 2 x hidden size is for the residual. The widest layer has either 3 x MLP width or queries,
+    keys, values and output; tensor parallelism divides both. The experts' MLP is not counted here,
+    because it is part of the workspace.
     """
     shape = question.shape
     ranks = question.tensor_parallel_size
@@ -211,7 +211,7 @@ def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> t
     sampler = NO_BYTES
     if question.may_have_second_runner:
         sampler_bytes = question.max_num_seqs * (question.shape.vocabulary or 0) * PENALTY_BYTES
-        # Neither the first runner nor a pooling model has this table.
+        # Neither the first model runner nor a pooling model has the sampler's table of tokens.
         sampler = Range(low=0.0, high=sampler_bytes)
     reserved = assumptions.driver_reserved.range
     uncertain_bytes = question.gpu_memory_utilization * (reserved.high - reserved.low)
@@ -326,7 +326,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def visible(self) -> Range | None:
-        """Return the part of the card's memory that CUDA sees; None if the card is unknown."""
+        """Return the part of the card's memory that CUDA sees, or None if it is unknown."""
         card_bytes = self.question.gpu_memory_bytes
         if card_bytes is None:
             return None
@@ -335,7 +335,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def other_overhead(self) -> Range:
-        """Return the sum of the other parts; in the upper bound, all are at their highest."""
+        """Return the sum of the other parts; its upper bound adds their upper bounds."""
         return add_all(self.other_parts)
 
     @property
@@ -406,7 +406,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         return self.layout.count_blocks(tokens) * self.layout.block_bytes
 
     def count_sequences(self, tokens: int) -> float | None:
-        """Return how many sequences of this length are certain to fit at once; may be fractional.
+        """Return how many sequences of this length certainly fit, as a possibly fractional number.
 
         Returns None if the blocks are unknown.
         """

@@ -42,8 +42,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     speculative_states: int = 0
     attention_heads: int | None = None
     heads: KvHeads
-    # The number of values per token that multi-head latent attention keeps in each layer; None for
-    # other kinds of attention.
+    # The number of values per token that multi-head latent attention keeps in each layer, or None
+    # for other kinds of attention.
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None
@@ -52,19 +52,20 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # The number of values per token in the widest MLP, summed over its experts.
     mlp_width: int | None = None
     experts_per_token: int = 1
-    # The size of a draft head's own vocabulary; None if it uses the model's.
+    # The size of a draft head's own vocabulary, or None if the head uses the model's.
     draft_vocabulary: int | None = None
-    # The class that serves the model; None if the configuration does not name one.
+    # The class that serves the model, or None if the configuration does not name one.
     class_name: str | None = None
-    # Whether the model embeds, classifies or rewards instead of generating tokens.
+    # Whether the model computes embeddings, classes or rewards instead of generating tokens.
     is_pooling: bool = False
-    # Whether there is no separate output matrix, because it is the embedding or is not needed.
+    # Whether there is no separate output matrix, because the embedding also serves as the output
+    # matrix or because no output is needed.
     has_tied_embeddings: bool = False
     parameters: LayerParameters | None = None
     # The image, video or audio encoder.
     encoder: Encoder | None = None
     max_model_len: int | None = None
-    # The original length times YaRN's factor; None with other rotary embeddings.
+    # The original length times YaRN's factor, or None if the model uses other rotary embeddings.
     yarn_length: int | None = None
     # The width of an expert and the size of its input and output, for MXFP4 padding.
     expert_width: int = 0
@@ -77,7 +78,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     position_values: int = 0
     # The bytes per parameter of the output matrix, if it is quantised.
     head_bytes: float | None = None
-    # The number of layers in the model for its own speculative decoding.
+    # The number of layers in the model's own part for speculative decoding.
     speculative_layers: int = 1
     # The bytes per parameter that is served without quantisation.
     dtype_bytes: float = 2.0
@@ -85,11 +86,11 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     stored_bytes: float = 2.0
     # The bytes per value in the KV cache, unless overridden by a vLLM option.
     kv_dtype_bytes: float = 2.0
-    # The bytes per quantised parameter; None if unknown.
+    # The bytes per quantised parameter, or None if unknown.
     weight_bytes_per_parameter: float | None = 2.0
-    # The quantisation method; None if the model is not quantised.
+    # The quantisation method, or None if the model is not quantised.
     quantisation: str | None = None
-    # The model type if its KV cache has not been checked against vLLM's; otherwise None.
+    # The model type if its KV cache has not been checked against vLLM's, otherwise None.
     unknown_type: str | None = None
 
     @property
@@ -124,7 +125,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def embeddings_bytes(self) -> float:
-        """Return the bytes of the embeddings; 0 if their sizes are unknown."""
+        """Return the bytes of the embeddings, or 0 if their sizes are unknown."""
         parameters = self.embeddings or 0
         if self.head_bytes is None or self.has_tied_embeddings:
             return parameters * self.dtype_bytes
@@ -180,8 +181,9 @@ FLOAT16_CACHE: Final = KvDtype(2.0)
 FP8_CACHE: Final = KvDtype(1.0)
 
 HEAD_SCALES_BYTES: Final = 8
-"""The two 32-bit scales per head of the per-token-head methods
-(v1/attention/backends/triton_attn.py)."""
+"""The bytes that the per-token-head methods add to each head for two 32-bit scales
+(v1/attention/backends/triton_attn.py).
+"""
 
 SPARSE_FP8_DTYPE: Final = "fp8_ds_mla"
 SPARSE_NVFP4_DTYPE: Final = "nvfp4_ds_mla"
@@ -236,7 +238,8 @@ PACKED_KV_DTYPES: Final = {
 
 BOUNDARY_LAYERS: Final = 2
 """With these presets, this number of layers at each end of the model keeps the model's own dtype.
-If the model has layers that keep a state, no layer does (`get_boundary_skip_layers`).
+In a model with layers that keep a state, no layer keeps the model's dtype
+(`get_boundary_skip_layers`).
 """
 
 
@@ -266,7 +269,8 @@ def count_bytes_per_token(
     The result is layers on the rank x KV heads on the rank x (key size + value size) x bytes of the
     dtype (vLLM, v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`). Heads that tensor
     parallelism cannot divide are replicated on each rank. Latent attention keeps one vector per
-    layer, in full on every rank. Sliding-window layers count like any others; states do not count.
+    layer, in full on every rank. Sliding-window layers are counted like any others, and states are
+    not counted.
     """
     if shape.compression is not None:
         return ceil(shape.compression.bytes_per_token / pipeline_parallel)
@@ -288,7 +292,7 @@ def count_bytes_per_token(
 def _count_boundary_bytes(
     shape: ModelShape, kv_dtype: str, tensor_parallel: int, pipeline_parallel: int
 ) -> int:
-    """Return the bytes per token that a stage needs in addition if not all layers are packed."""
+    """Return the additional bytes per token that a stage needs if not all layers are packed."""
     if kv_dtype not in PACKED_KV_DTYPES or shape.stateful_layers:
         return 0
     packed_bytes, _ = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
@@ -375,7 +379,7 @@ def count_weights_bytes(
     pipeline_parallel: int = 1,
     data_parallel: int = 1,
 ) -> int | None:
-    """Return the bytes of weights on the GPU that holds the most; None if they cannot be counted.
+    """Return the bytes of weights on the GPU that holds the most, or None if they are unknown.
 
     If the size of the whole model is known, it is passed as `total_bytes` and used instead of
     counting. Tensor parallelism is assumed to divide everything, because the parts that it
@@ -414,7 +418,7 @@ H100, and 13.72 GiB for gpt-oss 20B on an A100.
 
 
 def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
-    """Return the fraction by which padding enlarges the experts; 0 if vLLM does not pad them."""
+    """Return the fraction by which padding enlarges the experts, or 0 if vLLM does not pad them."""
     is_mxfp4 = shape.quantisation is not None and "mxfp4" in shape.quantisation
     if not is_mxfp4 or not shape.expert_width or shape.expert_inputs is None:
         return 0.0
@@ -439,7 +443,7 @@ def _measure_experts_ratio(shape: ModelShape) -> float:
 
 
 def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
-    """Return the size of the whole model's weights; None if they cannot be counted.
+    """Return the size of the whole model's weights, or None if they cannot be counted.
 
     If given, `parameters` replaces the number counted from the configuration. Embeddings, encoders
     and layers that are not quantised are in the model's dtype.
@@ -448,7 +452,7 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
     counted = shape.parameters
     if parameter_bytes is None or (counted is None and parameters is None):
         return None
-    # If the size of the embeddings is unknown, nothing can be counted separately.
+    # If the size of the embeddings is unknown, they cannot be counted separately from the layers.
     if shape.embeddings is None:
         return None if parameters is None else parameters * parameter_bytes
     encoder_parameters = 0
@@ -478,13 +482,13 @@ Mamba-2 keeps one more: the state at the end of the prompt
 """
 
 PADDING_LIMIT: Final = 1.5
-"""If the most frequent kind of layer is less than this many times as frequent as the rarest kind,
-vLLM pads the rarer kinds to groups of the same size.
+"""vLLM pads the rarer kinds of layers to groups of the same size if the most frequent kind has less
+than this many times as many layers as the rarest kind.
 """
 
 LATENT_BLOCK_TOKENS: Final = 128
-"""If a model also has state-space layers, the number of tokens in a block of latent attention is a
-multiple of this.
+"""In a model that also has state-space layers, the number of tokens in a block of latent attention
+is a multiple of this.
 """
 
 
@@ -500,10 +504,10 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     # The number of layers in a group, whose keys and values share a block.
     block_layers: int
     block_bytes: int
-    # The number of full-attention groups. In each of them, a sequence takes one block per
+    # The number of full-attention groups. In each of these groups, a sequence takes one block per
     # `block_tokens` tokens.
     full_groups: int
-    # The number of windowed groups. In each of them, a sequence takes one block per
+    # The number of windowed groups. In each of these groups, a sequence takes one block per
     # `windowed_block_tokens` of its last `window_tokens`, plus `window_ends` blocks.
     windowed_groups: int
     windowed_block_tokens: int
@@ -534,8 +538,8 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     def find_longest(self, blocks: int, ceiling: int) -> int:
         """Return the maximum number of tokens in a sequence that takes at most this many blocks.
 
-        The result, found by bisection, is a whole number of blocks of tokens, capped at `ceiling`.
-        It is 0 if not even one block of tokens fits.
+        The result, found by bisection, is a multiple of the tokens in a block, capped at `ceiling`.
+        It is 0 if not even one block fits.
         """
         # In units of whole blocks.
         low = 0
@@ -585,8 +589,8 @@ def build_kv_layout(
     tokens = _choose_block_tokens(shape, block_tokens, full_bytes, tensor_parallel)
 
     # A page is one layer's part of a block. Full and windowed layers may need pages of different
-    # sizes. vLLM gives all pages the larger size, so a page of the smaller kind may hold several
-    # times as many tokens.
+    # sizes. vLLM gives all pages the larger size, so a page of the kind that needs less may hold
+    # several times as many tokens.
     full_page_bytes = full_bytes * tokens
     windowed_page_bytes = windowed_bytes * tokens
     page_bytes = 0
@@ -638,10 +642,10 @@ def _build_compressed_layout(
 
 
 def _choose_group_layers(layer_counts: tuple[int, ...]) -> int:
-    """Return the number of layers in a group; 0 if there are no layers.
+    """Return the number of layers in a group, or 0 if there are no layers.
 
-    A group has as many layers as the rarest kind. If the kinds are almost equally frequent, it has
-    as many as the most frequent kind, and vLLM pads the others.
+    A group has as many layers as the rarest kind. If the kinds are almost equally frequent, a group
+    has as many layers as the most frequent kind, and vLLM pads the other kinds.
     """
     counts = [count for count in layer_counts if count]
     if not counts:

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps for a sequence: every token, a window, a state, or nothing."""
+"""What each layer of a model keeps in the KV cache: every token, a window, a state, or nothing."""
 
 from typing import Final
 
@@ -46,15 +46,15 @@ CACHELESS_KINDS: Final = frozenset({"mlp", "moe", "dense"})
 
 UNDERSTOOD_KINDS: Final = FULL_KINDS | WINDOWED_KINDS | STATEFUL_KINDS | CACHELESS_KINDS
 """All kinds of layers whose cache is understood. "hybrid" is not included, because such a layer is
-of two kinds.
+a combination of two kinds.
 """
 
 NEMOTRON_LETTERS: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
-"""The letters in Nemotron-H's `hybrid_override_pattern`, which has one per layer."""
+"""The letters in Nemotron-H's `hybrid_override_pattern`, which has one letter per layer."""
 
 LAYER_LIMIT: Final = 10_000
-"""The largest accepted number of layers, which no model comes close to. Each layer is given a name,
-and a billion names would fill the memory.
+"""Our choice: the largest accepted number of layers; real models have far fewer. Each layer is
+given a name, and a billion names would fill the memory.
 """
 
 
@@ -87,13 +87,13 @@ FLAGGED_KINDS: Final = (
     ("hybrid_layer_pattern", "sliding_attention", "full_attention"),  # MiMo-V2
     ("attn_type_list", "full_attention", "linear_attention"),  # MiniMax
 )
-"""Fields with a flag per layer. Each is followed by the kind of a layer whose flag is 1, and by the
-kind of the other layers.
+"""Fields with a flag per layer. Each field is followed by the kind of the layers whose flag is 1,
+and by the kind of the other layers.
 """
 
 
 def _read_listed_kinds(config: Config) -> list[str]:
-    """Return the kinds that the configuration lists for each layer; empty without such a list."""
+    """Return the kinds in the configuration's list of layers, or nothing if it has no list."""
     # Each model family lists its layers in a different way, using at most one of these fields.
     for read_kinds in (_read_block_kinds, _read_kimi_kinds, _read_nemotron_kinds, _read_flags):
         kinds = read_kinds(config)
@@ -104,7 +104,7 @@ def _read_listed_kinds(config: Config) -> list[str]:
 
 
 def _read_block_kinds(config: Config) -> list[str] | None:
-    """Return the kinds from Nemotron-NAS's blocks; None without them.
+    """Return the kinds from Nemotron-NAS's blocks, or None if there are no blocks.
 
     Raises ValueError for a layer with an unsupported kind of attention.
     """
@@ -115,7 +115,7 @@ def _read_block_kinds(config: Config) -> list[str] | None:
 
 
 def _read_kimi_kinds(config: Config) -> list[str] | None:
-    """Return the kinds from Kimi Linear's list of full-attention layers; None without it."""
+    """Return the kinds from Kimi Linear's list of full-attention layers, or None if it has none."""
     full_layers = read_mapping(config, "linear_attn_config").get("full_attn_layers")
     if not isinstance(full_layers, list):
         return None
@@ -125,7 +125,7 @@ def _read_kimi_kinds(config: Config) -> list[str] | None:
 
 
 def _read_nemotron_kinds(config: Config) -> list[str] | None:
-    """Return the kinds from Nemotron-H's letters; None without them."""
+    """Return the kinds from Nemotron-H's letters, or None if the configuration has no letters."""
     pattern = config.get("hybrid_override_pattern")
     if not isinstance(pattern, str):
         return None
@@ -133,7 +133,7 @@ def _read_nemotron_kinds(config: Config) -> list[str] | None:
 
 
 def _read_flags(config: Config) -> list[str] | None:
-    """Return the kinds from a flag per layer (FLAGGED_KINDS); None without such flags."""
+    """Return each layer's kind from per-layer flags (FLAGGED_KINDS), or None if there are none."""
     for field, flagged_kind, usual_kind in FLAGGED_KINDS:
         flags = config.get(field)
         if isinstance(flags, list):
@@ -142,7 +142,7 @@ def _read_flags(config: Config) -> list[str] | None:
 
 
 def _has_no_attention(block: object) -> bool:
-    """Return whether a Nemotron-NAS layer lacks attention; raise ValueError for unusual kinds."""
+    """Return whether a Nemotron-NAS layer lacks attention; raise ValueError if it is unusual."""
     attention = read_mapping(block, "attention") if isinstance(block, dict) else {}
     if attention.get("replace_with_linear") or attention.get("window_length"):
         raise ValueError("a layer has another attention than usual")
@@ -150,9 +150,10 @@ def _has_no_attention(block: object) -> bool:
 
 
 def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
-    """Return the kinds of layers that alternate at an interval or are all of one kind.
+    """Return the kinds of layers if two kinds alternate at an interval or all are the same.
 
-    If there is a window, most layers have it, and every `interval`-th layer keeps all tokens.
+    If there is a window, every `interval`-th layer keeps all tokens, and all other layers use the
+    window.
     """
     if read_window_tokens(config) is None:
         usual_kind = "full_attention"
@@ -175,7 +176,7 @@ def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
 
 
 def read_window_tokens(config: Config) -> int | None:
-    """Return the window in tokens; None if there is no window or a switch turns it off.
+    """Return the window in tokens, or None if there is no window or a switch turns it off.
 
     Raises ValueError for a value that is not a size.
     """
@@ -193,18 +194,19 @@ class StateSizes(Struct, frozen=True, kw_only=True):
     state_values: int
     # The number of values per token that are inputs to the convolution.
     convolution_inputs: int
-    # The number of values per token for the state's heads; 0 for Mamba-1, which has no heads.
+    # The number of values per token for the state's heads, or 0 for Mamba-1, which has no heads.
     head_values: int
-    # The number of tokens that the convolution covers; None if the configuration does not give it.
+    # The number of tokens that the convolution covers, or None if the configuration does not give
+    # it.
     kernel_tokens: int | None
 
 
 def read_state_sizes(config: Config) -> StateSizes | None:
-    """Return the sizes of layers that keep a state; None if the kind of state is not understood.
+    """Return the sizes of layers that keep a state, or None for an unknown kind of state.
 
     Raises ValueError if a size is missing.
     """
-    # Each kind is identified by a field that only it has.
+    # Each kind is recognised by a field that only this kind has.
     if "linear_num_value_heads" in config:
         return _read_gated_delta_net(config)
     if "linear_attn_config" in config:
@@ -252,7 +254,7 @@ def _read_kimi_delta(config: Config) -> StateSizes:
 
 
 def _read_mamba_2(config: Config, heads: int, kernel_tokens: int | None) -> StateSizes:
-    """Return the sizes of Mamba-2 (transformers, nemotron_h), where each field has two names."""
+    """Return the sizes of Mamba-2 (transformers, nemotron_h), whose fields have two names each."""
     output_values = heads * require_integer(config, *MAMBA_2_HEAD_SIZE)
     state_size = require_integer(config, *MAMBA_STATE_SIZE)
     groups = read_integer(config, *MAMBA_2_GROUPS) or 1
@@ -287,8 +289,8 @@ def count_state_bytes(config: Config) -> int | None:
 
     The bytes cover the state and the last inputs of the convolution (vLLM 0.32,
     model_executor/layers/mamba/mamba_utils.py, `MambaStateShapeCalculator`). The state's dtype is
-    set by the model (models/config.py); the convolution's inputs use 16 bits. Returns None for a
-    kind of state that is not understood. Raises ValueError if a size is missing or invalid.
+    set by the model (models/config.py); the inputs of the convolution use 16 bits. Returns None for
+    a kind of state that is not understood. Raises ValueError if a size is missing or invalid.
     """
     sizes = read_state_sizes(config)
     if sizes is None:
@@ -312,7 +314,7 @@ class KvHeads(Struct, frozen=True, kw_only=True):
 
 
 def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
-    """Return the KV heads of full-attention layers, and those of windowed layers.
+    """Return the KV heads of full-attention layers, and those of windowed layers if they differ.
 
     The second value is None if windowed layers have the same heads. If the configuration does not
     give the number of KV heads, each query head has one. Raises ValueError if a size is missing.
@@ -346,7 +348,7 @@ HEAD_FIELDS: Final = frozenset({"head_dim", "num_key_value_heads"})
 
 
 def find_full_layer_override(config: Config) -> Config | None:
-    """Return the heads of the full-attention layers if the configuration overrides them.
+    """Return the heads of the full-attention layers if overrides change only these.
 
     Returns None if the configuration overrides nothing. Also returns None if it overrides anything
     other than the heads of exactly these layers.
@@ -376,7 +378,7 @@ def _read_head_size(config: Config) -> int:
 
 
 def _count_kv_heads(config: Config) -> int:
-    """Return the number of KV heads, or else of query heads; raise ValueError if none is given."""
+    """Return the number of KV heads, or of query heads; raise ValueError if both are missing."""
     count = read_integer(config, *KV_HEADS) or _count_nas_heads(config)
     if count is None:
         count = read_integer(read_mapping(config, "attn_config"), *KV_HEADS)
@@ -391,7 +393,7 @@ def _count_kv_heads(config: Config) -> int:
 
 
 def _count_nas_heads(config: Config) -> int | None:
-    """Return the KV heads of Nemotron-NAS; None for other models.
+    """Return the KV heads of Nemotron-NAS, or None for other models.
 
     Raises ValueError if the number differs from layer to layer.
     """
@@ -403,7 +405,7 @@ def _count_nas_heads(config: Config) -> int | None:
     for block in blocks:
         if not _has_no_attention(block):
             group_sizes.add(require_integer(block["attention"], "n_heads_in_group"))
-    # The shape only supports a single number of heads.
+    # The model's shape only supports a single number of heads.
     if len(group_sizes) != 1:
         raise ValueError("its layers have different numbers of KV heads")
     return query_heads // group_sizes.pop()
@@ -412,11 +414,11 @@ def _count_nas_heads(config: Config) -> int | None:
 def _read_gemma_4_heads(
     config: Config, head_count: int, head_size: int, wide_head_size: int
 ) -> tuple[KvHeads, KvHeads]:
-    """Return Gemma 4's KV heads: those of layers without a window, then those of windowed layers.
+    """Return Gemma 4's KV heads, first for layers without a window, then for windowed layers.
 
-    Layers without a window have fewer and wider heads.
+    The layers without a window have fewer but wider heads.
     """
-    # Layers without a window have a different number of heads only if this switch is on.
+    # Layers without a window only have a different number of heads if this switch is on.
     full_count = None
     if config.get("attention_k_eq_v"):
         full_count = read_integer(config, "num_global_key_value_heads")
@@ -427,7 +429,7 @@ def _read_gemma_4_heads(
 
 
 def _read_mimo_windowed_heads(config: Config, head_size: int) -> KvHeads | None:
-    """Return the KV heads of MiMo-V2's windowed layers; None for other models."""
+    """Return the KV heads of MiMo-V2's windowed layers, or None for other models."""
     count = read_integer(config, "swa_num_key_value_heads")
     if count is None:
         return None

@@ -30,14 +30,14 @@ WEIGHT_SETTINGS: Final = (
 """The settings that determine the weights on each GPU."""
 
 MODEL_SETTINGS: Final = (*GROUP_SETTINGS, "shape", "draft", "max_loras", "max_lora_rank")
-"""The settings that, apart from the batch, determine activations and graphs."""
+"""The settings that determine activations and graphs together with the batch settings."""
 
 BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
 """The settings that make activations and graphs grow."""
 
 
 class MeasuredStart(Struct, frozen=True, kw_only=True):
-    """One start's per-GPU figures and its settings; a figure is None if the log lacks it.
+    """The figures of one start per GPU, and its settings; figures missing from the log are None.
 
     A figure depends on some of the settings. It applies to a question only if these settings have
     the same values.

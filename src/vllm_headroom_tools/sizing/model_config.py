@@ -118,7 +118,7 @@ CHECKED_MODEL_TYPES: Final = frozenset(
     }
 )
 """Values of `model_type` whose KV cache is known to be counted as in vLLM, because the tests
-include a recorded model of each.
+include a recording of a model of each type.
 """
 
 CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
@@ -136,7 +136,7 @@ CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "llama4_text": {"sliding_window_pattern": 4},
     "qwen3_next": {"full_attention_interval": 4},
 }
-"""Fields that published configurations omit because they are defaults of the class in transformers,
+"""Fields that published configurations omit because the transformers class has a default for them,
 by `model_type`.
 """
 
@@ -154,10 +154,11 @@ TIED_MODEL_TYPES: Final = frozenset(
         "opt",
     }
 )
-"""Model types whose output matrix is the embedding unless the configuration says otherwise."""
+"""Model types that use the embedding as the output matrix unless the configuration says otherwise.
+"""
 
 TIED_PREFIXES: Final = ("gemma3", "gemma4")
-"""Prefixes of more model types whose output matrix is the embedding by default."""
+"""Prefixes of more model types that use the embedding as the output matrix by default."""
 
 ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
     {
@@ -183,12 +184,12 @@ HEADLESS_CLASSES: Final = (
     "ForTokenClassification",
     "ForEmbedding",
 )
-"""Name suffixes of classes that embed, classify or reward. For these, vLLM does not load the matrix
-for the next token's logits.
+"""Name suffixes of classes that compute embeddings, classes or rewards. For these, vLLM does not
+load the matrix for the next token's logits.
 """
 
 GENERATING_CLASSES: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
-"""Classes that generate tokens although their names end like those in HEADLESS_CLASSES."""
+"""Classes that generate tokens even though their names end like those in HEADLESS_CLASSES."""
 
 TEXT_PARTS: Final = (
     "text_config",
@@ -222,13 +223,13 @@ SOURCE_MODEL_TYPES: Final = frozenset(
         "step3p7",
     }
 )
-"""Values of `model_type` whose cache is counted as in the source code of vLLM 0.33. The counts have
-not been compared with vLLM's results, because vLLM needs a GPU to build these models.
+"""Values of `model_type` whose cache is counted according to the source code of vLLM 0.33. The
+counts have not been compared with vLLM's results, because vLLM needs a GPU to build these models.
 """
 
 SERVED_BYTES: Final = 2.0
-"""The bytes per parameter that is not quantised: vLLM serves 32-bit models in 16 bits
-(config/model.py, `_resolve_auto_dtype`).
+"""The bytes per parameter that is not quantised: vLLM serves 32-bit models with 16 bits per
+parameter (config/model.py, `_resolve_auto_dtype`).
 """
 
 YARN: Final = "yarn"
@@ -241,7 +242,7 @@ UNSCALED_ROTARIES: Final = frozenset(
 """
 
 NAME_LIMIT: Final = 40
-"""Our choice: the number of characters to show of an unknown model type's name."""
+"""Our choice: the maximum number of characters that are shown of an unknown model type."""
 
 
 def parse_model_config(
@@ -249,9 +250,9 @@ def parse_model_config(
 ) -> ModelShape | str:
     """Return the shape described by a config.json, or a sentence explaining what is wrong with it.
 
-    The file uses the field names of Hugging Face transformers; for a multimodal model, the language
-    part is read. `overrides` replaces fields in the file, and `defaults` provides fields that it
-    lacks.
+    The file uses the field names of Hugging Face transformers; in a multimodal model's file, the
+    language part is read. `overrides` replaces fields in the file, and `defaults` provides fields
+    that it lacks.
     """
     try:
         root = json.loads(text)
@@ -261,8 +262,8 @@ def parse_model_config(
         return "it is not a model's configuration, which is a JSON object"
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
-        # Reject such a configuration: the figure would be too low, and `plan` would promise a fit
-        # that does not exist.
+        # Reject such a configuration: the figure would be too low, and `plan` would say that a
+        # model fits even though it does not.
         if config.get(OVERRIDES) and find_full_layer_override(config) is None:
             return f"{UNKNOWN_CACHE}: it has {OVERRIDES}"
         is_compressed = has_compressed_cache(config)
@@ -271,11 +272,11 @@ def parse_model_config(
         if config.get("index_head_dim") and not (config.get("kv_lora_rank") or is_compressed):
             return f"{UNKNOWN_CACHE}: it has index_head_dim"
         encoder = parse_encoder({**(defaults or {}), **root})
-        # For a model in parts, use the class of the whole model.
+        # If the configuration has parts, use the class of the whole model.
         return _build_shape({**config, "architectures": root.get("architectures")}, encoder)
     except RecursionError:
-        # The json module of Python 3.12 and newer accepts deeper nesting than Python functions can
-        # handle.
+        # The json module of Python 3.12 and newer accepts nesting that is too deep for recursive
+        # Python functions.
         return "it is not a model's configuration: it is nested too deeply"
     except ValueError as error:
         return f"it is not a model's configuration that is understood here: {error}"
@@ -284,8 +285,8 @@ def parse_model_config(
 def _merge_parts(root: Config, overrides: Config, defaults: Config) -> Config:
     """Return all fields of the language model in one mapping.
 
-    The order of precedence is `overrides`, the language part, its class's defaults, the root,
-    `defaults`. Null fields do not override anything.
+    From highest to lowest, the precedence is: `overrides`, the language part, its class's defaults,
+    the root, `defaults`. Null fields do not override anything.
     """
     language = _find_language_part(root)
     class_defaults = CLASS_DEFAULTS.get(str(language.get("model_type")), {})
@@ -302,7 +303,7 @@ def _find_language_part(config: Config) -> Config:
 
 
 class LayerCounts(Struct, frozen=True, kw_only=True):
-    """How many layers of each kind have a cache; layers that share another cache do not count."""
+    """How many layers of each kind have a cache that is not another layer's."""
 
     full: int
     windowed: int
@@ -442,7 +443,7 @@ def _count_state_checkpoints(config: Config) -> int:
 
 
 def _read_latent_width(config: Config) -> int | None:
-    """Return the values per token that latent attention keeps: the latent and a rotary key.
+    """Return the values per token that latent attention keeps for the latent and a rotary key.
 
     Returns None for a model without latent attention.
     """
@@ -460,13 +461,13 @@ def _reads_text_at_once(config: Config) -> bool:
 
 
 def _read_class_name(config: Config) -> str | None:
-    """Return the first class in the list, which vLLM loads; None if there is no class."""
+    """Return the first class in the list, which vLLM loads, or None if there is no class."""
     classes = config.get("architectures")
     return str(classes[0]) if isinstance(classes, list) and classes else None
 
 
 def _is_pooling(config: Config) -> bool:
-    """Return whether the model embeds, classifies or rewards instead of generating tokens."""
+    """Return whether the model computes embeddings, classes or rewards instead of tokens."""
     if _reads_text_at_once(config) or config.get(POOLING_FILE):
         return True
     class_name = _read_class_name(config) or ""
@@ -476,8 +477,8 @@ def _is_pooling(config: Config) -> bool:
 def _has_no_output_matrix(config: Config) -> bool:
     """Return whether there is no separate output matrix.
 
-    This is the case if the output matrix is the embedding, or if the model embeds or classifies and
-    therefore does not output tokens.
+    This is the case if the embedding is used as the output matrix, or if the model computes
+    embeddings or classes and therefore does not output tokens.
     """
     if _is_pooling(config):
         return True
@@ -487,7 +488,7 @@ def _has_no_output_matrix(config: Config) -> bool:
 
 
 def _read_max_model_len(config: Config) -> int | None:
-    """Return the longest sequence, in tokens, that vLLM accepts by default; None if unknown.
+    """Return the longest sequence, in tokens, that vLLM accepts by default, or None if unknown.
 
     The result is the model's own length times the factor of its rotary embedding, unless the length
     already includes the factor.
@@ -505,7 +506,7 @@ def _read_max_model_len(config: Config) -> int | None:
 
 
 def _read_yarn_length(config: Config) -> int | None:
-    """Return the original length times YaRN's factor; None with other rotary embeddings."""
+    """Return the original length times YaRN's factor, or None for other rotary embeddings."""
     scaling = read_mapping(config, "rope_scaling", "rope_parameters")
     if YARN not in {scaling.get("rope_type"), scaling.get("type")}:
         return None
@@ -530,12 +531,12 @@ CONFIG_FILE: Final = "config.json"
 
 POOLING_FILE: Final = "modules.json"
 """A file next to config.json that marks an embedding model (sentence-transformers). vLLM serves
-such a model without the next token's logits.
+such a model without an output matrix for tokens.
 """
 
 CONFIG_LIMIT_BYTES: Final = 2**23
 """The maximum size of a config.json, and of other small files next to it, that is read. A real
-config.json has a few kB; a list of how each layer of a large model is quantised has up to 4 MB.
+config.json has a few kB, or up to 4 MB if it lists how each layer of a large model is quantised.
 """
 
 CONFIG_LIMIT_VALUES: Final = 200_000
@@ -545,8 +546,8 @@ has 50,000 values.
 """
 
 INDEX_LIMIT_BYTES: Final = 2**27
-"""The maximum size of a checkpoint index that is read. The index has a line of 100 bytes per
-weight: 10 MB for 60 layers with 384 experts each.
+"""The maximum size of a checkpoint index that is read. The index has a line of 100 bytes for each
+weight matrix, which is 10 MB for 60 layers with 384 experts each.
 """
 
 CHECKPOINT_LIMIT_BYTES: Final = 2**53
@@ -554,7 +555,7 @@ CHECKPOINT_LIMIT_BYTES: Final = 2**53
 
 
 def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
-    """Return the shape of the model described by this config.json or contained in this folder.
+    """Return the shape of the model whose config.json or folder is given.
 
     If the file cannot be read or understood, returns a sentence that explains the problem.
     `overrides` replaces fields in the file.
@@ -578,12 +579,12 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
 
 
 def has_config_file(folder: str) -> bool:
-    """Return whether a folder has a config.json; False if there is no such folder."""
+    """Return whether a folder exists and has a config.json."""
     return _is_folder(Path(folder)) and Path(folder, CONFIG_FILE).is_file()
 
 
 def _is_folder(path: Path) -> bool:
-    """Return whether a folder with this name exists; False if the name is too long."""
+    """Return whether a folder with this name exists, or False if the name is too long."""
     try:
         return path.is_dir()
     except OSError:  # before Python 3.14
@@ -591,15 +592,15 @@ def _is_folder(path: Path) -> bool:
 
 
 def has_many_values(text: str) -> bool:
-    """Return whether JSON has more than CONFIG_LIMIT_VALUES values, without parsing it.
+    """Return whether a JSON text has more than CONFIG_LIMIT_VALUES values, without parsing it.
 
-    Counts the separators and brackets of all values, including those within strings.
+    Counts all separators and brackets, including those within strings.
     """
     return sum(text.count(mark) for mark in ",[{") > CONFIG_LIMIT_VALUES
 
 
 def _read_files_beside(folder: Path) -> Config:
-    """Return the fields from other files in the model's folder, if there are such files."""
+    """Return the fields that other files in the model's folder provide."""
     fields: dict[str, Any] = {
         "preprocessor": _read_small_json(folder / "preprocessor_config.json"),
         POOLING_FILE: (folder / POOLING_FILE).is_file(),
@@ -638,7 +639,7 @@ def _read_json(file: Path) -> Config:
 
 
 def _parse_object(text: str | bytes) -> Config:
-    """Return the JSON object in a text; an empty object for any other text."""
+    """Return the JSON object in a text, or an empty object for any other text."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -647,7 +648,7 @@ def _parse_object(text: str | bytes) -> Config:
 
 
 def count_checkpoint_bytes(folder: Path) -> int | None:
-    """Return the size of the weights in a folder; None if neither the index nor the files show it.
+    """Return the size of the weights in a folder, or None if no file in it shows the size.
 
     The index contains the size (`metadata.total_size`) even if the files themselves are missing.
     Otherwise, the result is the total size of the files, including headers of a few kB.

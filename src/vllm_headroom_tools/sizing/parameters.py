@@ -81,7 +81,7 @@ UNCOUNTED_FIELDS: Final = (
 """Fields that identify models whose layers differ in a way that is not counted here."""
 
 EXPERTS: Final = ".experts."
-"""A substring of the names of all expert matrices, through which only some tokens pass."""
+"""A substring in the names of all expert matrices; only some tokens pass through these matrices."""
 
 ROW_PARALLEL: Final = ("o_proj", "down_proj", "out_proj")
 """Name suffixes of the matrices whose inputs are divided by tensor parallelism. For all other
@@ -103,7 +103,7 @@ class Matrix(Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters in all copies together."""
+        """Return the number of parameters in all copies of the matrix."""
         return self.inputs * self.outputs * self.copies
 
 
@@ -113,7 +113,7 @@ def list_matrices(
     """Return all matrices of layers of these kinds, excluding the token embeddings.
 
     Returns None if the model's layers are not understood, or if a size that every model needs is
-    missing. Raises ValueError if a size is missing that only this kind of model needs.
+    missing. Raises ValueError if a size is missing that only some models need.
     """
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     attention_heads = read_integer(config, *ATTENTION_HEADS)
@@ -168,7 +168,7 @@ def _list_positions(config: Config, hidden_size: int) -> Iterator[Matrix]:
 
 
 def _list_layer_mlp(config: Config, layer: int, kind: str, hidden_size: int) -> Iterator[Matrix]:
-    """Yield the matrices of a layer's experts or dense MLP; nothing if it has neither."""
+    """Yield the matrices of a layer's experts or dense MLP, if it has either."""
     if not _has_mlp(config, kind):
         return
     name = f"layers.{layer}.mlp."
@@ -179,7 +179,7 @@ def _list_layer_mlp(config: Config, layer: int, kind: str, hidden_size: int) -> 
 
 
 def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterator[Matrix]:
-    """Yield the matrices that only Gemma 3n has; nothing for other models.
+    """Yield the matrices that only Gemma 3n has, or nothing for other models.
 
     The matrices are an embedding per token and layer, and the alternating updates (vLLM 0.32,
     models/gemma3n.py).
@@ -221,8 +221,8 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
 def count_side_values(config: Config, layer_count: int) -> int:
     """Return the number of values per token besides its hidden state (Gemma 3n, DeepSeek V4).
 
-    These are the embedding for each layer, and the additional streams before and after a layer.
-    Returns 0 for other models. Raises ValueError for a value that is not a size.
+    These values are the embedding for each layer, and the additional streams before and after a
+    layer. Returns 0 for other models. Raises ValueError for a value that is not a size.
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input") or 0
     streams = read_integer(config, "altup_num_inputs", "hc_mult") or 1
@@ -230,7 +230,7 @@ def count_side_values(config: Config, layer_count: int) -> int:
     return layer_count * embedding_width + 2 * (streams - 1) * hidden_size
 
 
-# A layer's mixer: attention, latent attention, or a state.
+# A layer's mixer, which is attention, latent attention or a state.
 
 
 def _list_attention(
@@ -260,7 +260,7 @@ def _list_attention(
 def _drop_keys_and_values(attention: Sequence[Matrix]) -> list[Matrix]:
     """Return a layer's projections except those for keys and values.
 
-    This is for a layer that reads the KV cache of an earlier layer (Gemma 3n).
+    This applies to layers that read the KV cache of an earlier layer (Gemma 3n).
     """
     return [matrix for matrix in attention if not matrix.name.endswith(("k_proj", "v_proj"))]
 
@@ -279,7 +279,7 @@ def _list_latent_attention(
     else:
         yield Matrix(name=f"{name}q_a_proj", inputs=hidden_size, outputs=query_latent_width)
         yield Matrix(name=f"{name}q_b_proj", inputs=query_latent_width, outputs=query_width)
-    # The latent for all heads' keys and values, and the rotary part.
+    # One matrix is for the latent of all heads' keys and values, and for the rotary part.
     yield Matrix(
         name=f"{name}kv_a_proj_with_mqa", inputs=hidden_size, outputs=latent_width + rotary_size
     )
@@ -298,8 +298,8 @@ def _list_compressed_attention(
 ) -> Iterator[Matrix]:
     """Yield the projections of DeepSeek V4's attention (vLLM 0.33, models/deepseek_v4).
 
-    Compressing layers have a compressor; those with the fine ratio also have an index with its own
-    compressor.
+    Layers that compress tokens have a compressor; those with the fine ratio also have an index,
+    which has another compressor.
     """
     heads = require_integer(config, *ATTENTION_HEADS)
     head_size = require_integer(config, "head_dim")
@@ -313,7 +313,8 @@ def _list_compressed_attention(
     ratio = config["compress_ratios"][layer]
     if ratio <= 1:
         return
-    # A compressor has keys and gates; with the fine ratio, those of two neighbouring latents.
+    # A compressor has keys and gates for one latent or, with the fine ratio, for two neighbouring
+    # latents.
     overlaps = 2 if ratio == FINE_RATIO else 1
     yield Matrix(
         name=f"{name}compressor",
@@ -379,7 +380,7 @@ def _list_mamba_1(config: Config, name: str, state: StateSizes) -> Iterator[Matr
     )
 
 
-# A layer's MLP: dense, or a mixture of experts.
+# A layer's MLP, which is dense or a mixture of experts.
 
 
 def _has_mlp(config: Config, kind: str) -> bool:
@@ -409,13 +410,13 @@ def _list_dense_mlp(config: Config, name: str, hidden_size: int, layer: int) -> 
 
 
 NAS_WIDTH_STEP: Final = 256
-"""Nemotron-NAS's MLP widths are multiples of this (vLLM 0.33, models/nemotron_nas.py,
+"""Nemotron-NAS rounds its MLP widths up to multiples of this (vLLM 0.33, models/nemotron_nas.py,
 `_find_multiple`).
 """
 
 
 def _read_nas_width(block: Config, hidden_size: int) -> int:
-    """Return the MLP width of a Nemotron-NAS layer; 0 if it has no MLP.
+    """Return the MLP width of a Nemotron-NAS layer, or 0 if it has no MLP.
 
     Raises ValueError for a layer that cannot be counted.
     """
@@ -466,7 +467,7 @@ def _list_mlp(
 
 
 def read_mlp_width(config: Config) -> int | None:
-    """Return the width of a dense MLP; None if there is neither a value nor a default.
+    """Return the width of a dense MLP, or None if there is neither a value nor a default.
 
     Raises ValueError for a value that is not a size.
     """
@@ -483,7 +484,7 @@ def read_mlp_width(config: Config) -> int | None:
 
 
 def read_expert_width(config: Config) -> int:
-    """Return an expert's width: `moe_intermediate_size`, or else the MLP's; 0 if neither is given.
+    """Return an expert's width: `moe_intermediate_size`, or else the MLP's, or else 0.
 
     Raises ValueError for a value that is not a size.
     """
@@ -491,12 +492,12 @@ def read_expert_width(config: Config) -> int:
 
 
 def read_shared_expert_width(config: Config) -> int:
-    """Return the total width of all shared experts; 0 for a model without any.
+    """Return the total width of all shared experts, or 0 if there are none.
 
     Raises ValueError for a value that is not a size.
     """
     if config.get("model_type") == "llama4_text":
-        # Llama 4 always has one shared expert, although its configuration does not mention it.
+        # Llama 4 always has one shared expert, even though its configuration does not mention it.
         return read_mlp_width(config) or 0
     count = (
         read_integer(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -523,7 +524,7 @@ class WidestMlp(Struct, frozen=True, kw_only=True):
 
 
 def read_widest_mlp(config: Config) -> WidestMlp | None:
-    """Return the widest MLP that a token passes through; None if no size is given.
+    """Return the widest MLP that a token passes through, or None if no size is given.
 
     A token passes through the shared experts in addition to the chosen ones, so their widths add
     up. Raises ValueError for a value that is not a size.
@@ -541,7 +542,7 @@ def read_widest_mlp(config: Config) -> WidestMlp | None:
 
 
 def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
-    """Return False for a layer in the list of layers without experts (Qwen); otherwise None."""
+    """Return False for a layer listed as a layer without experts (Qwen), otherwise None."""
     dense_layers = config.get("mlp_only_layers")
     if isinstance(dense_layers, list) and index in dense_layers:
         return False
@@ -549,7 +550,7 @@ def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
-    """Return whether a layer consists of experts; in Nemotron-H, experts are separate layers.
+    """Return whether a layer consists of experts, as separate layers in Nemotron-H do.
 
     Returns None for other models.
     """
@@ -561,7 +562,8 @@ def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
 def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
     """Return whether a layer has experts according to the list of MLPs (Laguna, MiMo-V2).
 
-    The list contains either names or 0 and 1. Returns None if there is no list.
+    The entries of the list are either names or the numbers 0 and 1. Returns None if there is no
+    list.
     """
     mlp_kinds = config.get("mlp_layer_types") or config.get("moe_layer_freq")
     if isinstance(mlp_kinds, list) and index < len(mlp_kinds):
@@ -570,7 +572,7 @@ def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer has experts; in Jamba, one in each `period` layers does.
+    """Return whether a layer has experts, as one in every `period` layers of Jamba does.
 
     Returns None if no period is given.
     """
@@ -582,9 +584,9 @@ def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_sparse_step(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer has experts: after the dense layers, every `step`-th layer does.
+    """Return whether a layer has experts, as every `step`-th layer after the dense layers does.
 
-    Never returns None: without these fields, every layer has experts.
+    Never returns None: if these fields are missing, every layer has experts.
     """
     dense_count = read_integer(config, "first_k_dense_replace", "moe_layer_start_index") or 0
     step = read_integer(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
@@ -604,7 +606,7 @@ that is not None is used. Each function takes the configuration, and the index a
 
 
 def _has_experts(config: Config, index: int, kind: str) -> bool:
-    """Return whether the MLP of this layer is a mixture of experts; False for a dense model."""
+    """Return whether the MLP of this layer is a mixture of experts."""
     if not read_integer(config, *EXPERT_COUNT):
         return False
     for read_expert_layer in EXPERT_LAYER_READERS:
@@ -632,15 +634,15 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
     # The number of these parameters that belong to experts; only some tokens pass through each
     # expert.
     experts: int
-    # The average bytes per quantised parameter; None if all are quantised in the same way.
+    # The average bytes per quantised parameter, or None if all are quantised in the same way.
     mixed_bytes: float | None = None
-    # The adapter for everything except these experts.
+    # The adapter for all matrices except those of the experts.
     adapter: Adapter
     # The adapter for these experts.
     expert_adapter: Adapter
 
     def scale(self, factor: float) -> Self:
-        """Return the parameters for `factor` times as many layers; adapters are unchanged."""
+        """Return the parameters for `factor` times as many layers, with adapters unchanged."""
         return replace(
             self,
             total=round(self.total * factor),
@@ -652,7 +654,7 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
 def count_layer_parameters(
     config: Config, kinds: Sequence[str], full_heads: KvHeads, windowed_heads: KvHeads
 ) -> LayerParameters | None:
-    """Return the parameters of layers of these kinds; None if they cannot be counted.
+    """Return the parameters of layers of these kinds, or None if they cannot be counted.
 
     Raises ValueError for a value that is not a size.
     """
@@ -694,8 +696,8 @@ def _sum_parameters(matrices: Sequence[Matrix]) -> int:
 def _count_adapter(matrices: Sequence[Matrix]) -> Adapter:
     """Return the number of values in an adapter of rank 1 for these matrices.
 
-    The adapter has two vectors per matrix: inputs x 1 and 1 x outputs. Tensor parallelism divides
-    one of the two.
+    For each matrix, the adapter has two vectors: inputs x 1 and 1 x outputs. Tensor parallelism
+    divides one of the two.
     """
     replicated_values = 0
     divided_values = 0

@@ -1,4 +1,4 @@
-"""The rotary position tables, which vLLM computes once and keeps next to the weights."""
+"""The tables of rotary positions, which vLLM computes once and keeps in GPU memory."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -39,7 +39,7 @@ LENGTHENING_ROTARIES: Final = ("linear", "dynamic", "ntk")
 
 
 def count_position_values(config: Config, head_size: int, windowed_head_size: int) -> int:
-    """Return the number of table values, which every GPU holds in full in the model's dtype.
+    """Return the number of values in the tables, which every GPU holds in the model's dtype.
 
     A table has a row of `rotary_dim` values per position and is shared by layers with the same
     positions. A model has two tables if its windowed layers use different positions. Returns 0 for
@@ -81,7 +81,7 @@ def _count_rows(scaling: Mapping[str, object], length: int) -> int:
 
 
 def _count_row_values(config: Config, scaling: Mapping[str, object], head_size: int) -> int:
-    """Return the number of values per position, which is the part of a head that is rotated."""
+    """Return the number of values per position, which equals the rotated part of a head."""
     share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     # With Gemma 4's proportional positions, the table covers whole heads.
     if scaling.get("rope_type") == "proportional" or not isinstance(share, int | float):

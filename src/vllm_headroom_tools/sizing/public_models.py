@@ -17,7 +17,7 @@ tests.unit.sizing.reduce_models`.
 
 @cache
 def list_public_models() -> dict[str, Config]:
-    """Return the configurations by name; an alias maps to its model's configuration."""
+    """Return the configurations by model name, including aliases of the models."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     models: dict[str, Config] = dict(table["models"])
     for alias, name in table["same"].items():

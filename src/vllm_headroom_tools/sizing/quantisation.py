@@ -31,8 +31,8 @@ GROUP_SCALE_BYTES: Final = 2.5
 """
 
 ZERO_POINT_BYTES: Final = 0.5
-"""The bytes of the zero point, which are part of GROUP_SCALE_BYTES. Symmetric quantisation has no
-zero point.
+"""The part of GROUP_SCALE_BYTES that is used for the zero point. Symmetric quantisation has no zero
+point.
 """
 
 USUAL_GROUP_WEIGHTS: Final = 128
@@ -130,7 +130,7 @@ KV_SCHEME_BYTES: Final = {"fp8": 1.0, "nvfp4": 9 / 16}
 
 
 def is_same_method(name: str, quantisation: str | None) -> bool:
-    """Return whether a checkpoint uses this method, which is given by its name in vLLM.
+    """Return whether a checkpoint uses the method with this name in vLLM.
 
     For example, awq_marlin matches a checkpoint quantised with AWQ. `quantisation` is None if the
     checkpoint is not quantised.
@@ -197,9 +197,10 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
 
 
 def _read_weight_scheme(quantisation: Config) -> Config:
-    """Return the scheme by which the weights of the first group of modules are quantised.
+    """Return the scheme that quantises the weights of the first group of modules.
 
-    compressed-tensors and ModelOpt write such groups. Returns an empty mapping without them.
+    Such groups are written by compressed-tensors and ModelOpt. Returns an empty mapping if there
+    are no groups.
     """
     groups = quantisation.get("config_groups")
     if not isinstance(groups, dict):
@@ -209,7 +210,7 @@ def _read_weight_scheme(quantisation: Config) -> Config:
 
 
 def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
-    """Return the bytes of a group's scale and zero point, per weight in the group."""
+    """Return the bytes that a group's scale and zero point add to each weight in the group."""
     group_weights = _pick_number(quantisation.get("group_size"), scheme.get("group_size"))
     if group_weights is None:
         return GROUP_OVERHEAD_BYTES
@@ -220,7 +221,7 @@ def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
 
 
 def _pick_number(*values: object) -> int | None:
-    """Return the first value that can be a number of bits or weights; None if there is none."""
+    """Return the first value that can be a number of bits or weights, or None if none can."""
     for value in values:
         if isinstance(value, int) and 1 <= value <= NUMBER_LIMIT:
             return value
@@ -232,7 +233,7 @@ def match_unquantised(config: Config) -> Callable[[str], bool]:
 
     The function takes a name such as "layers.3.mlp.down_proj". Checkpoints list such names or the
     names of enclosing modules. A listed name is written in full, with wildcards, or as a regular
-    expression after "re:". It may begin with the part of the model that contains the layers.
+    expression after "re:". It may begin with the name of the model part that contains the layers.
     """
     quantisation = read_quantisation(config)
     patterns = []
@@ -261,8 +262,8 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
 
     That function returns None for a matrix that is not quantised. If all quantised matrices of a
     model use the same method, None is returned instead of a function. ModelOpt lists the method of
-    each module in `quantized_layers`. This list uses the checkpoint's names, so only the layer and
-    the part are compared. DeepSeek V4 has 4-bit experts in an 8-bit checkpoint.
+    each module in `quantized_layers`. The names in this list are those of the checkpoint, so only
+    the layer and the part are compared. DeepSeek V4 has 4-bit experts in an 8-bit checkpoint.
     """
     quantisation = read_quantisation(config)
     listed = quantisation.get("quantized_layers")
@@ -274,7 +275,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         for name, scheme in listed.items():
             algorithm = str(scheme.get("quant_algo") if isinstance(scheme, dict) else scheme)
             method = MODELOPT_METHODS.get(algorithm.upper())
-            # If a part's method is unknown, the part is counted with `other_bytes`.
+            # If a part's method is unknown, `other_bytes` is used for the part.
             part = _find_part(str(name))
             if method is not None and part is not None:
                 bytes_by_part[part] = QUANTISED_BYTES[method]
@@ -282,7 +283,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
         return None
 
     def read_matrix_bytes(name: str) -> float | None:
-        """Return a matrix's bytes per weight; None if the format is unknown."""
+        """Return a matrix's bytes per weight, or None if the format is unknown."""
         part = _find_part(name)
         if part is not None and part in bytes_by_part:
             return bytes_by_part[part]
@@ -295,7 +296,7 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
 
 
 def read_head_bytes(config: Config) -> float | None:
-    """Return the bytes per parameter of the output matrix if it is quantised; otherwise None."""
+    """Return the bytes per parameter of the output matrix if it is quantised, otherwise None."""
     listed = read_quantisation(config).get("quantized_layers")
     scheme = listed.get("lm_head") if isinstance(listed, dict) else None
     if not isinstance(scheme, dict):
@@ -305,7 +306,7 @@ def read_head_bytes(config: Config) -> float | None:
 
 
 def _find_part(name: str) -> tuple[str, str] | None:
-    """Return a module's layer and part, based on its name; None for a module outside the layers."""
+    """Return the layer and part that a module's name contains, or None outside the layers."""
     match = MODULE_LAYER.search(name)
     if match is None:
         return None
@@ -324,7 +325,7 @@ def _find_part(name: str) -> tuple[str, str] | None:
 
 
 def _list_unquantised_names(quantisation: Config) -> list[str]:
-    """Return the names in the first field that lists modules; empty if there is no such field."""
+    """Return the names in the first field that lists modules, or nothing if no field does."""
     for field in UNQUANTISED_FIELDS:
         names = quantisation.get(field)
         if isinstance(names, list):
@@ -333,7 +334,7 @@ def _list_unquantised_names(quantisation: Config) -> list[str]:
 
 
 def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
-    """Return a pattern that matches modules with this name; None if the expression is invalid."""
+    """Return a pattern that matches modules with this name, or None if it is invalid."""
     if name.startswith("re:"):
         # The names used here start at the layers and leave out the part of the model, so "^" would
         # not match.

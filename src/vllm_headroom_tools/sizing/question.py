@@ -50,8 +50,8 @@ LARGE_CARD: Final = CardDefaults(70 * GIB, 1024, 8192)
 LARGEST_CARD: Final = CardDefaults(160 * GIB, 1024, 16384)
 
 CARD_DEFAULTS: Final = (LARGEST_CARD, LARGE_CARD, SMALL_CARD)
-"""The rows by size, largest first. A card uses the defaults of the first row whose size does not
-exceed the card's.
+"""The rows by size, largest first. A card uses the defaults in the first row whose size is at most
+the card's size.
 
 Source: engine/arg_utils.py, `get_batch_defaults`, 0.32, where an A100 with 80 GiB counts as a small
 card.
@@ -79,7 +79,7 @@ class Question(Struct, frozen=True, kw_only=True):
     # The size of the cache of processed images that each server and each core keeps in host memory.
     mm_processor_cache_bytes: float = 4 * GIB
     host_memory_bytes: int | None = None
-    # The number of LoRA adapters that can be loaded; 0 without adapters.
+    # The number of LoRA adapters that can be loaded, or 0 if adapters are not used.
     max_loras: int = 0
     max_lora_rank: int = DEFAULT_LORA_RANK
     # The draft model of speculative decoding.
@@ -87,9 +87,9 @@ class Question(Struct, frozen=True, kw_only=True):
     # The memory of one card. With `unified_memory`, it is the memory of the machine, which the card
     # shares.
     gpu_memory_bytes: int | None = None
-    # The card's name in the table of cards; None if only its memory is given.
+    # The card's name in the table of cards, or None if only its memory is given.
     card_name: str | None = None
-    # The number of cards; None if it is not given.
+    # The number of cards, or None if it is not given.
     card_count: int | None = None
     gpu_memory_utilization: float = DEFAULT_UTILIZATION
     max_model_len: int | None = None
@@ -100,7 +100,7 @@ class Question(Struct, frozen=True, kw_only=True):
     # The size of the KV cache, if an option sets it. vLLM then ignores the utilization.
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
-    # Whether prefix caching is enabled; None for the release's default.
+    # Whether prefix caching is enabled, or None for the release's default.
     enable_prefix_caching: bool | None = None
     unified_memory: bool = False
     # The number of GPUs in a tensor-parallel group that share a sequence's tokens.
@@ -112,9 +112,9 @@ class Question(Struct, frozen=True, kw_only=True):
     speculation_method: str | None = None
     # Whether a draft model is used whose configuration is not given.
     has_unknown_draft: bool = False
-    # The figures from a startup log; None if there is no log.
+    # The figures from a startup log, or None if there is no log.
     measured: MeasuredStart | None = None
-    # The name of an EAGLE head that is included although its configuration is unknown.
+    # The name of an EAGLE head that is included even though its configuration is unknown.
     assumed_draft: str | None = None
     # vLLM options that were given but have no effect on the estimate.
     ignored_options: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def cache_shape(self) -> ModelShape:
-        """Return the shape with all layers that share the KV cache's blocks, also a draft's.
+        """Return the shape with all layers that share the KV cache's blocks, including a draft's.
 
         If both the model and the draft keep every token, the draft's cache makes each block larger.
         """
@@ -186,7 +186,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def weights_bytes(self) -> int | None:
-        """Return the bytes of weights, draft and adapters included, on the GPU that holds the most.
+        """Return the bytes of weights on the GPU that holds the most, including draft and adapters.
 
         Returns None if any of these cannot be counted.
         """
@@ -234,7 +234,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def largest_input(self) -> EncoderInput | None:
-        """Return the largest image or video; None if it is unknown or there is no encoder."""
+        """Return the largest image or video, or None if it is unknown or there is no encoder."""
         return self.shape.encoder.largest_input if self.shape.encoder else None
 
     @property
@@ -255,14 +255,14 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def adapters_bytes(self) -> int | None:
-        """Return the bytes that vLLM reserves on each GPU for LoRA adapters; 0 without adapters.
+        """Return the bytes that vLLM reserves on each GPU for LoRA adapters, which may be 0.
 
         Returns None if the model's parameters cannot be counted. For each matrix of the model, an
         adapter has two matrices in the model's dtype: one with inputs x rank values, and one with
         rank x outputs values. Tensor parallelism divides one of the two (vLLM 0.32, lora/layers,
         `create_lora_weights`). Expert parallelism divides both matrices of experts, because each
-        GPU holds some of the experts in full, and all engines share the experts. Adapters of the
-        embedding and the output are ignored, because they are as small as those of a single layer.
+        GPU fully holds some of the experts of all engines. Adapters of the embedding and the output
+        matrix are ignored, because they are as small as the adapters of a single layer.
         """
         if not self.max_loras:
             return 0
@@ -297,7 +297,7 @@ def choose_defaults(
 
 
 def find_problem(question: Question) -> str | None:
-    """Return a sentence that says why vLLM rejects these numbers or why `plan` cannot handle them.
+    """Return why vLLM rejects these numbers or why `plan` cannot handle them, as a sentence.
 
     Returns None if there is no problem with the numbers.
     """
@@ -326,7 +326,7 @@ def find_problem(question: Question) -> str | None:
             f"--tensor-parallel-size {ranks} is not divisible by"
             f" --decode-context-parallel-size {context_ranks}"
         )
-    # Each decode context rank takes a part of the tokens in such a copy.
+    # The ranks of decode context parallelism divide the tokens in such copies among themselves.
     copies = 1 if shape.latent_width is not None else max(1, ranks // kv_heads)
     if context_ranks > 1 and shape.latent_width is None and copies % context_ranks:
         return (

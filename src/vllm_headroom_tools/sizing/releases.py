@@ -17,7 +17,8 @@ class Release(Struct, frozen=True, kw_only=True):
     utilization: float
     # Whether the estimate of CUDA graphs is subtracted from the KV cache.
     has_graphs_in_budget: bool
-    # Whether having more sequences than state blocks is an error when graphs are captured.
+    # Whether it is an error, when graphs are captured, to allow more sequences than there are state
+    # blocks.
     has_state_check: bool
     # Whether a block as large as a state must fit in a batch.
     has_aligned_block_check: bool
@@ -36,20 +37,20 @@ class Release(Struct, frozen=True, kw_only=True):
     # Whether the second runner serves these classes only if the model is not quantised and has no
     # experts.
     has_plain_second_runner: bool
-    # Whether the second runner also serves all other models without experts and states, and whether
-    # it serves every model.
+    # Whether the second runner also serves all other models that have neither experts nor states,
+    # and whether it serves every model.
     has_dense_second_runner: bool
     has_only_second_runner: bool
-    # The speculation methods, and those for which the first model runner is used.
+    # The supported speculation methods, and the methods that require the first model runner.
     speculation_methods: frozenset[str]
     first_runner_methods: frozenset[str]
-    # Whether the second runner estimates its CUDA graphs. In earlier releases, its budget does not
-    # include them.
+    # Whether the second runner estimates its CUDA graphs. In earlier releases, the second runner's
+    # budget does not include graphs.
     has_second_runner_graphs: bool
     # Whether the second runner profiles the image encoder.
     has_second_runner_encoder: bool
-    # Whether the KV cache is sized by the memory that the start has consumed. This memory includes
-    # unused memory that torch keeps.
+    # Whether vLLM sizes the KV cache by the memory that was consumed during the start. This memory
+    # includes unused memory that torch keeps.
     counts_consumed_memory: bool
     # Whether the second runner's profile includes the 32-bit logits.
     has_wide_profile: bool
@@ -66,8 +67,8 @@ GRAPHS_SINCE: Final = 20
 """envs.py, `VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS`: on in 0.20.0, off in 0.19.0."""
 
 STATE_CHECK_SINCE: Final = 20
-"""config/compilation.py: 0.20.0 contains "exceeds available Mamba cache blocks"; 0.19.0 captures
-smaller graphs instead (`adjust_cudagraph_sizes_for_mamba_cache`).
+"""config/compilation.py: 0.20.0 contains "exceeds available Mamba cache blocks", but 0.19.0
+captures smaller graphs instead (`adjust_cudagraph_sizes_for_mamba_cache`).
 """
 
 ALIGNED_BLOCK_CHECK_UNTIL: Final = 26

@@ -18,8 +18,8 @@ SCALE_BYTES: Final = 4
 class SparseIndex(Struct, frozen=True, kw_only=True):
     """The index of a model's sparse attention."""
 
-    # For each layer of the model, whether it has an index; a layer without one uses that of another
-    # layer.
+    # For each layer of the model, whether it has an index; a layer that has none uses another
+    # layer's index.
     layers: tuple[bool, ...]
     head_size: int
     heads: int
@@ -33,11 +33,11 @@ class SparseIndex(Struct, frozen=True, kw_only=True):
 
 
 def read_sparse_index(config: Config, layer_count: int) -> SparseIndex | None:
-    """Return the attention index of DeepSeek V3.2, GLM-5 or MiniMax M3; None without one.
+    """Return the attention index of DeepSeek V3.2, GLM-5 or MiniMax M3, or None for others.
 
     DeepSeek's index has 8 bits per value plus scales (vLLM 0.33, `DeepseekV32IndexerCache`).
-    MiniMax's has 16 bits per value (models/minimax_m3/common/indexer.py). Raises ValueError for a
-    value that is not a size.
+    MiniMax's index has 16 bits per value (models/minimax_m3/common/indexer.py). Raises ValueError
+    for a value that is not a size.
     """
     head_size = read_integer(config, "index_head_dim")
     if head_size is not None:
