@@ -61,7 +61,7 @@ class EngineLogFollower:
         self._reader = LogReader()
         self._splitter = LineSplitter()
         self._endings: dict[int, LogEnding] = {}
-        """How the newest starts ended, by the start's number."""
+        """How the newest starts ended, keyed by the start's number."""
         self._newest_seconds: float | None = None
         self._worker = Worker[LogReading]("engine log")
 

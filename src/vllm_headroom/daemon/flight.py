@@ -117,7 +117,7 @@ class RecentReadings:
         """The errors, oldest first."""
         self._samples: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=MOST_USE_SAMPLES)
         self._xid_counts: dict[tuple[str, int], int] | None = None
-        """The driver's counts by UUID and XID, or None before the first reading of GPUs."""
+        """The driver's counts, keyed by UUID and XID, or None before the first reading of GPUs."""
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
         """Add each GPU's memory in use, keyed by UUID, at a time in seconds since the epoch.

@@ -331,7 +331,7 @@ class NodeWatch:
         self._problems: dict[str, str] = {}
         """The last problem logged for each subject."""
         self._other_problems: dict[str, str] = {}
-        """The logged reasons why engines are not watched, by the engine's key."""
+        """The logged reasons why engines are not watched, keyed by the engine's key."""
         self._scraped_seconds = -inf
         self._published_parts: tuple[object, ...] = ()
         """The parts that `_published` was built from."""

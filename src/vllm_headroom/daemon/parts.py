@@ -58,9 +58,9 @@ class Parts(Sources, frozen=True, kw_only=True):
     notice: str = ""
     """A line for people who view the page."""
     canary_request: CanaryRequest | None = None
-    """Sends the canary's requests, or None if there is no canary."""
+    """The sender of the canary's requests, or None if there is no canary."""
     server_request: ServerRequest | None = None
-    """Requests the server's other pages, or None in the demo."""
+    """The sender of requests for the server's other pages, or None in the demo."""
     evictor: Evictor | None = None
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
     """Returns a process's resident bytes by kind of mapping, or None if they are not visible."""
@@ -140,7 +140,7 @@ class NodeParts(Struct, frozen=True, kw_only=True):
 
     gpus: GpuSource
     processes: NodeProcesses | None
-    """Finds the engines, or None if the operator named them by URL."""
+    """The search for engines, or None if the operator named the engines by URL."""
     clock: Clock
 
     def list_resources(self) -> tuple[Closable | None, ...]:

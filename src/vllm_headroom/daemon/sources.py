@@ -68,11 +68,11 @@ class Sources(Struct, frozen=True, kw_only=True):
     gpus: GpuSource
     processes: ReadProcesses
     probe: ReadProbe | None = None
-    """Reads the probe's files, or None if no probe folder is configured."""
+    """The function that reads the probe's files, or None if no probe folder is configured."""
     log: ReadLog | None = None
-    """Reads the engine's log, or None if no engine log is configured."""
+    """The function that reads the engine's log, or None if no engine log is configured."""
     model: FindServedModel | None = None
-    """Finds the served model, or None if the bytes per token are configured."""
+    """The function that finds the served model, or None if the bytes per token are configured."""
 
 
 class AnyParts(Protocol):

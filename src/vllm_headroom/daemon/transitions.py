@@ -65,9 +65,11 @@ class Transitions:
         self._logged_states: dict[str, object] = {}
         self._engine_state: EngineState | None = None
         self._leak_states: dict[str, str | None] = {}
-        """GROWING or LEAKING, or None if neither, by the name of a GPU or host memory."""
+        """GROWING, LEAKING, or None if neither applies, keyed by the name of a GPU or of host
+        memory.
+        """
         self._logged_probes: set[tuple[int, float]] = set()
-        """The stopped probes that were logged, by pid and start time."""
+        """The pid and start time of each stopped probe that was logged."""
         self._forget_probes_at_seconds = 0.0
         self._disagreeing_since_seconds: float | None = None
         """When the engine's log began to disagree, on the monotonic clock, or None if it agrees."""

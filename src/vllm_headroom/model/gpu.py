@@ -351,8 +351,7 @@ class GpuReading(Device, frozen=True, kw_only=True):
     temperature_celsius: float | None = None
     power_watts: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
-    """The processes on the device, or None if the list could not be read, and empty if there are
-    none.
+    """The processes on the device. Empty if there are none, and None if the list could not be read.
     """
 
     xid_errors: tuple[tuple[int, int], ...] = ()
@@ -401,9 +400,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     held_bytes: int | None = None
     """The engine's memory: `engine_bytes` if the device's processes can be attributed. If they
-    never can, all used memory that is not known to belong to other processes counts as the
-    engine's. The value is None while the engine's memory is unknown, and on a device that is not
-    the engine's.
+    never can be attributed, all used memory that is not known to belong to other processes counts
+    as the engine's. The value is None while the engine's memory is unknown, and on a device that is
+    not the engine's.
     """
 
     process_count: int | None = None

@@ -95,8 +95,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """The parts of memory that vLLM was configured to fill."""
 
     token_bytes: TokenBytes | None = None
-    """Computes the bytes per token of the model loaded by the engine's processes, or None if
-    unknown.
+    """The function that computes the bytes per token of the model loaded by the engine's processes,
+    or None if unknown.
     """
 
     @property

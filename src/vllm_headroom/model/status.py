@@ -48,8 +48,8 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
     is_from_start: bool
     """Whether the engine has exceeded the budget ever since it was first observed working."""
     needed_bytes: int
-    """The largest of three peaks above the level at rest: the observed peak, the profile run's
-    peak, and the usual peak.
+    """The largest of three peaks in excess of the memory at rest: the observed peak, the profile
+    run's peak, and the usual peak.
     """
 
     @property
@@ -81,7 +81,7 @@ class StraightGrowth(Struct, frozen=True, kw_only=True):
 
 
 class GpuAtEnd(Device, frozen=True, kw_only=True):
-    """One of the engine's GPUs before the end of a run; a field is None if unknown.
+    """One of the engine's GPUs before a run ended; a field is None if unknown.
 
     `room` is free memory. The fields `first_…` are from the time when the engine started to serve
     or, if that was not observed, when the record began. The fields `last_…` are the highest use or
@@ -112,7 +112,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     leak_bytes_per_request: float | None = None
     straight_growth: StraightGrowth | None = None
     excess: BudgetExcess | None = None
-    """The engine's excess over its budget, or None if there is none, or if it is unknown."""
+    """The engine's excess over its budget, or None if it is unknown or the budget is not exceeded.
+    """
 
     @property
     def growth_bytes(self) -> int | None:
@@ -203,7 +204,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     hung_seconds: float | None = None
     """The time without progress, or None if the engine did not hang."""
     is_page_answering: bool = False
-    """Whether the page still answered at the end."""
+    """Whether the server still answered with the page at the exit or stall."""
     lost_processes: tuple[Lost, ...] = ()
     """The necessary processes that exited before the others."""
     refused_seconds: float | None = None
@@ -215,7 +216,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     unknown.
     """
     usual_running: float | None = None
-    """The median of the running requests in the minutes before the end."""
+    """The median number of running requests in the minutes before the exit or stall."""
     gpus: tuple[GpuAtEnd, ...] = ()
     orphan_bytes: int = 0
     """The GPU memory held by leftover processes."""
@@ -224,18 +225,20 @@ class Ending(Struct, frozen=True, kw_only=True):
     ooms: tuple[str, ...] = ()
     """torch's OutOfMemoryErrors in the last 15 minutes. Only the flight record has them."""
     failed_step: str | None = None
-    """The step in which torch raised an OutOfMemoryError right before the end, in words, or None if
-    unknown.
+    """A description of the step in which torch raised an OutOfMemoryError right before the exit or
+    stall, or None if unknown.
     """
     highest_peak: str | None = None
-    """The highest peak of any step in the last minute in service, in words, or None if unknown."""
+    """A description of the highest peak of any step in the last minute in service, or None if
+    unknown.
+    """
     is_probed: bool = False
     """Whether a probe was running in the engine, so that it would have recorded an
     OutOfMemoryError. Only the flight record has this.
     """
     log: LogEnding | None = None
-    """What the engine's log reports about the end, or None if the log is not read or does not
-    report anything yet.
+    """What the engine's log reports about the exit or stall, or None if the log is not read or does
+    not report anything yet.
     """
     unreadable: tuple[str, ...] = ()
     """The verdicts on GPUs that could not be read. Only the flight record has them."""

@@ -130,7 +130,8 @@ def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
         mismatch = explain_mismatch(saved.identity, identity, age_seconds)
         if mismatch is not None:
             return mismatch
-    # One of the saved GPUs is enough, because the others may not have been opened yet.
+    # It is enough that one of the saved GPUs is visible, because the others may not have been
+    # opened yet.
     saved_uuids = saved.memory.leak.gpus.keys()
     is_any_visible = not saved_uuids.isdisjoint(list_visible(snapshot))
     if saved_uuids and not is_any_visible and is_gpu_list_known(saved, snapshot):

@@ -48,16 +48,16 @@ class StateKeeper:
         self._version = version
         self._lock = lock
         self._owns_folder: bool | None = None
-        """Whether the folder belongs to this daemon; False while another daemon has it, and None
-        until the volume has responded.
+        """Whether this daemon, and no other one, owns the folder. None until the volume has
+        responded.
         """
         self._worker = Worker[Any]("state")
         self._unread_names = {RUNS.name, HISTORY.name, STATE.name}
         """The files that must not be overwritten, because they have not been read or set aside yet.
         """
         self._waiting_state: SavedState | None = None
-        """The leak detector's state from the file, until it is known whether it belongs to the
-        running engine, or None otherwise.
+        """The leak detector's state from the file, kept until it is clear whether it is that of the
+        running engine. None if no state is waiting.
         """
         self._identity: Identity | None = None
         """The engine on the last page that named an engine, or None before the first such page."""
@@ -247,7 +247,7 @@ class StateKeeper:
         return value
 
     def _report(self, name: str, problem: str | None) -> None:
-        """Record the problem of a file's last operation, or None if it succeeded.
+        """Record the problem of a file's last operation, which is None if the operation succeeded.
 
         A line is logged when the first file begins to fail, and when no file fails any more.
         """

@@ -75,7 +75,8 @@ class KfdNodes(Struct, frozen=True, kw_only=True):
     """All nodes that KFD lists."""
 
     by_address: Mapping[str, list[KfdNode]]
-    """The nodes of each card, by the card's PCI address; cards without a node are left out."""
+    """The nodes of each card, keyed by the card's PCI address. Cards without a node are left out.
+    """
     is_any_hidden: bool
     """Whether KFD denied access to at least one node."""
 
@@ -87,9 +88,9 @@ class AmdCard(Struct, frozen=True, kw_only=True):
     folder: str
     """The PCI device's folder in /sys."""
     temperature_file: str
-    """The path of the temperature sensor; "" if there is none."""
+    """The path of the temperature sensor, or "" if there is none."""
     power_file: str
-    """The path of the power sensor; "" if there is none."""
+    """The path of the power sensor, or "" if there is none."""
     is_apu: bool
     """Whether the card is an integrated GPU. Only integrated GPUs have a northbridge voltage sensor
     (amdgpu_pm.c).
@@ -104,7 +105,7 @@ class AmdCard(Struct, frozen=True, kw_only=True):
 
 
 def find_cards(sys: str) -> dict[str, AmdCard]:
-    """Return the driver's cards by UUID, or an empty dictionary if there are none.
+    """Return the driver's cards, keyed by UUID, or {} if there are none.
 
     The cards are ordered by PCI address, not by DRM number. If a card has no unique id, or the same
     one as another card, its UUID is derived from its PCI address.

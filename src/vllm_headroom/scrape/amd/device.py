@@ -275,7 +275,7 @@ class ReadContext:
 
 
 def _read_open_cards(process: str) -> dict[str, int]:
-    """Return the bytes that a process holds on each card, by PCI address.
+    """Return the bytes that a process holds on each card, keyed by the card's PCI address.
 
     Cards on which the process holds no memory are left out. Raises OSError if the process has
     exited or may not be read.
@@ -304,7 +304,7 @@ def _parse_kib(text: str) -> int | None:
 
 
 def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:
-    """Return the kernel's facts about an open file of a DRM device, by name.
+    """Return the kernel's facts about an open file of a DRM device, keyed by name.
 
     The result is empty for any other file, and for a file that has been closed in the meantime.
     Raises OSError for any other failure.

@@ -68,9 +68,9 @@ class Amd:
         self._sys = str(sys)
         self._proc = proc
         self._cards: dict[str, AmdCard] = {}
-        """The cards by UUID. The position of a card in this mapping is its index."""
+        """The cards, keyed by UUID. The position of a card in this mapping is its index."""
         self._last_readings: dict[str, tuple[GpuReading, ...]] = {}
-        """The last readings of each card or its partitions, by the UUID of the card."""
+        """The last readings of each card or its partitions, keyed by the card's UUID."""
         self._topology: object = None
         """The driver's list of cards and KFD's generation number when the cards were last searched
         for. A change means that cards were added, removed or repartitioned.

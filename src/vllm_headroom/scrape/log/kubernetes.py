@@ -53,7 +53,7 @@ class PodLog:
         self._restarts: int | None = None
         """The number of container restarts at the last round, or None before the first round."""
         self._newest_time = ""
-        """The timestamp of the newest line read; "" before the first line."""
+        """The timestamp of the newest line read, or "" before the first line."""
         self._next_seconds = 0.0
         """When the next round is to begin, on the event loop's clock."""
         self._failure: Failure | None = None

@@ -125,7 +125,7 @@ class Session:
         self.process_interval_seconds = process_interval_seconds
         self.proc = proc
         self.devices: tuple[NvmlDevice, ...] = ()
-        """The devices; empty while NVML is closed."""
+        """The devices, or none while NVML is closed."""
         self.driver_version: str | None = None
         self.memory_version: int | None = None
         """NVML's number for version 2 of memory info, or None for version 1."""
@@ -262,7 +262,7 @@ class NvmlDevice:
         self.gpu: GpuPart | None = None
         """The whole GPU, or None until the device is opened."""
         self.parts: tuple[GpuPart, ...] = ()
-        """The MIG instances at the last reading, or only the whole GPU if there were none; empty
+        """The MIG instances at the last reading, or only the whole GPU if there were none. Empty
         before the first reading.
         """
         self.lost_code: int | None = None

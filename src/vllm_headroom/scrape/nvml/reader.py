@@ -87,8 +87,8 @@ class Nvml:
         self._lane = Lane()
         self._lock = asyncio.Lock()
         self._parts: dict[str, tuple[GpuPart, ...]] = {}
-        """By GPU UUID, the MIG instances at the last reading, or only the whole GPU if there were
-        none. The most recently read GPU comes last.
+        """The MIG instances of each GPU at its last reading, or only the whole GPU if it had none,
+        keyed by the GPU's UUID. The most recently read GPU comes last.
         """
         self._transitions = GpuTransitions()
         self._failure = _SILENT

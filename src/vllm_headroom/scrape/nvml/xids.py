@@ -42,7 +42,7 @@ class Xids:
         self._counts: defaultdict[str, Counter[XidKind]] = defaultdict(Counter)
         """The counts by the UUID of the whole GPU."""
         self._uuids_by_address: dict[int, str] = {}
-        """The UUIDs of the GPUs whose events are counted, by the address of the device in NVML."""
+        """The UUIDs of the GPUs whose events are counted, keyed by the device's address in NVML."""
         self._event_set: Any = None
         """NVML's event set, or None if NVML could not create one, and between two inits."""
 

@@ -29,8 +29,8 @@ always the name.
 """
 
 KTHREADD_PID: Final = 2
-"""The parent of all kernel threads, which have no command line. Any other process lacks a command
-line only during exec, which sets the name first.
+"""The parent of all kernel threads, which have no command line. Any other process has no command
+line only during exec, and by then its name has been set.
 """
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
@@ -85,7 +85,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def role(self) -> Role | None:
-        """Return the process's role in an engine, from the command line, or None if there is none.
+        """Return the process's role in an engine, from its command line, or None if it has none.
 
         The result is cached, because every process is checked whenever any process changes.
         """
@@ -252,7 +252,7 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
     try:
         memory_pages = read_start(f"{proc}/{process.pid}/statm").split()
         resident_pages = read_integer(memory_pages[1])
-        # stat is read after statm: if stat still belongs to the same process, so did statm.
+        # stat is read after statm, so if stat is that of the same process, statm was too.
         stat = _read_stat(proc, process.pid)
     except (OSError, ValueError, IndexError) as error:
         _raise_if_unknown(error, is_engine=True)

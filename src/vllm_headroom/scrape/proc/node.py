@@ -123,14 +123,14 @@ class NodeProcesses:
         self._scanned_at_seconds = monotonic()
         self._pids_by_owner: Mapping[str, frozenset[int]] = {}
         self._entries: dict[int, ProcEntry] = {}
-        """Each process by pid. The least recently read one comes first."""
+        """Each process, keyed by its pid. The least recently read one comes first."""
         self._found_at_seconds = monotonic()
         self._shared_units: set[str] = set()
         """The keys of units with several servers. The name of such a unit does not identify a
         single engine.
         """
         self._locations: dict[int, Location] = {}
-        """Where each engine was found, by the pid of its server."""
+        """Where each engine was found, keyed by the pid of its server."""
         self._located_at_seconds = monotonic()
         """When all engines were last located, on the monotonic clock."""
         self._networks: dict[tuple[int, int], Network | None] = {}

@@ -57,7 +57,7 @@ def parse_owner(text: str) -> Owner | None:
         if not separator or not second_separator:
             continue
         paths["" if hierarchy == "0" else controllers] = path
-        # In both versions, a pod's cgroup names the pod and the container.
+        # In both cgroup versions, the path of a pod's cgroup names the pod and the container.
         pod = _POD.search(path)
         if pod is not None:
             uid = pod[1].replace("_", "-")

@@ -237,7 +237,7 @@ class Processes:
 
         # The fields of the scan.
         self._entries: dict[int, ProcEntry] = {}
-        """Every visible process by pid. The least recently read one comes first."""
+        """Every visible process, keyed by its pid. The least recently read one comes first."""
         self._scanned_at_seconds = monotonic()
 
         # The following fields describe the engine among the scanned processes.
@@ -247,9 +247,9 @@ class Processes:
         """The state of the page when the engine was last chosen."""
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
-        """The roles of the engine's processes by pid."""
+        """The roles of the engine's processes, keyed by pid."""
         self._engine_entries: dict[int, ProcEntry] = {}
-        """The engine's processes by pid, as they were when it was last chosen."""
+        """The engine's processes, keyed by pid, as they were when the engine was last chosen."""
         self._options: EngineOptions | None = None
         self._is_choice_due = True
         """Whether the engine must be chosen again if any process at all changes."""
@@ -260,7 +260,7 @@ class Processes:
 
         # The following fields describe processes left behind by exited runs.
         self._orphans: dict[int, ProcEntry] = {}
-        """Processes of exited runs of the engine, by pid."""
+        """Processes of the engine's exited runs, keyed by pid."""
         self._orphan_pids: frozenset[int] = frozenset()
         """The pids of these processes and of all their descendants."""
         self._stray_pids: frozenset[int] = frozenset()
@@ -271,7 +271,7 @@ class Processes:
         self._waits_seconds: tuple[float, ...] | None = None
         """How many seconds each request has been waiting, or None if unknown."""
         self._waiting_ports: frozenset[int] = frozenset()
-        """The engine's ports whose requests were read; empty before the first reading."""
+        """The engine's ports whose requests were read, or none before the first reading."""
         self._waits_read_at_seconds = 0.0
 
         self._sees_others = True
@@ -670,7 +670,7 @@ def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
     Processes of the watched engine are left out. So are Ray's actors, because their parent is
     always Ray's daemon, and processes that belong to a running API server.
     """
-    # A family with an adopted API server is still serving.
+    # A family of processes with an adopted API server is still serving.
     serving_families = {
         process.family
         for process in entries.values()
@@ -704,7 +704,7 @@ def find_orphans(
     *,
     is_page_answered: bool,
 ) -> dict[int, ProcEntry]:
-    """Return the processes of an exited run that still exist, by pid.
+    """Return the processes of an exited run that still exist, keyed by pid.
 
     A process that was an orphan before remains one. A process that belonged to the engine is an
     orphan if neither it nor any of its ancestors is a running root of the engine. While the engine
@@ -990,7 +990,7 @@ def _match_start(closeness: float) -> StartMatch:
 
 
 def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
-    """Return, by pid, the roles of an engine's `roots` and of all their descendants.
+    """Return the roles of an engine's `roots` and of all their descendants, keyed by pid.
 
     The daemon may be a descendant of the engine's entrypoint. The daemon is left out along with its
     descendants. A process without a known title has the role OTHER.

@@ -123,7 +123,7 @@ class ServedModel:
         return self._monotonic() - self._began_seconds >= _RETRY_SECONDS
 
     def _read(self, run: ServedRun) -> ModelConfiguration | None:
-        """Read the first configuration that exists, or None if there is none or reading fails."""
+        """Return the first configuration that exists, or None if there is none or reading fails."""
         pid, _ = run.process
         with contextlib.suppress(OSError, ValueError):
             for path in _list_places(self._proc / str(pid), run.model):
