@@ -1,1 +1,1 @@
-"""Leak detection: growth that is not explained by load, warm-up or the allocator."""
+"""Leak detection: finds growth that is not explained by load, warm-up or the allocator."""

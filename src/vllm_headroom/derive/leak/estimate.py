@@ -1,4 +1,4 @@
-"""How fast memory grows, by time and by requests, and when the device will be full."""
+"""How fast memory grows, per second and per request, and when the device will be full."""
 
 from bisect import bisect_right
 from itertools import combinations, pairwise
@@ -37,36 +37,36 @@ STANDARD_ERRORS_95: Final = 2.0
 """The number of standard errors on each side of a 95 % interval."""
 
 SLOPE_POINTS: Final = 16
-"""A slope is computed from about this many blocks. The cost is quadratic, and more blocks did not
-yield better rates.
+"""A slope is computed from about this many blocks. The cost grows with the square of the number of
+blocks, and more blocks did not yield better rates.
 """
 
 UNLIKE: Final = 1.4
-"""Requests are considered the cause of the growth if the batches by requests vary at most this many
-times as much as the batches by time.
+"""Growth is attributed to requests if the batches vary by requests at most this many times as much
+as by time.
 """
 
 UNSEEN_SHARE: Final = 0.6
-"""Load has a daily cycle. Until a whole day has been observed, load may still rise, in which case
-memory may be full after this share of the estimated time.
+"""Load has a daily cycle. Until a whole day has been observed, load may still exceed its observed
+peak, and memory may then be full after this share of the estimated time.
 """
 
 PEAK_MARGIN: Final = 1.1
 """Our choice: the request rate may rise to this many times the highest forecast."""
 
 SHORTEST_MEAN_SECONDS: Final = 900.0
-"""A mean rate is taken over at least this time. Over less time, a mean is no better than the
+"""A mean rate is taken over at least this time. A mean over less time would be no better than the
 average of the last few minutes.
 """
 
 DILUTED_RATIO: Final = 1.5
-"""Our choice: a stretch of growth is used if it is this many times as fast as the growth as a
-whole. The rates of two parts of an even leak differ by less.
+"""Our choice: a stretch of growth is used if its rate is this many times the rate of the growth as
+a whole. In an even leak, the rates of any two parts differ by less.
 """
 
 MARGIN_SECONDS: Final = 300.0
 """This time is subtracted from the lower bound of the time left, for two reasons: an estimate is
-made only every two minutes, and a block's floor does not show a peak of a few minutes.
+made only every two minutes, and a peak of a few minutes does not show in a block's floor.
 """
 
 
@@ -77,7 +77,7 @@ judged every 30 s, so a smaller margin is sufficient.
 
 
 class Slope(NamedTuple):
-    """The slope of memory, in bytes per second or in bytes per request."""
+    """The slope of memory over time or over requests, in bytes per second or bytes per request."""
 
     rate: float
     half_width: float
@@ -95,8 +95,8 @@ def estimate_growth(
     """Return the rates of the growth, and the rates expected under future load (`pace`).
 
     The estimate does not include the time left yet; `set_time_left` adds it. `began_bytes` is the
-    memory when the growth began. If `room_bytes` is None, the room is unknown, and the expected
-    rates are the rates by time.
+    memory that was held when the growth began. If `room_bytes` is None, the room is unknown, and
+    the expected rates equal the rates per second.
     """
     seconds = [block.seconds for block in growth.blocks]
     requests = [block.requests for block in growth.blocks]
@@ -105,19 +105,19 @@ def estimate_growth(
     retained_bytes = clip_largest_rise(growth, median_rise_bytes)
     by_time = measure_slope(seconds, retained_bytes, step_bytes)
     by_request = measure_slope(requests, retained_bytes, step_bytes)
-    # A leak that grows in nearly every block varies only by chance. Batches of two or three blocks
-    # would exaggerate this variation.
+    # If a leak grows in nearly every block, its rate varies only by chance. Batches of two or three
+    # blocks each would exaggerate this variation.
     if growth.rise_count >= RISE_CHANCE_IN_A_LEAK * len(growth.rises_bytes):
         by_time = _limit_half_width(by_time, growth)
         by_request = _limit_half_width(by_request, growth)
     has_rates = by_request.rate > 0 and track.work.requests_per_second > 0
-    # The batches are more even along the true cause. If a leak grows with requests, its growth over
-    # time varies with load.
+    # Along the true cause, the batches differ less. If a leak grows with requests, its growth per
+    # second varies with load.
     by_requests = has_rates and by_request.spread <= UNLIKE * by_time.spread
 
     pace = by_time.rate
     fastest = by_time.rate + by_time.half_width if by_time.rate > 0 else 0.0
-    # A leak by requests depends on future load, not on past load.
+    # A leak driven by requests depends on future load, not on past load.
     if room_bytes is not None and by_requests:
         usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
         horizon_seconds = usable_bytes / (by_request.rate * track.work.requests_per_second)
@@ -130,8 +130,8 @@ def estimate_growth(
         )
         fastest = PEAK_MARGIN * highest_rate * (by_request.rate + by_request.half_width)
     if room_bytes is not None and not _is_load_known(track, by_requests=by_requests):
-        # This applies only if the room lasts for more than half of the observed time, because load
-        # hardly changes in a shorter time.
+        # Load hardly changes within a short time, so this applies only if the room lasts for more
+        # than half of the observed time.
         now_seconds = track.clock.now_seconds
         if fastest * now_seconds / 2 < room_bytes:
             fastest /= UNSEEN_SHARE
@@ -168,12 +168,12 @@ def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, 
 
 
 def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) -> Estimate:
-    """Return the estimate with the rate of the newest stretch of growth, if that rate is higher.
+    """Return the estimate, using the rate of the newest stretch of growth if that rate is higher.
 
-    The rate of the growth as a whole includes releases and pauses, so it is too low after them. If
-    the stretch is not expected to last until the room is full, the estimate uses the mean rate
-    since the alarm's growth began, including pauses. The highest plausible rate assumes that the
-    stretch does not end.
+    After a release or a pause, the rate of the growth as a whole is too low, because it includes
+    them. If the stretch is not expected to last until the room is full, the estimate uses the mean
+    rate since the alarm's growth began, including pauses. The highest plausible rate assumes that
+    the stretch does not end.
     """
     if track.alarm is None or track.alarm.stretch is None:
         return estimate
@@ -183,18 +183,18 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
     estimate = replace(estimate, fastest=fastest)
     grown_bytes = (track.history.held_bytes or began.floor_bytes) - began.floor_bytes
     pace = grown_bytes / max(1.0, track.clock.now_seconds - began.seconds)
-    # Growth including its pauses is no faster than its newest stretch.
+    # Over a period that includes pauses, growth is no faster than in its newest stretch.
     pace = min(pace, stretch.bytes_per_second)
     if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
         pace = stretch.bytes_per_second
-    # The rate of the growth as a whole is the most precise, so only a clearly faster stretch
-    # replaces it.
+    # The rate of the growth as a whole is the most precise, so it is replaced only if the stretch
+    # is clearly faster.
     if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
         return estimate
     bytes_per_request = estimate.bytes_per_request
     if bytes_per_request is not None and track.work.requests_per_second > 0:
-        # Both rates measure the same growth. If the rate by time was too low, so was the rate by
-        # requests.
+        # Both rates measure the same growth. If the rate per second was too low, so was the rate
+        # per request.
         bytes_per_request = max(bytes_per_request, pace / track.work.requests_per_second)
     return replace(
         estimate,
@@ -209,7 +209,7 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
 def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> bool:
     """Return whether the stretch is still growing and is expected to last until the room is full.
 
-    From now on, the stretch is expected to last for as long as the longest stretch so far.
+    The stretch is expected to last, from now on, for as long as the longest stretch so far.
     """
     if track.clock.now_seconds - stretch.ended_seconds > QUIET_SECONDS:
         return False
@@ -218,7 +218,7 @@ def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> boo
 
 
 def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
-    """Return the slope of growth without pauses, with its half width limited by Poisson's law.
+    """Return the slope of growth that has no pauses, with its half width limited by Poisson's law.
 
     The law is applied to steps of the growth's typical size, as in `weigh_pace`. The five batches
     may have only two or three blocks each, and may then differ so much by chance that their
@@ -230,9 +230,9 @@ def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
 
 
 def _is_load_known(track: Track, *, by_requests: bool) -> bool:
-    """Return whether load will stay below the observed peak, or is irrelevant.
+    """Return whether load will stay below its observed peak, or does not matter.
 
-    After a day of observation, load is expected to stay below its peak. Load is irrelevant for a
+    Load is expected to stay below its peak once a day has been observed. Load does not matter for a
     leak that grows with time. Whether a leak grows with time is known only if requests are counted.
     """
     if track.clock.now_seconds >= DAY_SECONDS:
@@ -243,11 +243,10 @@ def _is_load_known(track: Track, *, by_requests: bool) -> bool:
 def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estimate:
     """Return the estimate with the time left in `room_bytes`, and a lower bound on that time.
 
-    Memory runs out at a peak and not in the current valley, so the lower bound is the time until
-    the next peak fills the room. Memory that follows load, and memory that a garbage collector
-    releases occasionally, returns to its old height plus what has leaked since. In addition, there
-    may be a demand as large as the largest recent one. Both times are None if the estimate has no
-    pace.
+    Memory runs out at a peak rather than in the current valley, so the lower bound is the time
+    until the next peak fills the room. At the next peak, memory that follows load or is collected
+    occasionally returns to its old height, plus what has leaked since. In addition, there may be a
+    demand as large as the largest recent one. Both times are None if the estimate has no pace.
     """
     floors_bytes = [block.floor_bytes for block in track.history.rings[0].blocks]
     swing_bytes = 0.0
@@ -280,7 +279,7 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 
     next_step = find_next_step(track.history.steps)
     if next_step is not None and next_step.size_bytes > room_bytes - OUT_OF_MEMORY_BYTES:
-        # The next step does not fit, so memory will be full no later than at that step.
+        # The next large step does not fit, so memory will be full at that step at the latest.
         now_seconds = track.clock.now_seconds
         earliest_seconds = max(0.0, next_step.earliest_seconds - now_seconds)
         likely_seconds = max(0.0, next_step.likely_seconds - now_seconds)
@@ -296,9 +295,10 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
     The slope is the Theil-Sen estimator over the later half: the median of the slopes between all
     pairs of blocks, which is robust against single benign steps. If the median is zero, memory grew
     in a few large steps, and the slope is taken between the first and the last block. The interval
-    is computed from batch means over the last three quarters, because rises are not independent.
-    The interval is widened by one step of the allocator, which is the precision to which memory is
-    known. If the axis has no length, the rate is 0 and the spread is infinite.
+    is computed from batch means over the last three quarters, because single rises are not
+    independent of each other. One allocator step is added to the interval, because memory is not
+    known more precisely. If the axis spans no time or no requests, the rate is 0 and the spread is
+    infinite.
     """
     length = axis[-1] - axis[0]
     if length <= 0:
@@ -312,7 +312,7 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
         if later > at
     ]
     rate = median(slopes) if slopes else 0.0
-    if rate == 0.0:  # Most pairs of blocks lie between two steps.
+    if rate == 0.0:  # Most pairs of blocks lie between the same two steps.
         rate = (values[-1] - values[0]) / length
 
     batch_rates = _measure_batches(axis, values)
@@ -321,15 +321,15 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
     deviation = stdev(batch_rates)
     step_rate = step_bytes / (axis[-1] - axis[middle])
     half_width = T_95 * deviation / sqrt(BATCHES) + step_rate
-    # If the rates of the batches cancel out, their mean is 0. The spread then becomes huge, without
-    # a division by zero.
+    # The mean is 0 if the rates of the batches cancel each other out. The lower limit then makes
+    # the spread huge and avoids a division by zero.
     return Slope(rate, half_width, deviation / max(abs(fmean(batch_rates)), 1e-9))
 
 
 def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
-    """Return the slope of each batch; the batches divide the last three quarters evenly.
+    """Return the slope of each of the batches into which the last three quarters are divided.
 
-    A batch that has no length on the axis is omitted.
+    A batch is omitted if it spans no time or no requests.
     """
     # The batches are cut backwards from the newest block. If the blocks do not divide evenly, the
     # oldest ones are omitted.
@@ -345,9 +345,9 @@ def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float
 def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon.
 
-    The rate is the mean over a past as long as the horizon, or over the entire known past if that
-    is shorter. If the horizon or the known past is shorter than SHORTEST_MEAN_SECONDS, the rate is
-    the average of the last few minutes.
+    The rate is the mean over the most recent past, going back as far as the horizon lies ahead, or
+    over all known data if that is shorter. If the horizon or the known past is shorter than
+    SHORTEST_MEAN_SECONDS, the rate is the average of the last few minutes.
     """
     recent_rate = track.work.requests_per_second
     longest_blocks = track.history.rings[-1].blocks

@@ -1,7 +1,7 @@
-"""The readings of a series, and what the detector remembers about them.
+"""The readings of a series, and what the detector remembers about the series.
 
-A series is the memory of a GPU or of the processes of one role. A block is a span of readings, and
-its floor is its lowest reading. A track is everything that is remembered about one series.
+A series is the memory of one GPU, or of all processes of one role. A block is a span of readings,
+and its floor is its lowest reading. A track is everything that is remembered about one series.
 """
 
 from collections.abc import Iterator
@@ -25,35 +25,35 @@ larger.
 
 
 LARGE_BYTES: Final = 64 * MIB
-"""A fall or rise by more than this exceeds the allocator's usual fluctuation."""
+"""A fall or rise larger than this exceeds the allocator's usual fluctuation."""
 
 
 class Observation(Struct, frozen=True, kw_only=True):
-    """One reading of a series, with the engine's load and run at that time."""
+    """One reading of a series, with the engine's load and its run at that time."""
 
     seconds: float
     """The time of the reading, on the monotonic clock."""
 
     held_bytes: int | None
-    """The memory that is held; None if it is currently unknown."""
+    """The memory that is held, or None if it is currently unknown."""
 
     finished_total: float | None = None
-    """The engine's count of finished requests; None if unknown."""
+    """The engine's count of finished requests, or None if unknown."""
     running: float | None = None
-    """The number of running requests; None if unknown."""
+    """The number of running requests, or None if unknown."""
 
     run_id: str | None = None
-    """Identifies the run of the engine; None if unknown."""
+    """Identifies the run of the engine, or None if unknown."""
 
     neighbours: int | None = None
-    """The number of processes on the device, including the engine's; None if the memory of the
-    engine's processes is known, because the count does not matter in that case.
+    """The number of processes on the device, including the engine's. It is None if the memory of
+    the engine's processes is known, because it does not matter in that case.
     """
 
     awake: bool | None = None
-    """Whether the engine is awake; None if the page does not report it."""
+    """Whether the engine is awake, or None if the page does not report it."""
     room_bytes: int | None = None
-    """The memory that this series can still take; None if unknown."""
+    """The memory that this series can still take, or None if unknown."""
 
     bound_bytes: int = 0
     """The memory that all configured pools together may fill."""
@@ -68,10 +68,10 @@ class Certainty(IntEnum):
 
 
 class Block(Struct, frozen=True, gc=False):
-    """A block of readings: a time, the work done until then, and the lowest memory in the block.
+    """A block of readings: its time, the work done until then, and the lowest memory in the block.
 
-    The time is the end of a closed block, or the start of the open block. There are hundreds of
-    blocks, and gc=False keeps the garbage collector from visiting them.
+    The time is the end of the block, or its start while the block is still open. There are hundreds
+    of blocks, so gc=False is used to keep the garbage collector from visiting them.
     """
 
     seconds: float
@@ -93,7 +93,7 @@ class Block(Struct, frozen=True, gc=False):
 
 
 class Ring(Struct, frozen=True, kw_only=True):
-    """The newest blocks of one length, and the verdict at the end of the newest block.
+    """The newest blocks of one length, and the verdict reached when the newest of them ended.
 
     The rings are ordered by the length of their blocks. Several blocks of one ring make up one
     block of the next ring.
@@ -108,22 +108,23 @@ class Ring(Struct, frozen=True, kw_only=True):
     blocks: tuple[Block, ...] = ()
     """The complete blocks, with the oldest first."""
     highest_bytes: float = 0.0
-    """The highest floor of the older blocks that the ring no longer contains."""
+    """The highest floor of all older blocks, which the ring no longer contains."""
 
     verdict: Certainty = Certainty.NONE
 
 
 def find_retained(blocks: tuple[Block, ...]) -> tuple[float, ...]:
-    """Return each block's retained memory: the lowest floor from that block on."""
+    """Return each block's retained memory: the lowest floor in that block and all later ones."""
     # This is a running minimum, starting from the newest block.
     return tuple(accumulate((block.floor_bytes for block in reversed(blocks)), min))[::-1]
 
 
 def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
-    """Yield each block from which memory was later released, with the number of bytes released."""
+    """Yield each block after which memory was released, with the number of bytes released."""
     now_bytes = rings[0].blocks[-1].floor_bytes
     for ring in rings:
-        # A ring with longer blocks lacks the last few minutes, which `now_bytes` covers.
+        # A ring with longer blocks does not cover the last few minutes, so `now_bytes` is used for
+        # them.
         for block, retained_bytes in zip(ring.blocks, find_retained(ring.blocks), strict=True):
             fall_bytes = block.floor_bytes - min(retained_bytes, now_bytes)
             if fall_bytes > 0:
@@ -131,7 +132,7 @@ def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
 
 
 class Growth(Struct, frozen=True, kw_only=True):
-    """The growth in a window: by how much retained memory exceeds everything held before."""
+    """The growth in a window: by how much the retained memory exceeds the highest earlier floor."""
 
     blocks: tuple[Block, ...]
     """The last block before the window, followed by the blocks of the window."""
@@ -140,7 +141,7 @@ class Growth(Struct, frozen=True, kw_only=True):
     """The retained memory at each of these blocks, which never falls from one block to the next."""
 
     rises_bytes: tuple[float, ...]
-    """The rise from block i to block i + 1; 0 if memory did not rise."""
+    """The rise from block i to block i + 1, or 0 if memory did not rise."""
 
     grown_bytes: float
     """The sum of the rises."""
@@ -154,15 +155,15 @@ class Growth(Struct, frozen=True, kw_only=True):
     """The number of blocks in which memory rose by at least RISE_BYTES."""
 
     rise_odds: float
-    """The log likelihood ratio of a leak versus benign rises (records of demand, and first uses),
-    based on how often memory rose.
+    """The log likelihood ratio of a leak versus benign rises (records of demand and first uses),
+    judged by how often memory rose.
     """
 
 
 class FinishedWork(Struct, frozen=True, kw_only=True):
     """The requests that have finished in one run.
 
-    While the engine's counter cannot be read, the number is estimated.
+    While the engine's counter cannot be read, this number is estimated.
     """
 
     requests: float = 0.0
@@ -172,18 +173,18 @@ class FinishedWork(Struct, frozen=True, kw_only=True):
     """The average request rate over the last few minutes."""
 
     counter_total: float | None = None
-    """The engine's counter when it was last read; None before the first reading."""
+    """The value of the engine's counter when it was last read, or None before the first reading."""
 
     requests_at_counter: float = 0.0
     """The value of `requests` when the counter was last read."""
 
     lower_since_seconds: float | None = None
-    """When a counter below `counter_total` was first read, on the track's clock; None while the
-    counter is not lower.
+    """When a counter below `counter_total` was first read, on the track's clock, or None while the
+    counter is not below it.
     """
 
     run_id: str | None = None
-    """Identifies the run; None if unknown."""
+    """Identifies the run, or None if unknown."""
     peak_running: float = 0.0
     """The highest number of running requests so far."""
 
@@ -193,57 +194,59 @@ class Occupancy(Struct, frozen=True, kw_only=True):
 
     is_asleep: bool = False
     rested_seconds: float | None = None
-    """How long the engine has rested; None while it holds its usual memory. The engine rests while
-    most of its memory is gone although it is awake and working.
+    """How long the engine has rested, or None while it holds its usual memory. The engine rests
+    while most of its memory is released even though it is awake and working.
     """
 
     neighbours: int | None = None
-    """The usual number of processes on the device; None if the engine's memory is known without
+    """The usual number of processes on the device, or None if the engine's memory is known without
     counting them.
     """
     crowded_since_seconds: float | None = None
-    """When an additional process appeared, on the track's clock; None if there is none."""
+    """When an additional process appeared, on the track's clock, or None if there is no such
+    process.
+    """
 
 
 class MemoryStep(Struct, frozen=True, gc=False):
-    """A large rise in memory, excluding the part that has been released since."""
+    """A large rise in memory, without the part that has been released since."""
 
     seconds: float
     """When the rise occurred, on the track's clock."""
     size_bytes: float
     """The part of the rise that is still held."""
     top_bytes: float
-    """The memory held after the step, excluding the part that has been released since."""
+    """The height of memory after the step, without the part that has been released since."""
 
 
 class TrackHistory(Struct, frozen=True, kw_only=True):
-    """The readings from one stretch of time in which all readings are comparable."""
+    """The readings from a period in which all readings are comparable."""
 
     anchor: Block | None = None
-    """The start of the stretch, with the floor of its first block; None before the first
+    """The start of the stretch, with the floor of its first block, or None before the first
     reading.
     """
 
     origin: Block | None = None
-    """The block from which work is counted; None before the first block. This is the first block of
-    the stretch or, if load has doubled since then, the block in which load last doubled.
+    """The block from which work is counted, or None before the first block. This is the first block
+    of the stretch or, if load has doubled since then, the block in which load last doubled.
     """
 
     busy_seconds: float = 0.0
     """The time since the stretch began, excluding blocks with neither work nor growth."""
     held_bytes: float | None = None
-    """The newest reading; None after a pause in the readings."""
+    """The newest reading, or None after a pause in the readings."""
 
     peak_bytes: float = 0.0
     """The highest reading."""
 
     capacity_bytes: float = 0.0
-    """The most memory that has ever been available to the engine, or 0 if the room is unknown.
-    Available memory is the sum of held and free memory at one time.
+    """The most memory that was ever available to the engine, or 0 if the room is unknown. Available
+    memory is the sum of the held and the free memory at one point in time.
     """
 
     open_block: Block | None = None
-    """The shortest block, while it is still incomplete; None after a pause."""
+    """The shortest block while it is still incomplete, or None after a pause."""
     rings: tuple[Ring, ...] = ()
     """The rings, ordered by the length of their blocks, with the shortest first."""
 
@@ -270,13 +273,13 @@ GROWTH_HOURS: Final = 24
 
 
 class Reached(Struct, frozen=True, kw_only=True):
-    """The highest memory that the current run has reached so far."""
+    """The highest memory reached so far in the current run."""
 
     base: Block
     """The first block of the run."""
     peak: Block
-    """The block with the highest memory. Once memory has fallen with load, only blocks since that
-    fall count.
+    """The block with the highest memory. Once memory has fallen with load, only the blocks after
+    that fall are considered.
     """
 
     growth_bytes: tuple[float, ...] = (0.0,) * GROWTH_HOURS
@@ -292,32 +295,32 @@ class Reached(Struct, frozen=True, kw_only=True):
     highest_rate: float = 0.0
     """The request rate in the busiest hour up to the peak, in requests per second."""
     lowest_rate: float | None = None
-    """The request rate in the quietest hour since the peak, in requests per second; None until such
-    an hour has ended.
+    """The request rate in the quietest hour since the peak, in requests per second, or None until
+    such an hour has ended.
     """
 
 
 class Precedent(Struct, frozen=True, kw_only=True):
-    """Growth in an earlier run, or on an earlier day, during which the engine was not leaking."""
+    """Growth in an earlier run, or on an earlier day, in which the engine was not leaking."""
 
     run_id: str | None
-    """Identifies that run; None if unknown."""
+    """Identifies that run, or None if unknown."""
     base_bytes: float
-    """The memory that the run held initially."""
+    """The memory that was held at the start of the run."""
 
     growth_bytes: tuple[float, ...]
-    """The highest growth in each hour, as in `Reached`."""
+    """The highest growth within each hour, as in `Reached`."""
 
     follows_load: bool
-    """Whether memory was released when load fell; otherwise, memory levelled off."""
+    """Whether memory was released when load fell. If False, memory levelled off instead."""
     room_bytes: float | None
-    """The room left at the highest growth; None if unknown."""
+    """The room left when the growth was highest, or None if unknown."""
 
 
 class LeakAlarm(Struct, frozen=True, kw_only=True):
     """The alarm on one leak.
 
-    It continues until the growth has ended.
+    The alarm continues until the growth has ended.
     """
 
     began: Block
@@ -328,19 +331,19 @@ class LeakAlarm(Struct, frozen=True, kw_only=True):
 
     peak: Block
     """The block with the highest memory during the alarm. Once growth has slowed down considerably,
-    higher blocks are ignored.
+    later blocks are ignored even if they are higher.
     """
     sum_of_squares: float
-    """The sum of the squared rises, in square bytes, from which the typical size of a rise is
+    """The sum of the squared rises, in bytes squared, from which the typical size of a rise is
     computed.
     """
 
     low: Block | None = None
-    """The block in which most of the growth was released for the first time; None if that has not
-    happened. In a leak, later low points are higher than this one.
+    """The block in which most of the growth had been released for the first time, or None if that
+    has not happened. In a leak, later low points are higher than this one.
     """
     stretch: Stretch | None = None
-    """The newest stretch of growth; None while no stretch is long enough."""
+    """The newest stretch of growth, or None while no stretch is long enough."""
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
@@ -362,14 +365,14 @@ class Estimate(Struct, frozen=True, kw_only=True):
     """Whether the growth is driven by requests rather than by time."""
 
     leaked_bytes: float
-    """How much memory has grown so far."""
+    """How much the memory has grown so far."""
     pace: float | None
-    """The growth expected until the device is full, in bytes per second at the expected load; None
-    if the estimate shows no growth.
+    """The expected growth until the device is full, in bytes per second under the expected load, or
+    None if the estimate shows no growth.
     """
 
     fastest: float | None
-    """The highest plausible growth until the device is full, in bytes per second."""
+    """The fastest plausible growth until the device is full, in bytes per second."""
 
     oom_seconds: float | None = None
     """The expected time until out-of-memory."""
@@ -387,15 +390,15 @@ class TrackClock(Struct, frozen=True, kw_only=True):
     """The time since the track began, on the track's own clock. It never goes backwards."""
 
     doubted_seconds: float | None = None
-    """The time of the last snapshot if it was far from the preceding one, otherwise None. Such a
-    time is not trusted until a second reading confirms it.
+    """The time of the last snapshot if it was far from that of the preceding snapshot, otherwise
+    None. Such a time is not trusted until a second reading confirms it.
     """
 
 
 class Track(Struct, frozen=True, kw_only=True):
     """Everything that the detector remembers about one series.
 
-    Its size is bounded, and it is saved in the state file.
+    The track has a limited size, and is saved in the state file.
     """
 
     clock: TrackClock
@@ -411,14 +414,14 @@ class Track(Struct, frozen=True, kw_only=True):
     without an alarm.
     """
     alarm: LeakAlarm | None = None
-    """The current alarm; None if there is none."""
+    """The current alarm, or None if there is none."""
     reached: Reached | None = None
-    """What this run has reached; None before its first block."""
+    """The highest memory that this run has reached, or None before its first block."""
     precedent: Precedent | None = None
-    """Growth that was not a leak; None until such growth has been observed."""
+    """Growth that was not a leak, or None until such growth has been observed."""
 
     is_excused: bool = False
-    """Whether the precedent is the only reason why the verdict is not higher than GROWING."""
+    """Whether the verdict would be higher than GROWING if there were no precedent."""
 
     previous_alarm_seconds: float | None = None
     """When memory last rose during the previous alarm, on the track's clock.

@@ -1,6 +1,6 @@
-"""The evidence for a leak: windows of blocks, the witnesses of even growth, and large steps.
+"""The evidence for a leak: windows of blocks, the witnesses that growth is even, and large steps.
 
-A witness is a single test of the evidence.
+A witness is a single test of whether growth is a leak.
 """
 
 from bisect import bisect_left
@@ -28,18 +28,18 @@ WINDOW_BLOCKS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
 """The lengths of the windows that are judged, in blocks."""
 
 LEAST_GROWTH_BYTES: Final = 48 * MIB
-"""The minimum growth for a verdict. A few of the allocator's 20 MiB segments (c10 kLargeBuffer) are
-not a leak.
+"""The minimum growth for a verdict. Growth by a few of the allocator's 20 MiB segments (c10
+kLargeBuffer) is not a leak.
 """
 
 COUNTED_SECONDS: Final = 60.0
-"""This much time counts as worked before the origin. Without this offset, the logarithm of the work
-would grow without bound in the first block.
+"""Work is counted as if it had begun this long before the origin. Without this offset, the
+logarithm of the work would grow without bound in the first block.
 """
 
 COUNTED_REQUESTS: Final = 50.0
-"""This many requests count as finished before the origin, to bound the logarithm in the same
-way.
+"""Work is counted as if this many requests had finished before the origin, to limit the logarithm
+in the same way.
 """
 
 LEAST_FOLDS: Final = 1e-9
@@ -49,7 +49,7 @@ e-folds. An e-fold is an increase in the work by the factor e.
 
 
 def count_folds(origin: Block, begin: Block, end: Block) -> float:
-    """Return by how many e-folds the work done since the origin grew from `begin` to `end`.
+    """Return how many e-folds the work done since the origin grew by from `begin` to `end`.
 
     Work is measured in time or requests, whichever grew by more e-folds. The result is never 0.
     """
@@ -68,18 +68,18 @@ def count_folds(origin: Block, begin: Block, end: Block) -> float:
 
 RISE_SOURCES: Final = 6.0
 """The assumed number of independent sources of benign rises. There are two kinds: records (a demand
-larger than all previous ones) and first uses of a kernel. The n-th of several exchangeable demands
-is a record with probability 1/n (Rényi). An event of log-uniform rarity is first seen at rate 1/n.
-As the work done grows from n0 to n1, these sources therefore cause at most RISE_SOURCES times
-ln(n1/n0) rises.
+larger than all previous ones) and first uses of a kernel. Among exchangeable demands, the n-th is a
+record with probability 1/n (Rényi). An event of log-uniform rarity first occurs at rate 1/n. As the
+work done grows from n0 to n1, these sources therefore cause at most RISE_SOURCES times ln(n1/n0)
+rises.
 """
 
 RISE_CHANCE_IN_A_LEAK: Final = 0.8
 """Our choice: in a leak, memory rises in four out of five blocks."""
 
 LEAST_RISE_CHANCE: Final = 0.10
-"""The minimum assumed chance of a benign rise in a block, because real benign steps occur in
-clusters.
+"""The assumed chance of a benign rise in a block is at least this, because real benign steps occur
+in clusters.
 """
 
 USELESS_CHANCE: Final = 0.75
@@ -89,12 +89,12 @@ during warm-up.
 
 
 def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float], list[float]]:
-    """Return what a rise in each block, or its absence, adds to the odds of a leak.
+    """Return what a rise in each block, and what its absence, adds to the odds of a leak.
 
     The first block has no entry: entry i is for the rise from block i to block i + 1. The entries
     are log likelihood ratios of a leak versus benign rises (records and first uses). A block is not
-    evidence if more requests than ever before were running at once in that block or in the previous
-    one. Higher load explains a rise, and such a rise may not show up until the floor of the next
+    evidence if the number of running requests reached a new maximum in that block or in the
+    previous one. Higher load explains the rise, which may not show up until the floor of the next
     block.
     """
     odds_of_rise: list[float] = []
@@ -105,7 +105,7 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
         if benign_chance < USELESS_CHANCE and block.peak_running <= peak_running:
             odds_of_rise.append(log(RISE_CHANCE_IN_A_LEAK / benign_chance))
             odds_of_none.append(log((1 - RISE_CHANCE_IN_A_LEAK) / (1 - benign_chance)))
-        else:  # The block is not evidence, whether memory rises in it or not.
+        else:  # The block is not evidence, no matter whether memory rises in it.
             odds_of_rise.append(0.0)
             odds_of_none.append(0.0)
         # The peak is taken one block late, because a rise after a new peak in load shows up in the
@@ -115,17 +115,17 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
 
 
 class RingSurvey(Struct, frozen=True):
-    """A ring's blocks since the origin, and figures shared by all windows of these blocks."""
+    """A ring's blocks since the origin, and the figures that all windows in these blocks share."""
 
     blocks: tuple[Block, ...]
     retained_bytes: tuple[float, ...]
-    """Each block's retained memory: the lowest floor from that block on."""
+    """Each block's retained memory: the lowest floor in that block and all later ones."""
 
     highest_bytes: tuple[float, ...]
     """The highest floor up to each block, including blocks before the origin."""
 
     odds_of_rise: tuple[float, ...]
-    """What a rise from block i to block i + 1 adds to the odds, see `weigh_blocks`."""
+    """What a rise from block i to block i + 1 adds to the odds; see `weigh_blocks`."""
 
     odds_of_none: tuple[float, ...]
     """What the absence of such a rise adds to the odds."""
@@ -137,7 +137,7 @@ def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
     Returns None if there are too few blocks for a verdict, or too little growth.
     """
     oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
-    # A window needs one more block, because it is compared with the block preceding it.
+    # A window needs one more block, namely the preceding one with which it is compared.
     if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
         return None
     retained_bytes = find_retained(ring.blocks)
@@ -192,12 +192,12 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 LAST_SHARE: Final = 0.05
-"""This share of a window's growth is its last part. How long ago the last part was added shows
-whether growth has ended.
+"""The last part of a window's growth is this share of the growth. How long ago the last part was
+added shows whether growth has ended.
 """
 
 QUIET_SECONDS: Final = 1800.0
-"""Growth has ended only if memory has not risen for this time."""
+"""Growth has ended only if memory has not risen for at least this long."""
 
 QUIET_GAPS: Final = 1.5
 """Growth has ended only if memory has not risen for this many usual gaps between its rises, both in
@@ -206,11 +206,11 @@ seconds and in requests.
 
 
 def has_ended(growth: Growth) -> bool:
-    """Return whether growth has ended: memory has not risen for a long time, see `is_over`.
+    """Return whether memory has not risen for so long that growth has ended (see `is_over`).
 
-    The quiet time starts once 95 % of the growth has been reached, so that a small last rise does
-    not delay it. The quiet time must be at least twice as long as 5 % of the growth takes at an
-    even pace.
+    The quiet time starts when 95 % of the growth has been reached, so that a small rise at the end
+    does not restart it. The quiet time must be at least twice as long as 5 % of the growth would
+    take at an even pace.
     """
     last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes
     newest_rise = growth.blocks[bisect_left(growth.retained_bytes, last_part_bytes)]
@@ -235,9 +235,9 @@ def is_over(
 ) -> bool:
     """Return whether memory has not risen since `newest_rise` for so long that growth is over.
 
-    The time must be longer than `quiet_seconds`, and longer than `quiet_gaps` times the usual gap
-    between the `step_count` steps since `began`. Enough gaps must also have passed in requests, so
-    that idle time does not end growth.
+    The time must exceed both `quiet_seconds` and `quiet_gaps` times the usual gap between steps, of
+    which there have been `step_count` since `began`. The condition on gaps must also hold when they
+    are measured in requests, so that idle time does not end growth.
     """
     # There are n - 1 gaps between n steps.
     gap_count = max(1.0, step_count - 1)
@@ -249,8 +249,8 @@ def is_over(
 
 
 STEADY_BLOCKS: Final = WINDOW_BLOCKS[2]
-"""The minimum number of blocks of steady growth: eleven. Rises in fewer blocks may be equal by
-chance.
+"""The minimum number of blocks of steady growth: eleven. With fewer blocks, the rises may be equal
+by chance.
 """
 
 STEADY_SPREAD: Final = 1.3
@@ -269,13 +269,14 @@ def is_steady(growth: Growth) -> bool:
 
 
 STRAIGHT_SPREAD: Final = 1.1
-"""For a straight line, the mean square of the rises is at most this many times their squared mean.
-This limit is lower than STEADY_SPREAD, because fewer than eleven blocks may be alike by chance.
+"""Along a straight line, the mean square of the rises is at most this many times their squared
+mean. This limit is lower than STEADY_SPREAD, because fewer than eleven blocks are judged and may be
+alike by chance.
 """
 
 STRAIGHT_BYTES: Final = 512 * MIB
-"""The minimum growth of a straight line. With less growth in so few blocks, each block may contain
-one segment for first uses of kernels and batch sizes.
+"""The growth along a straight line must be at least this. With less growth in so few blocks, each
+rise may be one segment for the first use of a kernel or a batch size.
 """
 
 
@@ -283,11 +284,11 @@ def is_straight(growth: Growth) -> bool:
     """Return whether all blocks of the window rose by nearly the same amount, without slowing down.
 
     A window has at least six blocks, so a straight line is recognised after three minutes. Memory
-    that follows load rises more and more slowly.
+    that follows load would rise more and more slowly.
     """
     if growth.rise_count < len(growth.rises_bytes):
         return False
-    # Memory that follows load slows down, so its later half has less than its share.
+    # Memory that follows load slows down, so the later half contains less than half of its growth.
     later_bytes = sum(growth.rises_bytes[len(growth.rises_bytes) // 2 :])
     if later_bytes < LATER_HALF_SHARE * growth.grown_bytes:
         return False
@@ -304,34 +305,33 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     """Return the log likelihood ratio of constant growth versus growth by e-folds of work.
 
     Benign rises occur at a constant or falling rate per e-fold of work since `origin`. A leak grows
-    at a constant rate, by time or by requests. Both are modelled as Poisson processes whose steps
-    have the same size. Each byte of growth therefore adds the logarithm of the ratio of the two
-    intensities at its block, and the sum over all bytes is divided by the step size. If the growth
-    is a leak, the growth before the window may have had a different pace by e-folds.
+    at a constant rate per second or per request. Both are modelled as Poisson processes whose steps
+    have the same size. Each byte of growth in a block therefore adds the logarithm of the ratio of
+    the two intensities there, and the sum over all bytes is divided by the step size. If the growth
+    is a leak, its pace by e-folds may have been different before the window.
     """
     opened = growth.blocks[0]
     now = growth.blocks[-1]
     grown_bytes = growth.grown_bytes
     # The window was chosen so that it begins with a step. To compensate for that choice, its
-    # largest step counts as growth before the window.
+    # largest step is treated as growth before the window.
     before_bytes = max(0.0, growth.retained_bytes[0] - origin.floor_bytes)
     before_bytes += max(growth.rises_bytes)
-    # Without a leak, all growth before and within the window has the same pace.
+    # Without a leak, growth before the window has the same pace as growth within it.
     bytes_per_fold = (before_bytes + grown_bytes) / count_folds(origin, origin, now)
     bytes_per_fold_before = before_bytes / count_folds(origin, origin, opened)
     odds_per_byte_before = log(bytes_per_fold_before / bytes_per_fold)
     least_odds = -inf
     if odds_per_byte_before >= 0:
-        # Growth by e-folds is slower than it was before the window, as after a large warm-up. In
-        # this case, only the growth within the window is compared. The growth before the window
-        # must not lower the odds.
+        # By e-folds, growth is slower within the window than before, as after a large warm-up. Only
+        # the growth within the window is compared in this case, because the growth before must not
+        # lower the odds.
         odds_per_byte_before = 0.0
         least_odds = 0.0
         bytes_per_fold = grown_bytes / count_folds(origin, opened, now)
 
-    # The logarithm of the ratio of the two intensities has a part that is the same in all blocks,
-    # and a part that differs. The part that differs is averaged, weighted by the bytes of each
-    # block.
+    # One part of the logarithm of the ratio is the same in all blocks, and the other part differs
+    # between blocks. The part that differs is averaged over the blocks, weighted by their bytes.
     seconds_by_folds = 0.0
     requests_by_folds = 0.0
     for (previous, block), rise_bytes in zip(
@@ -363,7 +363,7 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
 
 CLIP_MEDIANS: Final = 3.0
-"""A rise counts as at most this many median rises, so that a single large step does not make a
+"""A rise is clipped to this many median rises, so that a single large step does not look like a
 trend.
 """
 
@@ -379,24 +379,26 @@ def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
 
 
 LATER_HALF_SHARE: Final = 0.45
-"""Our choice: the minimum share of a window's growth in its later half, by time or by requests."""
+"""Our choice: the later half of a window, by time or by requests, must contain at least this share
+of the growth.
+"""
 
 FIRST_QUARTER_SHARE: Final = 0.05
-"""The minimum share of the growth in the first quarter. With less, growth began within the window,
-so it is uneven.
+"""The first quarter must contain at least this share of the growth. If it contains less, growth
+began within the window, so it is uneven.
 """
 
 LAST_QUARTER_SHARE: Final = 0.10
-"""The minimum share of the growth in the last quarter. With less, growth ended within the window,
-so it is uneven.
+"""The last quarter must contain at least this share of the growth. If it contains less, growth
+ended within the window, so it is uneven.
 """
 
 
 def is_even(growth: Growth) -> bool:
     """Return whether growth is spread over the window, by requests or by busy time.
 
-    The later half, the first quarter and the last quarter must have their minimum shares, and each
-    of the other two quarters must have some growth. The condition on the half may be met by
+    The later half, the first quarter and the last quarter must each have their minimum share, and
+    each of the other two quarters must have some growth. The condition on the half may be met by
     requests while the condition on the quarters is met by busy time, or vice versa.
     """
     clipped_bytes = clip_rises(growth)
@@ -436,41 +438,41 @@ GROWING_SECONDS: Final = 600.0
 """Our choice: a warning requires growth that has lasted for this time."""
 
 LEAKING_SECONDS: Final = HOUR_SECONDS
-"""An alarm usually requires growth that has lasted for this time. Caches and LoRA slots fill evenly
-up to a bound, and only time distinguishes them from a leak.
+"""An alarm usually requires growth that has lasted for this time. Caches and LoRA slots fill as
+evenly as a leak, and only time shows that they stop at a bound.
 """
 
 HASTE_SHARE: Final = 0.25
-"""If out-of-memory is near, growth must have lasted for only this share of the time left."""
+"""If out-of-memory is near, growth needs to have lasted for only this share of the time left."""
 
 HASTE_SECONDS: Final = 180.0
 """If out-of-memory is near, growth must have lasted for at least this time."""
 
 PATIENCE_SHARE: Final = 0.05
 """If out-of-memory is far away, growth must have lasted for this share of the time left. Nobody
-needs to be paged about out-of-memory that is days away, and most slow fills end.
+needs to be woken up for out-of-memory that is days away, and most slow growth ends before then.
 """
 
 LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
-"""No alarm requires growth that has lasted for longer than this."""
+"""To raise an alarm, growth never needs to have lasted for longer than this."""
 
 
 ASSUMED_ROOM_BYTES: Final = 16 * GIB
-"""Our choice: the room that is assumed for host memory without a known limit. A server with a GPU
-has more memory than this, but not all of it is free.
+"""Our choice: the free memory that is assumed for a host whose limit is unknown. A server with a
+GPU has more memory than this, but not all of it is free.
 """
 
 UNKNOWN_PATIENCE_SECONDS: Final = DAY_SECONDS / 4
-"""Our choice: if the room is unknown, no alarm requires growth that has lasted for longer than
-this. In the first hours of a run, caches, heaps and warm-ups grow as evenly as a leak.
+"""Our choice: if the room is unknown, growth never needs to have lasted for longer than this to
+raise an alarm. In the first hours of a run, caches, heaps and warm-ups grow as evenly as a leak.
 """
 
 
 def compute_patience(left_seconds: float, *, is_room_known: bool) -> float:
     """Return for how many seconds growth must have lasted to raise an alarm.
 
-    If the room is unknown, `left_seconds` is the time in which growth would fill an assumed room.
-    Only growth that would fill it soon then raises an alarm within hours.
+    If the room is unknown, `left_seconds` is the time in which growth would fill an assumed amount
+    of room. An alarm is then raised within hours only if growth would fill that amount soon.
     """
     # If the device will soon be full, a share of the time left is shorter than an hour.
     haste_seconds = max(HASTE_SHARE * left_seconds, HASTE_SECONDS)
@@ -485,18 +487,18 @@ LEAST_STEPS_BYTES: Final = 512 * MIB
 """A window is judged by its large steps only if its growth is at least this."""
 
 LEAST_STEPS: Final = 1.8
-"""A window's growth must be at least this many times its typical step, because a single step does
-not show a pace.
+"""A window's growth must be at least this many times its typical step, because a single step says
+nothing about the pace.
 """
 
 
 def find_step_windows(survey: RingSurvey) -> Iterator[Growth]:
-    """Yield each window that begins with a rise and whose growth equals about two large steps.
+    """Yield each window that begins with a rise and has growth of about two large steps.
 
     The shortest window comes first. A rise in a block with a new peak in load is not counted,
     because load explains it. Nothing is yielded if no window has enough growth.
     """
-    # The loop runs backwards from the newest block, so that the shortest window comes first.
+    # The loop starts at the newest block, so that shorter windows come first.
     for begin in range(len(survey.blocks) - 2, -1, -1):
         begins_with_step = survey.retained_bytes[begin + 1] > survey.retained_bytes[begin]
         grown_bytes = survey.retained_bytes[-1] - survey.highest_bytes[begin]
@@ -525,17 +527,17 @@ RECORD_RATIO: Final = 1.04
 """A step is a record if it exceeds all previous steps by more than this ratio."""
 
 REPEATED_BYTES: Final = 96 * MIB
-"""A repeated size below this is not evidence, because slots, graphs and kernels also repeat, but
-are smaller.
+"""Repeated steps below this size are not evidence, because slots, graphs and kernels also come in
+equal, smaller steps.
 """
 
 REPEATED_ODDS: Final = 2.0
-"""A step of a repeated size adds this to the log odds for each e-fold by which it exceeds
+"""A step whose size is repeated adds this to the log odds for each e-fold by which it exceeds
 `REPEATED_BYTES`. This constant and the next three are fitted to simulated days.
 """
 
 MOST_REPEATED_ODDS: Final = 6.0
-"""The most that a step of a repeated size adds to the log odds."""
+"""The most that a step whose size is repeated adds to the log odds."""
 
 SMALLER_ODDS: Final = 0.5
 """What a step adds to the log odds if it is smaller than the largest previous step."""
@@ -547,7 +549,7 @@ RECORD_ODDS: Final = -1.0
 def score_likeness(
     steps: tuple[MemoryStep, ...], since_seconds: float, least_bytes: float
 ) -> float:
-    """Return the log likelihood ratio of a leak, based on the sizes of the steps.
+    """Return the log likelihood ratio of a leak, judged by the sizes of the steps.
 
     Benign steps are records: each is larger than all previous steps. The allocator takes a new
     segment only for a demand that does not fit into any cached segment. The steps of a leak are of
@@ -581,21 +583,21 @@ def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
 
 
 GROWING_ODDS: Final = log(12)
-"""A warning requires at least these log odds for the pace: twelve to one that growth follows time
-or requests rather than e-folds of work.
+"""A warning requires at least these log odds from the pace: twelve to one that memory grows with
+time or requests rather than with e-folds of work.
 """
 
 LEAKING_ODDS: Final = log(8)
-"""An alarm requires at least these log odds for the pace. Eight to one is sufficient if the sizes
-of the steps resemble those of a leak.
+"""An alarm requires at least these log odds from the pace. Eight to one is sufficient if the steps
+have the sizes that steps of a leak have.
 """
 
 SURE_OF_STEPS: Final = 9.0
-"""An alarm requires at least these log odds for the pace and the sizes together."""
+"""An alarm requires at least these log odds from the pace and the step sizes together."""
 
 LEAKING_ODDS_WHERE_FULL: Final = log(3)
-"""Replaces LEAKING_ODDS if another step as large as the largest one would not fit. Few engines with
-bounded growth fill memory that far.
+"""Replaces LEAKING_ODDS if another step as large as the largest one would not fit. Bounded growth
+rarely fills memory that far.
 """
 
 SURE_OF_STEPS_WHERE_FULL: Final = 6.0
@@ -605,19 +607,19 @@ LEAST_REPEATS: Final = 3
 """Our choice: after this many steps of the same size, another one is expected."""
 
 REPEATED_RATIO: Final = 1.05
-"""Steps of the same kind differ by less than this ratio. A 20 MiB segment is 4 % of the smallest
+"""Steps of one kind differ in size by less than this ratio. A 20 MiB segment is 4 % of the smallest
 step that is considered.
 """
 
 
 JOINED_SECONDS: Final = QUIET_SECONDS
-"""Rises within this time count as a single step, because a large buffer is taken in several
+"""Rises within this time are joined into a single step, because a large buffer is taken in several
 segments.
 """
 
 REALLOCATED_SECONDS: Final = 120.0
-"""For a buffer that doubles, rises within this time count as a single step. The time is short,
-because the buffer's contents are copied immediately, and a small buffer doubles again within
+"""For a buffer that doubles, rises within this time are joined into a single step. The time is
+short, because the buffer's contents are copied immediately, and a small buffer doubles again within
 minutes.
 """
 
@@ -630,21 +632,21 @@ class NextStep(NamedTuple):
 
     size_bytes: float
     first_seconds: float
-    """The time of the first of the steps on which the prediction is based."""
+    """The time of the first step on which the prediction is based."""
     earliest_seconds: float
     likely_seconds: float
 
 
 def find_next_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
-    """Return the next step if steps repeat or double in size; None if no step is expected."""
+    """Return the next step if steps repeat or double in size, or None if no step is expected."""
     return _find_repeated_step(steps) or _find_doubled_step(steps)
 
 
 def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
-    """Return the next step if large steps of the same size repeat.
+    """Return the next step if large steps of one size repeat.
 
-    That step is expected after the shortest interval so far. Returns None if fewer than
-    LEAST_REPEATS steps have the size of the newest one, or if the newest one is smaller than
+    The step is expected once the shortest interval so far has passed again. Returns None if fewer
+    than LEAST_REPEATS steps are as large as the newest one, or if the newest step is below
     LEAST_STEPS_BYTES.
     """
     large_steps = [
@@ -663,12 +665,12 @@ def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
 
 
 def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
-    """Return the next step of a buffer that doubles.
+    """Return the next step if a buffer keeps doubling.
 
-    That step is expected after twice the last interval. A list, a hash table, or a buffer that
-    grows by concatenation doubles each time, and each size lasts for about twice as long as the
-    previous one. Returns None if the newest three steps do not double, or if the newest one is
-    smaller than LEAST_STEPS_BYTES.
+    The step is expected once twice the last interval has passed. A list, a hash table or a buffer
+    that grows by concatenation doubles whenever it is full, and lasts about twice as long after
+    each doubling. Returns None if the newest three steps do not double, or if the newest step is
+    below LEAST_STEPS_BYTES.
     """
     joined_steps = _join_steps(steps, REALLOCATED_SECONDS)
     if not joined_steps or joined_steps[-1].size_bytes < LEAST_STEPS_BYTES:
@@ -684,13 +686,14 @@ def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
         return None
     earlier_seconds = second.seconds - first.seconds
     interval_seconds = newest.seconds - second.seconds
-    # The interval must be about twice as long, within a factor of two, because load may change.
+    # The interval must be about twice as long as the previous one, within a factor of two because
+    # load may change.
     if not earlier_seconds < interval_seconds < 4 * earlier_seconds:
         return None
     return NextStep(
         2 * newest.size_bytes,
         first.seconds,
-        # The earliest time assumes twice the previous request rate.
+        # The earliest time assumes that the request rate doubles.
         newest.seconds + interval_seconds,
         newest.seconds + 2 * interval_seconds,
     )
@@ -701,7 +704,7 @@ def _is_alike(size_bytes: float, other_bytes: float) -> bool:
 
 
 def _join_steps(steps: tuple[MemoryStep, ...], apart_seconds: float) -> list[MemoryStep]:
-    """Return the steps, with steps that are close together joined.
+    """Return the steps, joining those that are close together.
 
     Steps that are at most `apart_seconds` apart become a single step.
     """
@@ -723,12 +726,12 @@ COMPARED_SHARE: Final = 0.05
 """A step smaller than this share of the growth is not compared with other steps."""
 
 YOUNG_SECONDS: Final = 4 * HOUR_SECONDS
-"""No alarm is raised until this time has passed since the origin, and no warning until half of it
-has passed, because caches also fill evenly.
+"""Caches also fill evenly, so no alarm is raised until this time has passed since the origin, and
+no warning until half of it has passed.
 """
 
 LATE_SHARE: Final = 2.0
-"""Growth that has lasted for this many times the time left raises an alarm even earlier, at any
+"""If growth has lasted for this many times the time left, an alarm is raised even earlier, at any
 load. By then, two thirds of the room are gone.
 """
 
@@ -749,10 +752,10 @@ def judge_steps(
 ) -> tuple[Certainty, float]:
     """Return the verdict on a window that begins with a step, and its evidence as log odds.
 
-    GROWING requires that the pace does not slow down, and that the device would be full within a
-    day. It also requires that growth has lasted for a quarter of the time left. LEAKING
-    additionally requires that the sizes of the steps repeat, and that enough of the room is gone.
-    If the room is unknown, it is assumed to be as large as the memory that was held initially.
+    GROWING requires that growth does not slow down, and that the device would be full within a day.
+    It also requires that growth has lasted for a quarter of the time left. LEAKING additionally
+    requires that the sizes of the steps repeat, and that enough of the room is gone. If the room is
+    unknown, it is assumed to be as large as the memory that was held initially.
     """
     odds = weigh_pace(growth, origin)
     grown_bytes = growth.grown_bytes
@@ -762,13 +765,13 @@ def judge_steps(
     assumed_room_bytes = origin.floor_bytes if room_bytes is None else max(1.0, room_bytes)
     left_seconds = assumed_room_bytes / grown_bytes * lasted_seconds
 
-    # Caches also fill in steps, but few take that much, and most fill early in a run.
+    # Caches also fill in steps, but few become that large, and most fill early in a run.
     enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
-    # In the first hour, the engine takes large temporary buffers that it has not released yet.
+    # In the first hour, the engine holds large temporary buffers that it will release later.
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
     is_late = is_late and age_seconds >= LEAKING_SECONDS
     # If another step as large as the largest one would not fit, less evidence is sufficient,
-    # because bounded growth rarely gets that far.
+    # because bounded growth rarely fills memory that far.
     is_full = room_bytes is not None and assumed_room_bytes <= max(growth.rises_bytes)
     leaking_odds = LEAKING_ODDS
     sure_odds = SURE_OF_STEPS
@@ -779,14 +782,14 @@ def judge_steps(
     patience_seconds = compute_patience(left_seconds, is_room_known=room_bytes is not None)
     has_lasted = lasted_seconds >= patience_seconds
     if may_be_leak and has_lasted and (age_seconds >= YOUNG_SECONDS or is_late):
-        # The likeness is scored last, because scoring compares all pairs of steps.
+        # The step sizes are scored last, because scoring compares all pairs of steps.
         steps = tuple(step for step in track.history.steps if step.seconds > origin.seconds)
         likeness = score_likeness(steps, growth.blocks[0].seconds, COMPARED_SHARE * grown_bytes)
         if odds + likeness >= sure_odds:
             return Certainty.LEAKING, odds + likeness
 
-    # A warning requires only that the pace is sufficient, and that the device would be full within
-    # a day.
+    # For a warning, it is sufficient that growth has this pace and that the device would be full
+    # within a day.
     is_soon = left_seconds <= DAY_SECONDS and lasted_seconds >= WARNING_SHARE * left_seconds
     if odds >= GROWING_ODDS and age_seconds >= YOUNG_SECONDS / 2 and is_soon:
         return Certainty.GROWING, odds

@@ -1,4 +1,4 @@
-"""Growth inside the engine by place, from the probe: all memory in use, excluding torch's cache.
+"""Where memory grows inside the engine, according to the probe, not counting torch's cache.
 
 The places are torch's tensors, torch's fragments, and memory outside torch.
 """
@@ -20,16 +20,18 @@ from vllm_headroom.units import DAY_SECONDS
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 
 MARK_SECONDS: Final = 20.0
-"""Our choice: the minimum time between two marks. A mark is the memory in each place at one
-time.
+"""Our choice: the minimum time between two marks. A mark records the memory in each place at one
+point in time.
 """
 
 MOST_MARKS: Final = 256
-"""If there are more marks than this, every second one is dropped, which bounds the state."""
+"""If there are more marks than this, every second one is dropped, which limits the size of the
+state.
+"""
 
 FORGET_SECONDS: Final = DAY_SECONDS
-"""The track of a device or role that has not been seen for this time is dropped. This bounds memory
-if pods and MIG instances come and go.
+"""The track of a device or role is dropped when it has not been seen for this time. This limits the
+size of the state even if pods and MIG instances come and go.
 """
 
 
@@ -43,20 +45,20 @@ class Mark(Struct, frozen=True, gc=False):
 
 
 class InsideTrack(Struct, frozen=True, kw_only=True):
-    """What the detector remembers about the memory inside one run of the engine on one GPU."""
+    """What the detector remembers about one GPU's memory inside the engine during one run."""
 
     restarts: int
-    """The number of restarts before the run, which identifies it."""
+    """The number of restarts before this run, which identifies the run."""
     in_use: Track
-    """The track of the memory in use, which is the held memory excluding torch's cache. A leak that
-    grows into free memory of the cache shows up in this track, but not in the track of held
+    """The track of the memory in use, which is the held memory excluding torch's cache. If a leak
+    grows into free memory of torch's cache, it shows up in this track but not in the track of held
     memory.
     """
 
     open_mark: Mark
     """The newest mark, to which readings are still being added."""
     marks: tuple[Mark, ...] = ()
-    """The complete marks since the run began, thinned out, with the oldest first."""
+    """The complete marks since the run began, with the oldest first and some dropped."""
 
 
 InsideTracks = dict[str, InsideTrack]
@@ -68,7 +70,7 @@ def update_insides(
 ) -> InsideTracks:
     """Return the tracks after one more sample.
 
-    `observations` covers the GPUs for which this sample has figures from the probe. Any other GPU
+    `observations` contains the GPUs for which the probe has figures in this sample. Any other GPU
     keeps its track. The track of a GPU starts over when the engine restarts, and after a sleep.
     """
     now_seconds = snapshot.monotonic_seconds
@@ -92,7 +94,7 @@ def update_insides(
         if track is None or track.restarts != restarts:
             in_use = start_track(now_seconds)
             if track is not None:
-                # The precedent from the run that has ended may excuse growth in this run.
+                # The precedent from the ended run may excuse growth in this run.
                 in_use = replace(in_use, precedent=end_run(track.in_use))
             track = InsideTrack(restarts=restarts, open_mark=mark, in_use=in_use)
         updated[uuid] = _add_mark(track, mark, observation)
@@ -125,14 +127,14 @@ def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> Insid
     The reading is added to the open mark. If the open mark is old enough, it is complete, and the
     reading begins the next mark.
     """
-    # Within MARK_SECONDS, only the lowest reading is used, because a request's temporary memory is
+    # Within MARK_SECONDS, only the lowest reading is used, because temporary memory of a request is
     # not growth.
     open_mark = track.open_mark
     if mark.seconds - open_mark.seconds < MARK_SECONDS:
         least_bytes = tuple(map(min, open_mark.held_bytes, mark.held_bytes))
         return replace(track, open_mark=replace(open_mark, held_bytes=least_bytes))
     marks = (*track.marks, open_mark)
-    # The newest mark is kept, and every second one of the others, over the whole run.
+    # The newest mark is kept, and every second one of all earlier marks.
     if len(marks) > MOST_MARKS:
         marks = (*marks[0:-1:2], open_mark)
     in_use = _observe_in_use(track.in_use, open_mark, observation)
@@ -140,12 +142,12 @@ def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> Insid
 
 
 def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Track:
-    """Return the track of the memory in use with a complete mark added."""
+    """Return the track of the memory in use after one more complete mark."""
     allocated_bytes, _, outside_bytes = mark.held_bytes
     used_bytes = int(allocated_bytes + outside_bytes)
     room_bytes = None
     if observation.room_bytes is not None:
-        # torch releases its cache when memory is short, so the cache counts as room.
+        # torch releases its cache when memory is short, so the cache is part of the room.
         room_bytes = observation.room_bytes + (observation.held_bytes or 0) - used_bytes
     return observe(
         in_use,
@@ -157,8 +159,9 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
     """Return the track of held memory with the most certain of three verdicts.
 
     The three verdicts are those on held memory, on memory kept during sleep, and on memory in use.
-    If they are equal, the one on held memory is used, because only its time to out-of-memory
-    includes the next peak. The figures on held memory are omitted while the engine rests.
+    If several are equally certain, the verdict on held memory is used, because only its time to
+    out-of-memory includes the next peak. The figures on held memory are omitted while the engine
+    rests.
     """
     if track.presence.rested_seconds is not None:
         track = replace(track, estimate=None)
@@ -175,13 +178,13 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
 
 
 def move_track(track: Track, shift_seconds: float) -> Track:
-    """Return a track with its snapshot time moved to a different monotonic clock."""
+    """Return a track whose snapshot time has been moved to a different monotonic clock."""
     snapshot_seconds = track.clock.snapshot_seconds + shift_seconds
     return replace(track, clock=replace(track.clock, snapshot_seconds=snapshot_seconds))
 
 
 def move_inside_track(track: InsideTrack, shift_seconds: float) -> InsideTrack:
-    """Return a track and its marks, moved to a different monotonic clock."""
+    """Return a track that has been moved, with its marks, to a different monotonic clock."""
     return replace(
         track,
         open_mark=_move_mark(track.open_mark, shift_seconds),
@@ -195,8 +198,8 @@ def _move_mark(mark: Mark, shift_seconds: float) -> Mark:
 
 
 LEAK_PARTS: Final = 6
-"""The duration of a leak is divided into this many parts. A leaking place grew in every part. With
-three parts, one in ten simulated leaks was attributed to the wrong place.
+"""The duration of a leak is divided into this many parts. A place is leaking only if it grew in
+every part. With three parts, one in ten simulated leaks was attributed to the wrong place.
 """
 
 STEADY_SHARE: Final = 0.01
@@ -207,19 +210,19 @@ PLACES: Final = {
     LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
     LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
 }
-"""The places where memory is held, in the order of a mark's bytes. The texts follow the word
-"in".
+"""The places where memory is held, in the order of a mark's bytes. The texts are used after the
+word "in".
 """
 
 
 def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
-    """Return the place where memory grows; None if nothing grows or there is no mark.
+    """Return the place where memory grows, or None if nothing grows or there is no mark.
 
-    The duration of the leak is divided into sixths. Each place is rated by its slowest sixth,
-    because first uses occur in steps and add nothing in at least one sixth. The place whose slowest
-    sixth is largest is returned. If the growth in even that slowest sixth is almost nothing, the
-    place that grew most over the whole duration is returned. torch's cache is not a place, because
-    torch releases it.
+    The duration of the leak is divided into sixths. Each place is rated by the sixth in which it
+    grew least, because first uses occur in steps and add nothing in at least one sixth. The place
+    with the highest rating is returned. If even this rating is close to zero, the place that grew
+    most over the whole duration is returned. torch's cache is not a place, because torch releases
+    it.
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None
@@ -229,7 +232,7 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
     begin = bisect_left(inside.marks, began_seconds, key=lambda mark: mark.seconds)
     marks = inside.marks[begin:]
     if len(marks) <= LEAK_PARTS:
-        # The leak is too young for six parts, so the newest marks are used.
+        # The leak is too young to have six parts, so the newest marks are used.
         marks = inside.marks[-LEAK_PARTS - 1 :]
     if not marks:
         return None
@@ -242,8 +245,8 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
         grown_bytes[place] = held_bytes[-1] - held_bytes[0]
         least_rise_bytes = min(later - earlier for earlier, later in pairwise(held_bytes))
         steady_bytes[place] = LEAK_PARTS * least_rise_bytes
-    # The steady growth is six times the smallest of the six rises, to which a single large step
-    # adds nothing.
+    # The steady growth is six times the smallest of the six rises, so a single large step adds
+    # nothing to it.
     location = max(steady_bytes, key=lambda place: steady_bytes[place])
     if steady_bytes[location] <= STEADY_SHARE * max(grown_bytes.values()):
         location = max(grown_bytes, key=lambda place: grown_bytes[place])

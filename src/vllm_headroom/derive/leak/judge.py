@@ -308,7 +308,7 @@ def _has_faded(track: Track) -> bool:
 
 
 def _measure_load(blocks: tuple[Block, ...]) -> float:
-    """Return the requests per second from the first block to the last; 0 if no time passed."""
+    """Return the requests per second from the first block to the last, or 0 if no time passed."""
     seconds = blocks[-1].seconds - blocks[0].seconds
     return (blocks[-1].requests - blocks[0].requests) / max(1.0, seconds)
 

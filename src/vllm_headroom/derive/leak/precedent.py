@@ -165,7 +165,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
 
 
 def _find_room(track: Track, block: Block) -> float | None:
-    """Return the room that a block left; None if unknown."""
+    """Return the room that a block left, or None if unknown."""
     if not track.history.capacity_bytes:
         return None
     return track.history.capacity_bytes - block.floor_bytes
@@ -205,7 +205,7 @@ def _is_similar(precedent: Precedent, reached: Reached) -> bool:
 
 
 def end_run(track: Track) -> Precedent | None:
-    """Return the precedent for the next run; None if this run ended in an alarm or nearly full.
+    """Return the precedent for the next run, or None if this run ended in an alarm or nearly full.
 
     A run that may have ended out of memory does not excuse any growth, and neither do the runs
     before it.

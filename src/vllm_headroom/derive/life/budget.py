@@ -75,7 +75,7 @@ class GpuBudget(Struct, frozen=True, kw_only=True):
     busy_seconds: float = 0.0
     """The total time during which requests have been running."""
     over_since_seconds: float | None = None
-    """When the engine started to exceed its budget; None while it does not."""
+    """When the engine started to exceed its budget, or None while it does not."""
     over_since_busy_seconds: float = 0.0
     """The value of `busy_seconds` when the excess began."""
     levels: tuple[tuple[float, int], ...] = ()
@@ -85,7 +85,7 @@ class GpuBudget(Struct, frozen=True, kw_only=True):
     peak_bytes: int = 0
     """The highest peak of used memory, measured above the level to which it fell afterwards."""
     profile_peak_bytes: int = 0
-    """Memory that vLLM's profile run needed but torch has not reserved yet; 0 if unknown."""
+    """Memory that vLLM's profile run needed but torch has not reserved yet, or 0 if unknown."""
 
 
 def update_budgets(
@@ -184,7 +184,7 @@ def _are_requests_running(snapshot: Snapshot) -> bool:
 
 
 def _find_peak(gpu: Gpu) -> int:
-    """Return how far the last minute's peak was above the current use; 0 if unknown."""
+    """Return how far the last minute's peak was above the current use, or 0 if unknown."""
     memory = gpu.reading.memory
     if memory is None or gpu.reading.used_peak_bytes is None:
         return 0
@@ -209,7 +209,7 @@ def _find_profile_peak(gpu: Gpu, snapshot: Snapshot) -> int:
 
 
 def _find_largest_profile(probe: ProbeReadings) -> int:
-    """Return the largest activation peak of any process in vLLM's profile run; 0 if unknown."""
+    """Return the largest activation peak of any process in vLLM's profile run, or 0 if unknown."""
     peaks_bytes = [
         process.parts.activation_peak_bytes or 0
         for process in probe.present

@@ -188,7 +188,7 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
 
 
 def is_gpu_full(gpu: GpuAtEnd) -> bool:
-    """Return whether almost no memory was left free; False if that is unknown.
+    """Return whether almost no memory was left free, or False if that is unknown.
 
     If memory grew in a straight line, free memory that this growth would take within FILL_SECONDS
     counts as taken.
@@ -463,7 +463,7 @@ def _fit_leak(end: Ending) -> CauseFit | None:
 
 
 def find_straight_growth_gpu(end: Ending) -> GpuAtEnd | None:
-    """Return the GPU that growth in a straight line has filled; None if there is none."""
+    """Return the GPU that growth in a straight line has filled, or None if there is none."""
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end) or not _has_grown_straight(gpu):
         return None

@@ -477,7 +477,7 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
 
 
 def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
-    """Return the most memory that was held in the minutes before the end; None if unknown."""
+    """Return the most memory that was held in the minutes before the end, or None if unknown."""
     end_begin_seconds = now - END_SECONDS
     oldest_seconds = end_begin_seconds - BURST_SECONDS
     earlier_slots = [

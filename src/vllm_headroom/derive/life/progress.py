@@ -110,7 +110,7 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
     done_seconds: float
     """When the engine's token or step count last changed."""
     idle_since_seconds: float | None
-    """When the engine became idle; None while it works or sleeps, or if its load is unknown."""
+    """When the engine became idle, or None while it works or sleeps, or if its load is unknown."""
     kv_stranded_ratios: tuple[float, ...] = ()
     """The probe's most recent readings of stranded KV cache."""
 
@@ -199,7 +199,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     activity: ActivityTrack = field(default_factory=ActivityTrack)
     """The activity of the core, the workers and the GPUs."""
     waits_since_seconds: float | None = None
-    """Since when a request has been waiting in every sample; None if none is waiting."""
+    """Since when a request has been waiting in every sample, or None if none is waiting."""
 
     @property
     def hang_signs(self) -> tuple[HangSign, ...]:
@@ -351,7 +351,7 @@ def _find_age(
 def update_cpu_use(
     previous: CpuUse | None, processes: Collection[EngineProcess] | None, now: float
 ) -> CpuUse | None:
-    """Return when the API servers last used enough CPU time; None before the first known time.
+    """Return when the API servers last used enough CPU time, or None before the first known time.
 
     Other processes are not considered, because only the API servers can keep the page from
     answering. If the core and its workers spin while they wait for a hung GPU, as in NCCL, the page
@@ -381,7 +381,7 @@ def sum_waiting_requests(processes: Collection[EngineProcess] | None) -> int | N
 def update_waits_since(
     previous_seconds: float | None, processes: Collection[EngineProcess] | None, now: float
 ) -> float | None:
-    """Return since when a request has been waiting in every sample; None if none is waiting."""
+    """Return since when a request has been waiting in every sample, or None if none is waiting."""
     if not sum_waiting_requests(processes):
         return None
     return now if previous_seconds is None else previous_seconds
@@ -507,7 +507,7 @@ def _begin_span(
 
 
 def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | None:
-    """Return the CPU time of core and workers; None if there are none, or if any is unknown."""
+    """Return the CPU time of core and workers, or None if there are none, or if any is unknown."""
     total_seconds = None
     for process in processes or ():
         if process.role not in NECESSARY_ROLES:

@@ -86,7 +86,7 @@ class PageRecord(Struct, frozen=True, kw_only=True):
     """The engines on the last page that had any engines."""
     idle_since_seconds: float | None = None
     idle_seconds: float | None = None
-    """How long these engines had been idle when that page was read; None if they had work, or if
+    """How long these engines had been idle when that page was read, or None if they had work, or if
     this is unknown.
     """
     loads: tuple[tuple[float, float], ...] = ()
@@ -112,10 +112,10 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     """What has been observed of the current run; times are on the monotonic clock."""
 
     began_seconds: float | None = None
-    """When the run was first seen; None before its first sample."""
+    """When the run was first seen, or None before its first sample."""
     newest_seconds: float = 0.0
     first_age_seconds: float | None = None
-    """The age of the run when it was first seen; None if unknown."""
+    """The age of the run when it was first seen, or None if unknown."""
     follows_absence: bool = False
     """Whether the sidecar was already running when this run began, so that it saw the whole
     start.

@@ -97,7 +97,7 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     is_ready: bool = False
     """Whether the engine's page has ever answered in this run."""
     has_worked: bool | None = False
-    """Whether the engine has ever processed a request; None if its page does not show work."""
+    """Whether the engine has ever processed a request, or None if its page does not show work."""
     has_ended: bool = False
     necessary_counts: dict[Role, int] = field(default_factory=dict)
     """The highest number of processes of each necessary role that ran while the page answered."""
@@ -127,11 +127,11 @@ class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visib
     restarts: int = 0
     exits: dict[ExitReason, int] = field(default_factory=dict)
     exit_requests: float | None = None
-    """The number of requests on the last page before the last exit; None if unknown."""
+    """The number of requests on the last page before the last exit, or None if unknown."""
     ends_seconds: tuple[float, ...] = ()
     """When the newest runs ended, in seconds since the epoch."""
     are_processes_visible: bool | None = None
-    """Whether this sidecar can see the engine's processes; None until that is known."""
+    """Whether this sidecar can see the engine's processes, or None until that is known."""
 
     @property
     def present(self) -> EngineRun:
@@ -188,7 +188,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     snapshot: Snapshot
     answer: PageAnswer
     processes: tuple[EngineProcess, ...] | None
-    """The engine's processes; None if /proc cannot be read, or if several servers may be the
+    """The engine's processes, or None if /proc cannot be read, or if several servers may be the
     engine.
     """
     are_processes_visible: bool | None
@@ -201,7 +201,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     @property
     def page(self) -> EnginePage | None:
-        """Return the engine's page; None if it could not be read."""
+        """Return the engine's page, or None if it could not be read."""
         return self.snapshot.page
 
     @property
@@ -216,7 +216,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     @property
     def started_at_seconds(self) -> float | None:
-        """Return when the server started, by its page or its oldest process; None if unknown."""
+        """Return when the server started, by its page or its oldest process, or None if unknown."""
         page_starts = [
             engine.started_at_seconds
             for engine in list_engines(self.page)
@@ -889,7 +889,7 @@ def read_symptom(
 
 
 def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
-    """Return for how many seconds something has been missing; 0 while it is present."""
+    """Return for how many seconds something has been missing, or 0 while it is present."""
     if since_seconds is None:
         return 0.0
     return evidence.snapshot.monotonic_seconds - since_seconds
@@ -971,7 +971,7 @@ def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: b
 
 
 def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
-    """Return the server's answer; None if no request was sent to the server."""
+    """Return the server's answer, or None if no request was sent to the server."""
     server = evidence.snapshot.server
     return None if server is None else server.answer
 
