@@ -285,7 +285,7 @@ def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -
 
 
 def _find_similar(name: str, names: Iterable[str]) -> list[str]:
-    """Return the shortest of `names` that contain every word of `name`.
+    """Return the shortest ones among the `names` that contain every word of `name`.
 
     If no name contains every word, the name with the most similar spelling is returned. The result
     is empty if no name is similar.

@@ -1,7 +1,8 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
-A size is a number with a unit of bytes. A number without a unit is in bytes. It is accepted only
-from 1 MiB on, because a smaller number is unlikely to be meant in bytes: `80` may mean 80 GiB.
+A size is a number with a unit of bytes. A number without a unit is in bytes. Such a number is
+accepted only from 1 MiB on, because a smaller number is unlikely to be meant in bytes: `80` may
+mean 80 GiB.
 """
 
 import re

@@ -107,8 +107,8 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.UNEXPECTED,
     ),
 }
-"""The reasons for which reading each source can fail. For each of them,
-`headroom_source_failures_total` starts at 0.
+"""The reasons why reading each source can fail. For each of them, `headroom_source_failures_total`
+starts at 0.
 """
 
 
@@ -190,7 +190,7 @@ class ServerAnswer(StrEnum):
     """How the engine's server responds to requests for paths other than its metrics page."""
 
     HEALTHY = "healthy"
-    """`/health` answers 200. Where `/health` does not exist, either `/v1/models` or `/load` returns
+    """`/health` returns 200. Where `/health` does not exist, either `/v1/models` or `/load` returns
     200.
     """
 
@@ -201,7 +201,8 @@ class ServerAnswer(StrEnum):
     """Nothing answers."""
 
     UNCLEAR = "unclear"
-    """The answer does not show whether the server is healthy, as with a login page."""
+    """The response does not show whether the server is healthy, for example if it is a login page.
+    """
 
 
 class IncidentKind(StrEnum):

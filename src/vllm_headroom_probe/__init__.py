@@ -1,7 +1,7 @@
 """The probe that vLLM loads into each of its processes to write memory figures to a file.
 
-The probe never raises an error in vLLM's code, blocks vLLM or initialises CUDA. It runs in vLLM's
-Python, version 3.9 or later, without any other packages.
+The probe never raises an error in vLLM's code, never blocks vLLM and never initialises CUDA. It
+runs in vLLM's Python, version 3.9 or later, without any other packages.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int |
             return None
     spec = groups[0].kv_cache_spec
     specs = [spec] * len(groups[0].layer_names)
-    # Layers that differ may all be in one group.
+    # Different layers may be in the same group.
     specs_by_layer = read_own(spec, "kv_cache_specs")
     if specs_by_layer:
         specs = list(specs_by_layer.values())

@@ -171,7 +171,7 @@ def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
     """
     uuid = getattr(properties, "uuid", None)
     digits = bytes.fromhex(str(uuid or "").replace("-", ""))
-    # HIP fills the bytes with the text of an AMD card's ID (hip_device.cpp).
+    # HIP stores the text of an AMD card's ID in these bytes (hip_device.cpp).
     if re.fullmatch(rb"[0-9a-f]{16}", digits):
         return f"GPU-{digits.decode()}"
     if uuid is None:

@@ -20,8 +20,8 @@ RECENT_BUCKETS = 12
 """The number of newest buckets whose highest peak is kept. Twelve buckets cover the last minute."""
 
 MAX_SIZE_CLASSES = 20
-"""The number of size classes of each kind that are written to the file. These are the largest ones.
-Each time the size doubles, there are two more classes.
+"""The number of size classes per kind of work that are written to the file. These are the largest
+ones. Each time the size doubles, there are two more classes.
 """
 
 MAX_REASON_CHARACTERS = 200
@@ -301,8 +301,8 @@ class Peaks:
         """
         if self._is_over:
             return
-        # vLLM's second runner calls this method to profile itself, and then reads the same peak of
-        # torch.
+        # vLLM's second runner calls this method to profile itself, and then reads the same peak
+        # from torch.
         if options.get("dummy_run"):
             self._forget_step()
             return

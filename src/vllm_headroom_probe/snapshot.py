@@ -103,7 +103,7 @@ class Snapshots:
         self._has_failed = False
         """Whether recording a history has failed."""
         self._has_taken_oom = False
-        """Whether the only snapshot of an OutOfMemoryError has been taken."""
+        """Whether a snapshot has been taken for an OutOfMemoryError, which happens only once."""
         self._answered_id = ""
         """The ID of the last request that was answered."""
         self._taken_oom: TakenSnapshot | None = None
@@ -157,7 +157,7 @@ class Snapshots:
         self._began_at = None
 
     def take_oom(self, owner: object) -> TakenSnapshot | None:
-        """Take the snapshot of an OutOfMemoryError, for `tick` to write.
+        """Take the snapshot for an OutOfMemoryError; `tick` writes it later.
 
         Taking a snapshot here is safe, because torch calls its observers without holding the
         allocator's lock. Returns None if no history is recorded, and for any OutOfMemoryError after

@@ -247,9 +247,10 @@ SCRIPT: Final = """\
   setInterval(update, 1000 * document.body.dataset.seconds);
 })();
 """
-"""Shows times in the reader's time zone, shows values under the pointer or with the arrow keys,
-copies commands, switches the theme, and regularly reloads the page to replace changed elements. The
-scroll position, focus, selection, opened lines and the value under the pointer are preserved.
+"""Shows times in the reader's time zone, shows the value at the pointer or at a point selected with
+the arrow keys, copies commands, switches the theme, and regularly reloads the page to replace
+changed elements. The scroll position, focus, selection, opened lines and the value under the
+pointer are preserved.
 """
 
 

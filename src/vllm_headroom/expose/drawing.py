@@ -76,8 +76,8 @@ def render_text(text: str) -> str:
 
 
 MARGIN: Final = 1.15
-"""The margin of a picture (our choice). A picture's height is this multiple of the usual highest
-value. The time axis ends at this multiple of the forecast's length.
+"""The margin of a picture (our choice). The value at the top of a picture is this multiple of the
+value at SCALE_QUANTILE. The time axis ends at this multiple of the forecast's length.
 """
 
 SCALE_QUANTILE: Final = 0.9
@@ -106,7 +106,7 @@ pixels wide.
 
 
 def find_top(values: Iterable[float | None], *, limit: float | None = None) -> float:
-    """Return the top value of a picture of free memory, at most `limit`; 1 if there are no values.
+    """Return the highest value that a picture of free memory shows, up to `limit`; 1 by default.
 
     While a card is briefly empty, its values may lie above the top.
     """
@@ -152,7 +152,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
 
 
 def build_curve(points: Iterable[Point]) -> Curve:
-    """Return the curve through these points, sorted by time because a trace's clock may go back."""
+    """Return the curve through these points; sort them, because a trace's clock may be set back."""
     ordered = sorted(points, key=itemgetter(0))
     times = [seconds for seconds, _ in ordered]
     values = [value for _, value in ordered]
@@ -162,7 +162,7 @@ def build_curve(points: Iterable[Point]) -> Curve:
 def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LinePoints]:
     """Return the curve from the time `begin` on, thinned to two points for each of `columns`.
 
-    The two points are the lowest and the highest of the column, in chronological order. A stretch
+    The two points are the lowest and the highest in each column, in chronological order. A stretch
     ends at a column without known values. The result is empty if no value is known.
     """
     times, values = curve
@@ -221,7 +221,7 @@ def draw_zero(frame: Frame) -> str:
 
 
 def draw_mark(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
-    """Return a vertical line at a time, of class `kind` in STYLE, or "" if outside the frame."""
+    """Return a vertical line with the CSS class `kind` at a time, or "" if outside the frame."""
     if not frame.begin <= seconds <= frame.end:
         return ""
     x = f"{frame.x(seconds):.1f}"

@@ -1,4 +1,4 @@
-"""Serve the metrics page, which is encoded once per sample and format, with the sample's age."""
+"""Serve the metrics page with the sample's age; encode the page once per sample and format."""
 
 import gzip
 import re

@@ -226,7 +226,7 @@ COUNT_NAMES: Final = {
     Level.UNKNOWN: ("not known", "not known"),
     Level.GOOD: ("OK", "OK"),
 }
-"""The words for one and several engines at a level, worst level first."""
+"""The words (singular and plural) for engines at each level, worst level first."""
 
 
 def _count_levels(engines: list[EngineView]) -> str:

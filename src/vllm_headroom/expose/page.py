@@ -146,8 +146,8 @@ HEADLINES: Final = {
     Situation.STRANDED: "KV cache held by no request",
     Situation.FILLING: "{subject} filling as configured",
 }
-"""The headlines of some situations. Headlines by situation. For other situations, the headline is
-the subject followed by the situation's name.
+"""The headlines of some situations. In other situations, the headline is the subject followed by
+the situation's name.
 """
 
 
@@ -233,8 +233,8 @@ def render_since(view: View, worst: Verdict) -> str:
         return ""
     verdict = worst
     if worst.situation is Situation.CRASH_LOOP:
-        # In a crash loop, how long the engine has been down matters more than how long it has been
-        # crashing.
+        # In a crash loop, the length of the current downtime matters more than the length of the
+        # loop.
         verdict = _find_down(view) or worst
     start = _find_start(view, verdict)
     if start is None:

@@ -128,9 +128,9 @@ class Connection(asyncio.Protocol):
         if self._is_abandoned:
             transport.abort()
             return
-        # With these limits, `pause_writing` is called for any byte that the client has not
-        # received. high=0 is not used, because uvloop's TLS would then also pause a connection that
-        # has nothing to send.
+        # With these limits, `pause_writing` is called even if only one byte is waiting to be sent.
+        # high=0 is not used, because uvloop's TLS would then also pause a connection that has
+        # nothing to send.
         transport.set_write_buffer_limits(high=1, low=0)
         self._transport = transport
         self.certificate = transport.get_extra_info("peercert")
@@ -194,14 +194,14 @@ class Connection(asyncio.Protocol):
         events: list[h11.Event] = [
             h11.Response(status_code=answer.status, reason=reason, headers=headers)
         ]
-        # A response to HEAD has the length of the body but no body.
+        # A response to HEAD states the length of the body but does not contain the body.
         if self._method != b"HEAD":
             events.append(h11.Data(data=answer.body))
         events.append(h11.EndOfMessage())
         parts = [self._http.send(event) or b"" for event in events]
         self._transport.write(b"".join(parts))
-        # With a blocked client, the exchange ends later: once the client has received the response,
-        # or its time is up.
+        # If the client is blocked, the exchange ends later: when the client has received the
+        # response or its time is up.
         if not self._is_blocked:
             self._finish_exchange()
 
@@ -401,7 +401,8 @@ class Server:
         except asyncio.CancelledError:
             connection.abandon()
             raise
-        # TLS failed or took too long, which any client can cause, so it is not logged.
+        # The TLS handshake failed or took too long. This is not logged, because any client can
+        # cause it.
         except OSError:
             client.close()
         except Exception:

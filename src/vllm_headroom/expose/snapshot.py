@@ -12,7 +12,8 @@ from vllm_headroom.expose.view import CURVE_STEP_SECONDS, History, LastIncident,
 from vllm_headroom.model import Metric, Snapshot, Values, find_worst_level
 
 STATE_LABEL: Final = "state"
-"""The last label of a metric that has one series per state, with the value 1 for the current state.
+"""The last label of a metric that has one series per state; the current state's series has the
+value 1.
 """
 
 LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -34,8 +35,8 @@ AT_THE_SCRAPE: Final = (
     catalog.WEB_CONFIG_RELOAD,
     catalog.ENGINES,
 )
-"""Metrics without a key named after them in the document. The document shows the first three as
-`version`, `age_seconds` and `last_incident`.
+"""Metrics for which the document has no key with the metric's name. The document shows the first
+three as `version`, `age_seconds` and `last_incident`.
 """
 
 _UNLISTED_METRICS: Final = (

@@ -65,7 +65,7 @@ PEAK_SAFE_SIZES: Final = {
     Work.PROMPT_LOGPROBS: (catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, "{:,.0f} tokens"),
     Work.ENCODER: (catalog.ENGINE_SAFE_IMAGE_PIXELS, "{:,.0f} pixels"),
 }
-"""The metric and format of the largest safe request, by kind of work."""
+"""The metric for the size of the largest safe request, and its format, by kind of work."""
 
 
 def _list_peak_tables(values: Values) -> tuple[Table, ...]:
@@ -101,7 +101,7 @@ def _list_peaks(values: Values) -> Iterator[tuple[Cell, ...]]:
 
 
 HOLDERS: Final = ("engine", "other", "unattributed")
-"""The possible holders of a GPU's memory: the values of a label, and column titles."""
+"""The possible holders of a GPU's memory, used as label values and as column titles."""
 
 
 def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
@@ -220,7 +220,7 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
 
 
 def render_table(table: Table) -> str:
-    """Return a foldable table, which is open if it contains an alarm; empty if it has no rows.
+    """Return a foldable table, opened if it contains an alarm, or "" if the table has no rows.
 
     Columns whose cells are all empty are left out.
     """

@@ -28,16 +28,16 @@ CURVE_POINTS: Final = 1440
 """The number of points per day. The day curves of eight GPUs take 109 kB, and 146 kB on disk."""
 
 WEEK_STEP_MINUTES: Final = 10
-"""The minutes between two points of a week curve. A week with one point per minute would take ten
-times the memory, even though a picture has fewer than a thousand columns.
+"""The number of minutes between two points of a week curve. A week with one point per minute would
+take ten times the memory, even though a picture has fewer than a thousand columns.
 """
 
 WEEK_POINTS: Final = 7 * 24 * 60 // WEEK_STEP_MINUTES
 """The number of points per week. The week curves of eight GPUs take 77 kB, and 102 kB on disk."""
 
 MOST_MINUTES_BACK: Final = 5
-"""If the clock is set back by at most this, the history is kept. Samples are then added to the
-newest minute until the clock has caught up.
+"""If the clock is set back by at most this many minutes, the history is kept. Samples are then
+added to the newest minute until the clock has caught up.
 """
 
 MOST_CURVE_GPUS: Final = 64
@@ -83,7 +83,7 @@ class VerdictStart(Struct, frozen=True, kw_only=True):
     """The time of the first sample with the verdict, in seconds since the epoch."""
     is_exact: bool
     """Whether the verdict began with that sample. False for the very first sample, because the
-    verdict may have held before.
+    verdict may have begun earlier.
     """
 
 
@@ -223,7 +223,7 @@ class History:
         running: float | None,
         kv_used_ratio: float | None = None,
     ) -> None:
-        """Add one tick, with the running requests and the usage of the fullest KV cache.
+        """Add one tick with the number of running requests and the usage of the fullest KV cache.
 
         `running` and `kv_used_ratio` are None if unknown. If the clock was set back by more than
         MOST_MINUTES_BACK, all curves start over.

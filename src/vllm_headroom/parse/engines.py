@@ -15,8 +15,8 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
 MOST_PAGE_ENGINES: Final = 256
-"""The maximum number of pairs of an engine and a model on one page. It is limited because each pair
-adds dozens of series to the sidecar's page.
+"""The maximum number of (engine, model) pairs on one page. It is limited because each pair adds
+dozens of series to the sidecar's page.
 """
 
 MOST_SHARED_READINGS: Final = 5000
@@ -34,7 +34,9 @@ _EngineKey = tuple[str, str]
 """The names of a model and an engine."""
 
 _Families = Mapping[str, list[Sample]]
-"""The samples of one engine, by family: the sample name without the profile's prefix."""
+"""The samples of one engine, keyed by family, which is the sample name without the profile's
+prefix.
+"""
 
 
 def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
@@ -296,7 +298,7 @@ def _read_amount(fact: Fact, sample: Sample) -> float | None:
     """Return a sample's value, or the number in the fact's label, times the factor.
 
     Returns None if the result is not a number, or if the field cannot have that value. Also returns
-    None for 0 in a label, which means that the setting has no value.
+    None for 0 in a label, because this means that the setting has no value.
     """
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))

@@ -20,7 +20,7 @@ _EXPOSITION: Final = re.compile(
 """A comment or a sample in the text format. A page without such a line is not a metrics page."""
 
 MOST_SAMPLES: Final = 5000
-"""The maximum number of samples read from a page, which is about what 150 engines have."""
+"""The maximum number of samples read from a page; 150 engines have about this many."""
 
 LONGEST_LINE: Final = 16 * 2**10
 """The maximum number of characters in a line. vLLM's longest line has 1,061 characters. A line of
@@ -31,8 +31,8 @@ MOST_LABELS: Final = 128
 """The maximum number of labels in a line. vLLM's settings have 37."""
 
 MOST_CHARACTERS: Final = 512 * 2**10
-"""The maximum number of characters in all lines that are read, which is about what 230 engines
-have. The most expensive page possible took 0.4 s.
+"""The maximum number of characters in all lines that are read; 230 engines have about this many.
+The most expensive page possible took 0.4 s.
 """
 
 ONE_SERVER: Final = (
@@ -58,7 +58,7 @@ _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.A
 
 
 def check_page(page: str) -> Failure | None:
-    """Return the failure of a page that is empty, not metrics, or truncated.
+    """Return a failure if the page is empty, not metrics, or truncated.
 
     Returns None for any other page.
 

@@ -94,7 +94,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
 
 
 def _read_role(document: Mapping[str, Any]) -> Role:
-    """Return the process's role; OTHER if the role is missing or unknown."""
+    """Return the process's role, or OTHER if the role is missing or unknown."""
     name = fields.read_text(document, "role")
     return next((role for role in Role if role == name), Role.OTHER)
 

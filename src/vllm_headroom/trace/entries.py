@@ -19,7 +19,7 @@ _ENGINE_NAMES: Final = {
     "gpu_memory_utilization_ratio": "gpu_memory_utilization",
     "started_at_seconds": "started_at",
 }
-"""The fields of EngineReading that have a different name in the format."""
+"""The fields of EngineReading that have a different name in a trace."""
 
 ENGINE_FIELDS: Final = tuple(
     (field, _ENGINE_NAMES.get(field, field)) for field in EngineReading.__struct_fields__

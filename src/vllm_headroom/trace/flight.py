@@ -60,11 +60,12 @@ detector needs an hour or two, and the header contains any leak that was found b
 """
 
 DENSE_SECONDS: Final = 600.0
-"""The period before an incident for which its file contains every sample."""
+"""The length of the period before an incident for which the incident's file contains every sample.
+"""
 
 SPARSE_SECONDS: Final = 15.0
-"""Before DENSE_SECONDS, an incident's file contains one sample per interval of this length, which
-shows how memory developed and takes 1.5 MiB for six hours.
+"""For the time before the last DENSE_SECONDS, an incident's file contains one sample per interval
+of this length. This shows how memory developed, and takes 1.5 MiB for six hours.
 """
 
 _SAMPLE_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
@@ -74,7 +75,7 @@ parsed.
 
 
 def locate_incident(folder: Path, seconds: float) -> Path:
-    """Return the file for an incident next to a record."""
+    """Return the path of an incident's file in a record's folder."""
     name = to_datetime(seconds).strftime(INCIDENT_NAME)
     return folder / INCIDENTS / name
 
@@ -89,7 +90,7 @@ def list_incidents(folder: Path) -> list[Path]:
 
 
 def find_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest incident next to a record, and its facts.
+    """Return the newest incident in a record's folder, and its facts.
 
     Returns None if there is no incident with a readable header. Raises OSError if a file cannot be
     read.

@@ -88,7 +88,7 @@ class TorchMemory(Struct, frozen=True, kw_only=True):
 
 
 class ProbedMemory(Struct, frozen=True, kw_only=True):
-    """A process with a probe, according to its last file."""
+    """A process with a probe, as described by the probe's last file."""
 
     pid: int | None = None
     role: str | None = None

@@ -266,7 +266,7 @@ def _check_machine(
 def _report_shortage(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Obstacle:
-    """Return the finding on a shortage of memory. It is temporary unless the GPU is too small."""
+    """Return the finding on a memory shortage, which may pass unless the GPU is too small."""
     requested_bytes = compute_requested_bytes(request, memory)
     needed_bytes = requested_bytes + MIN_OWN_BYTES
     needs = (

@@ -906,7 +906,7 @@ FAILURES: Final = (
 Pattern = TypeVar("Pattern", LinePattern, FailurePattern)
 
 HEAD_CHARACTERS: Final = 2
-"""The number of characters at the beginning of a line that decide which patterns are tried."""
+"""How many characters at the beginning of a line decide which patterns are tried."""
 
 
 def list_heads(pattern: str) -> set[str]:
