@@ -131,7 +131,7 @@ class EngineLogFollower:
 
 
 def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | None:
-    """Return how a start ended, or None while it is running, or if it survived its failures."""
+    """Return how a start ended, or None while it is running or if it survived its failures."""
     failure = start.root_failure
     if failure is None and not start.is_stopped:
         return None

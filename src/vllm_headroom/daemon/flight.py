@@ -182,8 +182,8 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 class Flight:
     """Owns the flight record in `folder` once this daemon holds `lock`.
 
-    `lines` returns the daemon's last log lines. Volume errors are logged when they begin and when
-    they end, and affect only the record.
+    `lines` returns the daemon's last log lines. Volume errors affect only the record. They are
+    logged when they begin and when they end.
     """
 
     def __init__(

@@ -76,8 +76,8 @@ _SOURCE_METRICS: Final = frozenset(
         catalog.SOURCE_LAST_SUCCESS,
     )
 )
-"""The metrics of the sources. Samples of these metrics about the driver belong to the machine and
-not to an engine.
+"""The metrics of the sources. Their samples about the driver describe the machine and not a single
+engine.
 """
 
 
@@ -251,7 +251,7 @@ class WatchedEngine:
         """Return this engine's samples, with the engine's labels before their own.
 
         Samples of GPUs that the engine does not hold are left out. So are the driver's samples,
-        because they belong to the machine.
+        because they describe the machine.
         """
         label_names = tuple(name for name, _ in self.name.labels)
         label_values = tuple(value for _, value in self.name.labels)
@@ -260,7 +260,7 @@ class WatchedEngine:
         if self.watch.last_incident is not None:
             samples.append(Sample(catalog.LAST_INCIDENT, (), self.watch.last_incident.seconds))
         labelled_samples = []
-        # The driver's samples belong to the machine and not to a single engine.
+        # The driver's samples describe the machine and not a single engine.
         for metric, labels, value in samples:
             name = metric.name
             if name in _SOURCE_METRICS and labels[0] == Source.NVML:

@@ -112,7 +112,9 @@ class LineHolding(Struct, frozen=True, kw_only=True):
     """The memory held by one line of code in torch's allocator."""
 
     file: str | None
-    """The end of the file's path, or None for memory allocated before torch started its history."""
+    """The last part of the file's path, or None for memory allocated before torch began its
+    history.
+    """
     line: int | None
     size_bytes: int
     n_blocks: int | None = None
@@ -251,8 +253,8 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
     """The memory reserved by the driver and firmware, or None with v1 and on AMD cards."""
 
     machine_available_bytes: int | None = None
-    """For a GPU that uses the machine's memory, the machine's available memory, which the GPU
-    shares with everything else, or None for any other GPU.
+    """The machine's available memory, which the GPU shares with everything else. None for a GPU
+    that does not use the machine's memory.
     """
 
     machine_free_blocks_bytes: int | None = None
@@ -419,7 +421,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
         """Return the memory that is left for the engine, or None if unknown.
 
         This is the GPU's free memory. If a layer between the engine and the driver limits the
-        engine, the result is at most the memory that this limit still allows.
+        engine, the result is at most what is left below that limit.
         """
         if self.reading.memory is None:
             return None

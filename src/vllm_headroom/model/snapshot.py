@@ -63,7 +63,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     """When the daemon sent the first request that the engine has not answered, on the monotonic
-    clock, or None while the engine answers, or while no request is needed.
+    clock, or None while the engine answers or no request is needed.
     """
 
     server: ServerReply | None = None
@@ -126,7 +126,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Return the failures of all sources that could not be read; a silent probe also counts."""
+        """Return the failures of all sources that could not be read, including a silent probe."""
         probe = self.probe
         if isinstance(probe, ProbeReadings) and not probe.present:
             probe = MUTE_PROBE

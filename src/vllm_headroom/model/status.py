@@ -99,7 +99,9 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     first_other_bytes: int | None = None
     last_other_bytes: int | None = None
     has_new_process: bool = False
-    """Whether there were more processes at the end than at the start."""
+    """Whether there were more processes at the time of the fields `last_…` than at that of
+    `first_…`.
+    """
     is_peak_unattributed: bool = False
     """Whether the least room was measured between two samples, so that it is unknown who held the
     memory.
@@ -233,8 +235,8 @@ class Ending(Struct, frozen=True, kw_only=True):
     unknown.
     """
     is_probed: bool = False
-    """Whether a probe was running in the engine, so that it would have recorded an
-    OutOfMemoryError. Only the flight record has this.
+    """Whether a probe was running in the engine and would have recorded an OutOfMemoryError. Only
+    the flight record has this.
     """
     log: LogEnding | None = None
     """What the engine's log reports about the exit or stall, or None if the log is not read or does
@@ -302,8 +304,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     event: Ending | None = None
     """The exit or stall that has occurred since the last tick, or None if there was none."""
     log: LogEnding | None = None
-    """What the engine's log reports about the last exit, or None while the engine serves, or if
-    unknown.
+    """What the engine's log reports about the last exit, or None if it is unknown or the engine is
+    serving.
     """
     recent_exits: int = 0
     """How many runs have exited in the last 90 minutes."""

@@ -24,7 +24,8 @@ RUNS_FORMAT: Final = 2
 """The format number of the engine's runs. Increase it under the same conditions as STATE_FORMAT."""
 
 HISTORY_FORMAT: Final = 4
-"""The format number of the page's last day. Increase it under the same conditions as STATE_FORMAT.
+"""The format number of the file with the page's last day. Increase it under the same conditions as
+STATE_FORMAT.
 """
 
 MOST_STATE_BYTES: Final = 64 * 2**20

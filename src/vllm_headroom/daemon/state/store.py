@@ -240,8 +240,8 @@ class StateKeeper:
 
         Errors of `function` other than OSError and ValueError are raised.
         """
-        # The call is shielded from the shutdown. A cancelled call would block the thread that the
-        # final save needs.
+        # The shutdown must not cancel the call, because a cancelled call would block the thread
+        # that the final save needs.
         value, problem = await asyncio.shield(self._worker.attempt(function, timeout_seconds))
         self._report(name, problem)
         return value

@@ -265,17 +265,17 @@ def _is_address(host: str) -> bool:
 
 
 NO_ANSWER_REASONS: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE})
-"""The failure reasons that mean that the server accepts the connection but does not respond."""
+"""The reasons reported if the server accepts the connection but does not respond."""
 
 SILENCES: Final = NO_ANSWER_REASONS | {Reason.UNREACHABLE}
-"""The failure reasons that mean that nothing responds at all."""
+"""The reasons reported if nothing responds at all."""
 
 MOST_REQUESTS: Final = 10**6
 """A larger number of requests is not plausible, because no server handles that many."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
-"""The failure reasons that mean that the server does not have the requested path. vLLM provides
-`is_sleeping` only in development mode.
+"""The reasons reported if the server does not have the requested path. vLLM provides `is_sleeping`
+only in development mode.
 """
 
 

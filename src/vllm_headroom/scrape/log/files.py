@@ -30,8 +30,8 @@ which can be a hundred or more.
 """
 
 FINGERPRINT_BYTES: Final = 64
-"""How many of the last bytes that were read are kept, to be compared with the file later. If they
-differ, the file was truncated and has grown again.
+"""This many of the last bytes read are kept and later compared with the file. If they differ, the
+file was truncated and has grown again.
 """
 
 PACKED_SUFFIXES: Final = (".gz", ".xz", ".zst", ".bz2")

@@ -129,8 +129,7 @@ class PodLog:
         try:
             reply = await self._ask(f"{self._path}/log?{urlencode(query)}")
         except RequestFailedError as error:
-            # A container that is waiting to start has no log, and neither has one whose log was
-            # removed.
+            # The container has no log if it is waiting to start or if its log was removed.
             if error.failure.reason is Reason.HTTP_STATUS:
                 return b""
             raise

@@ -130,7 +130,7 @@ class Nvml:
         The result is empty during a reading and while the driver is failing. GPUs that fail are
         left out.
         """
-        # A second call would wait behind the reading in progress.
+        # A call made now would have to wait until the reading in progress has finished.
         if self._lock.locked():
             return {}
         used_bytes: dict[str, int] = {}

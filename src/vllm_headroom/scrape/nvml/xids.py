@@ -40,11 +40,11 @@ class Xids:
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, Counter[XidKind]] = defaultdict(Counter)
-        """The counts by the UUID of the whole GPU."""
+        """The counts, keyed by the UUID of the whole GPU."""
         self._uuids_by_address: dict[int, str] = {}
         """The UUIDs of the GPUs whose events are counted, keyed by the device's address in NVML."""
         self._event_set: Any = None
-        """NVML's event set, or None if NVML could not create one, and between two inits."""
+        """NVML's event set, or None between two inits or if NVML could not create one."""
 
     def begin(self) -> None:
         """Create NVML's event set after an init; if that fails, nothing is counted."""

@@ -29,8 +29,8 @@ always the name.
 """
 
 KTHREADD_PID: Final = 2
-"""The parent of all kernel threads, which have no command line. Any other process has no command
-line only during exec, and by then its name has been set.
+"""The parent of all kernel threads, which have no command line. Any other process has a command
+line, except during exec, when its name has already been set.
 """
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"

@@ -646,7 +646,7 @@ class Processes:
 
 
 def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
-    """Return whether a process is visible that is not an ancestor or descendant of the daemon.
+    """Return whether any visible process is neither an ancestor nor a descendant of the daemon.
 
     Returns False if pid 1 is not visible, as with hidepid. In that case, only processes of the
     daemon's user are visible, and a visible process does not prove that the engine's processes

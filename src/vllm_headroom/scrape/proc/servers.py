@@ -205,7 +205,7 @@ def is_supervisor(command: CommandLine) -> bool:
 
 
 def list_options(command: CommandLine) -> Iterator[tuple[str, str]]:
-    """Yield, for each argument, the text before any `=` and the value that it has as an option.
+    """Yield each argument as if it were an option: the text before any `=`, and the value.
 
     The value is the text after `=` or, without `=`, the next argument. Only the caller knows which
     arguments are options.
