@@ -42,8 +42,8 @@ blocks, and more blocks did not yield better rates.
 """
 
 UNLIKE: Final = 1.4
-"""Growth is attributed to requests if the batches vary by requests at most this many times as much
-as by time.
+"""Growth is attributed to requests if the batches' rates per request vary at most this many times
+as much as their rates per second.
 """
 
 UNSEEN_SHARE: Final = 0.6

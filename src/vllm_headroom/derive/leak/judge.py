@@ -1,4 +1,4 @@
-"""Judge one series: reach a verdict based on its evidence, and raise or end its alarm."""
+"""Judge one series: reach a verdict from its evidence, and raise or end its alarm."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -53,45 +53,45 @@ from vllm_headroom.derive.leak.precedent import LOWER_LOAD, find_excused_bytes, 
 from vllm_headroom.units import DAY_SECONDS, GIB
 
 LEAST_RISES: Final = 6
-"""The minimum number of rises for a verdict. Fewer rises look like first uses of kernels."""
+"""The minimum number of rises for a verdict. Fewer rises look like the first uses of kernels."""
 
 LEAST_RISE_ODDS: Final = 10.0
-"""The minimum log odds that follow from how often memory rose."""
+"""The minimum log odds from the number of blocks in which memory rose."""
 
 WITNESS_ODDS_LIMIT: Final = 12.0
-"""The log odds of the rises and those of the pace each count as at most this, so that neither is
+"""The log odds from the rises and those from the pace are each limited to this, so that neither is
 sufficient alone.
 """
 
 GROWING_ODDS_SUM: Final = 12.0
-"""A warning requires at least this sum of the log odds of rises and pace."""
+"""A warning requires at least this much as the sum of the log odds from rises and pace."""
 
 LEAKING_ODDS_SUM: Final = 14.0
-"""An alarm requires at least this sum of the log odds of rises and pace."""
+"""An alarm requires at least this much as the sum of the log odds from rises and pace."""
 
 LEAKING_ODDS_SUM_IF_FAR: Final = 18.0
-"""An alarm requires at least this sum if memory lasts for longer than `FAR_SECONDS`."""
+"""An alarm requires at least this sum if the memory will last for longer than `FAR_SECONDS`."""
 
 FAR_SECONDS: Final = 30 * DAY_SECONDS
 """Out-of-memory is far away if it is expected in more than this time."""
 
 SOON_SHARE: Final = 0.75
-"""Steady growth of less than an hour raises an alarm at any odds once it has lasted for this share
-of the time left. After an hour, `LATE_SHARE` is used instead.
+"""If steady growth of less than an hour has lasted for this share of the time left, it raises an
+alarm at any odds. After an hour, `LATE_SHARE` is used instead.
 """
 
 GONE_RATIO: Final = 6.0
-"""Our choice: most of the room is gone if growth has taken this many times the room that is left.
+"""Our choice: most of the room is gone if growth has taken this many times the room that remains.
 """
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
 """A straight line of six blocks raises an alarm if less time than this is left. If a card will be
-full in minutes, there is no time to wait for eleven blocks.
+full within minutes, there is no time to wait for eleven blocks.
 """
 
 STRAIGHT_HELD_SHARE: Final = 0.25
-"""A straight line that adds more than this share of the initially held memory is a startup or a
-wake-up, not a leak.
+"""If a straight line adds more than this share of the memory that was held initially, it is a
+startup or a wake-up rather than a leak.
 """
 
 POOL_OVERHEAD: Final = 1.15
@@ -99,38 +99,39 @@ POOL_OVERHEAD: Final = 1.15
 
 KEPT_PACE: Final = 1.5
 """Our choice: the time since the first quarter of the run is divided into thirds. Growth keeps its
-pace if it was at least this many times as large in the last two thirds as in the first third. Along
-a straight line, it is twice as large; along a logarithm, it is equally large.
+pace if it was at least this many times as large in the last two thirds as in the first third. On a
+straight line, it is twice as large in the last two thirds; on a logarithmic curve, it is equally
+large.
 """
 
 BUSIEST_RATIO: Final = 1.25
-"""Our choice: load is higher than ever before if it is this many times as high as in the busiest
-earlier quarter of an hour.
+"""Our choice: load is a new maximum if it is this many times the load in the busiest earlier
+quarter of an hour.
 """
 
 MISSED_SECONDS: Final = 960.0
 """Large steps are judged in a single ring: the one with the shortest blocks, of at least two
-minutes, that reaches back to the origin. It may lack up to this much time after the origin, which
-is the length of one of the longest blocks.
+minutes, that reaches back to the origin. Up to this much time after the origin may be missing from
+that ring, which is the length of one of the longest blocks.
 """
 
 
 def judge_track(track: Track, room_bytes: int | None) -> Track:
     """Return the track with its verdict, alarm and estimate.
 
-    This must be called when a shortest block ends. The verdict is only computed every two minutes,
-    when a block of the second ring ends, because judging costs more than everything else. At other
-    times, only the time left is updated. The verdict uses the room at the time when other processes
-    held least. The time left uses the actual room. If `room_bytes` is None, the room is unknown.
+    This must be called when a shortest block ends. The verdict is computed only every two minutes,
+    when a block of the second ring ends, because it costs more than everything else. At other
+    times, only the time left is updated. The verdict is based on the room when other processes held
+    least. The time left is based on the actual room. If `room_bytes` is None, the room is unknown.
     """
     origin = track.history.origin
     newest = track.history.rings[0].blocks[-1] if track.history.rings[0].blocks else None
     if origin is None or newest is None or newest.seconds != track.clock.now_seconds:
-        return track  # The block that ended was idle, so it was omitted.
+        return track  # The block that ended was idle, so it is not in the ring.
     own_room_bytes = None
     if room_bytes is not None:
-        # The highest capacity so far is used. Otherwise, a neighbour that takes room could turn a
-        # little growth into a leak.
+        # The highest capacity so far is used. Otherwise, little growth could be judged as a leak
+        # because a neighbour takes room.
         capacity_bytes = (track.history.held_bytes or 0.0) + room_bytes
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
         track = replace(track, history=replace(track.history, capacity_bytes=capacity_bytes))
@@ -141,8 +142,8 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
     shortest_ring, second_ring, *_ = track.history.rings
     recent_bytes = newest.floor_bytes - shortest_ring.blocks[0].floor_bytes
-    # Growth that fills three quarters of the room within half an hour is fast, and is judged every
-    # 30 s.
+    # Growth that fills three quarters of the room within half an hour is fast, so it is judged
+    # every 30 s.
     is_slow = own_room_bytes is None or recent_bytes < SOON_SHARE * own_room_bytes
     is_between = second_ring.parts > 0
     if is_between and is_slow:
@@ -164,31 +165,33 @@ HOLD_GAPS: Final = 3.0
 """An alarm ends only if memory has not risen for this many usual gaps between its rises."""
 
 PAUSE_FACTOR: Final = 1.5
-"""If an alarm began within a day of the last rise of the previous alarm, the leak has pauses. The
-time between that rise and that alarm is a pause. The new alarm then continues without a rise for at
-least this many times the pause.
+"""A leak has pauses if an alarm began within a day of the last rise of the previous alarm. The
+pause is the time between that rise and the start of the alarm. The alarm then continues for at
+least this many times the pause even if memory does not rise.
 """
 
 NEARLY_FULL_BYTES: Final = GIB
-"""With less room than this, torch's cache hides growth. The less room there is, the longer the
-alarm continues, in proportion. The alarm does not end even if all of its growth is released.
+"""If less room than this is left, torch's cache hides growth. The alarm then continues for longer,
+the less room there is. It does not end even if all of its growth is released.
 """
 
 RETAINED_SHARE: Final = 0.5
 """An alarm ends when less than this share of its growth is still held."""
 
 LOW_SHARE: Final = 0.05
-"""Our choice: after a release, the low points have risen if at least this share of the growth is
-still held. Memory that rises and falls without a leak returns to where it began. A leak of 57 kB/s
+"""Our choice: the low points have risen if at least this share of the growth is still held after a
+release. Memory that rises and falls without a leak returns to its starting point. A leak of 57 kB/s
 under torch's garbage_collection_threshold kept a tenth of its growth.
 """
 
 FADED_SECONDS: Final = DAY_SECONDS / 2
-"""The period whose growth is compared with the time left. It is longer than a pause at night."""
+"""Growth over this period is compared with the time left. The period is longer than a pause at
+night.
+"""
 
 LEAST_OLDER_BLOCKS: Final = 4
-"""Our choice: the load before FADED_SECONDS is measured over at least this many blocks, which are
-an hour.
+"""Our choice: the load before FADED_SECONDS is measured over at least this many blocks, which last
+an hour together.
 """
 
 NO_CONCERN_SECONDS: Final = 365 * DAY_SECONDS
@@ -197,22 +200,23 @@ restarted more often.
 """
 
 RETAINED_BLOCKS: Final = 10
-"""The memory that is still held is the highest of this many of the shortest blocks, which cover
-five minutes. A single low block proves nothing, because a cache fills again after a sleep.
+"""The memory that is still held is the highest floor of this many of the shortest blocks, which
+together last five minutes. A single low block proves nothing, because a cache is filled again after
+a sleep.
 """
 
 
 SLOWED_SHARE: Final = 0.25
-"""Our choice: up to the alarm's peak, the alarm's growth has a certain pace. Growth at less than
-this share of that pace is considered other growth.
+"""Our choice: growth is compared with the pace that the alarm's growth had up to its peak. Growth
+at less than this share of that pace is not attributed to the leak.
 """
 
 LEAST_BREATH_BLOCKS: Final = 6
-"""Our choice: the minimum number of blocks between two low points that are compared."""
+"""Our choice: low points are compared only if at least this many blocks lie between them."""
 
 
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
-    """Return the track with its alarm updated by the newest block, or removed if it has ended.
+    """Return the track with its alarm updated by the newest block, or without it if it has ended.
 
     The alarm ends if memory has not risen for a long time, if most of its growth was released, or
     if a full cache is merely released and refilled. When the alarm ends, the evidence starts over
@@ -222,7 +226,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     track = replace(track, alarm=alarm)
     if is_breathing(track, alarm, newest):
         return _end_alarm(track, alarm.peak)
-    # While a card was nearly full, torch may have released its cache although the leak continued.
+    # If a card was nearly full, torch may have released its cache even though the leak continued.
     was_nearly_full = _compute_hold_factor(track, alarm.peak) > 1.0
     if not was_nearly_full and _has_faded(track):
         return _end_alarm(track, alarm.newest_rise)
@@ -230,15 +234,15 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     if newest.floor_bytes >= alarm.newest_rise.floor_bytes + RISE_BYTES:
         return replace(track, alarm=_add_rise(alarm, newest))
 
-    # After a release, growth is measured from the low point that the release left.
+    # After a release, growth is measured from the low point that followed it.
     began = alarm.low or alarm.began
     newest_rise = alarm.newest_rise
     hold_factor = _compute_hold_factor(track, newest_rise)
     fall_bytes = newest_rise.floor_bytes - newest.floor_bytes
     retained_share = RETAINED_SHARE
     if hold_factor > 1.0:
-        # The card was nearly full, so torch's allocator released its cache. This does not mean that
-        # the growth was released.
+        # The card was nearly full, so torch's allocator released its cache. The growth itself was
+        # therefore not released.
         began = replace(began, floor_bytes=began.floor_bytes - max(0.0, fall_bytes))
         retained_share = 0.0
     grown_bytes = newest_rise.floor_bytes - began.floor_bytes
@@ -251,14 +255,14 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
         return replace(track, alarm=replace(alarm, low=began, newest_rise=newest))
 
     # The highest value in five minutes is used, because memory is taken again within minutes after
-    # a sleep.
+    # a sleep ends.
     recent_blocks = track.history.rings[0].blocks[-RETAINED_BLOCKS:]
     is_retained = max(block.floor_bytes for block in recent_blocks) >= retained_bytes
     has_stopped = is_over(
         began,
         newest_rise,
         newest,
-        # This is the number of steps if all steps were equal.
+        # This is how many steps there would be if all of them were equal.
         step_count=grown_bytes**2 / alarm.sum_of_squares,
         quiet_seconds=_compute_quiet_seconds(track, began, hold_factor),
         quiet_gaps=hold_factor * HOLD_GAPS,
@@ -268,7 +272,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     if is_retained:
         return track
     # Most of the growth was released. If some of it is still held, the low points are rising, and
-    # the alarm ends only if memory does not rise from here.
+    # the alarm ends only if memory stops rising from here.
     base = alarm.low or track.history.anchor or began
     least_bytes = base.floor_bytes + LOW_SHARE * (newest_rise.floor_bytes - base.floor_bytes)
     if newest.floor_bytes >= least_bytes:
@@ -279,8 +283,8 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 def _has_faded(track: Track) -> bool:
     """Return whether memory was lower for half a day, or would take a year to fill the room.
 
-    Returns False until half a day has been observed. Half a day at lower load proves nothing,
-    because memory may follow load.
+    Returns False until the series has been observed for half a day. If load was lower in that half
+    day, nothing is proven, because memory may follow load.
     """
     longest_ring = track.history.rings[-1]
     if not _has_just_ended(longest_ring, track):
@@ -314,7 +318,7 @@ def _measure_load(blocks: tuple[Block, ...]) -> float:
 
 
 def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
-    """Return the alarm with the newest block as its peak, if this block is sufficiently higher."""
+    """Return the alarm with the newest block as its peak if that block is sufficiently higher."""
     least_rise_bytes = max(RISE_BYTES, SLOWED_SHARE * _expect_rise(alarm, alarm.peak, newest))
     if newest.floor_bytes < alarm.peak.floor_bytes + least_rise_bytes:
         return alarm
@@ -324,7 +328,8 @@ def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
     """Return the growth expected between two blocks at the pace that the alarm had until its peak.
 
-    The lower of the paces by time and by requests is used, because a leak may follow either.
+    The paces by time and by requests are both computed and the lower one is used, because a leak
+    may follow either.
     """
     grown_bytes = alarm.peak.floor_bytes - alarm.began.floor_bytes
     share = (end.seconds - begin.seconds) / max(1.0, alarm.peak.seconds - alarm.began.seconds)
@@ -335,15 +340,15 @@ def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
 
 
 def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
-    """Return whether a full cache is only being partly released and filled again.
+    """Return whether a full cache is merely being released in part and filled again.
 
-    In a leak, memory would have reached its peak again by now, and its low points would be rising.
+    In a leak, memory would have returned to its peak by now, and its low points would be rising.
     torch may release its cache while the leak continues.
     """
     peak = alarm.peak
     grown_bytes = peak.floor_bytes - alarm.began.floor_bytes
     hold_factor = _compute_hold_factor(track, peak)
-    # On a nearly full card, torch's cache hides growth, and torch releases the cache while the leak
+    # On a nearly full card, torch's cache hides growth and is released even though the leak
     # continues.
     if hold_factor > 1.0 or newest.floor_bytes > peak.floor_bytes:
         return False
@@ -357,7 +362,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     )
     if not is_quiet:
         return False
-    # This is the ring with the shortest blocks that reaches back to the peak.
+    # This is the ring with the shortest blocks that still reaches back to the peak.
     ring = _find_reaching_ring(track.history.rings, peak.seconds)
     blocks = [block for block in ring.blocks if block.seconds > peak.seconds]
     if len(blocks) < LEAST_BREATH_BLOCKS:
@@ -368,7 +373,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     released_bytes = peak.floor_bytes - min(earlier_low_bytes, later_low_bytes)
     if not LARGE_BYTES < released_bytes < _expect_rise(alarm, peak, newest):
         return False
-    # The two low points are half of the time since the peak apart.
+    # The two low points are half the time since the peak apart.
     rise_bytes = SLOWED_SHARE * _expect_rise(alarm, peak, newest) / 2
     return later_low_bytes < earlier_low_bytes + rise_bytes
 
@@ -380,7 +385,7 @@ def _add_rise(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 
 
 def _compute_hold_factor(track: Track, newest_rise: Block) -> float:
-    """Return how many times longer than usual an alarm lasts; 1 if memory is not nearly full."""
+    """Return how many times longer than usual an alarm lasts, or 1 if memory is not nearly full."""
     if not track.history.capacity_bytes:
         return 1.0
     room_bytes = track.history.capacity_bytes - newest_rise.floor_bytes
@@ -401,10 +406,10 @@ def _compute_quiet_seconds(track: Track, began: Block, hold_factor: float) -> fl
 def _end_alarm(track: Track, newest_rise: Block) -> Track:
     """Return the track without its alarm.
 
-    The evidence starts over at the newest block of each ring.
+    The evidence restarts at the newest block of each ring.
     """
     rings = [
-        # Only growth above the height reached by this alarm counts again.
+        # From now on, only growth above the height that this alarm reached is evidence.
         Ring(blocks=ring.blocks[-1:], highest_bytes=newest_rise.floor_bytes)
         for ring in track.history.rings
     ]
@@ -414,14 +419,14 @@ def _end_alarm(track: Track, newest_rise: Block) -> Track:
         alarm=None,
         verdict=Certainty.NONE,
         is_excused=False,
-        # The time of the alarm's last rise is kept rather than the current time, because a leak
-        # with pauses is recognised by the length of its pause.
+        # The time of the alarm's last rise is kept rather than the current time, because the length
+        # of the pause shows that a leak has pauses.
         previous_alarm_seconds=newest_rise.seconds,
     )
 
 
 def _find_reaching_ring(rings: tuple[Ring, ...], seconds: float) -> Ring:
-    """Return the ring with the shortest blocks that reaches back to a time, or the last ring."""
+    """Return the ring with the shortest blocks that reaches back to this time, or the last ring."""
     for ring in rings:
         if ring.blocks and ring.blocks[0].seconds <= seconds:
             return ring
@@ -429,7 +434,7 @@ def _find_reaching_ring(rings: tuple[Ring, ...], seconds: float) -> Ring:
 
 
 def _has_just_ended(ring: Ring, track: Track) -> bool:
-    """Return whether a block of the ring has just ended, with this reading."""
+    """Return whether this reading has ended a block of the ring."""
     return bool(ring.blocks) and ring.blocks[-1].seconds == track.clock.now_seconds
 
 
@@ -437,7 +442,7 @@ def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
     """Return the growth since the alarm's growth began.
 
     Returns None if that growth is too small. Also returns None if no block has just ended in the
-    ring that reaches back to the start of the growth.
+    ring that reaches back to the start of that growth.
     """
     ring = _find_reaching_ring(track.history.rings, alarm.began.seconds)
     if not _has_just_ended(ring, track):
@@ -447,14 +452,16 @@ def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
 
 
 LEAST_STRETCH_SECONDS: Final = 600.0
-"""Our choice: a shorter stretch does not yield a rate."""
+"""Our choice: no rate is computed for a shorter stretch."""
 
 LEAST_STRETCH_SHARE: Final = 0.05
-"""Our choice: a stretch with a smaller share of the alarm's growth counts as part of a pause."""
+"""Our choice: a stretch that contains a smaller share of the alarm's growth is treated as part of a
+pause.
+"""
 
 REFILL_FACTOR: Final = 1.5
-"""Our choice: below the alarm's peak, the rate of a stretch is capped at this many times the rate
-of the growth up to the peak, as in DILUTED_RATIO.
+"""Our choice: while memory is below the alarm's peak, the rate of a stretch is limited to this many
+times the rate of the growth up to the peak, as in DILUTED_RATIO.
 """
 
 LEAST_RISE_SHARE: Final = 0.1
@@ -479,7 +486,7 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     # pause.
     for number in range(len(blocks) - 1, 0, -1):
         rise_bytes = blocks[number].floor_bytes - blocks[number - 1].floor_bytes
-        # A warm-up before the alarm's growth is faster than that growth, so the loop ends there.
+        # A warm-up before the alarm's growth is faster than that growth, so the loop stops there.
         if rise_bytes < -LARGE_BYTES or blocks[number - 1].seconds < alarm.began.seconds:
             break
         if rise_bytes >= least_rise_bytes:
@@ -499,7 +506,7 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     longest_seconds = 0.0
     if alarm.stretch is not None:
         longest_seconds = alarm.stretch.longest_seconds
-        # The same stretch continues, and is longer than the ring.
+        # The same stretch continues, and began before the oldest block in the ring.
         if began_seconds <= alarm.stretch.ended_seconds:
             began_seconds = min(began_seconds, alarm.stretch.began_seconds)
     # A single large demand does not indicate a pace, so the rises are clipped.
@@ -507,7 +514,7 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     excess_bytes = sum([max(0.0, rise_bytes - limit_bytes) for rise_bytes in rises_bytes])
     bytes_per_second = (grown_bytes - excess_bytes) / measured_seconds
     if newest_rise.floor_bytes < alarm.peak.floor_bytes - LARGE_BYTES:
-        # Memory that was released fills again faster than the leak grows.
+        # Memory that was released is taken again faster than a leak grows.
         peak_seconds = max(1.0, alarm.peak.seconds - alarm.began.seconds)
         peak_rate = (alarm.peak.floor_bytes - alarm.began.floor_bytes) / peak_seconds
         bytes_per_second = min(bytes_per_second, REFILL_FACTOR * peak_rate)
@@ -524,7 +531,7 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
     """Return the track with a new estimate based on this growth, and with the time left now.
 
     The old estimate is kept if `growth` is None, or if the new estimate shows no growth, as in a
-    valley. If there is no verdict, the track has no estimate.
+    valley between two peaks. If there is no verdict, the track has no estimate.
     """
     if not track.verdict:
         return replace(track, estimate=None)
@@ -559,11 +566,11 @@ def _judge_rings(
 ) -> tuple[Track, Growth | None]:
     """Judge the rings in which a block has just ended.
 
-    Returns the track and the surest growth. The track's verdict is the highest verdict of all
-    rings. If it is LEAKING, it raises an alarm. The surest growth is that of the window with the
-    most certain verdict now. The surest growth is None if no window has a verdict. It is also None
-    if an older verdict of another ring is more certain, because that verdict already has its
-    estimate.
+    Returns the track and the growth with the most certain verdict. The track's verdict is the
+    highest verdict of all rings. If it is LEAKING, it raises an alarm. The surest growth is taken
+    from the window whose verdict is now the most certain. The surest growth is None if no window
+    has a verdict. It is also None if another ring has an older, more certain verdict, because the
+    growth of that verdict has already been estimated.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
     excused_bytes = find_excused_bytes(track)
@@ -571,7 +578,7 @@ def _judge_rings(
     surest: WindowJudgement | None = None
     for ring in track.history.rings:
         if not _has_just_ended(ring, track):
-            rings.append(ring)  # The ring keeps the verdict on its newest block.
+            rings.append(ring)  # The ring keeps the verdict that it reached at its newest block.
             continue
         judgement = None
         survey = survey_ring(ring, origin)
@@ -586,15 +593,15 @@ def _judge_rings(
         rings.append(replace(ring, verdict=verdict))
         if judgement is None or verdict is Certainty.NONE:
             continue
-        # If verdicts are equal, the one on the longest blocks is used.
+        # If verdicts are equally certain, the one from the longest blocks is used.
         if surest is None or verdict >= surest.verdict:
             surest = judgement
 
     verdict = max(ring.verdict for ring in rings)
     if is_room_gone(room_bytes):
         verdict = min(verdict, Certainty.GROWING)
-    # Memory has been at this height before without a leak, so growth up to this height is at most a
-    # warning.
+    # Memory has reached this height before without a leak, so growth up to this height causes at
+    # most a warning.
     is_excused = verdict > Certainty.NONE and rings[0].blocks[-1].floor_bytes < excused_bytes
     if is_excused:
         verdict = Certainty.GROWING
@@ -619,7 +626,7 @@ def _judge_rings(
         return track, None
     if verdict is Certainty.LEAKING:
         track = replace(track, alarm=_raise_alarm(surest.growth))
-    # If an older verdict is more certain, the estimate of its growth is kept.
+    # An older verdict is more certain, so the estimate of its growth is kept.
     is_of_now = surest.verdict >= verdict
     return track, surest.growth if is_of_now or track.estimate is None else None
 
@@ -627,13 +634,13 @@ def _judge_rings(
 def is_room_gone(room_bytes: float | None) -> bool:
     """Return whether so little room is left that a new alarm would come too late.
 
-    An engine that keeps serving without any room left has taken everything that it needs.
+    If an engine keeps serving without any room left, it has already taken everything that it needs.
     """
     return room_bytes is not None and room_bytes <= OUT_OF_MEMORY_BYTES
 
 
 def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | None:
-    """Return the growth since the first of several large steps, if the next one does not fit.
+    """Return the growth since the first of several large steps if the next step does not fit.
 
     Returns None if the next step fits, or if memory did not grow.
     """
@@ -649,8 +656,8 @@ def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | 
 def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     """Return the run's growth if it took most of the room, has not slowed down, and continues.
 
-    Bounded growth that gets this far has slowed down by then. Returns None in the first hour,
-    because memory grows fast on startup.
+    Growth with a bound has slowed down by the time it gets this far. Returns None in the first
+    hour, because memory grows fast during startup.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -663,8 +670,8 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     if is_young or newest.floor_bytes < _find_full_pools(track):
         return None
     survey = survey_ring(_find_reaching_ring(track.history.rings, anchor.seconds), anchor)
-    # No odds are used here. Growth by new maxima of a cache is therefore excluded: it slows down
-    # over time.
+    # No odds are used here. A cache that grows at each new maximum is excluded by this, because its
+    # growth slows down over time.
     if survey is None or is_fading(track, by_either=True):
         return None
     growth = cut_window(survey, 0)
@@ -678,8 +685,8 @@ def _judge_straight_line(
 ) -> WindowJudgement | None:
     """Return the alarm on a straight line that fills the room within minutes; None without one.
 
-    Growth is measured from the start of the stretch, at any load, because a burst of requests may
-    double the load in each block.
+    Growth is measured from the start of the stretch, whatever the load, because a burst of requests
+    may double the load in each block.
     """
     blocks = ring.blocks[-WINDOW_BLOCKS[0] - 1 :]
     anchor = track.history.anchor
@@ -755,7 +762,7 @@ def _judge_windows(
             continue
         if growth.rise_odds >= LEAST_RISE_ODDS or is_steady(growth):
             # E-folds are counted from the start of the stretch, even after load has doubled, so
-            # that an earlier warm-up still counts against an alarm.
+            # that an earlier warm-up still makes an alarm less likely.
             odds = min(WITNESS_ODDS_LIMIT, growth.rise_odds)
             odds += min(WITNESS_ODDS_LIMIT, weigh_pace(growth, anchor))
             verdict = _judge_even(growth, odds, track, room_bytes)
@@ -771,20 +778,20 @@ def _judge_windows(
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
     for growth in find_step_windows(survey):
-        # The rising part of a slow sawtooth looks like steps, but is released later.
+        # The rising part of a slow sawtooth looks like steps, but is released later on.
         if growth.grown_bytes >= largest_fall_bytes and not has_ended(growth):
             verdict, odds = judge_steps(growth, track, origin, room_bytes)
-            # If the room is unknown, a leak differs from a bounded fill only in its pace.
+            # If the room is unknown, only the pace distinguishes a leak from a bounded fill.
             if verdict is Certainty.LEAKING and room_bytes is None and is_fading(track):
                 verdict = Certainty.GROWING
             yield WindowJudgement(min(worst, verdict), odds, growth)
 
 
 def is_busiest(growth: Growth, track: Track) -> bool:
-    """Return whether load is higher than ever before, which explains growth of less than an hour.
+    """Return whether load is a new maximum, which explains growth of less than an hour.
 
     Returns False for steady growth, because memory that follows load slows down. Also returns False
-    if the engine has not served for longer than the growth lasted.
+    if the engine has served for less time than the growth lasted.
     """
     if growth.lasted_seconds >= LEAKING_SECONDS or is_steady(growth):
         return False
@@ -802,10 +809,10 @@ def is_busiest(growth: Growth, track: Track) -> bool:
 def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | None) -> Certainty:
     """Return the verdict on even growth.
 
-    `odds` is the sum of the log odds of rises and pace. Growth that has lasted longer than the time
-    left until the device is full raises an alarm, whatever its cause. A single large rise does not
-    shorten that time. In the first minutes of a run, when new demands are likely, only steady
-    growth raises such an alarm.
+    `odds` is the sum of the log odds of rises and pace. If growth has lasted for longer than the
+    time left until the device is full, an alarm is raised, whatever the cause. A single large rise
+    does not shorten that time. In the first minutes of a run, when new demands are likely, this
+    requires steady growth.
     """
     # A single large demand must not shorten the time left, so the rises are clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
@@ -826,15 +833,15 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
 
 
 def is_fading(track: Track, *, by_either: bool = False) -> bool:
-    """Return whether growth has slowed down since the first quarter, by time and by requests.
+    """Return whether growth has slowed down since the first quarter, both by time and by requests.
 
-    With `by_either`, it is enough that growth has slowed down by one of the two.
+    If `by_either`, it is sufficient that growth has slowed down by time or by requests.
 
     The time since the first quarter of the run is divided into thirds. The growth in the last two
-    thirds is compared with the growth in the first third. Growth along a straight line is twice as
-    large in the last two thirds, and growth along a logarithm is equally large. Memory that fills
-    up to a bound grows less in the last two thirds, once the run has lasted for about as long as
-    the fill takes. The first quarter of the run is ignored, because it is the warm-up.
+    thirds is compared with the growth in the first third. On a straight line, growth in the last
+    two thirds is twice as large, and on a logarithmic curve, it is equally large. Memory that fills
+    up to a bound grows less in the last two thirds once the run has lasted about as long as the
+    filling takes. The first quarter of the run is ignored, because it is the warm-up.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -855,14 +862,14 @@ def is_fading(track: Track, *, by_either: bool = False) -> bool:
         middle_number = bisect_left(axis, begin + (axis[-1] - begin) / 3)
         earlier_bytes = sum(clipped_bytes[begin_number:middle_number])
         later_bytes = sum(clipped_bytes[middle_number:])
-        # An axis without length shows no growth.
+        # An axis that spans nothing shows no growth.
         keeps_pace = later_bytes > 0 and later_bytes >= KEPT_PACE * earlier_bytes
         slowdowns.append(not keeps_pace)
     return any(slowdowns) if by_either else all(slowdowns)
 
 
 def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
-    """Return whether growth has lasted for so much of the time left that odds are not needed."""
+    """Return whether growth has lasted for so much of the time left that no odds are required."""
     left_share = SOON_SHARE if growth.lasted_seconds < LEAKING_SECONDS else LATE_SHARE
     return left_share * left_seconds <= growth.lasted_seconds
 
@@ -881,7 +888,7 @@ def _judge_likely(
         # Memory will last for months. An alarm may wake somebody up, so it requires more certainty.
         leaking_odds = LEAKING_ODDS_SUM_IF_FAR
     is_certain = odds >= leaking_odds and growth.lasted_seconds >= patience_seconds
-    # This is checked last, because it reads the whole run.
+    # This check comes last, because it reads the whole run.
     if is_certain and not is_fading(track):
         return Certainty.LEAKING
     if growth.lasted_seconds < GROWING_SECONDS:

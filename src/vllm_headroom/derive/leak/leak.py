@@ -32,7 +32,7 @@ from vllm_headroom.model import EngineProcess, Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
-"""The states in which the growth rate and the time left are exported."""
+"""The leak states in which the growth rate and the time left are exported."""
 
 GPU_FIGURES: Final = (
     (catalog.LEAK_RATE, "bytes_per_second"),
@@ -55,12 +55,12 @@ _STATES_BEFORE_WORK: Final = {
     EngineState.SERVING: LeakState.WARMING_UP,
     EngineState.ASLEEP: LeakState.ASLEEP,
 }
-"""The leak state before an engine has worked, by the engine's state. For any other engine state,
-the leak state is unknown.
+"""The leak state of an engine that has not worked yet, by the engine's state. For any other engine
+state, the leak state is unknown.
 """
 
 Tracks = dict[str, Track]
-"""The track of each series, by the GPU's UUID or by the role of the processes."""
+"""The track of each series, keyed by the GPU's UUID or by the role of the processes."""
 
 
 class LeakMemory(Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
     host: Tracks = field(default_factory=dict)
     """The tracks of host memory, by the role of the processes."""
     inside: InsideTracks = field(default_factory=dict)
-    """The tracks of the memory in use, from the probe's figures, by UUID."""
+    """The tracks of the memory in use according to the probe, by UUID."""
     sleep: SleepState = field(default_factory=SleepState)
     asleep: Tracks = field(default_factory=dict)
     """The tracks of the memory that the engine keeps during sleep, by UUID."""
@@ -81,15 +81,16 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
     """Return the detector's new state and all its samples.
 
-    The samples show the memory kept during sleep, whether load is level, and the leaks of every GPU
-    and role. Leaks are only looked for in a run in service, while sleep is tracked in every run.
+    The samples show the memory kept during sleep, whether load is level, and the leaks on every GPU
+    and in every role. Leaks are looked for only in runs in service, while sleep is tracked in every
+    run.
     """
-    # The unfiltered snapshot is used, because a run that goes to sleep before any request is not in
+    # The original snapshot is used, because a run that goes to sleep before any request is not in
     # service.
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)
-    # If it is unknown whether load is level, it counts as level.
+    # If it is unknown whether load is level, it is assumed to be level.
     is_settled = load.is_stable is not False
     probed_gpus = tuple(gpu for gpu in served.devices if gpu.inside is not None)
     inside = update_insides(state.inside, served, observe_gpus(served, probed_gpus))
@@ -107,11 +108,11 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
 
 
 def keep_service(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot, without evidence of a leak if the engine is out of service.
+    """Return the snapshot, removing the evidence of a leak if the engine is out of service.
 
-    This evidence is the page, the processes and the held memory. It is removed, because memory that
-    grows while weights are loaded looks like a leak. If it is unknown whether an engine is in
-    service, it counts as out of service.
+    The evidence consists of the page, the processes and the held memory. Memory that grows while
+    weights are loaded would look like a leak. If it is unknown whether an engine is in service, it
+    is treated as out of service.
     """
     if snapshot.is_in_service:
         return snapshot
@@ -122,7 +123,7 @@ def keep_service(snapshot: Snapshot) -> Snapshot:
 
 
 def observe_page(snapshot: Snapshot) -> Observation:
-    """Return the observation of a snapshot's engine, without any memory."""
+    """Return the observation of a snapshot's engine, without any figures on memory."""
     page = snapshot.page
     return Observation(
         seconds=snapshot.monotonic_seconds,
@@ -162,7 +163,7 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
         return
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
     if room_bytes is not None:
-        # The detector keeps this much of the room in reserve, but host memory can be used up
+        # The detector keeps this much room in reserve on a GPU, but host memory can be used up
         # completely.
         room_bytes += OUT_OF_MEMORY_BYTES
     of_page = observe_page(snapshot)
@@ -192,7 +193,7 @@ def _count_held(process: EngineProcess) -> int:
 
 
 def _identify_processes(processes: list[EngineProcess]) -> str:
-    """Return the pids and start times of a role's processes, which identify its run."""
+    """Return the pids and start times of a role's processes as text that identifies its run."""
     # The names are sorted, because /proc lists processes in no fixed order. Start times are
     # multiples of a 0.01 s clock tick.
     return ",".join(
@@ -211,15 +212,16 @@ def derive_gpu_leaks(
     """Return the new tracks, and the leak samples of each GPU in `observations`.
 
     `is_settled` is whether load is level. `inside` has the tracks of the probe's figures, and
-    `asleep` has the tracks of the memory kept during sleep. The most certain of the three verdicts
-    is exported. While another process comes and goes on a GPU, the GPU's verdict does not change. A
-    verdict only states that memory fills, and `is_alone` states whether the engine fills it.
+    `asleep` those of the memory kept during sleep. The most certain of the three verdicts is
+    exported. While another process comes and goes on a GPU, the verdict on that GPU does not
+    change. A verdict only states that memory fills up; `is_alone` states whether the engine is the
+    cause.
     """
     tracks = keep_recent(tracks, {gpu.reading.uuid for gpu, _ in observations})
     samples: list[Sample] = []
     for gpu, observation in observations:
-        # The saved track keeps its own verdict. Only the exported verdict is the most certain of
-        # the three.
+        # The saved track keeps the verdict on held memory. The most certain of the three verdicts
+        # is only exported.
         uuid = gpu.reading.uuid
         labels = label_gpu(gpu)
         track = observe(tracks.get(uuid) or start_track(observation.seconds), observation)
@@ -239,7 +241,7 @@ def derive_gpu_leaks(
 def is_alone(gpu: Gpu) -> bool:
     """Return whether growth on a GPU is known to be the engine's.
 
-    This is known if the engine's memory is known, or if no other process is on the GPU.
+    It is known if the engine's memory is known, or if there is no other process on the GPU.
     """
     return gpu.engine_bytes is not None or gpu.process_count == 1
 
@@ -268,7 +270,8 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
     # This is checked before the verdicts, because memory during sleep is not evidence of growth.
     if track.presence.is_asleep:
         return LeakState.ASLEEP
-    # While most of the memory is released, an alarm remains. Any other state becomes unsettled.
+    # An alarm continues even while most of the memory is released. Any other state becomes
+    # unsettled.
     if track.presence.rested_seconds is not None and track.alarm is None:
         return LeakState.UNSETTLED
     if track.verdict is Certainty.LEAKING:
@@ -281,9 +284,9 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
 
 
 def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
-    """Yield the memory that configured pools may still take: their size minus the growth so far.
+    """Yield how much memory configured pools may still take: their size minus the growth so far.
 
-    Nothing is yielded without a pool, or before the first block of a stretch.
+    Nothing is yielded if there is no pool, or before the first block of a stretch.
     """
     history = track.history
     if not track.bound_bytes or history.origin is None or history.anchor is None:
@@ -301,9 +304,9 @@ def update_residues(
     """Return the tracks of the memory kept during sleep, by UUID, after one more sample.
 
     `residues_bytes` is the memory kept during the newest sleep. A track begins during a sleep.
-    While the engine is awake, each sample adds the memory that was kept during the previous sleep.
-    No reading is added during a sleep, because the room is different then. No reading is added
-    while another process may hold part of the memory either.
+    While the engine is awake, each sample adds a reading: the memory kept during the previous
+    sleep. During a sleep, no reading is added, because the room is different then. The same applies
+    while another process may hold part of the memory.
     """
     tracks = {uuid: track for uuid, track in asleep.items() if uuid in residues_bytes}
     for gpu, observation in observations:
@@ -312,12 +315,13 @@ def update_residues(
             continue
         track = tracks.get(uuid)
         if track is None:
-            # The memory kept during sleep is only visible during a sleep. A track that begins while
-            # the engine is awake would compare it with working memory.
+            # The memory kept during sleep can only be measured during a sleep. A track that begins
+            # while the engine is awake would compare this memory with the memory of a working
+            # engine.
             if observation.awake is not False:
                 continue
             track = start_track(observation.seconds)
-        # The one process is the engine itself.
+        # The single process is the engine itself.
         is_engines_own = observation.neighbours is None or observation.neighbours <= 1
         held_bytes = residues_bytes[uuid] if observation.awake and is_engines_own else None
         tracks[uuid] = observe(track, replace(observation, held_bytes=held_bytes, awake=None))
@@ -329,10 +333,10 @@ def derive_host_leaks(
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the new tracks and the samples of host memory.
 
-    The samples are the leak state of each role's processes, and the time until all growing roles
-    together fill the room. A role without a process has no samples. When a process of a role
-    starts, exits or is replaced, the comparison for that role starts over. There are no samples if
-    the processes could not be read.
+    The samples are the leak state of each role's processes, and the time until the growth of all
+    roles together fills the room. A role without a process has no samples. Whenever a process of a
+    role starts, exits or is replaced, the comparison for that role starts over. There are no
+    samples if the processes could not be read.
     """
     if isinstance(snapshot.processes, Failure):
         return tracks, ()
@@ -350,7 +354,7 @@ def derive_host_leaks(
         if estimate is None or state not in SHOWN or is_resting:
             continue
         samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), estimate.bytes_per_second))
-        # Without a limit, a leak has a pace but no time left.
+        # If there is no limit, a leak has a pace but no time left.
         if observation.room_bytes is not None:
             filling.append(estimate)
     oom_seconds = _join_times(estimate.oom_seconds for estimate in filling)
@@ -363,7 +367,7 @@ def derive_host_leaks(
 
 
 def _join_times(times: Iterable[float | None]) -> float | None:
-    """Return the time in which all roles together fill the room.
+    """Return the time in which the growth of all roles together fills the room.
 
     `times` has the seconds in which each role alone would fill the room. The paces of the roles add
     up. A role whose time is unknown is omitted. Returns None if no time is known.
@@ -371,7 +375,7 @@ def _join_times(times: Iterable[float | None]) -> float | None:
     known_seconds = [seconds for seconds in times if seconds is not None]
     if not known_seconds:
         return None
-    if min(known_seconds) <= 0:  # The room is full, and a time of 0 does not yield a pace.
+    if min(known_seconds) <= 0:  # The room is full, and a pace cannot be computed from a time of 0.
         return 0.0
     return 1 / sum(1 / seconds for seconds in known_seconds)
 
@@ -379,8 +383,8 @@ def _join_times(times: Iterable[float | None]) -> float | None:
 def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
     """Return the leak samples of an engine that is out of service.
 
-    The engine's GPUs and roles get the leak state that corresponds to the engine's state, such as
-    WARMING_UP while the engine is starting.
+    The engine's GPUs and roles get a leak state derived from the engine's state, such as WARMING_UP
+    while the engine is starting.
     """
     status = snapshot.engine_status
     state = LeakState.UNKNOWN
@@ -389,7 +393,7 @@ def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tu
     # The detector does not judge an engine that is out of service, so its states are replaced.
     derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned_gpus:
-        # If memory is unknown, the detector could not judge an engine in service either.
+        # If the memory is unknown, the detector could not judge even an engine in service.
         gpu_state = LeakState.UNKNOWN if gpu.held_bytes is None else state
         derived += make_states(catalog.LEAK_STATE, label_gpu(gpu), gpu_state)
     roles = {process.role for process in snapshot.engine_processes}

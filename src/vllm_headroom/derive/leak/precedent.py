@@ -1,4 +1,4 @@
-"""The precedent of a series: growth in the last run, or on earlier days, that was not a leak."""
+"""The precedent of a series: growth in the last run or on earlier days that was not a leak."""
 
 from typing import Final
 
@@ -17,18 +17,20 @@ from vllm_headroom.derive.leak.facts import (
 from vllm_headroom.units import GIB, HOUR_SECONDS, MIB
 
 NEW_PEAK_SHARE: Final = 0.02
-"""Our choice: a rise of less than this share of the growth is not a new peak. A full cache that
-still grows a little therefore counts as levelled off.
+"""Our choice: a rise below this share of the growth is not a new peak. A full cache that still
+grows a little is therefore considered to have levelled off.
 """
 
 LEVEL_SECONDS: Final = 2 * HOUR_SECONDS
-"""Our choice: growth has levelled off if there has been no new peak for this time, and for half of
-the time that the growth took.
+"""Our choice: growth has levelled off if there has been no new peak for this long, and for at least
+half as long as the growth took.
 """
 
 LEVEL_SHARE: Final = 0.5
-"""The share of the growth's time in the rule of LEVEL_SECONDS. Since the peak, the same share of
-the growth's requests must also have finished, because the memory of an idle engine does not grow.
+"""How long memory must be level, as a share of the time that the growth took (see LEVEL_SECONDS).
+The same share applies to requests, because the memory of an idle engine does not grow: compared
+with the requests that finished during the growth, at least this share must have finished since the
+peak.
 """
 
 FALLEN_SHARE: Final = 0.5
@@ -41,15 +43,14 @@ in the busiest hour before the peak. torch releases its cache at any load, while
 
 LEAST_ROOM_SHARE: Final = 0.1
 """A peak is not a precedent if it left less room than this share of the growth, or less than
-LEAST_ROOM_BYTES. Near the limit, torch releases its cache, and a leak seems to have levelled
-off.
+LEAST_ROOM_BYTES. Near the limit, torch releases its cache, so even a leak seems to level off.
 """
 
 LEAST_ROOM_BYTES: Final = GIB
 """A peak is a precedent only if it left at least this much room."""
 
 LEVEL_MARGIN_SHARE: Final = 0.10
-"""Our choice: a cache that levels off reaches the same size each time, plus up to a tenth. The
+"""Our choice: a cache that levels off reaches the same size each time, or up to a tenth more. The
 margin is at most half of the room that was left.
 """
 
@@ -57,26 +58,26 @@ LOAD_MARGIN_SHARE: Final = 0.25
 """Our choice: the peaks of similar days differ by up to a quarter."""
 
 SIMILAR_BASE_SHARE: Final = 0.02
-"""Runs are compared if their initially held memory differs by less than this share, or by less than
-SIMILAR_BASE_BYTES. Otherwise, the configuration has changed.
+"""Two runs are compared only if the memory that they held initially differs by less than this
+share, or by less than SIMILAR_BASE_BYTES. Otherwise, the configuration has changed.
 """
 
 SIMILAR_BASE_BYTES: Final = 512 * MIB
-"""The difference in bytes that is always allowed, for small processes."""
+"""A difference of this many bytes is always allowed, for the sake of small processes."""
 
 SLOWER_FACTOR: Final = 1.5
-"""A run is compared with what the previous run had reached at this many times the run's age, plus
-an hour. Faster growth is considered other growth.
+"""A run is compared with the memory that the previous run had reached at this many times the run's
+current age, plus an hour. Faster growth is not covered by the precedent.
 """
 
 NEAR_HOURS: Final = 2
-"""Our choice: the daily cycle of load may shift by this many hours."""
+"""Our choice: the daily cycle of load may shift by up to this many hours."""
 
 
 def note_reached(track: Track, newest: Block) -> Track:
-    """Return the track with the newest block added to what this run has reached.
+    """Return the track, with what this run has reached updated by the newest block.
 
-    At the end of an hour, the growth so far becomes a precedent if it was not a leak.
+    When an hour ends, the growth so far becomes a precedent if it was not a leak.
     """
     reached = track.reached
     hour = int(newest.seconds / HOUR_SECONDS)
@@ -86,7 +87,7 @@ def note_reached(track: Track, newest: Block) -> Track:
     slot = hour % GROWTH_HOURS
     if hour != reached.hour:
         reached = _end_hour(reached, newest)
-        # This hour's slot still contains the value from a day ago.
+        # The slot of this hour still contains the value from a day ago.
         reached = replace(reached, growth_bytes=_put(reached.growth_bytes, slot, growth_bytes))
         track = settle_precedent(replace(track, reached=reached), newest)
         assert track.reached is not None  # noqa: S101 - it was just set
@@ -111,7 +112,7 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
     """Return what the run has reached, with the request rate of the hour that has just ended."""
     seconds = newest.seconds - reached.hour_begin.seconds
     rate = (newest.requests - reached.hour_begin.requests) / max(1.0, seconds)
-    # The hour of the peak belongs to the load that led to the peak.
+    # The hour in which the peak occurred counts towards the load that caused it.
     if reached.peak.seconds >= reached.hour_begin.seconds:
         return replace(reached, hour_begin=newest, highest_rate=max(reached.highest_rate, rate))
     lowest_rate = rate
@@ -123,8 +124,8 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
 def settle_precedent(track: Track, newest: Block) -> Track:
     """Return the track; if this run's growth was not a leak, it becomes the track's precedent.
 
-    The growth was not a leak if memory has levelled off or has followed load down, with room left
-    and without an alarm.
+    The growth was not a leak if memory has levelled off or has fallen together with load, while
+    there was room left and no alarm.
     """
     reached = track.reached
     if reached is None or track.alarm is not None:
@@ -139,7 +140,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     by_hour = reached.growth_bytes
     has_levelled = _has_levelled(reached, newest, is_counted=track.work.counter_total is not None)
     if has_levelled:
-        # In every later hour, the engine held no more than at its peak, so these hours are filled
+        # After its peak, the engine held no more than at the peak, so the later hours are filled
         # with the peak's growth.
         by_hour = tuple(bytes_ or growth_bytes for bytes_ in by_hour)
     elif not _has_followed_load(reached, newest):
@@ -182,7 +183,7 @@ def _has_levelled(reached: Reached, newest: Block, *, is_counted: bool) -> bool:
     growth_seconds = peak.seconds - reached.base.seconds
     if quiet_seconds < max(LEVEL_SECONDS, LEVEL_SHARE * growth_seconds):
         return False
-    # If requests are not counted, only time decides.
+    # If requests are not counted, only the time is considered.
     if not is_counted:
         return True
     growth_requests = peak.requests - reached.base.requests
@@ -207,15 +208,14 @@ def _is_similar(precedent: Precedent, reached: Reached) -> bool:
 def end_run(track: Track) -> Precedent | None:
     """Return the precedent for the next run, or None if this run ended in an alarm or nearly full.
 
-    A run that may have ended out of memory does not excuse any growth, and neither do the runs
-    before it.
+    If a run may have ended out of memory, it excuses no growth, and neither do the runs before it.
     """
     reached = track.reached
     if track.alarm is not None:
         return None
     blocks = track.history.rings[0].blocks if track.history.rings else ()
     if reached is None or not blocks:
-        # The run was too short to show anything, so the older precedent is kept.
+        # This run was too short to prove anything, so the older precedent is kept.
         return track.precedent
     newest = blocks[-1]
     room_bytes = _find_room(track, newest)
@@ -226,10 +226,10 @@ def end_run(track: Track) -> Precedent | None:
 
 
 def find_excused_bytes(track: Track) -> float:
-    """Return the height up to which the precedent excuses growth; 0 without a precedent.
+    """Return the height up to which the precedent excuses growth, or 0 if there is no precedent.
 
-    Within the precedent's run, the growth during the same hours of earlier days is used. In another
-    run, the growth that the earlier run had reached after a similar time is used.
+    Within the run that set the precedent, the growth during the same hours of earlier days is used.
+    In a later run, the growth that the earlier run had reached after a similar time is used.
     """
     precedent = track.precedent
     reached = track.reached
@@ -237,20 +237,21 @@ def find_excused_bytes(track: Track) -> float:
         return 0.0
     hours = track.clock.now_seconds / HOUR_SECONDS
     if precedent.run_id == track.work.run_id:
-        # Growth beyond the level of this same run is new, unless memory follows load.
+        # Within the same run, growth above the level that was reached is new, unless memory follows
+        # load.
         if not precedent.follows_load:
             return 0.0
         near = range(int(hours) - NEAR_HOURS, int(hours) + NEAR_HOURS + 1)
         growth_bytes = max(precedent.growth_bytes[hour % GROWTH_HOURS] for hour in near)
     else:
-        # These are the hours of this run plus half of them, the hour that has begun, and one more.
+        # These are the hours of this run plus half as many, the hour that has begun, and one more.
         reached_hours = int(SLOWER_FACTOR * hours) + 2
         growth_bytes = max(precedent.growth_bytes[:reached_hours])
     margin_share = LOAD_MARGIN_SHARE if precedent.follows_load else LEVEL_MARGIN_SHARE
     margin_bytes = margin_share * growth_bytes
     if precedent.room_bytes is not None:
         margin_bytes = min(margin_bytes, max(0.0, precedent.room_bytes - OUT_OF_MEMORY_BYTES) / 2)
-    # The lower of the two bases is used, because a higher base may already include part of the
-    # growth.
+    # The lower of the two initial values is used, because the higher one may already include part
+    # of the growth.
     base_bytes = min(precedent.base_bytes, reached.base.floor_bytes)
     return base_bytes + growth_bytes + margin_bytes

@@ -28,75 +28,80 @@ BLOCK_SECONDS: Final = 30.0
 """Our choice: the length of the shortest blocks."""
 
 RING_PARTS: Final = (1, 4, 8)
-"""For each ring, the number of blocks of the previous ring that make up one of its blocks. The
-blocks last 30 s, 2 minutes and 16 minutes.
+"""For each ring, how many blocks of the previous ring make up one of its blocks. The blocks of the
+three rings last 30 s, 2 minutes and 16 minutes.
 """
 
 RING_BLOCKS: Final = 62
-"""The number of blocks that a ring keeps. They cover half an hour, two hours and 16 hours."""
+"""The number of blocks that a ring keeps. In the three rings, they cover half an hour, two hours
+and 16 hours.
+"""
 
 DOUBTED_SECONDS: Final = DAY_SECONDS
-"""If a snapshot's time is this far ahead of the last one, or earlier than the last one, it is not
+"""If a snapshot is dated this much later than the previous one, or earlier than it, its time is not
 trusted until a second reading confirms it.
 """
 
 REST_SHARE: Final = 0.5
-"""The engine rests while less than this share of its memory is left, as during sleep. While it
-rests, it may hold a backup of its weights. Memory of more than twice its earlier peak indicates
-such a backup.
+"""The engine rests while it holds less than this share of its usual memory, as during sleep. While
+the engine rests, it may hold a backup of its weights. More than twice the earlier peak of memory
+indicates such a backup.
 """
 
 WAKE_SHARE: Final = 0.8
-"""A rest ends when this share of the memory is held again."""
+"""A rest ends when this share of the usual memory is held again."""
 
 LONGEST_REST_SECONDS: Final = 1800.0
-"""After this time awake and working, a rest ends in any case: either the engine needs no more
-memory than it holds now, or it will not release its backup. A new stretch of comparable readings
-then begins.
+"""Once the engine has been awake and working for this long, a rest ends in any case: either it
+needs no more memory than it holds now, or it will not release its backup. A new stretch of
+comparable readings then begins.
 """
 
 LONGEST_CROWDED_SECONDS: Final = HOUR_SECONDS
-"""An additional process that stays longer than this becomes usual on the device, and a new stretch
-begins. If the process leaves earlier, nothing changes.
+"""If an additional process stays on the device for longer than this, it is considered usual, and a
+new stretch begins. If the process exits earlier, nothing changes.
 """
 
 LOAD_LEAP: Final = 2.0
-"""Load that is this many times as high as ever before creates new demands. Steady load exceeds the
-load of its first minutes by at most half.
+"""Load of this many times its earlier maximum creates new demands. Steady load exceeds the load in
+its first minutes by at most half.
 """
 
 LEAST_STEP_BYTES: Final = 24 * MIB
-"""The minimum size of a step. It is larger than a segment for small tensors, which is 20 MiB (c10
-kLargeBuffer).
+"""The minimum size of a step. It is larger than torch's segment for small tensors, which is 20 MiB
+(c10 kLargeBuffer).
 """
 
 NEWEST_STEPS: Final = 32
-"""Our choice: the number of steps that are kept, which bounds the state."""
+"""Our choice: the number of steps that are kept, which limits the size of the state."""
 
 AVERAGE_SECONDS: Final = 300.0
 """Our choice: the time constant of the average request rate."""
 
 RESET_SECONDS: Final = 600.0
-"""A counter that stays lower for this time was reset. Counting continues from the lower value."""
+"""If a counter stays lower for this long, it was reset. Requests are then counted from the lower
+value.
+"""
 
 
 def observe(track: Track, observation: Observation) -> Track:
     """Return the track with one more reading.
 
-    If a block has ended, it is judged. The track starts over for another run of the engine, and
-    after a gap of a day. If a reading's memory is unknown, only clock and work change. A call takes
-    microseconds, or a millisecond if growth is judged.
+    If the reading ends a block, the growth is judged. The track starts over when another run of the
+    engine begins, and after a gap of a day. If the memory is unknown in a reading, only the clock
+    and the work are updated. A call takes microseconds, or a millisecond if growth is judged.
     """
     clock = track.clock
     elapsed_seconds = observation.seconds - clock.snapshot_seconds
     is_near = 0 <= elapsed_seconds < DOUBTED_SECONDS
     if not is_near and not _confirms_doubted_time(clock, observation.seconds):
-        # A single wrong clock reading, as after the suspension of a VM, must not erase the history.
+        # A single wrong clock reading, as after a VM was suspended, must not erase the history.
         return replace(track, clock=replace(clock, doubted_seconds=observation.seconds))
     elapsed_seconds = max(0.0, elapsed_seconds)
 
     work = track.work
-    # After a gap of a day, or in another run of the engine, earlier readings are not comparable.
+    # After a gap of a day, or when another run of the engine begins, earlier readings are not
+    # comparable.
     is_another_run = is_new_run(
         work.run_id, observation.run_id, work.counter_total, observation.finished_total
     )
@@ -131,7 +136,7 @@ def observe(track: Track, observation: Observation) -> Track:
 
 
 def _confirms_doubted_time(clock: TrackClock, snapshot_seconds: float) -> bool:
-    """Return whether this time follows a doubted time within a day; False if no time is doubted."""
+    """Return whether this time confirms a doubted time, by following it within a day."""
     if clock.doubted_seconds is None:
         return False
     return 0 <= snapshot_seconds - clock.doubted_seconds < DOUBTED_SECONDS
@@ -143,8 +148,8 @@ def add_work(
     """Return the work, including the requests that have finished since the last reading.
 
     While the counter cannot be read, or may belong to another server, requests are assumed to
-    continue at the last known rate. If such a gap counted as idle, growth during the gap would seem
-    to require no work.
+    continue at the last known rate. If the engine were assumed to be idle during such a gap, growth
+    in that time would seem to require no work.
     """
     run_id = work.run_id or observation.run_id
     peak_running = max(work.peak_running, observation.running or 0.0)
@@ -175,11 +180,11 @@ def add_work(
 
     requests = work.requests
     if work.counter_total is not None and not is_lower:
-        # Once counted, estimated requests stay in the count, so that the track's count never falls.
+        # Requests that were estimated stay in the count, so that the count never falls.
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:
-        # This is an exponential average, whose time constant is initially the time observed so far.
+        # This is an exponential average whose time constant is at first the time observed so far.
         weight = 1 - exp(-elapsed_seconds / min(now_seconds, AVERAGE_SECONDS))
         newest_rate = (requests - work.requests) / elapsed_seconds
         requests_per_second += weight * (newest_rate - requests_per_second)
@@ -194,7 +199,7 @@ def add_work(
 
 
 def is_warming_up(track: Track) -> bool:
-    """Return whether so little work has been done that the next block cannot be evidence."""
+    """Return whether so little work has been done that the next block cannot be evidence yet."""
     anchor = track.history.anchor
     if anchor is None:
         return True
@@ -205,9 +210,9 @@ def is_warming_up(track: Track) -> bool:
 
 
 def anchor_track(track: Track) -> Track:
-    """Return the track at the start of a new stretch, without history, verdict or alarm.
+    """Return the track at the start of a new stretch, with no history, verdict or alarm.
 
-    The clock and the work continue.
+    The clock and the work are kept.
     """
     return Track(
         clock=track.clock,
@@ -229,14 +234,15 @@ def anchor_track(track: Track) -> Track:
 def _update_neighbours(track: Track, neighbours: int | None) -> Track:
     """Return the track, updated with the number of processes on the device.
 
-    `neighbours` is None if this number does not matter.
+    `neighbours` is None if that number does not matter.
 
     While there is an additional process, `crowded_since_seconds` is set, and the track is paused
-    without an open block. If the process stays, or if a usual process has exited, a new stretch
-    begins.
+    without an open block. If the process stays for long, or if a usual process has exited, a new
+    stretch begins.
     """
     presence = track.presence
-    # There are as many processes as usual, or the engine's memory is known without counting them.
+    # Either there are as many processes as usual, or the engine's memory is known without counting
+    # them.
     if not neighbours or neighbours == presence.neighbours:
         if presence.crowded_since_seconds is None:
             return track
@@ -260,16 +266,16 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
 def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_idle: bool) -> Track:
     """Return the track, with `rested_seconds` set while the engine rests.
 
-    The engine rests while it sleeps, has released most of its memory, or may still release a backup
-    of its weights. The evidence is kept, because the same process continues with the memory that it
-    did not release. After LONGEST_REST_SECONDS of work, a new stretch begins.
+    The engine rests while it sleeps, while it has released most of its memory, or while it may hold
+    a backup of its weights. The evidence is kept, because the process is the same and still holds
+    the memory that it did not release. A new stretch begins after LONGEST_REST_SECONDS of work.
     """
     if track.history.anchor is None:
         track = anchor_track(track)
     presence = track.presence
     rested_seconds = presence.rested_seconds
     peak_bytes = track.history.peak_bytes
-    # The two shares differ, so that a rest does not begin and end with every reading near one
+    # The two shares differ, so that a rest does not begin and end again and again near a single
     # limit.
     present_share = REST_SHARE if rested_seconds is None else WAKE_SHARE
     is_present = held_bytes >= present_share * peak_bytes
@@ -281,8 +287,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
             return track
         return replace(track, presence=replace(presence, rested_seconds=None))
 
-    # Only time awake and working counts, because an idle engine has no reason to take its memory
-    # again.
+    # Only time in which the engine is awake and working is counted, because an idle engine has no
+    # reason to take its memory again.
     if rested_seconds is None or presence.is_asleep:
         rested_seconds = 0.0
     elif is_asleep or not is_idle:
@@ -293,8 +299,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
         track,
         presence=replace(presence, rested_seconds=rested_seconds, is_asleep=is_asleep),
         history=replace(track.history, open_block=None, held_bytes=None),
-        # The growth behind an alarm continues after the engine wakes up, and may stay below its old
-        # height for an hour.
+        # After the engine wakes up, the growth that caused the alarm continues, and may stay below
+        # its old height for an hour.
         estimate=None if track.alarm is None else track.estimate,
     )
 
@@ -302,8 +308,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
 def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     """Return the track with a reading added to its open block.
 
-    If the open block is complete, it is first closed and judged, and the reading opens the next
-    block.
+    If the open block is complete, it is first closed and judged, and the reading then opens the
+    next block.
     """
     # This is the fast path: most readings repeat the previous one.
     if held_bytes != track.history.held_bytes:
@@ -323,9 +329,9 @@ def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Tra
 
 
 def _note_change(track: Track, held_bytes: float) -> TrackHistory:
-    """Return the history with a changed reading, which may change its peak and its steps."""
+    """Return the history after a changed reading, with its peak and its steps updated."""
     history = track.history
-    # After a pause, the rise is unknown and counts as 0.
+    # After a pause, the rise is unknown and taken as 0.
     rise_bytes = held_bytes - (history.held_bytes or held_bytes)
     steps = history.steps
     if rise_bytes >= LEAST_STEP_BYTES:
@@ -355,9 +361,9 @@ def _cut_steps(steps: tuple[MemoryStep, ...], held_bytes: float) -> tuple[Memory
 def _close_block(track: Track, open_block: Block) -> Track:
     """Return the track with its open block closed and added to the rings.
 
-    An idle block without a rise is omitted, because it is not evidence against a leak by requests.
-    Demands are comparable only at similar load. Therefore, if load has doubled since the origin,
-    this block becomes the origin, except during an alarm.
+    An idle block without a rise is omitted, because it does not speak against a leak that is driven
+    by requests. Demands can be compared only at similar load. If load has doubled since the origin,
+    this block therefore becomes the origin, except during an alarm.
     """
     history = track.history
     work = track.work
@@ -386,8 +392,8 @@ def _close_block(track: Track, open_block: Block) -> Track:
 def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
     """Return the rings with a closed shortest block added.
 
-    This block becomes part of the next ring's incomplete block. If that block is now complete, it
-    becomes part of a block in the ring after that in the same way.
+    The block becomes part of the incomplete block in the next ring. If that block is now complete,
+    it becomes part of the incomplete block in the ring after that, and so on.
     """
     updated = list(rings)
     floor_bytes = closed.floor_bytes
@@ -396,13 +402,13 @@ def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
             floor_bytes = min(floor_bytes, ring.floor_bytes)
         if ring.parts + 1 < RING_PARTS[number]:
             updated[number] = replace(ring, parts=ring.parts + 1, floor_bytes=floor_bytes)
-            # If this block is not complete, no longer block is complete either.
+            # If this block is incomplete, so are all longer blocks.
             break
         blocks = (*ring.blocks, replace(closed, floor_bytes=floor_bytes))
         highest_bytes = ring.highest_bytes
         if len(blocks) > RING_BLOCKS:
-            # A dropped block is still considered, because memory that returns to its height has not
-            # grown.
+            # A dropped block is still taken into account, because memory that returns to its height
+            # has not grown.
             highest_bytes = max(highest_bytes, blocks[0].floor_bytes)
             blocks = blocks[1:]
         updated[number] = Ring(blocks=blocks, highest_bytes=highest_bytes, verdict=ring.verdict)

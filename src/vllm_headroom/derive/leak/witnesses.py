@@ -1,8 +1,8 @@
-"""The detector's witnesses as a table: what each measures and adds, and which test covers it.
+"""A table of the detector's witnesses: what each one measures and adds, and which test covers it.
 
-The judge calls the functions directly rather than through this table. The benchmark turns off the
-witnesses one at a time. A test turns off the witness in each row, and checks that the test named in
-that row then fails.
+The judge calls the functions directly rather than through this table. The benchmark turns the
+witnesses off one at a time. A test turns off the witness in each row, and checks that the test
+named in that row then fails.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from vllm_headroom.derive.leak import estimate, facts, growth_evidence, judge, p
 
 
 class Witness(Struct, frozen=True, kw_only=True):
-    """A rule that is evidence for or against a leak: one row of the table."""
+    """A rule that provides evidence for or against a leak, as one row of the table."""
 
     name: str
     measures: str
@@ -23,13 +23,14 @@ class Witness(Struct, frozen=True, kw_only=True):
 
     functions: tuple[Callable[..., Any], ...]
     constants: dict[str, object]
-    """The constants, by name. The reason for each is given where it is defined."""
+    """The constants, by name. Why each constant has its value is explained where it is defined."""
 
     source: str
-    """The origin of the constants and the formula."""
+    """Where the constants and the formula come from."""
 
     fails_without: str
-    """A test that fails without the witness, with the recorded day that it replays."""
+    """A test that fails if the witness is turned off, and the recorded day that the test replays.
+    """
 
 
 WITNESSES: Final = (
