@@ -281,8 +281,8 @@ class Evictor:
     async def _find_budget(self) -> Object:
         """Return the pod's PodDisruptionBudget.
 
-        Raises NotNowError if no budget or more than one selects the pod, or if the budget does not
-        count missing pods.
+        Raises NotNowError if the pod is not selected by exactly one budget, or if that budget does
+        not count missing pods.
         """
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
         budgets = (await self._ask("GET", path))["items"]

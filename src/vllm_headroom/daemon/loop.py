@@ -110,8 +110,8 @@ class Heartbeat:
     def find_stall(self) -> str | None:
         """Return why the loop is unhealthy, or None while it is healthy.
 
-        The loop is unhealthy if it has not run for three intervals, and for longer than
-        LEAST_SILENCE_SECONDS of the machine's clock.
+        The loop is unhealthy if it has not run for three intervals and, by the machine's clock, for
+        more than LEAST_SILENCE_SECONDS.
         """
         silent_seconds = self._clock.monotonic() - self._beat_seconds
         silent_machine_seconds = self._read_machine_seconds() - self._beat_machine_seconds

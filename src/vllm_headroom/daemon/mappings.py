@@ -135,7 +135,7 @@ class Mappings:
         """Return the next process to read, or None if no reading is due.
 
         The largest process that has never been read comes first. If all have been read, the result
-        is a process that may be read again now, and in whose role memory is growing.
+        is a process that may be read again now and has a role whose memory is growing.
         """
         # The largest process is the most likely to leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)

@@ -49,8 +49,8 @@ FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
 """The time after which a logged probe is forgotten if its file is gone."""
 
 DISAGREEING_SECONDS: Final = 60.0
-"""How long the log must disagree with the probe or the page before this is reported, because after
-a restart each source is read at a different moment.
+"""The log must disagree with the probe or the page for this long before the disagreement is
+reported, because each source is read at a different moment after a restart.
 """
 
 NOTHING_YET: Final = "nothing yet"

@@ -25,8 +25,8 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     """The memory limit, or None if there is none."""
 
     oom_kills: int | None
-    """The number of processes in the container that the kernel has killed because memory ran out;
-    None if unknown.
+    """The number of processes in the container that the kernel has killed because memory ran out,
+    or None if unknown.
     """
 
     swap_bytes: int | None = None
@@ -101,8 +101,8 @@ class HostMemory(Struct, frozen=True, kw_only=True):
     """
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds during which at least one task waited for memory (PSI,
-    some).
+    """The share of the last ten seconds during which at least one task waited for memory (the line
+    `some` in PSI).
     """
 
     @property
@@ -205,7 +205,7 @@ class EnginePage(Struct, frozen=True, kw_only=True):
     """The name of each input of the profile, and whether the page offers it."""
     has_capacity_of_blocks: bool = False
     """Whether the capacities of the KV caches were computed from blocks, because the page does not
-    have them in tokens.
+    state them in tokens.
     """
 
 

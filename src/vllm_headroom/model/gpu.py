@@ -70,8 +70,8 @@ class WorkerMeasurements(Struct, frozen=True, kw_only=True):
 
     asleep: bool | None = None
     pool: "WorkerMeasurements | None" = None
-    """The weights and the KV cache in vLLM's own memory pool, which replaces torch's allocator in
-    an engine that can sleep, or None if there is no such pool.
+    """The weights and the KV cache in vLLM's own memory pool, or None if vLLM has none. In an
+    engine that can sleep, the pool replaces torch's allocator.
     """
 
 

@@ -103,8 +103,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     `first_…`.
     """
     is_peak_unattributed: bool = False
-    """Whether the least room was measured between two samples, so that it is unknown who held the
-    memory.
+    """Whether the least room was measured between two samples, in which case it is unknown who held
+    the memory.
     """
     newest_seconds: float = 0.0
     """When the newest sample was taken, in seconds since the epoch."""
@@ -214,8 +214,8 @@ class Ending(Struct, frozen=True, kw_only=True):
     engines: tuple[EngineReading, ...] = ()
     """The engines on the last page."""
     idle_seconds: float | None = None
-    """How long the engine had been idle when the last page was read, or None if it had work, or if
-    unknown.
+    """How long the engine had been idle when the last page was read, or None if it had work or this
+    is unknown.
     """
     usual_running: float | None = None
     """The median number of running requests in the minutes before the exit or stall."""

@@ -90,7 +90,8 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     index: int
     """The index of the GPU in NVML."""
     ecc: tuple[bool, bool] | None = None
-    """Whether error correction (ECC) is enabled now, and whether it will be after the next reset.
+    """Whether error correction (ECC) is enabled now, and whether it will be enabled after the next
+    reset.
     """
     row_remap_pending: bool | None = None
     """Whether rows will be remapped at the next reset."""

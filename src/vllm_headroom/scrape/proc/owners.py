@@ -30,7 +30,7 @@ class Owner(Struct, frozen=True, kw_only=True):
     pod_uid: str | None = None
     """The pod's UID with dashes, as in the API, or None for a process outside of a pod."""
     container_id: str | None = None
-    """The container's ID, or None outside of a pod, or if the pod's cgroup does not show the ID."""
+    """The container's ID, or None outside of a pod or if the pod's cgroup does not show the ID."""
     unit: str | None = None
     """A systemd service or scope, or None in a pod, or if there is no unit."""
 

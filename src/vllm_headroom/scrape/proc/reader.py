@@ -944,9 +944,8 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
     has_port = candidate.served_port in {page_port, previous.certain_port}
 
     closeness = _measure_closeness(candidate, page)
-    # A start time identifies one engine. A start time that identified the previous choice cannot
-    # identify another engine, because the newest page may still be the last page of an exited
-    # engine.
+    # A start time identifies one engine. If the page still shows the start time of the previous
+    # choice, it may be the last page of that engine, so it is not evidence for another one.
     is_start_taken = page.server_start_seconds == previous.identified_start_seconds
     if is_start_taken and not was_chosen:
         closeness = -inf
