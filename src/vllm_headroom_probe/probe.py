@@ -307,7 +307,7 @@ class Probe:
                 write_document(self.folder, f"{self._name}.json", document)
 
     def _mark_stopped(self, reason: str) -> None:
-        """Set and log the reason, which ends the thread, and end all recording."""
+        """Set and log the reason, and end all recordings; setting the reason ends the thread."""
         self._stop_reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
         with contextlib.suppress(Exception):
             logger = logging.getLogger("vllm.headroom_probe")

@@ -174,7 +174,7 @@ def _write_envelope(report: Report, name: str) -> None:
 
 
 def build_parser(command: Command, name: str) -> Parser:
-    """Build the parser of a command's options; for the daemon, its help also lists all commands."""
+    """Build the parser of a command's options; the daemon's help also lists all commands."""
     parser = Parser(f"{PROGRAM} {name}", _read_version)
     parser.usage = command.usage
     parser.description = command.description
@@ -229,8 +229,8 @@ def save_lines(
 ) -> None:
     """Write a file line by line, because it may be larger than memory.
 
-    Raises BadInput if the file cannot be written. To protect the inputs, it also raises BadInput if
-    the file is one of them. In the message, `option` precedes the file's name.
+    Raises BadInput if the file cannot be written. Also raises BadInput if the file is one of the
+    inputs, which must not be overwritten. In the message, `option` precedes the file's name.
     """
     try:
         if _is_one_of(file, inputs):

@@ -57,8 +57,8 @@ class Report(Struct, frozen=True, kw_only=True):
     """The report as text."""
 
     exit_status: int | None = None
-    """The exit status that replaces the verdict's, for a command that only reports. None means that
-    the verdict determines the exit status.
+    """The exit status of a command that only reports; it replaces the exit status of the verdict.
+    None means that the verdict determines the exit status.
     """
 
     @property

@@ -10,8 +10,8 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.trace import find_other_format, open_lines
 
 LOG_LIMIT_BYTES: Final = 2**30
-"""The maximum size of a log, as for the prompts of `load`. Reading one of this size takes a minute.
-Without a maximum, reading a device such as /dev/zero would never end.
+"""The maximum size of a log; `load` has the same limit for its prompts. Reading one of this size
+takes a minute. Without a maximum, reading a device such as /dev/zero would never end.
 """
 
 

@@ -69,7 +69,7 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
 def bounded(
     read: Callable[[str], AnyNumber], low: float, high: float
 ) -> Callable[[str], AnyNumber]:
-    """Return a function that parses a number; it raises ValueError outside `low` to `high`."""
+    """Return a function that parses a number and raises ValueError if it is out of bounds."""
 
     def read_bounded(text: str) -> AnyNumber:
         """Return the number; raise ValueError if it is out of bounds."""
@@ -131,7 +131,7 @@ def add_reported_bytes(parser: argparse._ActionsContainer) -> None:
 
 
 def read_reported_bytes(environ: Mapping[str, str]) -> int | None:
-    """Read the value of this option from the sidecar's environment, or None if it is not set.
+    """Return the value of this option in the sidecar's environment, or None if it is not set.
 
     Raises BadOptions if the value is not a size.
     """
@@ -160,7 +160,7 @@ def tokens(high: int = MAX_WHOLE_NUMBER) -> Value[int]:
 
 
 def choice(names: Sequence[str]) -> Value[str]:
-    """Return the kind of value that must be one of these names."""
+    """Return the kind of value that accepts only these names."""
 
     def read(text: str) -> str:
         """Return the name; raise ValueError if it is not one of the names."""

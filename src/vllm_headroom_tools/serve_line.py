@@ -116,7 +116,8 @@ def _read_words(words: Sequence[str]) -> list[str]:
             raise BadOptions(f"process {word}: it runs no `vllm serve`")
         return _find_options(command, {}, f"process {word}")
     is_option = word.startswith("-")
-    # A model name contains a slash and does not end like a script or manifest.
+    # A model name contains a slash, and does not have the file name extension of a script or
+    # manifest.
     if not is_option and ("/" not in word or Path(word).suffix in FILE_SUFFIXES):
         raise BadOptions(f"-- {word}: there is no such file, and it is no `vllm serve` line")
     return _find_options(words, {}, "the line")
@@ -378,7 +379,7 @@ def _read_version(words: Sequence[str]) -> list[str]:
 
 
 def _find_first_argument(words: Sequence[str], name: str) -> int:
-    """Return the index of the first argument in `words` that lack the server's name.
+    """Return the index of the first argument if the words do not contain the server's name.
 
     The words may be only the arguments, for example if the container's image starts the server.
     Raises BadOptions if they begin with neither an option nor a model name.

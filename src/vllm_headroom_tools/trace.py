@@ -271,8 +271,8 @@ def _parse_record(line: bytes) -> dict[str, Any] | str | None:
 def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     """Return a sample as the daemon saw it; raise BadInput if a field has an invalid value.
 
-    If a field is absent or null, it is unknown. If a source is absent or null, it has failed. `t`
-    is used as the time of both clocks. A GPU without an index or an engine without a name is
+    If a field is absent or null, it is unknown. If a source is absent or null, it counts as failed.
+    `t` is used as the time of both clocks. A GPU without an index or an engine without a name is
     identified by its position in the list.
     """
     if FORMAT in record:

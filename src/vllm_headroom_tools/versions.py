@@ -18,7 +18,7 @@ _PRERELEASE: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)"
 
 
 def parse_version(text: str) -> Version | None:
-    """Parse a version, or None if it is not a release (such as a nightly) or is too old.
+    """Return the version in a text, or None if it is no release (such as a nightly) or too old.
 
     A release candidate or development version counts as the previous release, because it may lack
     features of the release that it precedes: 0.12.0rc1 counts as 0.11.0.
@@ -57,7 +57,7 @@ class Fault(Struct, frozen=True):
     """The description of the fault."""
 
     options: tuple[str, ...] = ()
-    """vLLM settings, each of which makes the fault possible; empty if none is required."""
+    """The vLLM settings that each make the fault possible; empty if none is required."""
 
     reported: str = ""
     """The month of the report; empty if it is unknown."""

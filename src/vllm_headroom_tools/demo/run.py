@@ -143,7 +143,7 @@ class SimulatedGpus(Simulated):
         self,
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
     ) -> GpuReadings:
-        """Return a reading of each GPU, or of both MIG instances, of which the second is empty."""
+        """Return a reading of each GPU or, with MIG, of both instances; the second is empty."""
         world = self._look()
         used_bytes = world.used_bytes
         power_watts = IDLE_WATTS

@@ -21,7 +21,7 @@ class Visits(Struct, frozen=True):
     stay_seconds: Bounds
 
     size: Bounds = (1.0, 1.0)
-    """The factor by which a burst multiplies the load, or the GPU memory of a neighbour in bytes.
+    """For a burst, the factor that multiplies the load; for a neighbour, its GPU memory in bytes.
     """
 
 
@@ -219,7 +219,9 @@ WEIGHTS_MIB: Final = 15_316
 KV_MIB: Final = 2 * KV_BLOCKS
 GRAPHS_MIB: Final = 620
 BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
-"""gpu_memory_utilization 0.92 of 81,559 MiB; the KV cache gets the remainder of this budget."""
+"""The budget, which is 0.92 (gpu_memory_utilization) of 81,559 MiB. The KV cache gets what the
+other parts leave.
+"""
 
 OUTSIDE_MIB: Final = 560 + 220
 """The memory of the CUDA context and NCCL, which vLLM's budget does not include.
@@ -454,7 +456,7 @@ class World:
 
     @property
     def neighbour_bytes(self) -> int:
-        """Return the neighbour's GPU memory: 0 if away, growing in the first fifth of a stay."""
+        """Return the neighbour's GPU memory, which grows early in a visit; 0 between visits."""
         visit = self.neighbours
         if not visit.is_here:
             return 0

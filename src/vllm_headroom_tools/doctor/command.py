@@ -101,7 +101,7 @@ def _build_finding(name: str, check: Check) -> Finding:
 
 
 def _describe_check(name: str, check: Check) -> dict[str, Any]:
-    """Return a check for the JSON document; `ok` is None if it is unknown or not applicable."""
+    """Return a check for the JSON document; `ok` is None for an unknown or inapplicable check."""
     # A check's text is in the field for its state; the other two are null.
     texts: dict[str, str | None] = {"found": None, "missing": None, "reason": None}
     is_ok = None

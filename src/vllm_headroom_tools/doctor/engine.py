@@ -110,7 +110,7 @@ def _describe_engines(survey: Survey, page: EnginePage) -> str:
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     """Return the check of a page that cannot be read.
 
-    The check is MISSING. The check is UNKNOWN after a timeout that is shorter than the daemon's.
+    The check is MISSING or, after a timeout that is shorter than the daemon's, UNKNOWN.
     """
     ways = fixes.find_engine_fixes(failure.reason, _fix_address(survey))
     hints: list[str] = []
@@ -188,7 +188,7 @@ SET_KV_BYTES: Final = (
 
 
 def _list_series() -> dict[str, tuple[Metric, ...]]:
-    """Return the dependent series of each page input, omitting inputs that no series needs."""
+    """Return the series that depend on each input of the page; omit inputs that no series needs."""
     series: dict[str, tuple[Metric, ...]] = {}
     for field, engine_input in INPUTS.items():
         metrics = tuple(

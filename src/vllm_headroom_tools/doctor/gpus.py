@@ -118,8 +118,8 @@ def _describe_memory(device: GpuReading) -> str:
         return ""
     total = format_gib(device.memory.total_bytes)
     free = format_gib(device.memory.free_bytes)
-    # When such a GPU is full, the machine's memory is full too, so the machine swaps and then
-    # hangs.
+    # When a GPU that uses the machine's memory is full, the machine's memory is full too, so the
+    # machine swaps and then hangs.
     return (
         f", unified memory: {free} left of the {total} that it may take of the machine's,"
         " by /proc/meminfo"

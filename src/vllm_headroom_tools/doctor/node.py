@@ -1,4 +1,4 @@
-"""Checks for a daemon that watches several engines: one of all engines, and one of each page."""
+"""Checks for a daemon that watches several engines: of all engines, and of each engine's page."""
 
 import asyncio
 from collections import Counter

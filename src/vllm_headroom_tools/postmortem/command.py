@@ -72,7 +72,7 @@ def find_trace(place: Path) -> Path:
 
 
 def _run(options: Namespace) -> Report:
-    """Return the report; raise BadOptions if neither an argument nor a variable gives the file."""
+    """Return the report; raise BadOptions if neither an argument nor a variable names the file."""
     place = options.place or os.environ.get(STATE_DIR)
     if not place:
         hint = "" if options.log is None else "; vllm-headroom advise reads a log without a record"

@@ -1,4 +1,4 @@
-"""Read what the engine's log shows about an exit, and its last lines, with a flight record."""
+"""Read what the engine's log shows about an exit, and list the log's last lines."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -74,8 +74,8 @@ def find_end_time(start: EngineStart) -> LogTime:
 def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None:
     """Return what the log of a start shows about an exit.
 
-    Returns None if the log contains no failure, and its last line is too old to be the last line
-    before the exit.
+    Returns None if the log contains no failure and its last line is too old to be related to the
+    exit.
     """
     failure = start.root_failure
     seconds = place_time(find_end_time(start), end_seconds)

@@ -192,7 +192,7 @@ def _check_free_memory(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Iterator[Obstacle]:
     """Check a GPU with known memory for a shortage, a close fit, and limits of unified memory."""
-    # The free memory that exceeds vLLM's request, before vLLM's own processes take their part.
+    # The free memory that exceeds vLLM's request, before vLLM's own processes allocate memory.
     spare_bytes = memory.free_bytes - compute_requested_bytes(request, memory)
     if spare_bytes < MIN_OWN_BYTES:
         yield _report_shortage(device, memory, request, holders)
@@ -547,8 +547,8 @@ def choose_gpus(
 ) -> tuple[tuple[GpuReading, ...], tuple[Obstacle, ...]]:
     """Return the GPUs that vLLM will use, and the findings on this selection.
 
-    If the choice names GPUs, vLLM uses these. Without names, vLLM uses the first `count` GPUs in
-    CUDA_VISIBLE_DEVICES. Both results may be empty.
+    If the choice names GPUs, vLLM uses those GPUs. Without names, vLLM uses the first `count` GPUs
+    in CUDA_VISIBLE_DEVICES. Both results may be empty.
     """
     # Names given by --gpus take precedence over the variable.
     names = choice.visible if choice.named is None else choice.named
@@ -587,7 +587,7 @@ def choose_gpus(
 def _report_missing(
     devices: Sequence[GpuReading], choice: GpuChoice, missing_names: Sequence[str]
 ) -> Obstacle:
-    """Return the finding that named GPUs are not visible."""
+    """Return the finding that some of the named GPUs are not visible."""
     source = "CUDA_VISIBLE_DEVICES" if choice.named is None else "--gpus"
     visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
     return Obstacle(

@@ -137,7 +137,7 @@ async def wait_until_settled(
     wait_seconds: float,
     say: Callable[[str], None],
 ) -> Clearance:
-    """Repeat the reading until waiting cannot improve the result, or until the time limit.
+    """Repeat the reading until waiting cannot improve the result or the time limit is reached.
 
     Returns the last result with the time that was spent waiting. Every ten seconds, the obstacles
     are reported.

@@ -56,7 +56,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
     @property
     def may_pass(self) -> bool:
-        """Return whether there are hindrances, and all of them may go away if one waits."""
+        """Return whether there is any hindrance and waiting may remove all hindrances."""
         return bool(self.hindrances) and all(finding.may_pass for finding in self.hindrances)
 
     @property
@@ -134,13 +134,13 @@ MIN_UNLISTED_BYTES: Final = GIB // 20
 
 
 def describe_holders(gpu: GpuReport) -> str:
-    """Describe who holds a GPU's memory, as the end of a sentence, or "" if this is unknown."""
+    """Return the end of a sentence that names the holders of a GPU's memory; "" if unknown."""
     parts = [f"{size or 'an unknown share'} by {holder}" for size, holder in list_shares(gpu)]
     return f"; held: {', '.join(parts)}" if parts else ""
 
 
 def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
-    """Yield each holder's share of a GPU's memory as text (empty if unknown), and its name."""
+    """Yield each holder of a GPU's memory: its share as text (empty if unknown), and its name."""
     for holder in gpu.holders or ():
         name = f"pid {holder.pid}"
         if holder.name is not None:

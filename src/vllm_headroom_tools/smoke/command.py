@@ -187,8 +187,8 @@ async def request_completion(server: EngineServer, limit_seconds: float) -> Smok
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
             return _fail(problem)
         problems.append(problem)
-    # The first problem is the one with the completion, which is more informative than the one with
-    # the chat.
+    # The first problem is about the completion, and is more informative than the problem with the
+    # chat.
     return _fail(problems[0])
 
 

@@ -98,7 +98,9 @@ class Tls(Struct, frozen=True, kw_only=True):
     client_ca_file: Path | None = None
     """The authorities that sign client certificates, or None if no certificate is requested."""
     client_allowed_sans: tuple[str, ...] = ()
-    """A client's certificate must have one of these names; empty if any name is accepted."""
+    """The names that are accepted in a client's certificate, or an empty tuple if any name is
+    accepted.
+    """
     min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
     max_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
 

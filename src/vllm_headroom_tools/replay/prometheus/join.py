@@ -34,7 +34,7 @@ class Exporter(Struct, frozen=True, kw_only=True):
     """The key of this side in a line of a trace: `gpus`, `engines` or `processes`."""
 
     lead: tuple[str, ...]
-    """Metric names, at least one of which exists if this exporter is scraped."""
+    """Metric names; if this exporter is scraped, at least one of these metrics exists."""
 
     names: tuple[str, ...]
     """The names of all metrics that are read."""
@@ -89,7 +89,7 @@ def build_selector(names: Sequence[str], matchers: Sequence[str]) -> str:
 
 
 def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Series]:
-    """Return the source's series over the page, without the labels that scrapes add.
+    """Return the source's series in the page's time span, without the labels that scrapes add.
 
     Raises BadInput if the series cannot be read or are ambiguous. The query uses `last_over_time`,
     which limits the age of a value. If a series ends without a staleness marker, a plain selector
@@ -222,7 +222,8 @@ def _sample_gpus(
     for series, value in values:
         uuid = series.labels.get(uuid_label, "")
         if series.name == catalog.GPU_INFO.name:
-            # For a while after its attribution changes, a device has two such series.
+            # For a while after a device's attribution changes, the device has two attribution
+            # series.
             is_attributed = bool(series.labels.get("attribution"))
             is_engines_own[uuid] = is_engines_own.get(uuid, False) or is_attributed
             continue
@@ -304,8 +305,8 @@ SMI_GPUS: Final = _describe_gpus(
 
 
 _ENGINE_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
-"""The facts that the detector and the picture need. No others are read, because each metric puts
-load on the server.
+"""The facts that the detector and the picture need. No other facts are read, because each metric
+puts load on the server.
 """
 
 SUMMED_LABELS: Final = frozenset({"finished_reason", "is_streaming"})

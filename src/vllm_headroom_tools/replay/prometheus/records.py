@@ -65,7 +65,8 @@ def find_sources(
 
     Raises BadInput if there is no source of GPUs or no source of engines in the span.
     """
-    # The search covers whole strides: it ends at the span's end and begins at or after its start.
+    # The search covers whole strides: it ends at the end of the span, and begins at or after the
+    # start of the span.
     start_ms = span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS
     search = TimeSpan(start_ms=start_ms, end_ms=span.end_ms, step_ms=_STRIDE_MS)
     gpu_names = _find_present(api, search, _GPUS, gpu_matchers)
