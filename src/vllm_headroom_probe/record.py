@@ -17,7 +17,7 @@ REQUEST_NAME = "record.json"
 """The file in the shared folder through which a command requests a recording."""
 
 FORMAT_FIELD = "headroom_record"
-"""The field that identifies such a request; its value is the version of the format."""
+"""The field that identifies a request for a recording; its value is the version of the format."""
 
 MAX_RECORDING_SECONDS = 3600
 """The maximum duration of a recording, regardless of the request."""

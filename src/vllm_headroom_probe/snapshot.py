@@ -26,7 +26,7 @@ REQUEST_NAME = "snapshot.json"
 """The file in the probe's folder through which a command requests a snapshot."""
 
 FORMAT_FIELD = "headroom_snapshot"
-"""The field that identifies such a request; its value is the version of the format."""
+"""The field that identifies a request for a snapshot; its value is the version of the format."""
 
 MAX_HISTORY_EVENTS = 10_000
 """The number of newest allocations and releases that torch keeps per GPU. We chose it to limit the

@@ -19,7 +19,7 @@ MOST_SHOWN_NAMES: Final = 20
 
 
 def choose_engine(names: Collection[str], wanted: str | None) -> str:
-    """Return the engine that matches the wanted name; without a name, return the only engine.
+    """Return the engine that matches the wanted name or, if none is given, the only engine.
 
     `names` are full names: NAMESPACE/POD/CONTAINER, a unit or a URL. The wanted name may omit the
     container. Raises BadInput with a list of names unless exactly one engine matches.
@@ -51,7 +51,7 @@ def name_labels(labels: Mapping[str, Any]) -> str:
 
 
 def add_engine(url: httpx.URL, name: str | None) -> httpx.URL:
-    """Return the URL of a sidecar's page for one engine, or `url` itself without a name."""
+    """Return the URL of a sidecar's page for one engine, or `url` itself if `name` is None."""
     if name is None:
         return url
     return url.copy_with(query=urlencode({"engine": name}).encode())

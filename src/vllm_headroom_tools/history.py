@@ -513,7 +513,7 @@ def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMe
 
 
 def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
-    """Return a sort key: the usage ratio; without a limit, the bytes in use decide."""
+    """Return a sort key: the usage ratio; if there is no limit, the bytes in use decide."""
     used_bytes = memory.used_bytes or 0
     return used_bytes / (memory.limit_bytes or inf), used_bytes
 

@@ -82,8 +82,8 @@ class ModelSettings(Settings):
     def model_reader(self) -> ModelReader:
         """Return how the daemon determines the KV cache bytes per token.
 
-        The bytes are computed from the configured model or, without one, from the model that the
-        engine serves. If the bytes per token themselves are configured, no model is read.
+        The bytes are computed from the configured model or, if none is configured, from the model
+        that the engine serves. If the bytes per token themselves are configured, no model is read.
         """
         if self.model_shape is None:
             is_configured = self.kv_bytes_per_token is not None

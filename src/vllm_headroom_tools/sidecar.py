@@ -27,7 +27,7 @@ Document = dict[str, Any]
 async def fetch_document(reader: PageReader, engine_name: str | None = None) -> Document | str:
     """Fetch the document; return one line with the reason if it cannot be fetched.
 
-    If the sidecar watches several engines, `engine_name` selects one; without a name, there must be
+    If the sidecar watches several engines, `engine_name` selects one; if it is None, there must be
     only one engine.
     """
     page = await reader.fetch()

@@ -717,8 +717,8 @@ def _fold_gpus(
 ) -> tuple[list[Verdict], str]:
     """Return the verdicts that are not folded, and the line for the folded GPUs.
 
-    The GPUs in `situation` are folded. If there are fewer than FOLDED_GPUS of them, all verdicts
-    are returned, and the line is empty.
+    The GPUs in `situation` are folded. If fewer than FOLDED_GPUS are in this situation, all
+    verdicts are returned, and the line is empty.
     """
     folded = [
         verdict

@@ -424,7 +424,7 @@ class View(Struct, frozen=True, kw_only=True):
     host: str = ""
     """The name of the sidecar's pod or machine."""
     pod: EnginePod | None = None
-    """The engine's pod; None outside of Kubernetes, or if unknown."""
+    """The engine's pod, or None outside Kubernetes or if unknown."""
     engine_url: str = ""
     snapshot: Snapshot | None = None
     """The snapshot of the sample, or None before the first sample."""

@@ -118,7 +118,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def plain_families(self) -> frozenset[str]:
-        """Return the full names of samples without a prefix."""
+        """Return the full names of the samples that have no prefix."""
         plain_facts = [fact for fact in self.facts if not fact.prefixed]
         return frozenset(name for fact in plain_facts for name in fact.names)
 

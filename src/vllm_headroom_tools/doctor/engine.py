@@ -213,9 +213,9 @@ them.
 def check_engine_inputs(survey: Survey) -> Check:
     """Check which inputs are missing on the page, and which series are absent as a result.
 
-    The check is UNKNOWN without a page. It is OK if no series needs the missing inputs, or if this
-    kind of engine never exports them. Until the first request, the check is UNKNOWN if inputs are
-    missing.
+    The check is UNKNOWN if there is no page. It is OK if no series needs the missing inputs, or if
+    this kind of engine never exports them. Until the first request, the check is UNKNOWN if inputs
+    are missing.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -270,7 +270,7 @@ def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
     """Check whether there is a budget for the engine's memory, and report the budget's source.
 
-    The check runs the daemon's derivation on a fictitious GPU. It is UNKNOWN without a page.
+    The check runs the daemon's derivation on a fictitious GPU. It is UNKNOWN if there is no page.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -327,7 +327,7 @@ def check_kv_bytes(
 
     The daemon's derivation computes the size from the configured bytes per token or, without this
     setting, from a model. If neither works and no model is configured, the check is NOT_APPLICABLE
-    rather than MISSING, because the size is optional. The check is UNKNOWN without a page.
+    rather than MISSING, because the size is optional. The check is UNKNOWN if there is no page.
     """
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")

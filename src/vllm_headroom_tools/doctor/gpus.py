@@ -306,7 +306,7 @@ ATTRIBUTIONS: Final = {
 def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
     """Check which GPUs are attributed to the engine and how; if none are, give the reason.
 
-    The check is UNKNOWN without NVML.
+    The check is UNKNOWN if NVML fails.
     """
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)

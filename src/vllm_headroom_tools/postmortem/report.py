@@ -83,7 +83,8 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     incident: Incident
     """The facts of the incident; `NO_INCIDENT` for a trace that is not an incident."""
     pod: EnginePod | None
-    """The pod in which the engine ran, or None if the file does not name it, or outside Kubernetes.
+    """The pod in which the engine ran, or None outside Kubernetes or if the file does not name the
+    pod.
     """
     timeline: tuple[tuple[float, str], ...]
     """The changes before the end: seconds since the epoch, and a sentence."""

@@ -90,7 +90,7 @@ async def _collect_answers(
 
 
 def _describe_answer(process: ProbedProcess, snapshot: AllocatorSnapshot | None) -> dict[str, Any]:
-    """Return the --json data about a process; without an answer, the figures are None."""
+    """Return the --json data about a process; if there is no answer, the figures are None."""
     if snapshot is None:
         snapshot = AllocatorSnapshot(at_seconds=0.0, file="", problem=NO_ANSWER)
     return {
