@@ -1,1 +1,1 @@
-"""Advice on a change that fixes an engine's memory trouble."""
+"""Advice on changes that fix an engine's memory problems."""

@@ -78,7 +78,7 @@ def build_log_report(assessment: LogAssessment) -> Report:
 def _list_findings(
     all_advice: Iterable[Advice], missing: Iterable[str], notes: Iterable[str]
 ) -> tuple[Finding, ...]:
-    """Return the findings: causes, the missing facts that make the verdict uncertain, and notes."""
+    """Return the causes, the missing facts that make the verdict uncertain, and the notes."""
     findings = [
         Finding(
             advice.cause,
@@ -108,7 +108,7 @@ def _render_text(assessment: Assessment) -> list[str]:
 
 
 def _render_log_text(assessment: LogAssessment) -> list[str]:
-    """Return the lines of a log report: the advice, or a memory breakdown if there is none."""
+    """Return the lines on a log: the advice or, if there is none, a breakdown of the memory."""
     lines = [format_source(assessment)]
     for number, advice in enumerate(assessment.advice, start=1):
         lines.append("")
@@ -152,13 +152,14 @@ def _render_advice(number: int, advice: Advice) -> list[str]:
 def write_advice(change: Change) -> str:
     """Return a change as text: the option, its new and current values, and the reason.
 
-    If the current value is unknown, the text says by how much to change the option. If the change
-    involves no option, its own text is returned.
+    If the current value is unknown, the text states an increase or a decrease instead of a value.
+    If the change involves no option, its own text is returned.
     """
     flag = change.flag
     if flag is None:
         return change.text
-    # If the current value is unknown, only the difference can be given.
+    # If the current value is unknown, the new value is unknown too, so only the difference is
+    # given.
     if change.difference is not None:
         direction = "lower" if change.difference < 0 else "higher"
         amount = _format_number(abs(change.difference), flag)
@@ -176,11 +177,11 @@ JSON_KEYS: Final = {
     Flag.LIMIT_MM_PER_PROMPT: "image",
     Flag.MM_PROCESSOR_KWARGS: "max_pixels",
 }
-"""For each option that takes a JSON object, the key of this object that holds the value."""
+"""For each option that takes a JSON object, the key whose value is changed in that object."""
 
 
 def _format_number(value: float, flag: Flag) -> str:
-    """Return an option's value as it is typed: with decimals for a share, else as an integer."""
+    """Return an option's value as typed: a share with decimals, any other value as an integer."""
     if flag in JSON_KEYS:
         return f"'{{\"{JSON_KEYS[flag]}\": {value:.0f}}}'"
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
@@ -190,7 +191,7 @@ def _format_number(value: float, flag: Flag) -> str:
 
 
 def _format_end(assessment: Assessment) -> Iterator[str]:
-    """Yield the closing lines: the verdict if there is no advice, and the missing facts."""
+    """Yield the closing lines: the verdict if there is no advice, and any missing facts."""
     if assessment.verdict is Conclusion.GOOD:
         is_trace = assessment.facts.origin is FactsSource.TRACE
         yield "Nothing to change." if is_trace else "Nothing to change now."

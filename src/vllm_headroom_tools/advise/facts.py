@@ -19,8 +19,8 @@ class FullFacts(Struct, frozen=True, kw_only=True):
     # How long the cache was full during a trace. The field is None for a page, which only shows
     # current figures.
     seconds: float | None
-    # While the cache was full, the number of requests that finished, and the number of preemptions.
-    # For a page, both are counted from the engine's start.
+    # While the cache was full, how many requests finished, and how many preemptions there were. For
+    # a page, both numbers cover the time since the engine's start.
     finished: float
     preemptions: float
     # The median number of running requests, and the median number of cached tokens per running
@@ -34,9 +34,9 @@ class FullFacts(Struct, frozen=True, kw_only=True):
 
 
 class CappedFacts(Struct, frozen=True, kw_only=True):
-    """The period during which requests waited although the KV cache had room.
+    """The period during which requests waited even though the KV cache had room.
 
-    A limit on running requests explains this waiting.
+    The cause of this waiting is a limit on running requests.
     """
 
     seconds: float
@@ -50,22 +50,22 @@ class CappedFacts(Struct, frozen=True, kw_only=True):
 class PrefixFacts(Struct, frozen=True, kw_only=True):
     """The prefix cache's hit statistics."""
 
-    # The number of tokens looked up, and how many of them were cached.
+    # The number of tokens looked up, and how many of these tokens were cached.
     queries: float
     hits: float
     # The length of the history. The field is None for a page, whose counters begin at the engine's
     # start.
     seconds: float | None
-    # The fraction of the time during which requests were waiting.
+    # The fraction of the time in which requests were waiting.
     blocked_ratio: float
-    # The hit ratio over the last five minutes; None for a trace.
+    # The hit ratio over the last five minutes, or None for a trace.
     recent_ratio: float | None = None
 
 
 class StrandedFacts(Struct, frozen=True, kw_only=True):
     """The share of the KV cache that stays in use while the engine is idle."""
 
-    # The latest share, and the first one. From the first to the latest, the share rose `rises`
+    # The latest share and the first share. Between the first and the latest, the share rose `rises`
     # times.
     ratio: float
     first_ratio: float
@@ -79,13 +79,13 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     engine: str
     capacity_tokens: float | None = None
     capacity_bytes: float | None = None
-    # Whether the engine's page exports these figures at all.
+    # Whether the engine's page contains these figures at all.
     has_kv_usage: bool = False
     has_preemptions: bool = False
     highest_running: float | None = None
     finished: float | None = None
-    # The median and 99th percentile of cached tokens per running request while the cache was not
-    # full.
+    # The median and the 99th percentile of cached tokens per running request, for the time in which
+    # the cache was not full.
     usual_tokens: float | None = None
     high_tokens: float | None = None
     # The highest number of requests that ran without a preemption while the cache was not full.
@@ -107,7 +107,7 @@ class FactsSource(StrEnum):
 
 
 class Shortage(StrEnum):
-    """The kind of memory shortage: lasting from the start, lasting after a slow rise, or brief."""
+    """The kind of memory shortage: lasting since the start, lasting after a slow rise, or brief."""
 
     LEVEL = "level"
     RISEN = "risen"
@@ -122,23 +122,23 @@ class Leak(Struct, frozen=True, kw_only=True):
     # The verdict on the whole trace and the reason for it, as reported by `replay` and `check`.
     verdict: LeakVerdict = LeakVerdict.CANNOT_TELL
     reason: str = ""
-    # The alarm's latest figures; None if there was no alarm.
+    # The alarm's latest figures, or None if there was no alarm.
     alarm: Moment | None = None
-    # When the alarm ended; None if it is still active, or if there was no alarm.
+    # When the alarm ended, or None if it is still active or there was no alarm.
     ended_seconds: float | None = None
 
 
 class Spell(Struct, frozen=True, kw_only=True):
-    """A period with less than LOW_BYTES free on a GPU; memory of other processes counts as free."""
+    """A period with less than LOW_BYTES free on a GPU (other processes' memory counts as free)."""
 
     kind: Shortage
     lowest_room_bytes: float
-    # When the spell began, and for how long memory was short during the spell; None for a page.
+    # When the spell began, and how long memory was short during the spell, or None for a page.
     began_seconds: float | None = None
     seconds: float | None = None
     # The number of running requests when the room was lowest.
     running: float | None = None
-    # Whether the spell ended because the engine exited and thus freed its memory.
+    # Whether the spell ended because the engine's exit freed its memory.
     has_engine_exited: bool = False
 
 
@@ -151,13 +151,13 @@ class Extent(Struct, frozen=True):
 
 
 UNATTRIBUTED_BYTES: Final = 200 * MIB
-"""Up to this amount, memory that belongs to no visible process is attributed to the driver (runbook
-HeadroomGpuMemoryLow).
+"""Up to this amount, memory that no visible process accounts for is attributed to the driver
+(runbook HeadroomGpuMemoryLow).
 """
 
 
 def measure_others(used_bytes: float, engine_bytes: float | None) -> float | None:
-    """Return the bytes held by other processes on a GPU; None if the engine's are unknown.
+    """Return the bytes that other processes hold on a GPU, or None if the engine's are unknown.
 
     If the amount is at most UNATTRIBUTED_BYTES, it is attributed to the driver, and the result is
     0.
@@ -169,7 +169,7 @@ def measure_others(used_bytes: float, engine_bytes: float | None) -> float | Non
 
 
 class PeakFacts(Struct, frozen=True, kw_only=True):
-    """The highest memory peak of one kind of work in the last minute."""
+    """The highest memory peak in the last minute for one kind of work."""
 
     work: Work
     transient_bytes: float
@@ -177,7 +177,7 @@ class PeakFacts(Struct, frozen=True, kw_only=True):
     spread_bytes: float
 
     def missing_bytes(self, room_bytes: float | None) -> float:
-        """Return by how much the peak exceeds the room; 0 if it fits or the room is unknown."""
+        """Return by how much the peak exceeds the room, or 0 if it fits or the room is unknown."""
         if room_bytes is None:
             return 0.0
         return max(0.0, self.transient_bytes + self.spread_bytes - room_bytes)
@@ -187,14 +187,14 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     """The facts about one of the engine's GPUs; unknown facts are None."""
 
     leak: Leak
-    # Whether it is known that growth on the GPU comes from the engine. If it is not known, another
-    # process may be growing.
+    # Whether growth on the GPU is known to come from the engine. If it is not, another process may
+    # be growing.
     is_holder_known: bool = True
     # The total minus the driver's reserve, as CUDA reports it.
     usable_bytes: float | None = None
     # The least free memory, which is the amount left at the highest peak.
     least_room_bytes: float | None = None
-    # The memory of other processes, as returned by `measure_others`; None if it was never known.
+    # The memory of other processes, as returned by `measure_others`, or None if it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
     # The bytes by which the engine exceeded its budget in the last sample in which it served.
@@ -203,7 +203,8 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     leftovers: tuple[Leftover, ...] = ()
     # The highest number of running requests while LOW_BYTES or more were left.
     roomy_running: float | None = None
-    # The probe's measurements of steps, and the largest requests that fit.
+    # The probe's measurements of steps, and the largest requests that fit according to these
+    # measurements.
     peaks: tuple[PeakFacts, ...] = ()
     peak_room_bytes: float | None = None
     safe_prompt_tokens: float | None = None
@@ -212,7 +213,7 @@ class GpuFacts(Device, frozen=True, kw_only=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
-    """The host memory of those processes of the engine that have one role."""
+    """The host memory of the engine's processes that share one role."""
 
     process: str
     leak: Leak
@@ -230,12 +231,12 @@ class Facts(Struct, frozen=True, kw_only=True):
     # When the engine's settings last changed; earlier samples are ignored. The field is None if the
     # settings have not changed.
     since_seconds: float | None = None
-    # The age of a page's sample; None for a trace.
+    # The age of a page's sample, or None for a trace.
     age_seconds: float | None = None
     gpus: tuple[GpuFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
-    # The host memory reading with the highest usage; None if there are no readings.
+    # The host memory reading with the highest usage, or None if there are no readings.
     host: HostMemory | None = None
     # The engine's exits.
     ends: tuple[Ending, ...] = ()
@@ -244,12 +245,12 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def failed_starts(self) -> tuple[Ending, ...]:
-        """Return the starts that exited before the engine served."""
+        """Return the starts in which the engine exited before it served."""
         return tuple(end for end in self.ends if not end.has_served)
 
     @property
     def span_seconds(self) -> float:
-        """Return the length of the history since the last change of settings; 0 for a page."""
+        """Return the length of the history since the settings last changed, or 0 for a page."""
         begin_seconds = self.since_seconds
         if begin_seconds is None:
             begin_seconds = self.begin_seconds
@@ -272,7 +273,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> float | None:
-        """Return the usable memory of the largest GPU; None if it is unknown for all GPUs."""
+        """Return the usable memory of the largest GPU, or None if it is unknown for all GPUs."""
         known_bytes = [gpu.usable_bytes for gpu in self.gpus if gpu.usable_bytes]
         return max(known_bytes, default=None)
 
@@ -288,4 +289,6 @@ PEAK_BYTES: Final = 256 * MIB
 """If a peak leaves less room than this, memory is short (alert HeadroomGpuMemoryPeak)."""
 
 AIM_BYTES: Final = GIB
-"""The room to aim for at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
+"""The amount of memory that should be free at peaks after a change (runbook HeadroomGpuMemoryLow,
+"Afterwards").
+"""

@@ -36,7 +36,7 @@ class Cause(StrEnum):
 
 
 class Figure(Struct, frozen=True):
-    """One figure given as evidence of a cause; `name` ends in the figure's unit."""
+    """One figure that supports a cause; `name` ends in the figure's unit."""
 
     name: str
     value: float | str
@@ -46,14 +46,14 @@ class Figure(Struct, frozen=True):
 class Change(Struct, frozen=True, kw_only=True):
     """One recommended change, why it helps, and what it costs."""
 
-    # The option to change; None if the change does not involve an option.
+    # The option to change, or None if the change does not involve an option.
     flag: Flag | None = None
-    # The new value of `flag`; None for a flag that takes no value.
+    # The new value of `flag`, or None for a flag that takes no value.
     value: float | None = None
     # The amount by which to change `flag`. It is given instead of `value` if the current value is
     # not known.
     difference: float | None = None
-    # The current value of `flag`; None if it is unknown.
+    # The current value of `flag`, or None if it is unknown.
     now: float | None = None
     text: str
     cost: str
@@ -62,7 +62,7 @@ class Change(Struct, frozen=True, kw_only=True):
 class Advice(Struct, frozen=True, kw_only=True):
     """A cause that fits the facts, with the changes that address it."""
 
-    # The cause; for an engine log, the failure that the log names.
+    # The cause or, for an engine log, the failure that the log shows.
     cause: Cause | LogFailureKind
     summary: str
     evidence: tuple[Figure, ...]
@@ -83,9 +83,9 @@ FORMATS: Final = {
     "seconds": format_duration,
     "ratio": format_percent,
 }
-"""The functions that format figures. The key is the unit, which is the last word of a figure's
-name. The unit "second" means bytes per second. Figures with any other unit are shown as plain
-numbers.
+"""The functions that format figures. The format of a figure by its unit, which is the last word of
+the figure's name. The unit "second" means bytes per second. Figures with any other unit are shown
+as plain numbers.
 """
 
 LOWER_BOUND: Final = "_lower"

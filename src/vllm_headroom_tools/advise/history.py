@@ -51,11 +51,12 @@ from vllm_headroom_tools.history import (
 from vllm_headroom_tools.versions import OLDEST_SUPPORTED, Version
 
 CAP_RUNNING_RATIO: Final = 0.97
-"""Our choice: a number of running requests within 3 % of the highest counts as being at the limit.
+"""Our choice: a number of running requests within 3 % of the highest number is treated as having
+reached the limit.
 """
 
 CAP_TIME_RATIO: Final = 0.9
-"""Our choice: if the number of running requests was at the limit for nine tenths of the time in
+"""Our choice: if the number of running requests was at its limit for nine tenths of the time in
 which requests waited, this limit made them wait.
 """
 
@@ -84,13 +85,13 @@ class EngineHistory:
         # waited.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
-        # Both cover the time in which at least WAITING_REQUESTS waited although the cache had room:
-        # the seconds spent at each number of running requests, and a histogram of the cache usage.
+        # For the time in which at least WAITING_REQUESTS waited even though the cache had room: the
+        # seconds spent at each number of running requests, and a histogram of the cache usage.
         self._roomy_seconds: defaultdict[float, float] = defaultdict(float)
         self._roomy_used = Histogram()
 
     def has_other_settings(self, reading: EngineReading) -> bool:
-        """Return whether the KV cache's size has changed; False if either size is unknown."""
+        """Return whether the KV cache's size has changed, or False if either size is unknown."""
         known_tokens = self._facts.capacity_tokens
         tokens = reading.kv_capacity_tokens
         if known_tokens is None or tokens is None:
@@ -142,16 +143,16 @@ class EngineHistory:
         if waiting < WAITING_REQUESTS or reading.kv_used_ratio is None or reading.running is None:
             return
         self._queued_seconds += seconds
-        # The requests wait although the cache has room. Record the time by load, to find the limit
-        # that makes the requests wait.
+        # The requests wait even though the cache has room. Record the time by load, to find the
+        # limit that makes the requests wait.
         if reading.kv_used_ratio < ROOMY_RATIO:
             self._roomy_seconds[reading.running] += seconds
             self._roomy_used.add(reading.kv_used_ratio)
 
     def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
-        """Add a sample's load to the time with a full cache, or to the time with room in it."""
-        # The counts cover the time since the previous sample. Therefore, the first sample after the
-        # cache was full still belongs to the time with a full cache.
+        """Record a sample's load, separately for times with a full cache and times with room."""
+        # The counts cover the time since the previous sample. Therefore, the first sample after a
+        # full cache still covers time in which the cache was full.
         if is_full or self._was_full:
             self._full = replace(
                 self._full,
@@ -193,7 +194,7 @@ class EngineHistory:
         )
 
     def _build_full(self) -> FullFacts | None:
-        """Return the facts about a full cache; None if no sample shows a load while it was full."""
+        """Return the facts about a full cache, or None if no sample shows a load on it."""
         running = self._full_running.quantile(0.5)
         if running is None:
             return None
@@ -208,8 +209,8 @@ class EngineHistory:
         """Return the facts about a limit on running requests.
 
         Returns None if no requests waited while the cache had room. Also returns None if requests
-        waited although fewer than the highest number were running, because something other than a
-        limit then made them wait.
+        waited even though fewer requests than the highest number were running, because the reason
+        for waiting was then not a limit.
         """
         # The maximum is not used, because a single sample may be an outlier.
         kv_used_ratio = self._roomy_used.quantile(0.9)
@@ -227,7 +228,7 @@ class EngineHistory:
         )
 
     def _build_prefix(self) -> PrefixFacts | None:
-        """Return the facts about the prefix cache; None if the engine does not count hits."""
+        """Return the facts about the prefix cache, or None if the engine does not count hits."""
         queries = self._queries.total
         hits = self._hits.total
         if queries is None or hits is None:
@@ -243,8 +244,8 @@ def _step_stranded(
 ) -> StrandedFacts | None:
     """Update the facts with the share of the cache that is in use while the engine is idle.
 
-    An unknown share (None) changes nothing. When the share falls, the engine has freed the cache,
-    so nothing had leaked, and the facts start over.
+    If the share is unknown (None), the facts do not change. A falling share means that the engine
+    has freed the cache, so nothing had leaked, and the facts start over.
     """
     if stranded_ratio is None:
         return earlier
@@ -261,16 +262,16 @@ HeadroomGpuMemoryLow looks back five minutes).
 """
 
 LOW_TIME_RATIO: Final = 0.5
-"""Our choice: a spell consists of peaks if memory was short for less than this fraction of the
-spell.
+"""Our choice: if memory was short for less than this fraction of a spell, the spell consists of
+peaks.
 """
 
 
 class GpuHistory:
     """Collects the facts about one GPU.
 
-    Memory that other processes hold counts as free, because the engine does not cause a shortage of
-    it.
+    Memory that other processes hold counts as free, because the engine is not the cause if that
+    memory is missing.
     """
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
@@ -282,7 +283,7 @@ class GpuHistory:
         self._low_at_seconds = 0.0
 
     def close_spell(self, now_seconds: float, *, has_engine_exited: bool) -> None:
-        """Close the current spell, if any, when the engine exits or goes to sleep.
+        """Close any current spell when the engine exits or goes to sleep.
 
         When the engine restarts or wakes up, it allocates its memory again.
         """
@@ -322,15 +323,15 @@ class GpuHistory:
             leftovers=gpu.leftovers,
             is_holder_known=is_alone(gpu),
         )
-        # Until the engine is serving, the room says nothing about its load.
+        # Until the engine serves requests, the free memory does not depend on its load.
         if is_serving:
-            # Memory that other processes hold counts as free, because the engine does not cause
-            # that shortage.
+            # Memory that other processes hold counts as free, because the engine is not the cause
+            # if that memory is missing.
             own_room_bytes = room_bytes + (others_bytes or 0.0)
             self._step_room(own_room_bytes, now_seconds, seconds, running)
 
     def set_excess(self, excess: BudgetExcess | None) -> None:
-        """Set the bytes by which the engine exceeds its budget on this GPU; None if it keeps it."""
+        """Set the engine's excess over its budget on this GPU, or None if there is no excess."""
         self._facts = replace(self._facts, excess=excess)
 
     def build_facts(self, leak: Leak) -> GpuFacts:
@@ -360,8 +361,8 @@ class GpuHistory:
         if self._open_spell is not None and roomy_seconds >= SPELL_GAP_SECONDS:
             self._facts = self._add_open_spell(has_engine_exited=False)
             self._open_spell = None
-        # Samples shortly after a shortage still belong to the same spell, so they do not count as
-        # samples with enough room.
+        # Samples shortly after a shortage may still be part of the same spell, so they are not used
+        # as samples with enough room.
         if running and self._open_spell is None:
             roomy_running = max(self._facts.roomy_running or 0.0, running)
             self._facts = replace(self._facts, roomy_running=roomy_running)
@@ -369,7 +370,7 @@ class GpuHistory:
     def _add_open_spell(self, *, has_engine_exited: bool) -> GpuFacts:
         """Return the facts, including the current spell if there is one.
 
-        A brief spell that left some room is ignored, except if it ended with the engine's exit.
+        A brief spell that left some room is ignored unless it ended with the engine's exit.
         """
         spell = self._open_spell
         if spell is None:
@@ -392,7 +393,7 @@ class GpuHistory:
 
 
 def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent | None:
-    """Return the extent with another value included; unchanged if that value is unknown.
+    """Return the extent including another value, or the same extent if that value is unknown.
 
     Returns None if no value has been known so far.
     """
@@ -416,7 +417,7 @@ class TraceHistory:
     def __init__(self, *, reported_bytes: int | None = None) -> None:
         self._replay = LeakReplay(reported_bytes=reported_bytes)
         self._at_least: Version = OLDEST_SUPPORTED
-        # When the engine's settings last changed; None if they have not changed.
+        # When the engine's settings last changed, or None if they have not changed.
         self._since_seconds: float | None = None
         self._newest_seconds = 0.0
         # The latest page that had engines.
@@ -440,7 +441,7 @@ class TraceHistory:
     def _measure_interval(self, snapshot: Snapshot) -> float:
         """Return the seconds since the previous sample, capped at the longest sampling interval.
 
-        Returns 0 for the first sample, or if the clock went backwards. This limit matters after a
+        Returns 0 for the first sample, or if the clock went backwards. The cap matters after a
         clock jump or a gap in the trace.
         """
         if not self._replay.samples:

@@ -139,7 +139,7 @@ def _check_page(page: Values) -> None:
 
 
 def _read_host(page: Values) -> HostMemory:
-    """Return the host memory; figures that the page lacks are unknown."""
+    """Return the host memory, in which figures that the page lacks are unknown."""
     values = {fact: page.value(metric) for metric, fact in HOST_FACTS}
     known_values = {fact: int(value) for fact, value in values.items() if value is not None}
     return HostMemory(basis=None, **known_values)
@@ -163,7 +163,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
 
 
 def _read_utilization(page: Values) -> float | None:
-    """Return the budget as a share of a GPU's total; None if unknown or not equal on all GPUs."""
+    """Return the budget as a share of a GPU's total, or None if unknown or different per GPU."""
     ratios = set()
     for (*gpu, basis), budget_bytes in page.find_all(catalog.MEMORY_REPORTED).items():
         total_bytes = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
@@ -192,8 +192,8 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
     others_memory = None
     if others_bytes is not None:
         others_memory = Extent(others_bytes, others_bytes, others_bytes)
-    # Memory that other processes hold counts as free, because the engine does not cause this
-    # shortage.
+    # Memory that other processes hold counts as free, because the engine is not the cause if that
+    # memory is missing.
     room_bytes = usable_bytes - used_bytes + (others_bytes or 0.0)
     room_at_peak_bytes = usable_bytes - peak_bytes + (others_bytes or 0.0)
     return replace(
@@ -213,7 +213,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
 
 
 def _read_peaks(page: Values, gpu: tuple[str, str]) -> tuple[PeakFacts, ...]:
-    """Return the last minute's peaks of those kinds of work that were seen often enough."""
+    """Return the last minute's peaks of those kinds of work that occurred often enough."""
     peaks = []
     for work in Work:
         transient_bytes = page.value(catalog.ENGINE_PEAK, *gpu, work)
@@ -226,10 +226,10 @@ def _read_peaks(page: Values, gpu: tuple[str, str]) -> tuple[PeakFacts, ...]:
 
 
 def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> BudgetExcess | None:
-    """Return the engine's excess over its budget; None if the page reports no excess."""
+    """Return the engine's excess over its budget, or None if the page reports no excess."""
     if not page.value(catalog.SITUATION, Situation.OVER_BUDGET):
         return None
-    # Only budgets on one of these bases can be changed with an option.
+    # An option can change a budget only if the budget has one of these bases.
     for basis in ("budget", "configured"):
         budget_bytes = page.value(catalog.MEMORY_REPORTED, *gpu, basis)
         excess_bytes = page.value(catalog.MEMORY_DISCREPANCY, *gpu, basis)
@@ -249,7 +249,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
 def _judge_room(
     room_bytes: float, room_at_peak_bytes: float, running: float | None
 ) -> tuple[Spell, ...]:
-    """Return the current shortage, or else one at the last minute's peak; empty without either."""
+    """Return the current shortage, or else a shortage at the last minute's peak, if any."""
     lowest_room_bytes = max(0.0, room_at_peak_bytes)
     if room_bytes < LOW_BYTES:
         level = Spell(kind=Shortage.LEVEL, lowest_room_bytes=lowest_room_bytes, running=running)
@@ -262,7 +262,7 @@ def _judge_room(
 def _read_leak(
     page: Values, state_metric: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]
 ) -> Leak:
-    """Return the detector's verdict on a series; it has figures only while an alarm is active."""
+    """Return the detector's verdict on a series, with figures only while an alarm is active."""
     state_name = page.state(state_metric, *labels)
     # A newer sidecar may report a state that this version does not know.
     state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
@@ -271,7 +271,7 @@ def _read_leak(
         return Leak(state=state, verdict=verdict)
     location_name = page.state(catalog.LEAK_LOCATION, *labels)
     location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
-    # A figure that applies to all series has fewer labels than a series, or none.
+    # A figure that applies to several series has fewer labels than a series, or no labels.
     values: dict[str, Any] = {
         field: page.value(metric, *labels[: len(metric.labels)])
         for field, metric in figures.items()
@@ -281,10 +281,10 @@ def _read_leak(
 
 
 def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
-    """Return the facts about an engine; the cache counts as full only if it is full now."""
+    """Return the facts about an engine; its cache is full only if the current value is."""
 
     def read(metric: Metric) -> float | None:
-        """Return this engine's value of a metric; None if the page lacks it."""
+        """Return this engine's value of a metric, or None if the page lacks it."""
         return page.value(metric, model_name, engine)
 
     kv_used_ratio = read(catalog.ENGINE_KV_USED)
@@ -305,7 +305,7 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     prefix = None
     if queries is not None and hits is not None:
         # A page does not show how long requests waited. If any requests are waiting now, or if
-        # there has ever been a preemption, requests count as waiting all the time.
+        # there has ever been a preemption, requests are assumed to wait all the time.
         has_waited = bool(read(catalog.ENGINE_WAITING) or preemptions)
         prefix = PrefixFacts(
             queries=queries,
@@ -346,7 +346,7 @@ async def fetch_facts(
     """Fetch a sidecar's page and return its facts.
 
     If the sidecar watches several engines, the facts are those of `engine_name`. Raises BadInput if
-    the facts cannot be obtained; the message includes `advice` if nothing answers.
+    the facts cannot be obtained; the message includes `advice` if there is no response.
     """
     page = await _fetch_page(url, advice)
     names = list_node_engines(page)
@@ -357,7 +357,7 @@ async def fetch_facts(
 
 
 async def _fetch_page(url: str, advice: str) -> str:
-    """Fetch and return a sidecar's page; raise BadInput with `advice` if nothing answers."""
+    """Fetch and return a sidecar's page; raise BadInput with `advice` if there is no response."""
     page = await fetch_once(_build_reader(url))
     if isinstance(page, Failure):
         raise BadInput(f"{strip_advice(page)}: {advice}")
@@ -388,7 +388,7 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
     """Return the settings, with unknown settings filled in from the engine's page at `url`.
 
     The operator's settings take precedence. The version comes from vLLM's /version endpoint, which
-    needs no API key. It is None if this endpoint does not answer, or if the answer is not a
+    needs no API key. It is None if this endpoint does not respond, or if the response is not a
     release. Raises BadInput if the page cannot be fetched or has no engine.
     """
     # Fetch the page and the version concurrently, because the operator is waiting.

@@ -63,14 +63,14 @@ the engine runs this version or a newer one.
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True):
-    """The version and the options with which the engine was started; unknown ones are None."""
+    """The version and the options with which the engine was started, with None for unknown ones."""
 
     version: Version | None = None
     # A lower bound for the version, derived from the engine's page.
     at_least: Version = OLDEST_SUPPORTED
     gpu_memory_utilization: float | None = None
-    # Whether kv_cache_memory_bytes is set, which overrides the utilization; its value may be
-    # unknown.
+    # Whether kv_cache_memory_bytes is set, even if its value is unknown; it overrides the
+    # utilization.
     sizes_cache_in_bytes: bool = False
     kv_cache_memory_bytes: float | None = None
     max_num_seqs: int | None = None
@@ -83,7 +83,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
         return self.at_least if self.version is None else self.version
 
     def read_value(self, flag: Flag) -> float | None:
-        """Return the value of an option; None if it is unknown.
+        """Return the value of an option, or None if it is unknown.
 
         Raises AttributeError for an option that is not a field of this class.
         """

@@ -1,4 +1,4 @@
-"""The combined verdict of all rules on the facts."""
+"""The verdict of all rules together on the facts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -50,8 +50,8 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     capacity.find_too_few_requests,
     capacity.find_poor_prefix_cache,
 )
-"""Rules that apply only if there is no leak. Their advice is reported in this order: causes that
-can end the engine come before causes that slow it down.
+"""Rules that apply only if there is no leak. Their advice is reported in this order, which puts
+causes that can end the engine before causes that slow it down.
 """
 
 NO_OPTION_WHILE_GROWING: Final = (
@@ -80,8 +80,8 @@ def judge_facts(facts: Facts) -> Assessment:
     is_growing = _is_growing(facts)
     notes = []
     advice = _apply_rules(EVEN_WITH_A_LEAK, facts)
-    # While memory grows, the causes are still true. The computed option values are not, because the
-    # growth distorts the figures behind them.
+    # While memory grows, the causes are still true. The computed option values are not valid,
+    # because the growth distorts the figures behind them.
     if is_growing:
         advice = [_keep_changes(one_advice, _has_no_flag) for one_advice in advice]
         notes.append(NO_OPTION_WHILE_GROWING)
@@ -108,7 +108,7 @@ def judge_facts(facts: Facts) -> Assessment:
 
 
 def _is_growing(facts: Facts) -> bool:
-    """Return whether any series has had an alarm, or has an early warning at the end."""
+    """Return whether any series has had an alarm, or ends with an early warning."""
     return any(leak.alarm or leak.state in GROWING_STATES for _, leak in list_leaks(facts))
 
 
@@ -119,7 +119,7 @@ def _apply_rules(rules: Iterable[Rule], facts: Facts) -> list[Advice]:
 
 
 def _keep_changes(advice: Advice, is_kept: Callable[[Change], bool]) -> Advice:
-    """Return the advice with only those changes for which `is_kept` is true."""
+    """Return the advice, keeping only the changes for which `is_kept` is true."""
     return replace(advice, changes=tuple(filter(is_kept, advice.changes)))
 
 
@@ -182,8 +182,8 @@ UNDECIDED_STATES: Final = {
     LeakState.GROWING: "it grows, and within hours it shows whether that is a leak: look again",
     LeakState.ASLEEP: "the engine sleeps",
 }
-"""The states in which a series may be leaking. The state `unsettled` is not one of them, because it
-means that the load varies without growth.
+"""The states of the detector in which a series may be leaking. The state `unsettled` is not
+included, because it means that memory varies with the load without growing.
 """
 
 
@@ -201,7 +201,7 @@ def list_missing(facts: Facts) -> Iterator[str]:
         if gpu.least_room_bytes is None:
             yield f"{gpu.display_name}: its memory was not read"
         yield from _explain_leak(gpu.display_name, gpu.leak)
-    # If host memory is unknown, the rest of the verdict is still certain.
+    # An unknown amount of host memory does not make the rest of the verdict uncertain.
     for host in facts.hosts:
         is_growing = host.leak.verdict is LeakVerdict.GROWING
         if is_growing or host.leak.state is not LeakState.UNKNOWN:
@@ -224,9 +224,9 @@ def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
 
 
 def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
-    """Yield why a series may leak, based on the verdict on the trace or the state at its end.
+    """Yield why a series may leak, from the verdict on the trace or the state at its end.
 
-    Yields nothing if neither the verdict nor the state leaves any doubt.
+    Yields nothing if both the verdict and the state are certain.
     """
     if leak.verdict is LeakVerdict.GROWING and leak.state is not LeakState.GROWING:
         yield f"{name}: {leak.reason}, and a longer trace shows whether that is a leak: look again"
@@ -250,13 +250,13 @@ SETTINGS_UNKNOWN: Final = (
 HOST_NOT_JUDGED: Final = "The engine's processes were not seen, so that host memory is not judged."
 
 UNEVEN_GPUS_BYTES: Final = 2 * GIB
-"""Our choice: if the memory on an engine's GPUs differs by more than this, it is reported. NCCL
+"""Our choice: if the memory on an engine's GPUs differs by more than this, the report says so. NCCL
 buffers and kernels that load late account for a few hundred MiB.
 """
 
 UNUSED_CACHE_RATIO: Final = 0.2
 """Our choice: a cache is reported as too large if a trace covers at least a day and never shows
-more than this share in use.
+more than this share of the cache in use.
 """
 
 
@@ -290,7 +290,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
 
 
 def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
-    """Note a GPU that has much less room than another of the engine's GPUs of the same size.
+    """Yield a note on a GPU with much less room than another GPU of the same size.
 
     vLLM gives every GPU a KV cache that fits on the fullest GPU.
     """
@@ -308,7 +308,7 @@ def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
 
 
 def _note_unused_cache(facts: Facts) -> Iterator[str]:
-    """Note a KV cache that stayed mostly unused over at least a day with requests."""
+    """Yield a note on a KV cache that stayed mostly unused during a day or more with requests."""
     if facts.span_seconds < DAY_SECONDS or not any(engine.finished for engine in facts.engines):
         return
     used_ratios = [
@@ -316,7 +316,7 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
         for engine in facts.engines
         if engine.highest_kv_used_ratio is not None
     ]
-    # If any engine's usage is unknown, so is the highest usage.
+    # If the usage of any engine is unknown, the highest usage is unknown too.
     if len(used_ratios) < len(facts.engines) or max(used_ratios) >= UNUSED_CACHE_RATIO:
         return
     span = format_duration(facts.span_seconds)
@@ -328,7 +328,7 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
 
 
 def _note_single_exit(facts: Facts) -> Iterator[str]:
-    """Note an exit while requests were running, if too few exits occurred for advice on crashes."""
+    """Yield a note on an exit under load if there are too few exits for advice on crashes."""
     crashes = starts.find_crashes(facts)
     if not crashes or starts.find_crash(facts) is not None:
         return
@@ -344,7 +344,7 @@ def _note_single_exit(facts: Facts) -> Iterator[str]:
 
 
 def _note_unjudged_prefix_caches(facts: Facts) -> Iterator[str]:
-    """Note why prefix caches were not judged, without repeating a reason."""
+    """Yield notes on why prefix caches were not judged, without repeating a reason."""
     judgements = [capacity.judge_prefix_cache(facts, engine) for engine in facts.engines]
     reasons = [judgement for judgement in judgements if isinstance(judgement, str)]
     yield from dict.fromkeys(reasons)

@@ -1,1 +1,1 @@
-"""The CI gate, which checks whether a vLLM version takes or leaks more memory than allowed."""
+"""The CI gate, which checks whether a vLLM version uses or leaks more memory than allowed."""

@@ -26,7 +26,7 @@ from vllm_headroom_tools.conclusion import Conclusion
 
 SAME_SIZE_RATIO: Final = 0.01
 """If the sizes of two GPUs differ by at most this share, the GPUs are considered the same kind,
-because drivers reserve different amounts of memory.
+because the memory that drivers reserve varies.
 """
 
 COMPARED_PARTS: Final = (
@@ -44,9 +44,9 @@ compared either, because it varies with load.
 def judge_growths(
     record: TraceRecord, baseline: TraceRecord | None, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge how much each GPU, role and part exceeds the baseline's memory at the same load.
+    """Judge how far the memory of each GPU, role and part exceeds the baseline at the same load.
 
-    Also judge by how much each KV cache shrank. A role or an engine that is in only one of the
+    Also judge by how much each KV cache shrank. A role or an engine that occurs in only one of the
     traces cannot be judged. Yields nothing if there is no baseline.
     """
     if baseline is None:
@@ -75,7 +75,7 @@ def judge_growths(
 
 
 def _find_mismatch(record: TraceRecord, baseline: TraceRecord) -> str | None:
-    """Return why the two traces cannot be compared; None if they can."""
+    """Return why the two traces cannot be compared, or None if they can."""
     if record.models != baseline.models:
         models = ", ".join(sorted(record.models)) or "none"
         baseline_models = ", ".join(sorted(baseline.models)) or "none"
@@ -96,7 +96,7 @@ def _find_doubt(
     baseline: TraceRecord,
     baseline_series: MemorySeries | None,
 ) -> str | None:
-    """Return why a series cannot be compared with the baseline's; None if it can."""
+    """Return why a series cannot be compared with the baseline's, or None if it can."""
     if series is None:
         return ONLY_BASELINE
     if baseline_series is None:
@@ -137,7 +137,7 @@ def _judge_growth(
     limit_ratio: float,
     doubt: str | None,
 ) -> Judgement:
-    """Judge the largest growth of a series among the loads that both traces have in common.
+    """Judge the largest growth of a series at any load that occurs in both traces.
 
     A series cannot be judged if there is a doubt, if either of the two series is missing, or if
     they have no load in common.
@@ -172,7 +172,7 @@ def _judge_growth(
 def _find_largest_growth(
     series: MemorySeries, baseline_series: MemorySeries
 ) -> tuple[Cost, Cost] | None:
-    """Return the costs in this trace and in the baseline at the load with the largest growth.
+    """Return the costs in both traces at the load at which the cost grew most.
 
     If several loads have the same growth, the highest load is used. Returns None if the two series
     have no load in common.
@@ -216,7 +216,7 @@ def _judge_capacity(
     lowest_allowed = None
     if doubt is None and baseline_tokens is not None:
         lowest_allowed = baseline_tokens * (1 - limit_ratio)
-    # the comparison only supports upper bounds, so both sides are negated
+    # the comparison only supports upper bounds, so the value and the bound are negated
     loss = None if tokens is None else -tokens
     highest_loss = None if lowest_allowed is None else -lowest_allowed
     return Judgement(
@@ -234,7 +234,7 @@ def _judge_capacity(
 
 
 def _format_change(value: float | None, baseline: float | None, unit: Unit) -> str | None:
-    """Return a figure and its change in percent; None if either is unknown or the baseline is 0."""
+    """Return a figure and its change in percent, or None if that cannot be computed."""
     if value is None or not baseline:
         return None
     return f"{format_figure(value, unit)}, {value / baseline - 1:+.2%}"
@@ -245,12 +245,12 @@ def _judge_parts(
 ) -> Iterator[Judgement]:
     """Judge the growth of each part of a GPU's memory that is in both traces.
 
-    A part may grow by the limit's share of all parts combined, because the same share of a small
-    part would be almost nothing.
+    The limit is a share of all parts combined, because the same share of a small part would be
+    almost nothing.
     """
     parts_bytes = _average_parts(gpu)
     baseline_parts_bytes = _average_parts(baseline_gpu)
-    # The share applies to the sum of all parts, so that a small part may grow by a few MiB.
+    # The limit is a share of the sum of all parts, so that a small part may grow by a few MiB.
     allowance_bytes = limit_ratio * sum(baseline_parts_bytes.values())
     for part in COMPARED_PARTS:
         if part not in parts_bytes or part not in baseline_parts_bytes:
@@ -270,5 +270,5 @@ def _judge_parts(
 
 
 def _average_parts(gpu: MemorySeries) -> dict[MemoryPart, float]:
-    """Return the mean size of each part of a GPU's memory; empty without the probe."""
+    """Return the mean size of each part of a GPU's memory, if the probe measured it."""
     return {part: fmean(readings) for part, readings in gpu.parts.items()}

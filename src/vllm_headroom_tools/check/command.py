@@ -69,7 +69,7 @@ class Limit(Struct, frozen=True, kw_only=True):
     name: str  # The name in the report.
     judge: Judge
     metavar: str  # The option's placeholder in --help.
-    kind: Value[Any]  # The type of the option's value.
+    kind: Value[Any]  # The type of the value that the option takes.
     help: str
 
 
@@ -130,7 +130,7 @@ LIMITS: Final = {
 def judge_limits(
     bounds: Mapping[str, float], record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[Judgement]:
-    """Yield the judgements for each limit; `bounds` maps the limits' options to their values.
+    """Yield the judgements for each limit; `bounds` maps each limit's option to its value.
 
     If the trace has no GPU or process to which a limit applies, the only judgement for this limit
     is "cannot tell".
@@ -142,8 +142,8 @@ def judge_limits(
             yield from judgements
             continue
         subject = "process" if limit.name == HOST_LEAK else "GPU"
-        # The trace has no GPU or process of the engine. Without a judgement, that would look like a
-        # pass.
+        # The trace has no GPU or process of the engine. If nothing were reported, this would look
+        # like a pass.
         reason = f"the trace has no {subject} of the engine's"
         yield Judgement(limit=limit.name, verdict=Conclusion.CANNOT_TELL, reason=reason)
 
@@ -294,7 +294,7 @@ def _run(options: Namespace) -> Report:
     """Judge the trace, write the JUnit file if requested, and return the report."""
     if options.logs:
         return _compare_logs(options)
-    # A positional argument may be a log only together with --log.
+    # A positional argument may be a log only if --log is also given.
     if options.newer_log is not None:
         raise BadOptions(
             f"{options.newer_log!r}: needs --trace before it, or --log before two logs"
@@ -320,7 +320,7 @@ def _run(options: Namespace) -> Report:
                 record.step(snapshot)
         except BadInput as error:
             problem = f"{flag}: {error}"
-            # otherwise, the file from an earlier build would remain and its result would be shown
+            # otherwise, CI would show the result in the file that an earlier build left behind
             suite = build_suite([("trace", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=inputs)
             raise BadInput(problem) from error

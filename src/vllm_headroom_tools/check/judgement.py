@@ -29,7 +29,7 @@ class Unit(StrEnum):
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """The result of applying one limit to a GPU, role or engine, or to all of them together."""
+    """The result of one limit for a GPU, role or engine, or for all of them together."""
 
     limit: str
     subject: str = ""  # the GPU, role or engine; empty for all of them together
@@ -40,13 +40,12 @@ class Judgement(Struct, frozen=True, kw_only=True):
     highest_allowed: float | None = None
     lowest_allowed: float | None = None
     baseline: float | None = None
-    # The texts of the value, the bound and the baseline; a text that is None defaults to the
-    # formatted figure.
+    # The texts of the value, the bound and the baseline, or None to use the formatted figure.
     value_text: str | None = None
     bound_text: str | None = None
     baseline_text: str | None = None
-    reason: str = ""  # The basis of the verdict, or what is missing for it.
-    # For a leak limit, the detector's result for the whole trace; None for any other limit.
+    reason: str = ""  # What the verdict is based on, or what is missing for a verdict.
+    # The detector's result for the whole trace in the case of a leak limit, otherwise None.
     leak_verdict: LeakVerdict | None = None
 
     @property
@@ -56,13 +55,13 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
     @property
     def has_no_bound(self) -> bool:
-        """Return whether the figure is only shown because no limit was given."""
+        """Return whether the figure is only shown, because no limit was given."""
         is_unlimited = self.highest_allowed is None and self.lowest_allowed is None
         return self.verdict is Conclusion.GOOD and is_unlimited
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """Return the value, bound and baseline as text; empty for an unknown bound or baseline."""
+        """Return the value, bound and baseline as text, where unknown ones are empty."""
         return (
             self.value_text or format_figure(self.value, self.unit) or "unknown",
             self.bound_text or format_figure(self.highest_allowed, self.unit),
@@ -90,7 +89,7 @@ def format_figure(figure: float | None, unit: Unit) -> str:
 def compare_with_limit(
     value: float | None, highest_allowed: float | None, doubt: str | None
 ) -> Conclusion:
-    """Compare a value with its limit; "cannot tell" if either is unknown.
+    """Compare a value with its limit, with the result "cannot tell" if either is unknown.
 
     A value above the limit fails even if there is a doubt. A value within the limit passes only if
     there is no doubt, because a missing part of the trace may contain a higher value.

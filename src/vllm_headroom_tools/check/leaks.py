@@ -50,7 +50,7 @@ def _judge_leak(
     baseline_series: MemorySeries | None,
     limit_bytes: float,
 ) -> Judgement:
-    """Judge a series by its alarm; without one, by the smallest leak that would have been found."""
+    """Judge a series by its alarm or, if there is none, by the smallest leak that is detectable."""
     begin_seconds, end_seconds = record.replay.span
     leak_verdict, leak_reason = judge_course(series.course, end_seconds - begin_seconds)
     draft = Judgement(
@@ -88,7 +88,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
     upper_rate = alarm.bytes_per_second_upper
     leaked_bytes = alarm.leaked_bytes
     reason = "the detector's alarm: it grows while no requests finish"
-    # Memory that grows without requests exceeds any per-request limit.
+    # If memory grows without requests, the growth exceeds any per-request limit.
     if per_thousand_bytes is None or leaked_bytes is None:
         return replace(draft, verdict=Conclusion.NOT_GOOD, value_text="a leak", reason=reason)
     if rate <= 0 or lower_rate is None or upper_rate is None:
@@ -112,7 +112,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
 
 
 def _judge_warning(draft: Judgement, course: LeakCourse, reason: str) -> Judgement:
-    """Judge early warnings: whatever the limit is, they neither pass nor fail."""
+    """Judge early warnings, which neither pass nor fail, whatever the limit is."""
     if course.warning is not None:
         reason = "an early warning; steady growth takes an hour or more to become an alarm"
     return replace(
@@ -188,9 +188,9 @@ def find_smallest_visible(
     """Return the smallest leak per request that the detector would find in these readings.
 
     A steady leak is added to the readings, and the detector is run on the result. The first leak is
-    `bytes_per_request`, and each further leak is twice as large. The drift in the second half is
-    subtracted from the added leak, because the drift may be a missed leak or may hide a leak.
-    Returns None if the detector does not find any such leak, or if the drift is unknown.
+    `bytes_per_request`, and each further leak is twice as large. The drift in the second half of
+    the readings is subtracted from the added leak, because it may be a missed leak or may hide a
+    leak. Returns None if the detector does not find any such leak, or if the drift is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:
@@ -203,14 +203,15 @@ def find_smallest_visible(
 
 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
-    """Return how far the floor rose or fell in the second half, in bytes per request.
+    """Return how far the floor rose or fell in the second half of the readings, per request.
 
     A floor is the lowest memory within an eighth of the readings. Returns None if there are no
     memory readings or no requests.
     """
     eighth = len(readings) // 8
     half = len(readings) // 2
-    # Only the second half counts, because the floor also moves during warm-up, in the first half.
+    # Only the second half is used, because the floor also moves during warm-up, which is in the
+    # first half.
     middle_floor_bytes = _find_floor(readings[half - eighth : half])
     last_floor_bytes = _find_floor(readings[len(readings) - eighth :])
     if middle_floor_bytes is None or last_floor_bytes is None:
@@ -223,7 +224,7 @@ def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
 
 
 def _find_floor(readings: Sequence[DetectorInput]) -> int | None:
-    """Return the fewest bytes held in any reading; None if all are unknown."""
+    """Return the fewest bytes held in any reading, or None if all are unknown."""
     held_bytes = [
         observation.held_bytes for observation, _ in readings if observation.held_bytes is not None
     ]

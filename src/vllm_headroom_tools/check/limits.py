@@ -32,7 +32,7 @@ from vllm_headroom_tools.conclusion import Conclusion
 def judge_discrepancies(
     record: TraceRecord, baseline: TraceRecord | None, limit: float
 ) -> Iterator[Judgement]:
-    """Judge each GPU's highest discrepancy from its budget.
+    """Judge the largest amount by which each GPU exceeds its budget.
 
     A GPU without a budget cannot be judged.
     """
@@ -69,7 +69,7 @@ def _has_budget(record: TraceRecord) -> bool:
 
 
 def _describe_discrepancy(discrepancy: SignedDiscrepancy | None) -> str:
-    """Return the highest discrepancy in bytes and its time; an empty string if there is none."""
+    """Return the highest discrepancy in bytes and its time, or an empty string."""
     if discrepancy is None:
         return ""
     size = format_size(abs(discrepancy.n_bytes))
@@ -96,7 +96,7 @@ def judge_costs(
             )
         value = None if cost is None else cost.bytes_per_request
         # In a trace that is too short, few requests run at once, which makes the cost per request
-        # high. This must not count as a failure.
+        # high. Such a high cost must not make the check fail.
         comparable_value = None if find_shortfall(record) else value
         reason = doubt or ""
         if cost is not None and doubt is None:
@@ -115,7 +115,7 @@ def judge_costs(
 
 
 def _format_cost(cost: Cost | None) -> str | None:
-    """Return the memory per running request for the report; None if it was not measured."""
+    """Return the memory per running request for the report, or None if it was not measured."""
     if cost is None:
         return None
     return f"{format_size(cost.bytes_per_request)} at {cost.running:.3g} running"
@@ -126,8 +126,8 @@ def judge_preemptions(
 ) -> Iterator[Judgement]:
     """Judge the preemptions per thousand requests.
 
-    The trace may have fewer requests than are needed for a verdict. It then fails only if the rate
-    would still be too high if the missing requests finished without another preemption.
+    A trace with too few requests for a verdict may still fail. It fails if the rate would be too
+    high even if the missing requests finished without another preemption.
     """
     doubt = find_doubt(record, record.engine_coverage, "the engine")
     value = compute_preemption_rate(record)

@@ -23,8 +23,7 @@ from vllm_headroom.vocabulary import MemoryPart, Role
 from vllm_headroom_tools.history import LONGEST_INTERVAL_SECONDS, LeakCourse, LeakReplay, Rise
 
 DetectorInput = tuple[Observation, float]
-"""An observation that the detector received, and its count of requests finished up to that point.
-"""
+"""An observation that the detector received, and the number of requests finished until then."""
 
 
 class Budget(Struct, frozen=True, kw_only=True):
@@ -39,7 +38,7 @@ class Budget(Struct, frozen=True, kw_only=True):
 
 
 class SignedDiscrepancy(Struct, frozen=True):
-    """The memory held on a GPU minus the budget, in one sample; negative if less was held."""
+    """The memory held on a GPU minus the budget in one sample, which may be negative."""
 
     ratio: float  # as a share of the budget
     n_bytes: float
@@ -51,10 +50,10 @@ def find_discrepancies(
 ) -> Iterator[tuple[str, SignedDiscrepancy]]:
     """Yield the UUID and the discrepancy of each GPU that has a budget.
 
-    The discrepancy is computed by the daemon's derivation. The operator's budget replaces the
-    engine's own on the page that the derivation reads.
+    The discrepancy is computed in the same way as in the daemon. On the page from which it is
+    computed, the operator's budget replaces the engine's own.
     """
-    # The derivation reads the engine's page, so put the operator's budget on that page.
+    # The computation reads the engine's page, so put the operator's budget on that page.
     page = snapshot.engines
     if budget != Budget() and not isinstance(page, Failure):
         engines = tuple(
@@ -92,7 +91,7 @@ class Coverage(Struct):
     def step(self, now_seconds: float) -> None:
         """Add a reading.
 
-        The time since the previous reading counts, unless it is a gap or the clock went backwards.
+        Add the time since the previous reading, unless it is a gap or the clock went backwards.
         """
         if self.newest_seconds is not None:
             step_seconds = now_seconds - self.newest_seconds
@@ -102,7 +101,7 @@ class Coverage(Struct):
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """The mean memory and mean number of running requests over the readings in one load band."""
+    """The mean memory and mean number of running requests in one load band's readings."""
 
     held_bytes: float
     running: float
@@ -150,7 +149,7 @@ class MemorySeries:
         """Add a reading, along with the observation that the detector received from it.
 
         `detector_observation` is None if the detector did not receive this reading. `requests` is
-        the detector's count. `running` is the load; if it is None, the reading is left out of the
+        the detector's count. `running` is the load; if it is None, the reading is not used for the
         costs.
         """
         if self._keeps_readings and detector_observation is not None:
@@ -174,7 +173,7 @@ class MemorySeries:
 
     @property
     def costs(self) -> dict[int, Cost]:
-        """Return the cost for each of the daemon's load bands that has enough readings."""
+        """Return the cost for each of the daemon's load bands with enough readings."""
         return {
             band: Cost(held_bytes=fmean(load.held_bytes), running=fmean(load.running))
             for band, load in sorted(self._loads.items())
@@ -183,7 +182,7 @@ class MemorySeries:
 
     @property
     def busiest_cost(self) -> Cost | None:
-        """Return the cost at the highest load that has enough readings; None if there is none."""
+        """Return the cost at the highest load with enough readings, or None if there is none."""
         return next(reversed(self.costs.values()), None)
 
 
@@ -237,7 +236,7 @@ class TraceRecord:
         page = snapshot.page
         if page is not None and list_named(page):
             self._add_page(page, snapshot.time_seconds)
-        # the first requests load kernels, so their memory is not due to the load
+        # the first requests load kernels, so their memory is not caused by the load
         is_warm = (count_finished(page) or 0.0) >= WARM_REQUESTS
         running = count_running(page) if is_warm else None
         detector_gpus = {
@@ -296,25 +295,24 @@ class TraceRecord:
         self._restarts = self.restarts
         engines = list_named(page)
         self.finished_requests.step(count_finished(page), restarted=has_restarted)
-        # After a restart, counters begin at 0, so their whole value counts as an increase.
+        # After a restart, counters begin at 0, so their whole value is added as an increase.
         preemptions = sum_known(engine.preemptions_total for engine in engines)
         self.preemptions.step(preemptions, restarted=has_restarted)
         for engine in engines:
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
                 tokens = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
-                # Keep the smallest size of all starts, because another start may have had less
-                # room.
+                # Keep the smallest size over all starts, because some start may have had less room.
                 self.capacity_tokens[engine.engine] = min(tokens, engine.kv_capacity_tokens)
 
 
 def pair_gpus(
     record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
-    """Yield each GPU in a trace with its counterpart in the baseline, or None if there is none.
+    """Yield each GPU in a trace with the baseline's matching GPU, or None if none matches.
 
-    The counterpart has the same UUID. If no UUIDs match, for example because the machines differ,
-    the counterpart is the GPU at the same position by index.
+    Matching GPUs have the same UUID. If no UUIDs match, for example because the machines differ,
+    GPUs are matched by their position in index order.
     """
     baseline_gpus = () if baseline is None else baseline.gpus
     baseline_by_uuid = {gpu.key: gpu for gpu in baseline_gpus}
@@ -327,7 +325,7 @@ def pair_gpus(
 
 LEAST_TRACE_REQUESTS: Final = WARM_REQUESTS
 """The number of requests that a trace needs in order to be judged. By then, the engine has loaded
-its kernels; earlier memory usage does not predict later usage.
+its kernels; memory usage before that does not predict later usage.
 """
 
 LEAST_SHARE: Final = 0.9
@@ -336,11 +334,11 @@ LEAST_SHARE: Final = 0.9
 
 
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
-    """Return why a subject cannot be judged; None if it can be judged.
+    """Return why a subject cannot be judged, or None if it can be.
 
-    There are two possible reasons. The trace may be too short. Or the engine's page, or the subject
-    itself, may have been read for too small a part of the time. `coverage` is the time during which
-    the subject was read; None if it was never read.
+    There are two possible reasons. One reason is that the trace is too short. Another reason is
+    that the engine's page or the subject itself was read for too small a part of the time.
+    `coverage` is the time during which the subject was read, or None if it was never read.
     """
     return (
         find_shortfall(record)
@@ -350,7 +348,7 @@ def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> 
 
 
 def find_shortfall(record: TraceRecord) -> str | None:
-    """Return why the trace does not have enough samples, time or requests; None if it does."""
+    """Return why a trace is too short or has too few requests, or None if it has enough."""
     if not record.replay.samples:
         return "the trace has no samples"
     watched_seconds = record.coverage.seconds
@@ -368,7 +366,7 @@ def find_shortfall(record: TraceRecord) -> str | None:
 
 
 def find_gap(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
-    """Return a text if a subject could not be read for too much of the trace; otherwise None."""
+    """Return a text if a subject was unreadable for too much of the trace, otherwise None."""
     read_seconds = 0.0 if coverage is None else coverage.seconds
     if read_seconds >= LEAST_SHARE * record.span_seconds:
         return None

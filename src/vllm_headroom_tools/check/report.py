@@ -37,7 +37,7 @@ def build_report(
     *,
     for_github: bool = False,
 ) -> Report:
-    """Return the report on named traces: the one being judged, then any baseline.
+    """Return the report on named traces: first the judged one, then the baseline if there is one.
 
     With `for_github`, GitHub annotations follow the table.
     """
@@ -57,7 +57,7 @@ def build_report(
 
 
 def summarize(judgements: Sequence[Judgement]) -> str:
-    """Return one line with the numbers of exceeded, undecided and kept limits."""
+    """Return one line with the numbers of limits that were exceeded, undecided and met."""
     verdicts = [judgement.verdict for judgement in judgements]
     failed = verdicts.count(Conclusion.NOT_GOOD)
     unknown = verdicts.count(Conclusion.CANNOT_TELL)
@@ -157,7 +157,7 @@ def _build_data(
 
 
 def format_message(judgement: Judgement) -> str:
-    """Return one line with the value and, if there are any, the bound and the baseline."""
+    """Return one line with the value and, where known, the bound and the baseline."""
     value, bound, baseline = judgement.texts
     message = f"{judgement.name}: {value}"
     if bound:
@@ -202,7 +202,7 @@ def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
         else:
             problem = ET.SubElement(case, JUNIT_ELEMENTS[verdict], {"message": message})
             problem.text = reason or message
-    # JUnit viewers show these counts and do not count the cases themselves.
+    # JUnit viewers show these counts instead of counting the cases themselves.
     for element in (root, suite):
         element.set("tests", str(len(suite)))
         element.set("failures", str(len(suite.findall("testcase/failure"))))
@@ -217,8 +217,8 @@ ANNOTATION_LEVELS: Final = {Conclusion.NOT_GOOD: "error", Conclusion.CANNOT_TELL
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
     """Yield an error for each exceeded limit and a warning for each that cannot be judged.
 
-    If all limits are kept, yields a single notice for all of them, because GitHub shows at most ten
-    annotations of each level per step.
+    If no limit was exceeded or undecided, yields a single notice for all of them, because GitHub
+    shows at most ten annotations of each level per step.
     """
     is_all_kept = True
     for judgement in judgements:

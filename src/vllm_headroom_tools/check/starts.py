@@ -1,4 +1,4 @@
-"""Compare two starts of an engine by their logs, with the memory of each part in each version."""
+"""Compare two starts of an engine by the memory of each part in their logs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -18,7 +18,7 @@ PARTS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     (StartPart.NON_TORCH, ("non_torch_bytes",)),
     (StartPart.CUDA_GRAPHS, ("graphs_bytes", "graphs_estimated_bytes")),
 )
-"""The parts that a newer version may enlarge, with each part's figures in a log."""
+"""The parts that may be larger in a newer version, each with its fields in a log."""
 
 ROUNDING_BYTES: Final = GIB / 50
 """vLLM logs sizes in hundredths of a GiB, so two sizes may differ by this much without any change.
@@ -40,7 +40,9 @@ SETTINGS: Final = (
     "enforce_eager",
     "cpu_offload_gb",
 )
-"""Options that affect the memory of a start. Starts that differ in any of these are not judged."""
+"""Options that affect the memory of a start. If two starts differ in any of these options, they are
+not judged.
+"""
 
 EQUAL_CARDS_BYTES: Final = GIB // 8
 """If the sizes of two cards differ by less than this, the cards are considered the same kind. For
@@ -80,7 +82,7 @@ def judge_starts(
 
 
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
-    """Return the largest figure among the ranks, from the first known one of these fields.
+    """Return the largest value on any rank of the first of these fields that is known.
 
     Returns None if no field is known.
     """
@@ -102,7 +104,8 @@ def _judge_part(
     highest_bytes = None
     bound_text = ""
     if limit_ratio is not None and older_bytes is not None:
-        # vLLM rounds the sizes in its log, so the last digit must not be decisive.
+        # vLLM rounds the sizes in its log, so a difference in the last digit must not decide the
+        # verdict.
         highest_bytes = (1 + limit_ratio) * older_bytes + ROUNDING_BYTES
         bound_text = f"{100 * limit_ratio:.3g}% more"
     is_over = highest_bytes is not None and newer_bytes is not None and newer_bytes > highest_bytes
@@ -121,7 +124,7 @@ def _judge_part(
 def _judge_cache(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None, doubt: str
 ) -> Iterator[Judgement]:
-    """Judge by how much the smallest rank's KV cache shrank."""
+    """Judge by how much the KV cache shrank, measured on the rank with the smallest cache."""
     # Try both bytes and tokens, because a log may contain only one of them.
     for field, unit in (("kv_cache_bytes", Unit.BYTES), ("kv_cache_tokens", Unit.TOKENS)):
         older_size = older.find_smallest(field)
@@ -155,7 +158,7 @@ def _conclude(
     *,
     is_over: bool,
 ) -> Conclusion:
-    """Return the verdict on one figure; a figure that is only shown counts as good."""
+    """Return the verdict on one figure, which is "good" for a figure that is only shown."""
     if limit_ratio is None:
         return Conclusion.GOOD
     if doubt or older_size is None or newer_size is None:
@@ -164,7 +167,7 @@ def _conclude(
 
 
 def _describe_change(older_size: float | None, newer_size: float | None, unit: Unit) -> str | None:
-    """Return a figure and its change; None if the figure is unknown."""
+    """Return a figure and its change, or None if the figure is unknown."""
     if newer_size is None:
         return None
     text = format_figure(newer_size, unit)
@@ -180,7 +183,7 @@ def _explain_missing(older_size: float | None, newer_size: float | None) -> str:
 
 
 def list_differences(older: EngineStart, newer: EngineStart) -> Iterator[str]:
-    """Yield a text for each setting in which the starts differ, and for the card if it differs."""
+    """Yield a text for each setting in which the starts differ, and for a different card."""
     older_bytes = older.find_largest("total_bytes")
     newer_bytes = newer.find_largest("total_bytes")
     are_known = older_bytes is not None and newer_bytes is not None
@@ -195,7 +198,7 @@ def list_differences(older: EngineStart, newer: EngineStart) -> Iterator[str]:
 
 
 def read_setting(start: EngineStart, name: str) -> Scalar:
-    """Return a setting of a start; None if it is unknown."""
+    """Return a setting of a start, or None if it is unknown."""
     return start.model if name == "model" else start.find_option(name)
 
 

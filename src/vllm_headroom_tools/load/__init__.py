@@ -1,1 +1,1 @@
-"""The command `load`, which puts a bounded load on a server and watches the server's memory."""
+"""The `load` command, which puts a bounded load on a server and watches the server's memory."""

@@ -1,4 +1,4 @@
-"""Limits on the number of streams that this process can keep open at once."""
+"""Limits on how many streams this process can keep open at the same time."""
 
 import contextlib
 import resource
@@ -11,20 +11,22 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import write_note
 
 OWN_DESCRIPTORS: Final = 64
-"""Descriptors reserved for everything except streams: the sampler's files, /proc and the trace."""
+"""The number of file descriptors reserved for everything except streams: the sampler's files, /proc
+and the trace.
+"""
 
 STREAM_BYTES: Final = 16 * 2**10
-"""The memory per stream over http: twice the sum of 6 KiB in this process (measured) and the
-kernel's memory for a socket.
+"""The memory per stream over http, which is twice the sum of 6 KiB in this process (measured) and
+the kernel's memory for a socket.
 """
 
 TLS_STREAM_BYTES: Final = 128 * 2**10
-"""The memory per stream over https: twice the sum of 47 KiB in this process (measured) and the
-kernel's memory for a socket. Each connection has encryption buffers.
+"""The memory per stream over https, which is twice the sum of 47 KiB in this process (measured) and
+the kernel's memory for a socket. Each connection has encryption buffers.
 """
 
 UNLIMITED_DESCRIPTORS: Final = 2**31
-"""The value used if there is no limit."""
+"""The number of descriptors that is assumed if there is no limit."""
 
 
 def raise_descriptors() -> int:
@@ -41,7 +43,7 @@ def raise_descriptors() -> int:
 def list_limits(
     descriptors: int, *, uses_tls: bool, proc: Path = Path("/proc")
 ) -> list[tuple[int, str]]:
-    """Return each limit's number of streams to one address, and the limit's name, lowest first.
+    """Return, for each limit, how many streams to one address it allows, and its name.
 
     Limits that cannot be read are left out. The limit on open files is always included.
     """
@@ -83,8 +85,8 @@ def _read_free_memory(proc: Path) -> int | None:
 def check_capacity(concurrency: int, streams: int, *, uses_tls: bool) -> None:
     """Report on standard error how many streams this process can keep open at the same time.
 
-    `streams` is the number that `--concurrency` needs. Raises BadInput if this process cannot keep
-    that many open.
+    `streams` is the number of streams that `--concurrency` needs. Raises BadInput if this process
+    cannot keep that many open.
     """
     # The usual limit of 1,024 open files is too low for most loads, so raise it first.
     held_streams, limit_name = list_limits(raise_descriptors(), uses_tls=uses_tls)[0]

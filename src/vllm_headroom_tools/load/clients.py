@@ -1,4 +1,4 @@
-"""Concurrent clients, each of which sends its next request after an answer or at its turn."""
+"""Concurrent clients, which send a request after each answer or at the times of a given rate."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ refuses requests.
 class Clients:
     """Runs the clients of each step.
 
-    Requests that are still open `grace_seconds` after the end of a step are cancelled; `stop`
-    cancels requests immediately. `most_requests` is the maximum number of requests in all steps
-    together; None means no maximum. With `requests_per_second`, the loop is open: requests begin as
-    a Poisson process and do not wait for the answers to earlier requests.
+    Requests that are still open `grace_seconds` after the end of a step are cancelled, and `stop`
+    cancels all requests immediately. `most_requests` is the maximum number of requests in all steps
+    together, or None for no maximum. With `requests_per_second`, requests begin as a Poisson
+    process, without waiting for answers to earlier requests (an open loop).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Clients:
         return self._remaining_requests == 0
 
     async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
-        """Run a step of `seconds` with `count` clients, at `share` of the full rate.
+        """Run a step of `seconds` with `count` clients, at `share` of the full request rate.
 
         Returns once all requests of the step have ended or been cancelled; `tally` counts them.
         """
@@ -70,7 +70,7 @@ class Clients:
         """Send one request after another until the step ends."""
         while not self.is_stopped and await self.wait_turn(end_seconds):
             outcome = await self._sender.send(tally)
-            # with a rate, waiting for turns already keeps clients from flooding the server
+            # with a rate, the clients' turns already keep them from flooding the server
             has_to_pause = outcome is not Outcome.SUCCEEDED and self.rate is None
             if has_to_pause:
                 if monotonic() + RETRY_PAUSE_SECONDS >= end_seconds:
@@ -80,7 +80,7 @@ class Clients:
     async def wait_turn(self, end_seconds: float) -> bool:
         """Wait until a client may begin a request, then return True.
 
-        Returns False immediately if the client's turn is not before `end_seconds`, or if the
+        Returns False immediately if the client's turn does not come before `end_seconds`, or if the
         maximum number of requests has been reached.
         """
         now_seconds = monotonic()
@@ -90,7 +90,7 @@ class Clients:
             turn_seconds = self._next_seconds + self._random.expovariate(self.rate)
         if turn_seconds >= end_seconds or self.is_used_up:
             return False
-        # Take the turn before waiting, so that waiting clients do not exceed the maximum.
+        # Reserve the turn before waiting, so that waiting clients do not exceed the maximum.
         self._next_seconds = turn_seconds
         if self._remaining_requests is not None:
             self._remaining_requests -= 1

@@ -44,7 +44,7 @@ def add_options(parser: Parser) -> None:
 
 
 def _add_server_options(parser: Parser) -> None:
-    """Add the options for the server (address, API, model, credentials) and the clients."""
+    """Add the options for the server (address, API, model, credentials) and for the clients."""
     parser.add_argument(
         "--engine-url",
         dest="url",
@@ -169,7 +169,7 @@ def _add_pace_options(parser: Parser) -> None:
 
 
 def _add_gate_options(parser: Parser) -> None:
-    """Add the options for latency limits above which the load is "not good"."""
+    """Add the options for latency limits that make the verdict "not good" if exceeded."""
     for name, field, meaning in (
         ("--max-ttft-p99", "most_first_token_seconds", "the time to the first token"),
         ("--max-latency-p99", "most_request_seconds", "the time of a whole request"),

@@ -36,7 +36,7 @@ from vllm_headroom_tools.load.sender import RequestSender
 from vllm_headroom_tools.load.target import Target, fetch_model, find_target
 
 SAMPLE_SECONDS: Final = 1.0
-"""Our choice: the interval at which a load is sampled; a step takes a minute."""
+"""Our choice: the interval between samples during a load, in which a step takes a minute."""
 
 PAGE_TIMEOUT_SECONDS: Final = 10.0
 """This is longer than the daemon's timeout, because an overloaded server responds slowly."""
@@ -63,8 +63,8 @@ async def run_load(order: LoadOrder) -> Report:
     target = await find_target(order.url, order.api, tls, bearer)
     check_capacity(order.concurrency, count_streams(order.concurrency), uses_tls=tls is not None)
     model = await _choose_model(order, target)
-    # Create the trace before the first request. Otherwise, an hour's load could be lost because the
-    # trace cannot be written.
+    # Create the trace before the first request. Otherwise, the results of an hour could be lost
+    # because the trace cannot be written.
     create_trace(order.trace)
     sampling = Sampling(
         parts=_build_parts(order, target, SystemClock()),
@@ -93,7 +93,7 @@ async def run_load(order: LoadOrder) -> Report:
             os._exit(128 + signal.SIGINT)
         clients.stop()
 
-    # A first Ctrl-C ends the load with a report.
+    # The first Ctrl-C ends the load, which still produces a report.
     try:
         with handle_signals(stop):
             stages = await run.run_steps()
@@ -113,7 +113,7 @@ async def run_load(order: LoadOrder) -> Report:
 
 
 async def _choose_model(order: LoadOrder, target: Target) -> str:
-    """Return the name of the model to request: the configured one, or else the server's first.
+    """Return the name of the model to request: the given one, or else the server's first.
 
     Raises BadInput if the server does not list any model, or if the requests are too long for the
     first model.
@@ -122,7 +122,7 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
         return order.model
     model = await fetch_model(order.url, target)
     longest_tokens = order.output_tokens.longest
-    # Prompts from a file have their own lengths.
+    # Prompts from a file have lengths that the order does not set.
     if not order.prompts:
         longest_tokens += order.prompt_tokens.longest
     if model.max_tokens is not None and longest_tokens > model.max_tokens:
@@ -137,8 +137,8 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
 def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     """Return the sources to sample.
 
-    If the server is on another machine, its processes and its probe cannot be read from here. Its
-    GPUs cannot be read either, except if the order names them.
+    If the server is on another machine, its processes and its probe files cannot be read here. Its
+    GPUs cannot be read either, unless the order names them.
     """
     is_local = is_here(target.address[0])
     # If the server is on another machine, this machine's GPUs are not the engine's.
@@ -167,7 +167,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
 def _build_body_maker(order: LoadOrder, model: str, prompts: Sequence[str]) -> Callable[[], bytes]:
     """Return a function that builds the body of a request.
 
-    The prompt is picked at random from `prompts`; if there are none, it consists of random words.
+    The prompt is picked at random from `prompts` or, if there are none, consists of random words.
     """
     # Seed from the system's entropy, so that two loads never send the same prompts.
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets

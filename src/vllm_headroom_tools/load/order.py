@@ -17,9 +17,9 @@ LENGTHS_TEXT: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
 
 
 class Lengths(Struct, frozen=True, kw_only=True):
-    """A log-uniform distribution of token counts: many short ones and few long ones.
+    """A log-uniform distribution of token counts, in which short lengths are more frequent.
 
-    For example, lengths between 256 and 512 are as likely as lengths between 512 and 1024.
+    For example, a length between 256 and 512 is as likely as a length between 512 and 1024.
     """
 
     shortest: int
@@ -76,7 +76,7 @@ def join_path(url: httpx.URL, path: str) -> httpx.URL:
 
 
 class LoadOrder(Struct, frozen=True, kw_only=True):
-    """The options of a load; a field is None if its option has no default and was not given."""
+    """The options of a load, which are None if they have no default and were not given."""
 
     url: httpx.URL
     metrics_url: str | None
@@ -89,7 +89,7 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     prompts: Path | None
     prompt_tokens: Lengths
     output_tokens: Lengths
-    shared_ratio: float  # The share of each prompt that is the same in all prompts.
+    shared_ratio: float  # The share of each prompt that all prompts have in common.
     image_size: tuple[int, int] | None  # The width and height in pixels.
     most_requests: int | None
     requests_per_second: float | None
@@ -98,8 +98,8 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     gpus: str | tuple[str, ...]
     probe_dir: Path | None
     trace: Path
-    most_first_token_seconds: float | None = None  # For 99 % of requests, up to 100 % load.
-    most_request_seconds: float | None = None  # The same limit for a whole request.
+    most_first_token_seconds: float | None = None  # Limit for 99 % of requests, up to 100 % load.
+    most_request_seconds: float | None = None  # Limit for the whole request, in the same way.
 
     @property
     def page_url(self) -> httpx.URL:

@@ -51,7 +51,7 @@ def _parse_line(line: str) -> object:
 
 
 def find_prompt(entry: object) -> str:
-    """Return the prompt in a dataset entry, or an empty string if there is none.
+    """Return the prompt in a dataset entry, or an empty string if the entry has none.
 
     An entry is either a string or an object with a prompt or a conversation.
     """
@@ -87,24 +87,24 @@ _TEXT: Final = (
     "over know water than call first people may down side been now find"
 )
 WORDS: Final = tuple(_TEXT.split())
-"""Words that are so common that most tokenizers have a single token for the word and its leading
-space. 1,000 of these words are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and
+"""Words that are so common that most tokenizers turn a word and its leading space into a single
+token. 1,000 of these words are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and
 Tekken (measured).
 """
 
 RING_WORDS: Final = 8192
-"""Our choice: this many words are drawn once, and each prompt is a slice of the resulting list.
+"""Our choice: the number of words that are drawn once, so that each prompt can be a slice of them.
 Drawing every word of a long prompt would take too long.
 """
 
 FRESH_WORDS: Final = 5
-"""The number of words drawn for each prompt. Five words give 10**10 possible beginnings, so prompts
-do not hit a prefix cache.
+"""The number of words that are drawn separately for each prompt. Five words give 10**10 possible
+beginnings, so prompts do not hit a prefix cache.
 """
 
 
 def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], str]:
-    """Return a function that builds a prompt with a given number of words, each about one token.
+    """Return a function that builds a prompt of a given number of words, with about a token each.
 
     The first `shared_ratio` of each prompt is the same in all prompts. The rest begins with words
     that are new in each prompt.
@@ -113,8 +113,8 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
     own_ring = random.choices(WORDS, k=RING_WORDS)
 
     def make_prompt(word_count: int) -> str:
-        """Return a prompt with this many words, the first of which are the same in all prompts."""
-        # The share is measured in words; a word is about one token.
+        """Return a prompt of this many words, beginning with the words that all prompts share."""
+        # The share refers to words, because a word is about one token.
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]
@@ -122,7 +122,8 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
         fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
         own_count = word_count - shared_count - len(fresh_words)
         start = random.randrange(RING_WORDS)
-        # the ring is repeated, with one extra repetition in case the start is near its end
+        # the ring is repeated once more than necessary, because the start may be near the ring's
+        # end
         own_words = (own_ring * (rings + 1))[start : start + own_count]
         return " ".join((*shared_words, *fresh_words, *own_words))
 

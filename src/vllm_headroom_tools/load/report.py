@@ -21,8 +21,8 @@ GATED_QUANTILE: Final = 0.99
 """The quantile limited by --max-ttft-p99 and --max-latency-p99."""
 
 TOLERATED_RATIO: Final = 0.01
-"""Our choice: the share of requests that may fail. A higher share is a fault, but the server is not
-to blame for one broken connection among hundreds.
+"""Our choice: the share of requests that may fail. A higher share is a fault, but a lower one is
+not, because one broken connection among hundreds is not the server's fault.
 """
 
 
@@ -37,7 +37,8 @@ def build_report(
 ) -> Report:
     """Return the report; in its data, unknown figures are None.
 
-    `overall` and the detector have received all samples. Any fault makes the verdict "not good".
+    `overall` and the detector have received all samples. If there is any fault, the verdict is "not
+    good".
     """
     # Totals over all steps; each step's own figures are in its column.
     outcomes = sum((stage.tally.outcomes for stage in stages), Counter[Outcome]())
@@ -89,12 +90,12 @@ def build_report(
 def _explain_engine_end(
     stages: Sequence[Stage], overall: LoadObservation, detector: LeakReplay
 ) -> str | None:
-    """Return how the engine ended during the load, with the cause if the detector observed it.
+    """Return how the engine ended during the load, and the cause if the detector found it.
 
     Returns None if the engine did not end.
     """
-    # The web server may outlive its engine and still respond, so check the server's error messages
-    # too.
+    # The web server may keep responding after its engine has ended, so check the server's error
+    # messages too.
     engine_end = overall.engine_end
     if engine_end is None and any(stage.tally.is_engine_dead for stage in stages):
         engine_end = "the engine died: its web server says so"
@@ -115,14 +116,15 @@ def list_load_faults(
     *,
     is_interrupted: bool,
 ) -> Iterator[str]:
-    """Yield a text for each fault: failed requests, the engine's end, and memory leaks."""
+    """Yield a text for each fault: failed requests, an engine that ended, and memory leaks."""
     out_of_memory = outcomes[Outcome.OUT_OF_MEMORY]
     succeeded = outcomes[Outcome.SUCCEEDED]
     if out_of_memory:
         yield f"{out_of_memory} answers were out of memory"
     if engine_end is not None:
         yield engine_end
-    # It is not a fault if this machine could not send a request, or if a stop cancelled it.
+    # It is not a fault if this machine could not send a request, or if the request was cancelled by
+    # a stop.
     served_or_failed = outcomes.total() - outcomes[Outcome.NOT_SENT]
     if is_interrupted:
         served_or_failed -= outcomes[Outcome.UNFINISHED]
@@ -140,7 +142,7 @@ def list_load_faults(
 def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
     """Yield a text for each step up to 100 % whose requests were slower than the order allows.
 
-    A step without a successful request is left out, because it already counts as a fault, or it is
+    A step without a successful request is left out, because it is already reported as a fault or as
     incomplete.
     """
     for stage in stages:
@@ -176,7 +178,7 @@ def _judge_load(
     """
     if faults:
         return Conclusion.NOT_GOOD
-    # a load that was cut short is never good
+    # a load that was cut short is never "good"
     if is_interrupted or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]:
         return Conclusion.CANNOT_TELL
     return Conclusion.GOOD
@@ -223,7 +225,7 @@ def _count_requests(outcomes: Counter[Outcome]) -> dict[str, int]:
 def _describe_stage(stage: Stage) -> dict[str, Any]:
     """Return the part of the report's data that describes a step."""
     tally = stage.tally
-    # if the server did not report counts for some answers, the sums would be too low
+    # if the server sent no token counts for some answers, the sums would be too low
     tokens = None
     prompt_tokens = None
     if tally.uncounted_answers == 0:
@@ -265,7 +267,7 @@ def _describe_stage(stage: Stage) -> dict[str, Any]:
 
 
 def _divide(count: float | None, divisor: float | None) -> float | None:
-    """Return a quotient; None if either figure is unknown or 0."""
+    """Return a quotient, or None if either figure is unknown or 0."""
     if not count or not divisor:
         return None
     return count / divisor
@@ -282,7 +284,7 @@ def _describe_engine(observation: LoadObservation) -> dict[str, float | None]:
 
 
 def _find_highest(observation: LoadObservation, metric: Metric) -> float | None:
-    """Return the highest value of a metric; None if it was never sampled."""
+    """Return the highest value of a metric, or None if it was never sampled."""
     summary = observation.find_engine_figure(metric)
     return None if summary is None else summary.highest
 

@@ -38,15 +38,17 @@ LATENCY_LABELS: Final = {
 
 GROWTH_LABELS: Final = {"leaking": "LEAKING", "growing": "growing", "no_leak": "no leak"}
 TIME_UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
-"""The units of time. Each has the shortest time that is shown in this unit, the unit in seconds,
-and the unit's name.
+"""The units of time. Each unit has the shortest time that is shown in it, its length in seconds,
+and its name.
 """
 
 NO_FIGURE: Final = "-"
 """The text that represents an unknown figure."""
 
 NOTABLE_DELAY_SECONDS: Final = 0.05
-"""If 1 % of this process's delays are longer than this, they affect the figures."""
+"""If 1 % of this process's delays are longer than this, the report says that they affect its
+figures.
+"""
 
 LABEL_COLUMNS: Final = 32
 CELL_COLUMNS: Final = 11
@@ -70,7 +72,7 @@ def render_document(document: ReportDocument) -> Iterator[str]:
 
 
 def _list_texts(texts: Sequence[ReportDocument]) -> list[str]:
-    """Return a heading and a line for each error text; empty if no request failed with a text."""
+    """Return a heading and a line for each error text, or nothing if there are no error texts."""
     if not texts:
         return []
     return [
@@ -96,8 +98,8 @@ def _list_rows(document: ReportDocument) -> Iterator[Row]:
             yield f"{label}, {quantile}", [_format_latency(step[field][quantile]) for step in steps]
     yield "tokens of a request, in + out", [_format_tokens(step) for step in steps]
     yield _build_row("tokens generated per second", steps, "generation_tokens_per_second")
-    # Only a load with a rate has an offered rate. Without a rate, each client sends its next
-    # request after an answer.
+    # The table has an offered rate only if the load has a given rate. Otherwise, each client sends
+    # its next request after an answer.
     if any(step["offered_requests_per_second"] for step in steps):
         yield _build_row("requests offered per second", steps, "offered_requests_per_second")
     yield _build_row("requests per second", steps, "requests_per_second")
@@ -140,7 +142,7 @@ def _list_gpu_rows(steps: Sequence[ReportDocument]) -> Iterator[Row]:
 
 
 def _format_gpu_sizes(steps: Sequence[ReportDocument], uuid: str, field: str) -> list[str]:
-    """Return a GPU's size in this field for each step as text; "-" if it is unknown."""
+    """Return a GPU's size in this field for each step as text, or "-" if it is unknown."""
     cells = []
     for step in steps:
         sizes_bytes = [gpu[field] for gpu in step["gpus"] if gpu["uuid"] == uuid]
@@ -155,9 +157,9 @@ def _build_row(
     field: str,
     format_figure: Callable[[float], str] | None = None,
 ) -> Row:
-    """Return a row with the value of `field` in each of the parts; "-" if it is unknown.
+    """Return a row with the value of `field` in each of the parts, or "-" if it is unknown.
 
-    There is one part for each step: the step itself, or an object within it.
+    Each part is a step, or an object within a step.
     """
     format_known = format_figure or _format_number
     cells = []
@@ -189,7 +191,7 @@ def _format_latency(seconds: float | None) -> str:
 
 
 def _format_tokens(step: ReportDocument) -> str:
-    """Return the tokens in an average prompt and an average answer; "-" if unknown."""
+    """Return the tokens in an average prompt and an average answer, or "-" if unknown."""
     succeeded = step["requests"][Outcome.SUCCEEDED]
     if not succeeded or step["prompt_tokens"] is None:
         return NO_FIGURE
@@ -219,7 +221,7 @@ def _name_series(series: ReportDocument) -> str:
 
 
 def _format_growth(series: ReportDocument) -> str:
-    """Return the detector's verdict on a GPU or role; "cannot tell" is written without its name."""
+    """Return the detector's verdict on a GPU or role, without the name if it "cannot tell"."""
     if series["verdict"] == "cannot_tell":
         return f"Cannot tell whether it leaks: {series['reason']}"
     growth = GROWTH_LABELS[series["verdict"]]

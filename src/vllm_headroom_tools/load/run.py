@@ -15,8 +15,8 @@ from vllm_headroom_tools.load.screen import Screen
 from vllm_headroom_tools.load.tally import Tally
 
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
-"""The steps as shares of the order's concurrency: below, near, at and above it. The last step shows
-the behaviour under overload.
+"""The size of each step as a share of the order's concurrency: below, near, at and above it. The
+last step shows the behaviour under overload.
 """
 
 STOP_SECONDS: Final = 1.0
@@ -30,7 +30,7 @@ SHOW_SECONDS: Final = 1.0
 """Our choice: the interval at which the screen is redrawn."""
 
 ENGINE_LOST_SECONDS: Final = 15.0
-"""Our choice: the load ends if the engine has been gone or replaced for this long. A new engine
+"""Our choice: the load ends if the engine has been missing or replaced for this long. A new engine
 does not have the state of the old one, so the remaining load would not measure anything.
 """
 
@@ -40,14 +40,14 @@ class Stage(Struct, frozen=True, kw_only=True):
 
     share: float
     clients: int
-    rate: float | None = None  # The offered requests per second; None in a closed loop.
+    rate: float | None = None  # The offered requests per second, or None in a closed loop.
     seconds: float  # The time from the beginning of the step to the end of its last request.
     tally: Tally
     observation: LoadObservation
 
 
 def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
-    """Return how many streams a step with this share opens; defaults to the largest step."""
+    """Return how many streams a step with this share opens, by default for the largest step."""
     # round first, because a product of floats may be slightly above a whole number
     return ceil(round(concurrency * share, 6))
 
@@ -69,7 +69,7 @@ class LoadRun:
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)  # of the current step
 
     async def run_steps(self) -> tuple[Stage, ...]:
-        """Run the steps and return those that began; a stop shortens the last of them."""
+        """Run the steps and return those that began, even if a stop shortened the last one."""
         stages: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
@@ -90,7 +90,7 @@ class LoadRun:
         """Run and return one step, taking a sample at its beginning and at its end."""
         client_count = count_streams(self.concurrency, share)
         observation = LoadObservation()
-        # The memory before the first request is also part of the step.
+        # The step includes the memory before its first request.
         await self._finish_sample(self.sampling.start_step(observation))
         tally = Tally(monotonic())
         self._tally = tally
@@ -98,7 +98,7 @@ class LoadRun:
         self.screen.begin(title, self.seconds)
         await self.clients.run(client_count, self.seconds, tally, share)
         seconds = monotonic() - tally.start_seconds
-        # take a sample at the end, because the memory after the last request is part of the step
+        # take a sample at the end, because the step includes the memory after its last request
         await self._finish_sample(self.sampling.sample())
         self.screen.show(tally, seconds, is_over=True)
         return Stage(
@@ -126,7 +126,7 @@ class LoadRun:
         task.cancel()
 
     async def _measure_delays(self) -> None:
-        """Measure the delays of this process's loop, which would look like the server's.
+        """Measure how late this process's loop runs, because such delays look like the server's.
 
         Runs until cancelled.
         """
@@ -137,8 +137,8 @@ class LoadRun:
 
     async def _watch_engine(self) -> None:
         """Redraw the screen until cancelled; stop the clients if the engine is lost."""
-        # When the engine was last known to be alive. If its page fails once, this does not mean
-        # that the engine has ended.
+        # When the engine was last known to be alive. A single failure to read its page does not
+        # mean that the engine has ended.
         alive_seconds = monotonic()
         while True:
             await asyncio.sleep(SHOW_SECONDS)

@@ -26,7 +26,7 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.history import Histogram, LeakReplay
 
 SeriesLabels = tuple[str, ...]
-"""The index and UUID of a GPU, or the role of host processes."""
+"""The index and UUID of a GPU, or the role of processes on the host."""
 
 COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_RUNNING: add,
@@ -45,7 +45,7 @@ class SeriesSummary(Struct):
     newest: float
     highest: float
     has_fallen: bool = False
-    """Whether any value was below the previous one, because a counter was reset."""
+    """Whether a value was ever below the previous one, because a counter was reset."""
 
 
 class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
@@ -65,7 +65,7 @@ class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
 class LoadObservation:
     """Collects the samples of a step, or of the whole load.
 
-    A series that was not in any sample is absent.
+    Series that no sample contained are absent.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,8 @@ class LoadObservation:
         self.first_snapshot = self.first_snapshot or snapshot
         self.newest_snapshot = snapshot
         for failure in snapshot.failures:
-            # Keep a source's latest message, because the first message may date from the startup.
+            # Keep the latest message of a source, because the first one may be from the server's
+            # startup.
             count, _ = self.failures.get(failure.source, (0, failure))
             self.failures[failure.source] = (count + 1, failure)
         for gpu in snapshot.devices:
@@ -104,7 +105,7 @@ class LoadObservation:
             self._engine_figures.add((name,), value)
 
     def find_engine_figure(self, metric: Metric) -> SeriesSummary | None:
-        """Return the summary of one of the engine's figures; None if no sample contained it."""
+        """Return the summary of one of the engine's figures, or None if no sample contained it."""
         return self._engine_figures.get((metric.name,))
 
     def count_growth(self, metric: Metric) -> float | None:
@@ -119,17 +120,18 @@ class LoadObservation:
 
     @property
     def seconds(self) -> float:
-        """Return the time from the first sample to the latest; 0 without samples."""
+        """Return the time from the first sample to the latest, or 0 if there are no samples."""
         if self.first_snapshot is None or self.newest_snapshot is None:
             return 0.0
         return self.newest_snapshot.monotonic_seconds - self.first_snapshot.monotonic_seconds
 
     @property
     def engine_end(self) -> str | None:
-        """Return how the engine ended during the load: it is gone, or it was restarted.
+        """Return how the engine ended during the load: it disappeared, or it was restarted.
 
-        Returns None if the engine is still running. Also returns None if this is unknown: the first
-        page was not read, or the latest page failed for a reason other than a refused connection.
+        Returns None if the engine is still running. Also returns None if this cannot be determined,
+        because the first page was not read, or because the latest page failed for a reason other
+        than a refused connection.
         """
         if self.first_snapshot is None or self.newest_snapshot is None:
             return None
@@ -141,8 +143,8 @@ class LoadObservation:
             if newest_page.reason is Reason.UNREACHABLE:
                 return "the engine is gone: its page refuses connections"
             return None
-        # A changed start time proves a restart. A page without start times proves neither a restart
-        # nor its absence.
+        # A changed start time proves a restart. If a page has no start times, it is not possible to
+        # tell whether there was a restart.
         first_starts = _list_starts(first_page)
         newest_starts = _list_starts(newest_page)
         if first_starts and newest_starts and first_starts != newest_starts:
@@ -150,7 +152,7 @@ class LoadObservation:
         return None
 
     def find_bytes_per_request(self, labels: SeriesLabels) -> float | None:
-        """Return a GPU's bytes per running request, as the median of all samples.
+        """Return a GPU's bytes per running request, which is the median over all samples.
 
         Returns None if no request ran in any sample.
         """
@@ -158,7 +160,7 @@ class LoadObservation:
 
 
 def _list_starts(page: EnginePage) -> set[float]:
-    """Return the start times of the engines on a page; empty if none reports one."""
+    """Return the start times of the engines on a page, as far as the page reports them."""
     return {
         engine.started_at_seconds
         for engine in page.engines
@@ -167,12 +169,12 @@ def _list_starts(page: EnginePage) -> set[float]:
 
 
 RECORD_SECONDS: Final = 10.0
-"""The time limit for writing a sample to the trace. A write takes microseconds, but next to a busy
-engine, this process may be short of CPU time (observed: 4 s late).
+"""The time limit for writing a sample to the trace. A write takes microseconds, but this process
+may get little CPU time next to a busy engine (observed: 4 s late).
 """
 
 UNBOUNDED_BYTES: Final = 2**63
-"""Means "no limit", because a load's trace is never rotated."""
+"""This value means "no limit", because a load's trace is never rotated."""
 
 OTHER_MACHINE: Final = (
     "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
@@ -180,7 +182,7 @@ OTHER_MACHINE: Final = (
 
 
 class UnavailableSource:
-    """Takes the place of NVML or /proc if the server is not on this machine."""
+    """Replaces the readers of NVML or /proc if the server is not on this machine."""
 
     def __init__(self, source: Source, reason: Reason) -> None:
         self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)
@@ -214,8 +216,8 @@ class Sampling:
         # Steps take samples in addition to the periodic samples. The lock ensures that only one
         # sample is taken at a time.
         self._turn = asyncio.Lock()
-        # all except the daemon's leak detector, because `detector` does the same and also keeps the
-        # history that the report needs
+        # all derivations except the daemon's leak detector, because `detector` does the same and
+        # also keeps the history that the report needs
         derivations = tuple(
             derivation for derivation in build_derivations() if derivation is not LEAK
         )
@@ -233,7 +235,7 @@ class Sampling:
         await run_every(self._interval_seconds, self.sample, self._parts.clock)
 
     async def start_step(self, step: LoadObservation) -> None:
-        """Collect all samples from now on in `step`, and take the first one immediately."""
+        """Collect all further samples in `step`, and take the first one immediately."""
         self._step = step
         await self.sample()
 

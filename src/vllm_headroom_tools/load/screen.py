@@ -52,7 +52,7 @@ class Screen:
 
 
 def _format_tally(tally: Tally) -> str:
-    """Return how many requests are open, have succeeded and have not succeeded."""
+    """Return how many requests are open, succeeded, or ended without success."""
     succeeded = tally.outcomes[Outcome.SUCCEEDED]
     out_of_memory = tally.outcomes[Outcome.OUT_OF_MEMORY]
     failed = tally.outcomes.total() - succeeded - out_of_memory

@@ -1,4 +1,4 @@
-"""Send requests one after another, each over a new or an idle connection."""
+"""Send requests one after another, each over a new connection or over an idle one."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,12 @@ from vllm_headroom_tools.load.target import Target
 
 MOST_CONNECTING: Final = 256
 """The maximum number of connections being established at the same time. More connections would
-overflow the queue of the server's listening socket, which delays them by seconds.
+overflow the queue of the server's listening socket, and connecting would then take seconds.
 """
 
 KEEP_SECONDS: Final = 4.0
 """How long an idle connection is kept. vLLM's uvicorn closes idle connections after 5 s
-(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request sent at that moment is lost.
+(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request that is sent just then is lost.
 """
 
 OK: Final = 200
@@ -39,8 +39,8 @@ server's error message.
 """
 
 NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
-"""The SO_LINGER value that ends a connection with RST. After FIN, the connection's local port would
-be blocked for a minute, and there are only 28,000 local ports.
+"""The SO_LINGER value that ends a connection with RST. If a connection ends with FIN, its local
+port is blocked for a minute, and there are only 28,000 local ports.
 """
 
 
@@ -63,7 +63,7 @@ class RequestSender:
     async def send(self, tally: Tally) -> Outcome:
         """Send one request, record it in `tally` and return its outcome.
 
-        A cancelled request counts as unfinished.
+        A cancelled request is recorded as unfinished.
         """
         tally.started_requests += 1
         completion = Completion(outcome=Outcome.UNFINISHED)
@@ -105,7 +105,7 @@ class RequestSender:
             tally.add_success(
                 completion,
                 start_seconds=start_seconds,
-                # If an answer contains no tokens, its end counts as the first token.
+                # If an answer contains no tokens, its end is used as the time of the first token.
                 first_token_seconds=stream.first_token_seconds or end_seconds,
                 end_seconds=end_seconds,
             )
@@ -114,8 +114,8 @@ class RequestSender:
     async def _find_connection(self) -> tuple["ClientConnection", float]:
         """Return an idle or a new connection, and the number of seconds that connecting took.
 
-        For an idle connection, the number is 0. The time spent waiting for a turn to connect is not
-        included.
+        This number is 0 for an idle connection. It does not include the time spent waiting for a
+        turn to connect.
         """
         # Try the most recently used connection first, because it is the least likely to have been
         # closed.
@@ -142,11 +142,11 @@ class RequestSender:
         for _, connection in self._idle:
             connection.close()
         self._idle.clear()
-        await asyncio.sleep(0)  # The loop releases the connections in its next iteration.
+        await asyncio.sleep(0)  # The loop releases the closed connections in its next iteration.
 
 
 class ClientConnection(asyncio.Protocol):
-    """Carries one request at a time; the next one may follow while `is_reusable` is true."""
+    """Carries one request at a time, followed by another if `is_reusable` is true."""
 
     def __init__(self) -> None:
         self.is_reusable = False
@@ -165,7 +165,7 @@ class ClientConnection(asyncio.Protocol):
         connection_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_TIME_WAIT)
 
     async def send(self, target: Target, body: bytes, stream: Stream) -> Completion:
-        """Send a request and return how it ended; `stream` receives the bytes of the answer.
+        """Send a request and return how it ended; `stream` receives the answer's bytes.
 
         The connection is closed if the request is cancelled, or if the answer does not allow
         another request.
@@ -230,8 +230,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request when the connection ends.
 
-        In HTTP/1.0, an answer normally ends with its connection. In other versions, the answer was
-        cut off.
+        In HTTP/1.0, the end of the connection normally marks the end of the answer. In other
+        versions, it means that the answer was cut off.
         """
         self.is_reusable = False
         if exc is None:

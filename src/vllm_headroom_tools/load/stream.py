@@ -26,13 +26,13 @@ and AsyncEngineDeadError (V0).
 
 BUSY_STATUSES: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 LONGEST_TEXT: Final = 160
-"""Our choice: the number of characters shown of a server's text."""
+"""Our choice: the maximum number of characters to show of a server's text."""
 
 
 class Outcome(StrEnum):
     """How a request ended.
 
-    There are no other outcomes, and each request is counted under exactly one.
+    Every request has exactly one of these outcomes.
     """
 
     SUCCEEDED = "succeeded"
@@ -50,7 +50,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     """The result of a request."""
 
     outcome: Outcome
-    text: str = ""  # Why the request did not succeed; may be empty.
+    text: str = ""  # Why the request did not succeed, which may be empty.
     is_engine_dead: bool = False  # Whether the answer says that the engine died.
     # The server's own counts; None if the server did not report them.
     prompt_tokens: int | None = None
@@ -75,7 +75,7 @@ def shorten_text(text: str) -> str:
 
 
 def _build_failure(error: str, shown_text: str, outcome: Outcome) -> Completion:
-    """Return the result for a server error: OUT_OF_MEMORY if the error says so, else `outcome`.
+    """Return the result for a server error, which is OUT_OF_MEMORY if the error says so.
 
     `shown_text` is the text shown to the operator.
     """
@@ -90,8 +90,8 @@ DONE: Final = b"[DONE]"
 """The last event of a stream."""
 
 LONGEST_EVENT_BYTES: Final = 2**20
-"""The maximum length of a line. Without it, a stream without line breaks would fill this process's
-memory.
+"""The maximum length of a line in a stream, in bytes. Without a maximum, a stream that has no line
+breaks would fill this process's memory.
 """
 
 
@@ -106,7 +106,7 @@ class Stream:
     """The part of an answer that has arrived so far.
 
     For every event with a choice, `add_gap` is called with the seconds since the previous such
-    event, or with 0 if both arrive together. vLLM's own benchmark counts the same events
+    event, or with 0 if both arrived together. vLLM's own benchmark counts the same events
     (vllm/benchmarks/lib/endpoint_request_func.py).
     """
 
@@ -122,7 +122,7 @@ class Stream:
     )
 
     def __init__(self, add_gap: Callable[[float], None]) -> None:
-        # when the first event with a choice arrived; None until then
+        # when the first event with a choice arrived, or None before that
         self.first_token_seconds: float | None = None
         self._add_gap = add_gap
         self._last_token_seconds = 0.0
@@ -136,7 +136,7 @@ class Stream:
 
         OpenAI's servers send one data line per event.
         """
-        # The text after the last line break is continued by the next bytes.
+        # The next bytes continue the text after the last line break.
         *lines, self._unfinished_line = (self._unfinished_line + data).split(b"\n")
         for line in lines:
             if not line.startswith(DATA_PREFIX):
@@ -169,7 +169,7 @@ class Stream:
         )
 
     def _read_count(self, name: str) -> int | None:
-        """Return a count from the server's usage data; None if the server did not send it."""
+        """Return a count from the server's usage data, or None if the server did not send it."""
         count = self._usage.get(name)
         return count if isinstance(count, int) else None
 
@@ -181,7 +181,7 @@ class Stream:
             error = _find_abort(choices)
         else:
             error = find_error(event)
-        self._error = self._error or error  # later errors are results of the first one
+        self._error = self._error or error  # later errors are consequences of the first one
         usage = event.get("usage")
         if isinstance(usage, dict):
             self._usage = usage
@@ -206,7 +206,7 @@ def _parse_event(text: bytes) -> dict[str, Any]:
 
 
 def _find_abort(choices: object) -> str | None:
-    """Return an error text if the engine ended an answer early; otherwise None."""
+    """Return an error text if the engine ended an answer early, otherwise None."""
     error = None
     for choice in choices if isinstance(choices, list) else ():
         reason = choice.get("finish_reason") if isinstance(choice, dict) else None

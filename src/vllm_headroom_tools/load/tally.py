@@ -22,13 +22,14 @@ QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 class Tally:
     """Counts the requests of a step and collects their times in seconds.
 
-    The times between two tokens come from all requests; all other times come from successful
-    requests only.
+    The times between two tokens are taken from all requests, and all other times only from
+    successful requests.
     """
 
     def __init__(self, start_seconds: float) -> None:
         self.start_seconds = start_seconds
-        # from the start of the step to the end of the last successful request; 0 if there is none
+        # from the start of the step to the end of the last successful request, or 0 if there is
+        # none
         self.served_seconds = 0.0
         self.started_requests = 0
         self.outcomes: Counter[Outcome] = Counter()
@@ -53,7 +54,7 @@ class Tally:
         return self.started_requests - self.outcomes.total()
 
     def open_stream(self) -> None:
-        """Count a stream that begins and update the highest number of open streams."""
+        """Count a stream that begins, and update the highest number open at the same time."""
         self.open_streams += 1
         self.most_streams = max(self.most_streams, self.open_streams)
 

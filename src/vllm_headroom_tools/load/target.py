@@ -17,7 +17,9 @@ from vllm_headroom_tools.load.prompts import PATHS, CompletionApi
 from vllm_headroom_tools.openai import ListedModel, parse_first_model
 
 FIRST_ANSWER_SECONDS: Final = 15.0
-"""The timeout for the first connection and for the model list, because a busy server is slow."""
+"""The timeout for the first connection and for the model list, which is long because a busy server
+is slow.
+"""
 
 MOST_LIST_BYTES: Final = 2**20
 """The size limit for the model list, which has about 500 bytes per model."""
@@ -36,7 +38,7 @@ class Target(Struct, frozen=True, kw_only=True):
 async def find_target(
     url: httpx.URL, api: CompletionApi, tls: ssl.SSLContext | None, bearer: str | None
 ) -> Target:
-    """Return the target, using the first of the host's addresses that accepts a connection.
+    """Return the target at the first of the host's addresses that accepts a connection.
 
     Raises BadInput if none of the addresses accepts a connection.
     """
@@ -57,7 +59,7 @@ async def find_target(
 
 
 async def _find_address(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[str, int]:
-    """Return the IP address and port that accept a connection; raise BadInput if none does."""
+    """Return the first IP address and port to accept a connection; raise BadInput if none does."""
     loop = asyncio.get_running_loop()
     port = find_port(url)
     try:
@@ -78,7 +80,7 @@ async def _find_address(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[str
         except OSError as error:
             problem = error
             continue
-        # The connection was only established to find the address.
+        # The connection was only needed to find the address.
         transport.abort()
         return host, port
     raise BadInput(_describe_failure(problem, url))

@@ -31,7 +31,7 @@ VLLM: Final = "vllm"
 
 
 class StartFacts(Struct, frozen=True, kw_only=True):
-    """What the log shows about one start, per GPU; a field is None if the log lacks it."""
+    """What the log shows about one start, per GPU, with None for anything that it lacks."""
 
     start: EngineStart
     failure: LogFailure | None
@@ -50,7 +50,9 @@ class StartFacts(Struct, frozen=True, kw_only=True):
     non_torch_bytes: float | None
     graphs_bytes: float | None
     kv_cache_bytes: float | None
-    """The smallest KV cache of any rank; negative if the other parts exceed the share."""
+    """The size of the smallest KV cache of any rank, which is negative if the other parts exceed
+    the share.
+    """
 
     kv_cache_tokens: float | None
     context_tokens: float | None
@@ -63,13 +65,13 @@ class StartFacts(Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Return the bytes per token in one GPU's KV cache; None if the cache's size is unknown."""
+        """Return the bytes per token in one GPU's KV cache, or None if the size is unknown."""
         if not self.kv_cache_bytes or not self.kv_cache_tokens or self.kv_cache_bytes < 0:
             return None
         return self.kv_cache_bytes / self.kv_cache_tokens
 
     def read_figure(self, name: str) -> float | None:
-        """Return a figure from the failure message; None if the message does not contain it."""
+        """Return a figure from the failure message, or None if the message does not contain it."""
         return None if self.failure is None else self.failure.figures.get(name)
 
 
@@ -101,7 +103,7 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
         facts=Facts(origin=FactsSource.LOG, settings=settings, samples=0),
         total_bytes=total_bytes,
         requested_bytes=requested_bytes,
-        # The smallest figure counts, because the fullest GPU is the limiting one.
+        # Use the smallest figure, because the fullest GPU limits all others.
         free_bytes=min((figure for figure in free_figures if figure is not None), default=None),
         weights_bytes=_choose(
             start.find_largest("weights_bytes"), start.find_largest("profiled_weights_bytes")
@@ -123,14 +125,14 @@ def read_start_facts(start: EngineStart, option_args: EngineArgs) -> StartFacts:
 def _read_settings(
     start: EngineStart, option_args: EngineArgs, failed_ratio: float | None
 ) -> EngineArgs:
-    """Return the options of a start: the operator's, or those in the log where there are none."""
+    """Return the start's options, with the operator's options replacing those in the log."""
     version = option_args.version or (
         None if start.version is None else parse_version(start.version)
     )
     if start.engine != VLLM:
         return EngineArgs(version=version)
-    # The sources in order of trust: the operator, the options in the log, vLLM's messages, and the
-    # failure message.
+    # The sources, from most to least trusted: the operator, the options in the log, vLLM's
+    # messages, and the failure message.
     utilization = _choose(
         option_args.gpu_memory_utilization,
         _find_number(start, "gpu_memory_utilization"),
@@ -174,17 +176,17 @@ def _find_default_utilization(version: Version) -> float:
 
 
 def _choose(*figures: float | None) -> float | None:
-    """Return the first known figure; None if all are unknown."""
+    """Return the first known figure, or None if all are unknown."""
     return next((figure for figure in figures if figure is not None), None)
 
 
 def _round(figure: float | None) -> int | None:
-    """Return a count as a whole number; None for -1, which means "auto" in vLLM."""
+    """Return a count as a whole number, or None for -1, which means "auto" in vLLM."""
     return None if figure is None or figure <= 0 else int(figure)
 
 
 def _find_number(start: EngineStart, *names: str) -> float | None:
-    """Return the value of an option under any of its names; None if it is not a number."""
+    """Return the value of an option under any of its names, or None if it is not a number."""
     value = start.find_option(*names)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value

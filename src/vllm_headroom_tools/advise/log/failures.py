@@ -54,7 +54,7 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
     """Return the advice on the failure that ended a start or a running engine."""
     changes: tuple[Change, ...] = ()
     rule = RULES.get(failure.kind)
-    # The rules propose vLLM's options; for other engines, the advice is general steps.
+    # The rules propose vLLM's options, so other engines get general steps instead.
     if rule is not None and start_facts.start.engine == VLLM:
         changes = rule(start_facts, failure)
     elif failure.kind in MEMORY_KINDS:
@@ -71,9 +71,9 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
 
 
 def _find_remark(failure: LogFailure) -> str | None:
-    """Return a sentence that distinguishes a failure from a similar one; None if there is none."""
+    """Return a sentence that distinguishes a failure from a similar one, or None."""
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
-        # After the cache is allocated, a failed allocation is outside vLLM's share. Therefore, a
+        # Once the cache is allocated, further allocations lie outside vLLM's share. Therefore, a
         # larger share does not help.
         is_after_profile = failure.phase in (
             StartPhase.CACHE,
@@ -139,7 +139,7 @@ def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _is_fragmented(refusal: Refusal) -> bool:
-    """Return whether the refused bytes would have fitted in torch's cache and the free memory."""
+    """Return whether the memory that was free or cached by torch covered the refused bytes."""
     if refusal.asked_bytes is None or not refusal.cached_bytes:
         return False
     return refusal.asked_bytes <= refusal.cached_bytes + (refusal.free_bytes or 0)
@@ -148,7 +148,8 @@ def _is_fragmented(refusal: Refusal) -> bool:
 def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ...]:
     """Return a smaller share for vLLM that leaves the refused bytes and AIM_BYTES free.
 
-    If the smaller cache cannot hold a request of the maximum length, a lower maximum is added.
+    If the smaller cache cannot hold a request of the maximum length, the changes also include a
+    lower maximum.
     """
     total_bytes = start_facts.total_bytes
     if not total_bytes:
@@ -163,7 +164,7 @@ def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ..
     if smaller_share is None or start_facts.kv_cache_bytes is None:
         return drop_none(smaller_share)
     shorter_context = None
-    # Rounding the share down can take another hundredth of the GPU.
+    # Rounding the share down can cost the cache another hundredth of the GPU.
     cache_bytes = start_facts.kv_cache_bytes - freed_bytes - total_bytes / 100
     fitting_tokens = fit_context(start_facts, cache_bytes)
     if fitting_tokens is not None:
@@ -180,13 +181,13 @@ def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ..
 
 
 SAMPLING_FILES: Final = ("/sample/", "/sampling/", "sampler", "logits", "logprob", "penalties")
-"""Parts of the names of source files with sampling code. This code needs memory for each request
-and each word of the vocabulary.
+"""Substrings of the names of source files that contain sampling code. This code needs memory for
+each request and each word of the vocabulary.
 """
 
 
 def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return fewer concurrent requests or fewer tokens, depending on which code needed memory."""
+    """Return a limit on requests or on tokens, depending on which code needed the memory."""
     settings = start_facts.settings
     is_sampling = "dummy_requests" in failure.figures or any(
         part in frame.file for frame in failure.frames for part in SAMPLING_FILES
@@ -215,7 +216,7 @@ def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change,
 
 
 def split_weights(start_facts: StartFacts, text: str) -> Change:
-    """Return the change that spreads the model across as many GPUs as `plan` computes.
+    """Return the change that spreads the model across the number of GPUs computed by `plan`.
 
     If `plan` does not know the model, the number of GPUs is doubled.
     """
@@ -257,7 +258,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
 
 
 def _find_cache_bytes(start_facts: StartFacts) -> float:
-    """Return the bytes left for the cache, computed from the other parts if not logged."""
+    """Return the bytes left for the cache, computed from the other parts if they are not logged."""
     if start_facts.kv_cache_bytes is not None:
         return start_facts.kv_cache_bytes
     requested_bytes = start_facts.requested_bytes
@@ -269,7 +270,7 @@ def _find_cache_bytes(start_facts: StartFacts) -> float:
 
 
 def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a larger cache if the GPU has room for one, and the longest request that fits."""
+    """Return a larger cache if the GPU has room, and a limit that equals the longest fit."""
     needed_bytes = failure.figures.get("needed_bytes")
     cache_bytes = failure.figures.get("kv_cache_bytes")
     larger_share = None
@@ -295,7 +296,7 @@ def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _find_fitting_tokens(failure: LogFailure) -> int:
-    """Return the longest request that fits, taken from vLLM's message if possible; 0 if unknown."""
+    """Return the longest request that fits, preferably from vLLM's message, or 0 if unknown."""
     figures = failure.figures
     if "fitting_tokens" in figures:
         return int(figures["fitting_tokens"])
@@ -306,8 +307,8 @@ def _find_fitting_tokens(failure: LogFailure) -> int:
     cache_bytes = figures.get("kv_cache_bytes")
     if not context_tokens or not needed_bytes or cache_bytes is None:
         return 0
-    # The needed bytes are for the whole context, so the fitting length is in proportion to the
-    # bytes.
+    # The needed bytes are for the whole context, so the length that fits is proportional to the
+    # available bytes.
     return floor(context_tokens * cache_bytes / needed_bytes)
 
 
@@ -330,7 +331,7 @@ def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tu
 
 
 def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return the changes: move the other processes, or use the share that was free at the start."""
+    """Return the changes: move other processes away, or request only the share that was free."""
     total_bytes = failure.figures.get("total_bytes") or start_facts.total_bytes
     free_bytes = start_facts.free_bytes
     lower_share = None
@@ -384,15 +385,15 @@ def _change_for_model_limit(start_facts: StartFacts, failure: LogFailure) -> tup
 
 
 def _change_for_gpus(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return the options that use at most as many GPUs as the engine sees."""
+    """Return options with which the engine uses at most as many GPUs as it sees."""
     start = start_facts.start
     changes = [Change(text="Give the container all GPUs that the options name", cost=RESTART)]
     available_gpus = failure.figures.get("available_gpus")
     if available_gpus and available_gpus < start_facts.tensor_parallel_size:
         fewer_gpus = Change(
             flag=Flag.TENSOR_PARALLEL_SIZE,
-            # Tensor parallelism divides the attention heads, and only powers of two divide those of
-            # every model.
+            # Tensor parallelism divides the attention heads, and only powers of two divide the
+            # number of heads in every model.
             value=float(2 ** (int(available_gpus).bit_length() - 1)),
             now=start_facts.tensor_parallel_size,
             text=f"the engine sees {available_gpus:.0f} GPUs",
@@ -425,8 +426,8 @@ OTHER_SHARES: Final[Mapping[str, str]] = {
     "sglang": "--mem-fraction-static",
     "tensorrt_llm": "kv_cache_config.free_gpu_memory_fraction",
 }
-"""The option that sizes the KV cache in other engines. It should be lowered after a refused
-allocation, and raised if no memory was left for the cache.
+"""For other engines, the option that determines the size of the KV cache. This option should be
+lowered after a refused allocation, and raised if no memory was left for the cache.
 """
 
 MEMORY_KINDS: Final = frozenset(

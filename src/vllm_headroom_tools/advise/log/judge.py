@@ -32,10 +32,10 @@ from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION
 from vllm_headroom_tools.versions import Version, format_version
 
 NOTED_BYTES: Final = GIB // 2
-"""Our choice: wasted memory below this amount is not worth a note."""
+"""Our choice: a note is only written if at least this much memory is wasted."""
 
 UNEVEN_CACHES_BYTES: Final = GIB
-"""Our choice: if the caches of two ranks differ by more than this, it is reported, because vLLM
+"""Our choice: if the caches of two ranks differ by more than this, the report says so, because vLLM
 gives all ranks the smaller cache.
 """
 
@@ -70,7 +70,7 @@ class LogAssessment(Struct, frozen=True, kw_only=True):
 
 
 def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
-    """Judge the latest failed start, or the latest start if none failed; `log` must have a start.
+    """Judge the latest failed start or, if none failed, the latest start in `log`.
 
     `option_args` are the options that the operator provided with the log.
     """
@@ -80,7 +80,7 @@ def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
     advice: tuple[Advice, ...] = ()
     missing: tuple[str, ...] = ()
     notes = list(_note_other_starts(log, start))
-    # The reader wants to know about the failed start, even if a later one serves.
+    # The operator wants to know about the failed start, even if a later start succeeded.
     if failure is not None:
         one_advice = advise_on_failure(start_facts, failure)
         notes += _note_absent_flags(one_advice, start_facts)
@@ -116,7 +116,7 @@ UNFINISHED: Final = (
 
 
 def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
-    """Note the other starts in the log that failed in the same way, and any later start."""
+    """Yield notes on other starts that failed in the same way, and on any later start."""
     if log.start_count == 1:
         return
     failure = start.root_failure
@@ -151,7 +151,7 @@ def _drop_absent_flags(advice: Advice, start_facts: StartFacts) -> Advice:
 
 
 def _note_absent_flags(advice: Advice, start_facts: StartFacts) -> Iterator[str]:
-    """Note the options that this version lacks, without dashes so that nobody copies them."""
+    """Yield notes on options that this version lacks, without dashes so that nobody copies them."""
     version = start_facts.settings.version
     for flag in _list_absent_flags(advice, start_facts):
         first_version = format_version(FIRST_VERSIONS[flag])
@@ -196,7 +196,7 @@ REMARKS: Final = {
 
 
 def _note_requests(start_facts: StartFacts) -> Iterator[str]:
-    """Note how many full-length requests fit at once."""
+    """Yield a note on how many full-length requests fit at once."""
     start = start_facts.start
     requests = start.find_smallest("concurrency_ratio")
     context_tokens = start.find_largest("concurrency_tokens")
@@ -206,7 +206,7 @@ def _note_requests(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
-    """Note how far vLLM's share is below the safe share, and how many tokens would fit there."""
+    """Yield a note on how far vLLM's share is below the safe share, and what would fit there."""
     utilization = start_facts.settings.gpu_memory_utilization
     total_bytes = start_facts.total_bytes
     if utilization is None or not total_bytes or start_facts.settings.sizes_cache_in_bytes:
@@ -214,7 +214,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
     unused_bytes = (SAFE_UTILIZATION - utilization) * total_bytes
     if unused_bytes < NOTED_BYTES:
         return
-    # Raising the share by less than half a hundredth is not worth a restart.
+    # If the share can only be raised by less than half a hundredth, a restart is not worth it.
     change = raise_share(start_facts, unused_bytes, "")
     bytes_per_token = start_facts.bytes_per_token
     if change is None or change.value is None or bytes_per_token is None:
@@ -227,7 +227,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
-    """Note CUDA graphs that took less memory than was reserved, or that are not in vLLM's share."""
+    """Yield notes on CUDA graphs that took less than was reserved or are outside vLLM's share."""
     start = start_facts.start
     estimated_bytes = start.find_largest("graphs_estimated_bytes")
     graphs_bytes = start.find_largest("graphs_bytes")
@@ -254,7 +254,7 @@ def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
-    """Note a rank with much less memory for the cache than another rank."""
+    """Yield a note on a rank with much less memory for the cache than another rank."""
     least_bytes = start.find_smallest("kv_cache_bytes")
     most_bytes = start.find_largest("kv_cache_bytes")
     if least_bytes is None or most_bytes is None:
@@ -267,10 +267,9 @@ def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
 
 
 def _note_load(start: EngineStart) -> Iterator[str]:
-    """Note a full KV cache with waiting requests in the most recent load reports."""
+    """Yield a note if the latest load reports show a full KV cache and waiting requests."""
     loads = list_loads(start)
-    # Only reports with a full cache count: if the cache has room, something else makes requests
-    # wait.
+    # Only use reports with a full cache, because a cache with room does not make requests wait.
     full_loads = [load for load in loads if load.get("kv_cache_used_ratio", 0.0) > FULL_RATIO]
     waiting_requests = max((load.get("waiting_requests", 0.0) for load in full_loads), default=0.0)
     if waiting_requests:

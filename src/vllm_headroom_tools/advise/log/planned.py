@@ -64,10 +64,10 @@ MOST_GPUS: Final = 8
 
 
 def find_enough_gpus(start_facts: StartFacts) -> int | None:
-    """Return the fewest GPUs, at least double the current number, on which vLLM would start.
+    """Return the fewest GPUs with which vLLM would start, trying at least twice as many as now.
 
-    `plan` makes the estimate. Returns None if it does not predict a successful start for any number
-    of GPUs.
+    `plan` makes the estimate. Returns None if `plan` does not predict a successful start for any
+    number of GPUs.
     """
     gpus = 2 * start_facts.tensor_parallel_size
     while gpus <= MOST_GPUS:

@@ -49,9 +49,9 @@ def change_share(
 ) -> Change | None:
     """Return the change that adds `added_bytes` to vLLM's memory on a GPU, or takes them away.
 
-    `added_bytes` is negative if memory is taken away. The option is vLLM's share of the GPU, or the
-    size of the KV cache if that is set in bytes. The new value is rounded down. Returns None if the
-    value would not change, or if it would leave vLLM without memory.
+    `added_bytes` is negative if memory is taken away. The option is vLLM's share of the GPU or, if
+    the KV cache's size is set in bytes, that size. The new value is rounded down. Returns None if
+    the value would not change, or if it would leave vLLM without memory.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -59,7 +59,7 @@ def change_share(
 
 
 def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) -> Change | None:
-    """Return the change to the utilization, as a multiple of one hundredth.
+    """Return the change to the utilization, rounded to hundredths.
 
     Without the current value, the change is a difference. Returns None if rounding leaves no
     change.
@@ -74,8 +74,8 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
         if added_ratio > 0:
             text = f"{text}; not above {SAFE_UTILIZATION:g}"
         return Change(flag=flag, difference=difference, text=text, cost=cost)
-    # If the share is above the safe share, the operator chose it deliberately, so it is neither
-    # raised nor lowered.
+    # If the current share is above the safe share, the operator chose it deliberately, so leave it
+    # unchanged.
     highest = max(now, SAFE_UTILIZATION)
     value = floor(min(now + added_ratio, highest) * 100 + ROUNDING_TOLERANCE) / 100
     if not _is_useful(now, value, added_ratio):
@@ -84,7 +84,7 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
 
 
 def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -> Change | None:
-    """Return the change to a KV cache size that is set in bytes, as a multiple of one MiB.
+    """Return the change to a KV cache size that is set in bytes, rounded to whole MiB.
 
     Without the current value, the change is a difference. Returns None if rounding leaves no
     change.
@@ -103,7 +103,7 @@ def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -
 
 
 def _is_useful(now: float, value: float, added_amount: float) -> bool:
-    """Return whether a new rounded value is above 0 and differs from `now` in the right direction.
+    """Return whether a rounded value is above 0 and on the right side of the current value.
 
     `added_amount` is the amount before rounding: positive for an increase, negative for a decrease.
     """
@@ -115,7 +115,7 @@ def _is_useful(now: float, value: float, added_amount: float) -> bool:
 
 
 def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
-    """Return the change to vLLM's memory that frees `freed_bytes` more on the GPU.
+    """Return the change to vLLM's memory that frees `freed_bytes` on the GPU.
 
     Returns None if the GPU's size is unknown, or if vLLM's memory would not change.
     """
@@ -130,7 +130,7 @@ def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
 def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
     """Describe how many tokens the KV cache loses, using the first engine with a known capacity.
 
-    Returns an empty string if no capacity is known, or if all of it would be lost.
+    Returns an empty string if no capacity is known, or if the whole capacity would be lost.
     """
     for engine in facts.engines:
         if not engine.capacity_bytes or not engine.capacity_tokens:
@@ -143,8 +143,8 @@ def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
 
 
 PEAKS_SECONDS: Final = 6 * HOUR_SECONDS
-"""Our choice: a trace must be at least this long for its highest peak to be considered
-representative. With a shorter trace, vLLM's share is not raised.
+"""Our choice: the highest peak in a trace is considered representative only if the trace is at
+least this long. With a shorter trace, vLLM's share is not raised.
 """
 
 
@@ -187,7 +187,7 @@ def split_model(
 
     Returns None if the number of GPUs per engine is unknown.
     """
-    # The GPUs in a trace are shared by all of its engines.
+    # All engines in a trace share its GPUs.
     gpus_per_engine, remainder = divmod(len(facts.gpus), max(1, len(facts.engines)))
     if remainder or not gpus_per_engine:
         return None
@@ -212,22 +212,24 @@ NOT_OUT_OF_MEMORY: Final = (
 # A KV cache that preempts.
 
 LARGER_REQUESTS_RATIO: Final = 2.0
-"""Our choice: if requests have at least this multiple of their usual size, their size is the reason
+"""Our choice: if requests are at least this many times as large as usual, their size is the reason
 for a full cache. Otherwise, their number is the reason.
 """
 
 FEWEST_REQUESTS: Final = 4
-"""Our choice: if fewer requests of the usual size fit at the same time, the model is too large for
-the GPU, because vLLM can then hardly batch requests.
+"""Our choice: if fewer requests of the usual size than this fit at the same time, the model is too
+large for the GPU, because vLLM can then hardly batch requests.
 """
 
 CONCURRENCY_KEPT_RATIO: Final = 0.9
-"""Our choice: the share of the cache that running requests may fill. The rest leaves them room to
-grow.
+"""Our choice: the share of the cache that running requests may fill. The rest is left for these
+requests to grow.
 """
 
 LENGTH_MARGIN: Final = 1.25
-"""Our choice: a proposed limit on request length is this multiple of the 99th percentile."""
+"""Our choice: a proposed limit on request length is the 99th percentile of request lengths times
+this factor.
+"""
 
 LENGTH_STEP_TOKENS: Final = 1024
 """Our choice: a proposed limit on request length is rounded up to a multiple of this."""
@@ -238,8 +240,8 @@ class PressedCache(Struct, frozen=True, kw_only=True):
 
     engine: EngineFacts
     full: FullFacts
-    # The collapses on which the verdict is based. It is None if the cache was full for so long that
-    # no collapses are needed for the verdict.
+    # The collapses on which the verdict is based, or None if the cache was full for so long that
+    # the verdict does not need them.
     thrash: ThrashFacts | None = None
 
 
@@ -256,12 +258,12 @@ def find_full_cache(facts: Facts) -> Advice | None:
     """Judge preemptions caused by a full KV cache.
 
     The rule applies if there were at least HURTING_PREEMPTIONS preemptions per finished request
-    while the cache was full. In a trace, this must last for LASTING_SECONDS. A shorter time is
-    enough if most running requests returned to the queue several times within a few minutes. The
-    first proposal is to give unused memory to the cache, which costs least. The second proposal
-    depends on the cause: more GPUs if the cache is too small for any load, shorter requests if they
-    are longer than usual, and otherwise fewer concurrent requests. Returns None if the rule does
-    not apply.
+    while the cache was full. In a trace, the cache must have been full for at least
+    LASTING_SECONDS. Less time is enough if most running requests returned to the queue several
+    times within a few minutes. The first proposal is to give unused memory to the cache, which
+    costs least. The second proposal depends on the cause: more GPUs if the cache is too small for
+    any load, a limit on request length if requests are longer than usual, and otherwise a limit on
+    concurrent requests. Returns None if the rule does not apply.
     """
     pressed = find_pressed(facts)
     if pressed is None:
@@ -269,8 +271,7 @@ def find_full_cache(facts: Facts) -> Advice | None:
     diagnosis = _diagnose_small_cache(facts, pressed)
     if diagnosis is None:
         diagnosis = _diagnose_long_requests(facts, pressed)
-    # The causes are mutually exclusive, and they are tried from the most specific to the most
-    # general.
+    # The causes are mutually exclusive, and the most specific cause is tried first.
     if diagnosis is None and pressed.thrash is not None:
         diagnosis = _diagnose_thrashing(facts, pressed, pressed.thrash)
     if diagnosis is None:
@@ -288,8 +289,8 @@ def find_pressed(facts: Facts) -> PressedCache | None:
     """Return the engine with the most preemptions per finished request while its cache is full.
 
     In a trace, the cache must be full for LASTING_SECONDS. If no engine's cache is full for that
-    long, the engine that thrashes most is returned. Returns None if preemptions are too rare on all
-    engines to do harm.
+    long, the engine with the longest series of collapses is returned. Returns None if preemptions
+    are too rare on all engines to do harm.
     """
     worst = None
     worst_rate = 0.0
@@ -306,7 +307,7 @@ def find_pressed(facts: Facts) -> PressedCache | None:
 
 
 def _find_thrashing(facts: Facts) -> PressedCache | None:
-    """Return the engine with the longest series of collapses; None if no series does harm."""
+    """Return the engine with the longest series of collapses, or None if no series does harm."""
     worst = None
     most_times = 0
     for engine in facts.engines:
@@ -361,7 +362,7 @@ def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnos
     """Return the diagnosis that requests are longer than usual.
 
     Returns None if the requests are smaller than LARGER_REQUESTS_RATIO times the usual size, or if
-    one of the two sizes is unknown.
+    either size is unknown.
     """
     engine = pressed.engine
     tokens = pressed.full.tokens
@@ -422,7 +423,7 @@ def _list_full_evidence(pressed: PressedCache) -> tuple[Figure, ...]:
     thrash = pressed.thrash
     if thrash is not None:
         return _list_thrash_evidence(engine, thrash)
-    # A page only has counts since the engine's start, and no duration.
+    # A page only has counts since the engine's start and shows no duration.
     if full.seconds is None:
         lasted = "now"
         counted = " since the engine's start"
@@ -466,7 +467,7 @@ def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Fig
 
 
 def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Change | None:
-    """Return a limit on request length, above the 99th percentile of tokens per request.
+    """Return a limit on request length that is above the 99th percentile of tokens per request.
 
     `tokens` is the length of the requests that filled the cache. Returns None if the percentile is
     unknown, or if the limit would still allow requests of this length.
@@ -489,12 +490,12 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
 
 
 def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
-    """Return a limit on running requests: as many as fit in CONCURRENCY_KEPT_RATIO of the cache.
+    """Return a limit on running requests so that they fill CONCURRENCY_KEPT_RATIO of the cache.
 
-    The size of a request is the number of tokens that it held while the cache was full. If the size
-    or the capacity is unknown, the limit is CONCURRENCY_KEPT_RATIO of the number of requests that
-    filled the cache. The largest number of requests that ran without a preemption is not an upper
-    bound, because perhaps no more requests arrived.
+    The size of a request is the number of tokens that the request held while the cache was full. If
+    the size or the capacity is unknown, the limit is CONCURRENCY_KEPT_RATIO of the number of
+    requests that filled the cache. The largest number of requests that ran without a preemption is
+    not used as an upper bound, because there may simply have been no more requests.
 
     Returns None if the limit is not below the current one.
     """
@@ -509,8 +510,8 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
             f"as many as {percent} of its {capacity_tokens:,.0f} tokens hold, at {tokens:,.0f} for"
             " each"
         )
-        # During a series of collapses, the samples may miss the moment when the cache is fullest
-        # and thus underestimate the tokens.
+        # During a series of collapses, the samples may miss the moment when the cache is fullest,
+        # and the number of tokens is then too low.
         is_bounded = pressed.thrash is not None
         requests = min(requests, fitting_requests) if is_bounded else fitting_requests
     cost = "the rest waits in the queue, where no work is lost; a restart"
@@ -525,21 +526,21 @@ def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
     return "capacity_tokens", engine.capacity_tokens, f"the cache holds {{}} tokens{in_bytes}"
 
 
-# A KV cache that is full but causes no preemptions, on a GPU with unused memory.
+# A KV cache that is full without causing preemptions, on a GPU with unused memory.
 
 UNUSED_RATIO: Final = 0.15
-"""Our choice: memory counts as unused only if at least this share of each GPU was free at all
+"""Our choice: memory is considered unused only if at least this share of each GPU was free at all
 times. If vLLM uses more of the GPU, it is normal that requests wait because the cache is full.
 """
 
 
 def find_unused_memory(facts: Facts) -> Advice | None:
-    """Judge memory that was never used although requests waited because the KV cache was full.
+    """Judge memory that was never used even though requests waited because of a full cache.
 
     The rule applies if a full cache made requests wait for at least LASTING_SECONDS, and at least
     UNUSED_RATIO of each GPU was free at all times. It does not apply if requests are also
-    preempted; `find_full_cache` covers this case. It proposes giving the unused memory to the
-    cache, or adding a replica. Returns None if the rule does not apply.
+    preempted, which `find_full_cache` judges. It proposes giving the unused memory to the cache, or
+    adding a replica. Returns None if the rule does not apply.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -568,7 +569,7 @@ def find_unused_memory(facts: Facts) -> Advice | None:
     return None
 
 
-# A KV cache that has room although requests wait.
+# A KV cache that has room even though requests wait.
 
 CONCURRENCY_FACTOR_LIMIT: Final = 2.0
 """Our choice, not vLLM's: the limit on running requests is raised by at most this factor, or to
@@ -576,7 +577,7 @@ vLLM's default for large cards if that is higher. Each sequence also takes sampl
 """
 
 CACHE_FILL_RATIO: Final = 0.8
-"""Our choice, not vLLM's: the limit on running requests is raised until at most this share of the
+"""Our choice, not vLLM's: the limit on running requests is raised at most until this share of the
 cache is in use.
 """
 
@@ -585,11 +586,11 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     """Judge a limit on running requests that leaves the KV cache unused.
 
     The rule applies if requests waited for at least LASTING_SECONDS while the cache had room and
-    the number of running requests stayed the same. More requests also take more memory outside the
-    cache, so the rule does not apply if a peak left less than AIM_BYTES. It does not apply either
-    if another rank preempts requests. It proposes the limit at which CACHE_FILL_RATIO of the cache
-    is in use, computed from the tokens that running requests held. Returns None if the rule does
-    not apply.
+    while the number of running requests stayed the same. More requests also take more memory
+    outside the cache, so the rule does not apply if a peak left less than AIM_BYTES. The rule does
+    not apply either if another rank preempts requests. The proposed limit would use
+    CACHE_FILL_RATIO of the cache, computed from the tokens that running requests held. Returns None
+    if the rule does not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -619,12 +620,11 @@ def _run_more(facts: Facts, engine: EngineFacts, capped: CappedFacts) -> Change 
     wait, or if a higher limit would fill the cache.
     """
     now = facts.settings.max_num_seqs
-    # If the limit is higher than the number of requests that ran, something else is holding
-    # requests back.
+    # If fewer requests ran than the limit allows, something else is holding requests back.
     if capped.seconds < LASTING_SECONDS or (now is not None and now > capped.running):
         return None
     if not capped.kv_used_ratio:
-        # If requests take up no cache, no limit can be computed.
+        # If requests take up no space in the cache, no limit can be computed.
         return None
     fitting_requests = capped.running * CACHE_FILL_RATIO / capped.kv_used_ratio
     highest = max(LARGE_CARD.max_num_seqs, CONCURRENCY_FACTOR_LIMIT * capped.running)
@@ -661,8 +661,8 @@ def _list_capped_evidence(capped: CappedFacts) -> tuple[Figure, ...]:
 # A prefix cache that rarely hits.
 
 PAYING_RATIO: Final = 0.3
-"""If the hit ratio is below this, lookups cost about as much as they save (alert
-HeadroomPrefixCacheNotPaying).
+"""If the hit ratio is below this, lookups in the prefix cache cost about as much as they save
+(alert HeadroomPrefixCacheNotPaying).
 """
 
 PREFIX_SECONDS: Final = 6 * HOUR_SECONDS
@@ -676,7 +676,8 @@ traffic, there is little to gain (alert HeadroomPrefixCacheNotPaying).
 """
 
 BLOCKED_RATIO: Final = 0.05
-"""Our choice: if requests wait for more than this share of the time, the hit ratio is meaningless.
+"""Our choice: if requests wait for more than this share of the time, the hit ratio of the prefix
+cache is meaningless.
 
 Before 0.27, vLLM repeats the lookup of a waiting request in each step (vllm-project/vllm#43736).
 """
@@ -685,9 +686,9 @@ Before 0.27, vLLM repeats the lookup of a waiting request in each step (vllm-pro
 def find_poor_prefix_cache(facts: Facts) -> Advice | None:
     """Judge a prefix cache that rarely hits.
 
-    The rule applies if fewer than PAYING_RATIO of the looked-up tokens were cached. Before it
-    judges, there must have been at least PREFIX_TOKENS_PER_SECOND for PREFIX_SECONDS. It proposes
-    prompts with a common beginning, or turning off the prefix cache, which saves the lookups.
+    The rule applies if fewer than PAYING_RATIO of the looked-up tokens were cached. For the rule to
+    apply, at least PREFIX_TOKENS_PER_SECOND must have been looked up over PREFIX_SECONDS. It
+    proposes prompts with a common beginning or, to save the lookups, turning off the prefix cache.
     Returns None if the rule does not apply.
     """
     for engine in facts.engines:
@@ -707,7 +708,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not show how long the engine has been counting. The time is computed for
+    # A page does not show since when the engine has been counting. The time is derived from
     # PREFIX_TOKENS_PER_SECOND, the lowest traffic that is judged.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
@@ -747,16 +748,16 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
 
 
 def _hits_rarely(prefix: PrefixFacts) -> bool:
-    """Return whether the hit ratio is low; for a page, also in the last five minutes."""
+    """Return whether the hit ratio is low, for a page also over the last five minutes."""
     if prefix.recent_ratio is not None and prefix.recent_ratio >= PAYING_RATIO:
         return False
     return prefix.hits < PAYING_RATIO * prefix.queries
 
 
 def _list_prefix_evidence(prefix: PrefixFacts) -> tuple[Figure, ...]:
-    """Return the figures for a prefix cache; an unknown recent ratio is left out."""
+    """Return the figures for a prefix cache, without the recent ratio if it is unknown."""
     hit_ratio = prefix.hits / prefix.queries
-    # If the ratio is unknown, the text is not shown, because `list_evidence` drops that figure.
+    # If the ratio is unknown, `list_evidence` leaves out the figure and its text.
     recent_ratio = prefix.recent_ratio or 0.0
     span = "since the engine's start"
     if prefix.seconds is not None:

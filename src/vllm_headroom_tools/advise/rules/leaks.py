@@ -1,4 +1,4 @@
-"""Rules for leaks of memory or cache blocks, which a restart frees, and for shortages."""
+"""Rules for leaks of memory or cache blocks, which a restart fixes, and for shortages."""
 
 from collections.abc import Iterable
 from math import floor
@@ -68,8 +68,8 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
     LeakLocation.TENSORS: (REPORT_TENSORS,),
     None: (CHANGE_VERSION,),
 }
-"""For each location of the growth, what to try, in this order. The key None means that the location
-is unknown.
+"""For each location of the growth, the fixes to try, in this order. The key None means that the
+location is unknown.
 """
 
 
@@ -83,14 +83,14 @@ FIND_HOLDER: Final = Change(
 
 
 class WorstLeak(Struct, frozen=True, kw_only=True):
-    """The worst of several leaks: the fastest ongoing leak, or else the fastest ended leak."""
+    """The fastest ongoing leak or, if all leaks have ended, the fastest of these."""
 
-    # All series that leaked, for the summary.
+    # The names of all series that leaked, for the summary.
     names: str
-    # The series of the worst leak.
+    # The name of the series with the worst leak.
     name: str
     leak: Leak
-    # The newest figures of its alarm.
+    # The latest figures of this series' alarm.
     alarm: Moment
 
 
@@ -98,9 +98,9 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     """Judge the growth of the engine's GPU memory (docs/leaks.md).
 
     The rule applies if the leak detector raised an alarm on a GPU. It proposes a restart before
-    memory runs out, then a fix that depends on the location of the growth. No vLLM option stops a
-    leak. If it is unknown which process is growing, the first step is to find this process. Returns
-    None if the rule does not apply.
+    memory runs out, and then a fix that depends on where memory grows. No vLLM option stops a leak.
+    If it is unknown which process is growing, the first step is to find this process. Returns None
+    if the rule does not apply.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
@@ -110,7 +110,7 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     first_changes: tuple[Change, ...] = ()
     unknown_names = {gpu.display_name for gpu in facts.gpus if not gpu.is_holder_known}
     # The probe measures only the engine's memory. If the location of the growth is known, the
-    # growth therefore comes from the engine.
+    # engine itself is therefore growing.
     if worst.name in unknown_names and location is None:
         summary = (
             f"{worst.names} fills, by whom is not known; every process on the card is affected."
@@ -134,11 +134,11 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
 
 
 def find_straight_growth(facts: Facts) -> Advice | None:
-    """Judge growth that filled a GPU within minutes, too fast for the leak detector.
+    """Judge growth that filled a GPU within minutes, which is too fast for the leak detector.
 
-    The rule applies if memory grew in a straight line under a constant load before an exit, and the
-    detector raised no alarm. It proposes a fix for the growth, which is not a vLLM option, because
-    no option stops a leak. Returns None if the rule does not apply.
+    The rule applies if memory grew in a straight line under a constant load before an exit and the
+    detector raised no alarm. The proposed fix is not a vLLM option, because no option stops a leak.
+    Returns None if the rule does not apply.
     """
     gpus = [causes.find_straight_growth_gpu(end) for end in facts.ends]
     # Start with the latest exit, because the operator wants to know about that exit.
@@ -169,8 +169,8 @@ def find_host_leak(facts: Facts) -> Advice | None:
     """Judge the growth of host memory in the engine's processes.
 
     The rule applies if the leak detector raised an alarm on a process role. It proposes a restart
-    before the kernel kills the engine, then an upgrade. If a leak in this role is known, the advice
-    is to upgrade to the version that fixes it. Returns None if the rule does not apply.
+    before the kernel kills the engine, and then an upgrade. If a leak in this role is known, the
+    advice is to upgrade to the version that fixes it. Returns None if the rule does not apply.
     """
     worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
     if worst is None:
@@ -198,9 +198,9 @@ def find_host_leak(facts: Facts) -> Advice | None:
 
 
 def _list_known_cures(facts: Facts, role: str) -> list[str]:
-    """Return the fixes for leaks that this version of vLLM is known to have in this role.
+    """Return the fixes for known leaks in this role that affect this version of vLLM.
 
-    Returns an empty list if the version is unknown, or has no known leak.
+    Returns an empty list if the version is unknown, or if it has no known leak.
     """
     version = facts.settings.version
     if not version:
@@ -210,7 +210,7 @@ def _list_known_cures(facts: Facts, role: str) -> list[str]:
 
 
 def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
-    """Return the worst leak among these named series; None if no series had an alarm."""
+    """Return the worst leak among these named series, or None if no series had an alarm."""
     names = []
     worst = None
     worst_rank = (False, 0.0)
@@ -236,7 +236,7 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
 def _list_remedies(
     worst: WorstLeak, *, usual_time: str, end: str, cures: Iterable[str]
 ) -> tuple[Change, ...]:
-    """Return the changes for a leak: a restart, unless the leak has ended, and the `cures`.
+    """Return the changes for a leak: a restart if the leak has not ended, and then the `cures`.
 
     `end` names what happens if the leak goes on. `usual_time` says when to restart if the remaining
     time is unknown.
@@ -245,7 +245,7 @@ def _list_remedies(
     if worst.leak.ended_seconds is not None:
         # The leak has ended, probably because of a restart.
         return upgrades
-    # The lower bound of the remaining time is the safe choice if it is known.
+    # If the lower bound of the remaining time is known, it is the safe choice.
     seconds_left = worst.alarm.time_to_oom_seconds_lower
     if seconds_left is None:
         seconds_left = worst.alarm.time_to_oom_seconds
@@ -284,12 +284,12 @@ def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
 # KV cache block leaks.
 
 LOST_RATIO: Final = 0.01
-"""Blocks count as lost if more than this share of the KV cache is in use although no request holds
-it, and the share has risen LOST_RISES times (alert HeadroomKvBlocksLeak).
+"""Blocks are considered lost if more than this share of the KV cache is in use even though no
+request holds it, and the share has risen LOST_RISES times (alert HeadroomKvBlocksLeak).
 """
 
 LOST_RISES: Final = 3
-"""How many times the share in use must have risen from one idle period to the next (alert
+"""The number of times that the share in use must have risen from one idle period to the next (alert
 HeadroomKvBlocksLeak).
 """
 
@@ -299,9 +299,9 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
 
     The rule concerns the share of the cache that is in use while the engine is idle. It applies if
     this share exceeds STRANDED_RATIO. It also applies if this share exceeds LOST_RATIO and has
-    risen LOST_RISES times from one idle period to the next. It proposes a restart, then an upgrade
-    or running without the KV connector, which may lose blocks in failed transfers. Returns None if
-    the rule does not apply.
+    risen LOST_RISES times from one idle period to the next. It proposes a restart, followed by an
+    upgrade or by running without the KV connector, which may lose blocks in failed transfers.
+    Returns None if the rule does not apply.
     """
     leaking_engines = []
     evidence: list[Figure] = []
@@ -330,7 +330,7 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
 
 
 def _loses_blocks(stranded: StrandedFacts) -> bool:
-    """Return whether the share in use while idle is large or has risen often enough."""
+    """Return whether the share in use while idle is large enough or has risen often enough."""
     if stranded.ratio > STRANDED_RATIO:
         return True
     return stranded.rises >= LOST_RISES and stranded.ratio > LOST_RATIO
@@ -371,7 +371,9 @@ SHORTAGE_CAUSES: Final = {
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
     Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
 }
-"""The cause and the beginning of the summary for each kind of shortage; {} is the GPU."""
+"""The cause and the beginning of the summary for each kind of shortage, where {} is replaced by the
+GPU.
+"""
 
 SHORTAGE_REMARK: Final = (
     "The share in use means little, since vLLM takes most of the GPU at its start;"
@@ -384,7 +386,7 @@ BURST_REMARK: Final = (
 
 
 def find_over_budget(facts: Facts) -> Advice | None:
-    """Judge an engine that has exceeded its budget since its first traffic.
+    """Judge an engine that has exceeded its budget ever since its first traffic.
 
     The excess is the memory that the engine holds beyond its budget while at rest. The rule applies
     in the same cases as the sidecar's verdict: if little memory was left for OVER_BUDGET_SECONDS
@@ -394,7 +396,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     gpus = _list_over_budget(facts)
     if not gpus:
         return None
-    # The GPU with the largest excess decides, because the option is the same for all GPUs.
+    # Use the GPU with the largest excess, because the option is the same for all GPUs.
     gpu, excess = max(gpus, key=lambda pair: pair[1].excess_bytes)
     exits = sum(1 for end in facts.ends if is_over_budget(end))
     size = format_size(excess.excess_bytes)
@@ -407,7 +409,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     )
     duration = format_duration(excess.seconds)
     lasted = f", for {duration}" if facts.origin is FactsSource.TRACE else ""
-    # This is the room while the engine is at rest. Bursts need additional memory.
+    # The room that is left while the engine is at rest. Bursts need additional memory.
     room_bytes = max(0.0, (gpu.usable_bytes or 0.0) - excess.budget_bytes - excess.excess_bytes)
     return Advice(
         cause=Cause.OVER_BUDGET,
@@ -444,7 +446,7 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
             continue
         room_bytes = gpu.usable_bytes - excess.budget_bytes - excess.excess_bytes
         is_lasting = excess.seconds >= OVER_BUDGET_SECONDS
-        # An excess alone is not a problem: it must leave too little memory, or explain an exit.
+        # An excess alone is not a problem; it must also leave too little memory or explain an exit.
         if gpu.uuid in fatal_uuids or (is_lasting and room_bytes < excess.tight_bytes):
             gpus.append((gpu, excess))
     return gpus
@@ -454,9 +456,9 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     """Judge periods with less than LOW_BYTES left on a GPU, except those caused by a leak.
 
     The rule applies if any GPU had a shortage of this kind. It first proposes changes that make
-    bursts smaller, in the order of the runbook HeadroomGpuMemoryPeak. Then it proposes a smaller
-    share for vLLM, which would have left AIM_BYTES free in the worst shortage. Returns None if the
-    rule does not apply.
+    bursts smaller, in the order of the runbook HeadroomGpuMemoryPeak. It then proposes a share for
+    vLLM that would have left AIM_BYTES free in the worst shortage. Returns None if the rule does
+    not apply.
     """
     explained_uuids = _list_explained(facts, kind)
     spells = [
@@ -546,8 +548,8 @@ def _list_shortage_evidence(
 
 
 FEWEST_STEP_TOKENS: Final = 1024
-"""Our choice: if a step has fewer tokens than this, it is not halved, because prompts would then
-take too many steps.
+"""Our choice: the tokens per step are not halved if there are fewer than this, because prompts
+would then take too many steps.
 """
 
 
@@ -569,7 +571,7 @@ def _halve_steps(facts: Facts) -> Change | None:
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
-    """Return a limit on running requests: the highest number that ran with enough memory left.
+    """Return a limit at the highest number of requests that ran with enough memory left.
 
     Returns None if that number is unknown, or if it was not exceeded in the burst.
     """

@@ -23,12 +23,12 @@ REMARK = (
 
 
 def find_unsafe_peaks(facts: Facts) -> Advice | None:
-    """Judge the last minute's peaks and the largest safe requests, as measured by the probe.
+    """Judge the last minute's peaks and the largest safe requests, both measured by the probe.
 
     The rule applies if another peak of the same kind of work, including its spread, would not fit.
     It also applies if fewer tokens are safe with prompt logprobs than without. It proposes limiting
-    that kind of work to the value from the fit, then a smaller share. Returns None if the rule does
-    not apply.
+    that kind of work to a value that is safe according to the probe's fit, and then a smaller
+    share. Returns None if the rule does not apply.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]
@@ -42,7 +42,7 @@ def find_unsafe_peaks(facts: Facts) -> Advice | None:
 
 
 def _are_logprobs_limited(gpu: GpuFacts) -> bool:
-    """Return whether prompts with logprobs are limited by memory rather than by cache or model."""
+    """Return whether memory limits prompts with logprobs more than the cache or model does."""
     if gpu.safe_prompt_tokens is None or gpu.safe_logprobs_tokens is None:
         return False
     return gpu.safe_logprobs_tokens < gpu.safe_prompt_tokens
@@ -82,7 +82,7 @@ def _build_advice(facts: Facts, gpu: GpuFacts, peak: PeakFacts | None) -> Advice
 def _limit_work(
     facts: Facts, gpu: GpuFacts, work: Work, peak: PeakFacts | None
 ) -> tuple[Change, ...]:
-    """Return the options that limit a kind of work, using the values from the fit."""
+    """Return the options that limit a kind of work, with values computed from the probe's fit."""
     if work is Work.PROMPT_LOGPROBS and gpu.safe_logprobs_tokens:
         return drop_none(
             lower_option(

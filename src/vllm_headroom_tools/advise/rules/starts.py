@@ -36,8 +36,8 @@ NO_COST: Final = "none to this engine"
 # Starts that exit before the engine begins to serve.
 
 FAILED_STARTS: Final = 2
-"""Our choice: at least this many exits or failed starts are needed for advice, because the operator
-may have stopped the engine once.
+"""Our choice: advice requires at least this many exits or failed starts, because the operator may
+have stopped the engine once.
 """
 
 MODEL_LOADED_RATIO: Final = 0.5
@@ -49,17 +49,18 @@ def find_failing_starts(facts: Facts) -> Advice | None:
 
     The rule applies if there were at least FAILED_STARTS failed starts. The cause is determined
     from two figures at each exit: the room on the engine's GPUs, and the memory that the engine and
-    other processes held there. The advice addresses the first cause that fits: other processes on
-    the GPU, a full /dev/shm, a full GPU, a model that leaves no room for the KV cache, or a cause
-    other than memory.
+    other processes held on these GPUs. The advice is for the first cause that fits: other processes
+    on the GPU, a full /dev/shm, a full GPU, a model that leaves no room for the KV cache, or a
+    cause other than memory.
 
-    Returns None if there were fewer failed starts, or if the cause is unknown. It is unknown if no
-    start shows the room on a GPU, and fewer than FAILED_STARTS starts had loaded the model.
+    Returns None if there were fewer failed starts, or if the cause is unknown. The cause is unknown
+    if no start shows the room on a GPU and fewer than FAILED_STARTS starts had loaded the model.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    # Use the median, because a single start while other processes held memory proves nothing.
+    # Use the median, because a single start at a time when other processes held memory proves
+    # nothing.
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
     # A full /dev/shm makes a start fail no matter how much room the GPU has, so check it first.
@@ -173,25 +174,25 @@ def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice |
 
 
 def _find_others_bytes(start: Ending) -> float:
-    """Return the most bytes that other processes held on a GPU when a start ended; 0 if unknown."""
+    """Return the most bytes that other processes held on a GPU when a start ended, or 0."""
     return max((gpu.last_other_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _find_held_bytes(start: Ending) -> float:
-    """Return the most bytes that the engine held on a GPU when a start ended; 0 if unknown."""
+    """Return the most bytes that the engine held on a GPU when a start ended, or 0."""
     return max((gpu.last_engine_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
-    """Return for each start the least room on any GPU when it ended, without unknown values."""
-    # The room on the fullest GPU is always known, because a GPU whose room is unknown is never
-    # considered the fullest.
+    """Return the least room on any GPU when each start ended, leaving out unknown values."""
+    # The room on the fullest GPU is always known, because only GPUs with known room can be the
+    # fullest.
     gpus = [start.fullest_gpu for start in starts]
     return [gpu.last_room_bytes or 0 for gpu in gpus if gpu is not None]
 
 
 def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
-    """Return the starts that had loaded the model; empty if no GPU's size is known."""
+    """Return the starts that had loaded the model, or nothing if no GPU's size is known."""
     usable_bytes = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
     return [
         start for start in starts if _find_held_bytes(start) >= MODEL_LOADED_RATIO * usable_bytes
@@ -212,11 +213,11 @@ def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
 
 
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
-    """Return the changes for other processes on the GPU: move them, and lower vLLM's share.
+    """Return the changes: move other processes off the GPU, and lower vLLM's share.
 
-    The new share is the memory that was free before the starts. The new share is left out if the
-    free memory is unknown, if the KV cache's size is set in bytes, or if the new share would not be
-    lower than the current one.
+    The new share is the share of memory that was free before the starts. The new share is left out
+    if the free memory is unknown, if the KV cache's size is set in bytes, or if the new share would
+    not be lower than the current one.
     """
     move = Change(
         text=(
@@ -228,8 +229,8 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     free_bytes = _find_free_bytes(facts.failed_starts)
     if free_bytes is None or facts.usable_bytes is None or facts.settings.sizes_cache_in_bytes:
         return (move,)
-    # A share takes the most bytes on the largest GPU. Therefore, compute it for that GPU, and round
-    # it down to a hundredth.
+    # The same share takes the most bytes on the largest GPU. Therefore, compute it for that GPU,
+    # and round it down to a hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
     # If the current share is unknown, it is probably vLLM's default, and `share` is not lower than
     # that.
@@ -247,7 +248,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 
 
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
-    """Return the fewest bytes that were free on a GPU before a start; None if all are unknown.
+    """Return the fewest bytes that were free on a GPU before a start, or None if unknown.
 
     The bytes that the engine held in its first sample count as free before the start.
     """
@@ -316,10 +317,11 @@ def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
 def find_crash(facts: Facts) -> Advice | None:
     """Judge exits of a serving engine that GPU memory does not explain.
 
-    An exit from `find_crashes` counts only if the room on the GPUs is known. The rule applies if at
-    least FAILED_STARTS exits count, or if engine processes outlived one of these exits. It proposes
-    reading the logs, which show whether an allocation failed. If no allocation failed, changing
-    options that size memory does not help. Returns None if the rule does not apply.
+    Of the exits from `find_crashes`, only those with known room on the GPUs are used. The rule
+    applies if there are at least FAILED_STARTS such exits, or if engine processes outlived one of
+    them. It proposes reading the logs, which show whether an allocation failed. If no allocation
+    failed, changing options that size memory does not help. Returns None if the rule does not
+    apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
@@ -362,7 +364,7 @@ def find_crash(facts: Facts) -> Advice | None:
 
 
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
-    """Return the exits that were crashes of a serving engine while GPU memory was left.
+    """Return the exits in which a serving engine crashed while GPU memory was left.
 
     At such an exit, requests were running, or some of the engine's processes stayed behind. An exit
     counts even if the room on the GPUs is unknown.
@@ -379,7 +381,7 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
 
 
 def _is_crash(end: Ending) -> bool:
-    """Return whether an exit was a crash, perhaps by a failed allocation that left no evidence."""
+    """Return whether an exit was a crash, or perhaps an allocation failure without evidence."""
     answer = judge_ending(end)[0]
     if answer.cause is EndCause.CRASH:
         return True
@@ -388,7 +390,7 @@ def _is_crash(end: Ending) -> bool:
 
 
 def _is_surely_a_crash(end: Ending) -> bool:
-    """Return whether the most likely cause of an exit is more than a possibility."""
+    """Return whether the most likely cause of an exit is rated as more than possible."""
     return judge_ending(end)[0].sureness is not Sureness.POSSIBLE
 
 
@@ -407,9 +409,9 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     """Judge host memory that ran short.
 
     The rule applies if the kernel's out-of-memory killer ended a process, or if less than
-    HOST_LOW_RATIO of the container's memory limit was left at the highest usage. The proposals are
-    a smaller cache for processed images, then less data in host memory, then a higher limit.
-    Returns None if the rule does not apply.
+    HOST_LOW_RATIO of the container's memory limit was left at the highest usage. It proposes a
+    smaller cache for processed images, then less data in host memory, then a higher limit. Returns
+    None if the rule does not apply.
     """
     host = facts.host
     if host is None:
@@ -419,7 +421,8 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     is_low = False
     if room_bytes is not None and limit_bytes is not None:
         is_low = room_bytes < HOST_LOW_RATIO * limit_bytes
-    # A kill counts even if the samples show room, because memory may run out between two samples.
+    # A kill is judged even if the samples show room, because memory may run out between two
+    # samples.
     if not host.oom_kills and not is_low:
         return None
     used_bytes = None if limit_bytes is None else host.used_bytes
@@ -470,11 +473,12 @@ def find_other_tenant(facts: Facts) -> Advice | None:
     """Judge memory held by processes that do not belong to the engine.
 
     The rule applies if other processes hold more than NEIGHBOUR_BYTES on one of the engine's GPUs.
-    In addition, they must have allocated that much during the trace, or leave less than AIM_BYTES.
-    It is not a problem if other processes use a constant amount and the engine has enough room
-    (runbook HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so only the memory
-    that other processes currently hold counts. The rule proposes moving the other processes or, if
-    that is impossible, a smaller share for vLLM. Returns None if the rule does not apply.
+    In addition, these processes must have allocated that much during the trace, or leave less than
+    AIM_BYTES. Other processes that use a constant amount and leave the engine enough room are not a
+    problem (runbook HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so the
+    rule only uses the memory that other processes currently hold. The rule proposes moving the
+    other processes or, if that is impossible, a smaller share for vLLM. Returns None if the rule
+    does not apply.
     """
     gpu = None
     others_memory = None
@@ -528,7 +532,7 @@ def find_other_tenant(facts: Facts) -> Advice | None:
 
 
 def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
-    """Return whether other processes allocated much memory during the trace, or leave too little.
+    """Return whether other processes allocated much memory in the trace or leave too little.
 
     For a page, return whether other processes currently hold much memory.
     """
@@ -542,7 +546,7 @@ def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
 
 
 def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> Change | None:
-    """Return a smaller share for vLLM; None if the current share is unknown or leaves enough.
+    """Return a smaller share, or None if the current share is unknown or leaves enough.
 
     The new share leaves AIM_BYTES at peaks. It is at most the memory that other processes leave
     free, because vLLM otherwise refuses to start (worker/utils.py).
@@ -560,8 +564,9 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
 def find_leftovers(facts: Facts) -> Advice | None:
     """Judge processes that outlived their engine.
 
-    The rule applies if such a process is on the engine's GPUs at the end of a trace. It proposes
-    ending this process. A page names no such processes. Returns None if the rule does not apply.
+    The rule applies if such a process is still on the engine's GPUs at the end of a trace. It
+    proposes ending this process. A page does not list such processes. Returns None if the rule does
+    not apply.
     """
     figures: list[tuple[str, float | str, str]] = []
     for gpu in facts.gpus:
