@@ -12,7 +12,7 @@ POD_NAMES: Final = 3
 
 
 def find_engine_folder(place: Path, wanted: str | None) -> Path:
-    """Return one engine's state folder if `place` contains several; otherwise `place`.
+    """Return the wanted engine's folder if `place` contains several state folders, else `place`.
 
     If several pods have had the wanted name, the newest pod's folder is returned. Raises BadInput
     if no engine or more than one has the wanted name, or if `place` cannot be read.

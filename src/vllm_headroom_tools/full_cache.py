@@ -130,7 +130,7 @@ class CollapseHistory:
         running = previous_reading.running or 0.0
         passed_seconds = now_seconds - self._newest_seconds
         thrash = self._current
-        # Collapses close to each other are part of the same thrashing.
+        # Collapses that are close together are part of the same sequence.
         if thrash is None or passed_seconds > COLLAPSE_GAP_SECONDS:
             thrash = ThrashFacts(
                 times=1,

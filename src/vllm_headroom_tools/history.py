@@ -26,7 +26,7 @@ from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 RESIZED_RATIO: Final = 0.01
 """Our choice: if the KV cache size changes by more than this ratio, the engine's settings have
-changed. Between starts with the same settings, the size differs by less.
+changed. Between starts with the same settings, the size differs by less than this.
 """
 
 
@@ -215,7 +215,8 @@ class LeakCourse(Struct):
         - A warning is still open, or was open when the engine restarted.
         - All withdrawn warnings together lasted at least as long as the detector needs for an
           alarm.
-        - The time without growth since the last warning is shorter than that.
+        - The time without growth since the last warning is shorter than the detector needs for an
+          alarm.
         """
         if self._was_cut_off or self.warning is not None:
             return True
@@ -382,7 +383,7 @@ class LeakReplay:
         return self._courses.get(series) or LeakCourse()
 
     def requests(self, series: str) -> float:
-        """Return the requests finished in this run since the detector began to follow the series.
+        """Return the requests finished since the detector began to follow the series in this run.
 
         The number is 0 if the detector does not follow the series yet.
         """
@@ -480,7 +481,7 @@ class LeakReplay:
         course.step(LeakState(state), moment, restarted=has_restarted)
         if course.state is LeakState.LEAKING:
             # The location of growth comes from the probe, which measures only the engine's memory.
-            # Growth with a known location is therefore the engine's.
+            # Growth with a known location is therefore in the engine's memory.
             is_engines = series not in self._shared_uuids or moment.location is not None
             course.is_holder_known = is_engines
 

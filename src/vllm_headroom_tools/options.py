@@ -386,9 +386,9 @@ class Parser(argparse.ArgumentParser):
         """Also accept options of another program and, after `--`, that program's command line.
 
         `foreign_names` are the other program's options that have no effect on this one. `read_line`
-        extracts the options from such a command line. If an option is repeated on this command
-        line, the last occurrence counts. An option before `--` overrides the command line. Error
-        messages call an unknown option "no `option_kind`".
+        extracts the options from the other program's command line. If an option is repeated on this
+        command line, the last occurrence counts. An option before `--` overrides the same option on
+        that command line. Error messages call an unknown option "no `option_kind`".
 
         With `is_lenient`, unknown options on the command line are accepted, because a newer release
         of the program may have them. `unknown_options` in the namespace then contains a sentence

@@ -1,4 +1,4 @@
-"""Record with perf where processes first touch memory, including in native code."""
+"""Use perf to record where processes first touch memory, including in native code."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ pages.
 SCRIPT_COMMAND: Final = "script --no-inline --fields pid,ip,sym,dso"
 
 RECORDED_STATUSES: Final = (0, 130, -signal.SIGINT)
-"""perf's exit statuses after a successful recording: a normal exit, or an exit on an interrupt."""
+"""perf's exit statuses after a successful recording, which ends normally or with an interrupt."""
 
 PERF_END_SECONDS: Final = 120.0
 """The time limit for perf to exit after an interrupt. perf unwinds the stacks during this time."""

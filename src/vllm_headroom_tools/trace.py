@@ -365,7 +365,7 @@ _INSIDE_FIELDS: Final = {
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved_by_torch",
 }
-"""The names of the fields of Inside in a trace."""
+"""The names that the fields of Inside have in a trace."""
 
 
 def _read_fields(

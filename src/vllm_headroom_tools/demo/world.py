@@ -26,7 +26,7 @@ class Visits(Struct, frozen=True):
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """The events that occur in a simulation in addition to healthy serving."""
+    """The events that occur in a simulation in addition to normal operation."""
 
     name: str
     leak_bytes_per_request: float = 0.0
@@ -80,7 +80,7 @@ TABLE: Final[dict[str, Scenario]] = {
     scenario.name: scenario
     for scenario in (
         Scenario(name="healthy"),
-        # 12.8 MB per 1,000 requests is the rate in the post-mortem with which this project began.
+        # This rate, 12.8 MB per 1,000 requests, is from the post-mortem that led to this project.
         Scenario(name="leak", leak_bytes_per_request=12_800.0),
         Scenario(name="burst", bursts=Visits((1_200.0, 2_400.0), (20.0, 45.0), (4.0, 6.0))),
         Scenario(
@@ -518,7 +518,7 @@ class World:
     def _start_engine(
         self, number: int, started_seconds: float, serving_seconds: float
     ) -> SimulatedRun:
-        """Start the engine's next run, draw the time of its exit, and return the run."""
+        """Start the engine's next run, draw a random time for its exit, and return the run."""
         self._exits_at_seconds = inf
         if self._scenario.restart_after_seconds is not None:
             run_seconds = self._fate.uniform(*self._scenario.restart_after_seconds)

@@ -211,7 +211,7 @@ def _write_into(folder: Path) -> None:
 
 
 def _record_in(file: Path) -> None:
-    """Try the operations that the daemon does on its trace, without changing the file.
+    """Try the operations that the daemon performs on its trace, without changing the file.
 
     Raises OSError if that fails, or ValueError if the file is not a trace.
     """

@@ -132,7 +132,7 @@ def read_postmortem(
     if log is not None:
         start = find_start(log, None if ending is None else ending.seconds)
         if ending is not None and start is not None:
-            # If the operator gives a log, it replaces what the incident contains of the log.
+            # A log that the operator provides replaces the part of the log that is in the incident.
             ending = replace(ending, log=build_log_ending(start, ending.seconds))
     # The daemon saves an incident only when an engine ends or stalls.
     has_ended = incident is not None or follower.is_page_lost
@@ -211,7 +211,8 @@ class EndFollower:
             self.ending = event
         self._note_leaks(snapshot)
         self._has_answered = self._has_answered or snapshot.page is not None
-        # A page that stops responding is also an end, even if no sample shows an exit.
+        # If the engine's page stops responding, this also counts as an end, even if no sample shows
+        # an exit.
         self.is_page_lost = self._has_answered and snapshot.page is None
         return snapshot
 
@@ -229,7 +230,8 @@ class EndFollower:
         if not is_due and not is_overdue:
             return None
         status = snapshot.engine_status
-        # The run that exited is taken from before this sample, which may already show the next run.
+        # The run that exited is taken from the previous sample, because this sample may already
+        # show the next run.
         run = previous.runs.newest or previous.runs.present
         reason = incident.reason
         age_seconds = None
@@ -490,7 +492,7 @@ def _list_torch_sizes(device: TorchMemory) -> Iterator[str]:
 
 
 def _describe_growth(growth: MappingGrowth) -> str:
-    """Describe which kinds of a process's mappings grew, and for how long if that is known."""
+    """Describe which kinds of mapping grew in a process and, if known, for how long."""
     kinds = ", ".join(f"{format_size(n_bytes)} in {kind}" for kind, n_bytes in growth.kinds.items())
     duration = ""
     if growth.since is not None and growth.t is not None:

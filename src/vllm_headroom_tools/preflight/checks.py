@@ -563,7 +563,7 @@ def choose_gpus(
             if not matches and name not in missing_names:
                 missing_names.append(name)
         candidates = tuple(named_devices)
-    # vLLM uses the first visible GPUs; GPUs named by --gpus are all used.
+    # vLLM uses the first of the visible GPUs, but it uses all GPUs that --gpus names.
     chosen = candidates if choice.named is not None else candidates[: choice.count]
 
     problems = []

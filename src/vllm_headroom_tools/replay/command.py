@@ -147,7 +147,7 @@ def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
-    """Yield a line for each of the first intervals, and a line with the number of the others."""
+    """Yield a line for each of the first intervals, and one with the number of remaining ones."""
     for begin, end in intervals[:MOST_INTERVALS]:
         until = "to the end"
         if end is not None:

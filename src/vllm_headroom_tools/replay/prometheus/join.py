@@ -166,7 +166,7 @@ def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: i
 
 
 def _pick_identity(kind: Exporter, series: Series) -> dict[str, str]:
-    """Return the labels of a series that the exporter itself writes."""
+    """Return those labels of a series that the exporter itself writes."""
     return {name: text for name, text in series.labels.items() if name in kind.identity}
 
 
@@ -222,8 +222,7 @@ def _sample_gpus(
     for series, value in values:
         uuid = series.labels.get(uuid_label, "")
         if series.name == catalog.GPU_INFO.name:
-            # For a while after a device's attribution changes, the device has two attribution
-            # series.
+            # For a while after a device's attribution changes, the device has two info series.
             is_attributed = bool(series.labels.get("attribution"))
             is_engines_own[uuid] = is_engines_own.get(uuid, False) or is_attributed
             continue
@@ -235,7 +234,7 @@ def _sample_gpus(
     return [
         _build_device(uuid, facts, unit_bytes)
         for uuid, facts in sorted(devices.items())
-        # Without attribution, all selected devices count.
+        # If there is no attribution, all selected devices are returned.
         if is_engines_own.get(uuid, True)
     ]
 
