@@ -96,7 +96,7 @@ class CollapseHistory:
 
     @property
     def worst(self) -> ThrashFacts | None:
-        """Return the longest sequence of collapses; None if it is below SHORTEST_THRASH_SECONDS."""
+        """Return the longest sequence of collapses, or None if below SHORTEST_THRASH_SECONDS."""
         worst = self._worst
         if worst is None or worst.seconds < SHORTEST_THRASH_SECONDS:
             return None

@@ -251,7 +251,7 @@ def round_top(top: float, unit: float) -> float:
 
 
 def list_ticks(begin: float, end: float) -> list[float]:
-    """Return the round times in a period, at most MOST_TICKS; empty for very long periods."""
+    """Return at most MOST_TICKS round times in a period, or none if the period is very long."""
     for step_seconds in TICK_SECONDS:
         first = ceil(begin / step_seconds)
         last = floor(end / step_seconds)

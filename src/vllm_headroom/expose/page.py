@@ -182,7 +182,7 @@ def _render_headline(view: View, worst: Verdict) -> str:
 
 
 def _list_alike_gpus(view: View, worst: Verdict) -> list[str]:
-    """Return the GPUs in the worst verdict's situation; empty if the verdict is not about a GPU."""
+    """Return the GPUs in the worst verdict's situation, or none if it does not concern a GPU."""
     if not worst.subject.startswith("GPU "):
         return []
     subjects = [

@@ -91,14 +91,14 @@ class SavedHistory(Struct, frozen=True, kw_only=True):
     """The history as saved in a state file."""
 
     minute: int | None = None
-    """The newest minute, counted since the epoch; None before the first sample."""
+    """The newest minute, counted since the epoch, or None before the first sample."""
     curves: dict[str, bytes] = field(default_factory=dict)
     """The values of each curve for a day, as 32-bit floats, by the curve's name."""
     week_curves: dict[str, bytes] = field(default_factory=dict)
     """The values for a week, in the same form."""
     events: tuple[HistoryEvent, ...] = ()
     verdict_starts: tuple[VerdictStart, ...] | None = None
-    """The verdicts of the last sample; None before the first sample."""
+    """The verdicts of the last sample, or None before the first sample."""
     start_durations_seconds: tuple[float, ...] = ()
     """How long the engine's last starts took, oldest first."""
 
@@ -208,11 +208,11 @@ class History:
         self.start_durations_seconds: tuple[float, ...] = ()
         """How long the engine's last starts took, oldest first."""
         self._minute: int | None = None
-        """The newest minute, counted since the epoch; None before the first sample."""
+        """The newest minute, counted since the epoch, or None before the first sample."""
         self._day = _Rings(1, CURVE_POINTS)
         self._week = _Rings(WEEK_STEP_MINUTES, WEEK_POINTS)
         self._verdict_starts: dict[VerdictKey, VerdictStart] | None = None
-        """The verdicts of the last sample; None before the first sample."""
+        """The verdicts of the last sample, or None before the first sample."""
         self._state: EngineState | None = None
         """The engine's state in the last sample, or None if unknown."""
 

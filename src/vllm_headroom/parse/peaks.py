@@ -43,7 +43,7 @@ def read_peaks(entry: dict[str, Any]) -> PeakReadings:
 
 
 def read_step_at_error(entry: dict[str, Any]) -> StepAtError | None:
-    """Return the step in which an error was raised; None if this kind of step is unknown here."""
+    """Return the step in which an error was raised, or None if its kind is unknown here."""
     name = fields.read_text(entry, "work")
     work = next((work for work in Work if work == name), None)
     return None if work is None else StepAtError(work=work, step=_read_step(entry))

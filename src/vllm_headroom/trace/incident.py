@@ -357,7 +357,7 @@ def _fit_items(value: object, kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a
 
 
 def _fit_values(value: object, kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a type of the schema
-    """Return the entries of an object whose values fit; empty for any other value."""
+    """Return the entries of an object whose values fit, or none for any other value."""
     if not isinstance(value, dict):
         return {}
     fitting_values = {name: _fit(item, kind) for name, item in value.items()}
@@ -396,7 +396,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
 
 
 def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None:
-    """Return the step that raised an OutOfMemoryError shortly before the end; None if unknown."""
+    """Return the step that ran out of GPU memory shortly before the end, or None if unknown."""
     for oom in reversed(ooms):
         if oom.t is not None and oom.step is not None:
             seconds_before = end_seconds - oom.t

@@ -85,7 +85,7 @@ def check_gpus(survey: Survey) -> Check:
 
 
 def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
-    """Return the fixes for unreadable GPUs; empty if only the memory of NVIDIA GPUs is unknown."""
+    """Return the fixes for unreadable GPUs; there is none for NVIDIA GPUs with unknown memory."""
     failures = [device.failure for device in devices if device.failure]
     if failures:
         if failures[0].reason is Reason.NO_PERMISSION:
@@ -198,7 +198,7 @@ def _explain_no_process(
 
 
 def _share_processes(processes: ProcessReadings) -> tuple[Fix, ...]:
-    """Return the fixes that share the PID namespace; empty if all processes are already visible."""
+    """Return the fixes that share the PID namespace, or none if all processes are visible."""
     return () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
 
 

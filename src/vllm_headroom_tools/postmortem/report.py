@@ -101,7 +101,7 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 
     @property
     def situation(self) -> Situation | None:
-        """Return the situation to which the most certain finding belongs; None if no run ended."""
+        """Return the situation of the most certain finding, or None if no run ended."""
         return SITUATIONS.get(self.answer.cause, Situation.DOWN)
 
 

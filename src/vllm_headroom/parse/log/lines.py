@@ -241,7 +241,7 @@ class LineReader:
         return [(inner, seconds, process) for inner in texts]
 
     def _join(self, stream: str, text: str, *, is_complete: bool) -> str | None:
-        """Return a line of a stream, joined with its earlier parts; None while it is incomplete."""
+        """Return a line joined with its earlier parts, or None while the line is incomplete."""
         text = (self._incomplete.pop(stream, "") + text)[:LONGEST_LINE_BYTES]
         if is_complete:
             return text

@@ -130,7 +130,7 @@ class LogReader:
         return tuple(events)
 
     def _read_message(self, message: Message) -> list[LogEvent]:
-        """Return a message's events; empty before the first start, and for lines about requests."""
+        """Return a message's events, or none before the first start or if it is about a request."""
         text = message.text
         if not text or REQUEST.match(text):
             return []
