@@ -31,7 +31,7 @@ OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "pace": (verdicts, "weigh_pace", lambda *_: verdicts.WITNESS_ODDS_LIMIT),
     "shape": (verdicts, "is_even", lambda _: True),
     "clipped rises": (growth_evidence, "CLIP_MEDIANS", 1e9),
-    "patience": (verdicts, "compute_patience", lambda *_, **__: growth_evidence.GROWING_SECONDS),
+    "patience": (growth_evidence, "compute_patience", lambda *_, **__: growth_evidence.GROWING_SECONDS),
     "keeps its pace": (verdicts, "is_fading", lambda _: False),
     "most of the room": (verdicts, "find_growth_without_room", lambda *_: None),
     "large steps": (verdicts, "find_step_windows", lambda *_: ()),

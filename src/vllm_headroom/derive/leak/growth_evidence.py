@@ -443,14 +443,21 @@ evenly as a leak, and only time shows that they stop at a bound.
 """
 
 HASTE_SHARE: Final = 0.25
-"""If out-of-memory is near, growth needs to have lasted for only this share of the time left."""
+"""If out-of-memory is near, straight growth must have lasted for only this share of the time left.
+"""
 
 HASTE_SECONDS: Final = 180.0
 """If out-of-memory is near, growth must have lasted for at least this time."""
 
 PATIENCE_SHARE: Final = 0.05
-"""If out-of-memory is far away, growth must have lasted for this share of the time left. Nobody
-needs to be woken up for out-of-memory that is days away, and most slow growth ends before then.
+"""If out-of-memory is far away, straight growth must have lasted for this share of the time left.
+Nobody needs to be paged about out-of-memory that is days away, and most slow fills end.
+"""
+
+UNEVEN_PATIENCE_SHARE: Final = 0.36
+"""Growth that is not straight must have lasted for this share of the time left. Memory that fills
+up to a bound like 1 - exp(-t / tau) never lasts for 1/e (0.37) of its time left, unless the bound
+is as large as the room.
 """
 
 LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
@@ -468,19 +475,65 @@ raise an alarm. In the first hours of a run, caches, heaps and warm-ups grow as 
 """
 
 
-def compute_patience(left_seconds: float, *, is_room_known: bool) -> float:
+def compute_patience(left_seconds: float, *, is_room_known: bool, is_straight: bool) -> float:
     """Return for how many seconds growth must have lasted to raise an alarm.
 
     If the room is unknown, `left_seconds` is the time in which growth would fill an assumed amount
     of room. An alarm is then raised within hours only if growth would fill that amount soon.
     """
+    longest_seconds = LONGEST_PATIENCE_SECONDS if is_room_known else UNKNOWN_PATIENCE_SECONDS
+    if not is_straight:
+        uneven_seconds = max(UNEVEN_PATIENCE_SHARE * left_seconds, HASTE_SECONDS)
+        return min(uneven_seconds, longest_seconds)
     # If the device will soon be full, a share of the time left is shorter than an hour.
     haste_seconds = max(HASTE_SHARE * left_seconds, HASTE_SECONDS)
-    if not is_room_known:
-        return min(haste_seconds, UNKNOWN_PATIENCE_SECONDS)
-    patience_seconds = max(PATIENCE_SHARE * left_seconds, LEAKING_SECONDS)
-    patience_seconds = min(patience_seconds, LONGEST_PATIENCE_SECONDS)
-    return min(haste_seconds, patience_seconds)
+    if is_room_known:
+        patience_seconds = max(PATIENCE_SHARE * left_seconds, LEAKING_SECONDS)
+        haste_seconds = min(haste_seconds, patience_seconds)
+    return min(haste_seconds, longest_seconds)
+
+
+LINE_DEVIATION: Final = 0.08
+"""Our choice: growth is straight if its share never deviates from a straight line by more than
+this. The share of n random rises deviates by about 0.87 / sqrt(n), which is 0.19 for 21 rises. The
+share of a fill like 1 - exp(-t / tau) deviates by about t / (8 tau).
+"""
+
+
+def measure_deviation(growth: Growth) -> float:
+    """Return how far the share of the growth deviates from a straight line, by time or by requests.
+
+    This is Kolmogorov's distance, between 0 and 1, on the axis on which it is smaller. The rises
+    are clipped, because a single large demand does not bend a leak.
+    """
+    rises_bytes = clip_rises(growth)
+    sum_bytes = sum(rises_bytes)
+    grown_shares = [grown_bytes / sum_bytes for grown_bytes in accumulate(rises_bytes)]
+    deviations = [1.0]
+    for axis in (
+        [block.seconds for block in growth.blocks],
+        [block.requests for block in growth.blocks],
+    ):
+        length = axis[-1] - axis[0]
+        if length > 0:
+            points = zip(axis[1:], grown_shares, strict=True)
+            deviations.append(max([abs(share - (at - axis[0]) / length) for at, share in points]))
+    return min(deviations)
+
+
+def has_lasted(growth: Growth, left_seconds: float, *, is_room_known: bool) -> bool:
+    """Return whether growth has lasted long enough to raise an alarm, see `compute_patience`."""
+
+    def find_patience(*, is_straight: bool) -> float:
+        return compute_patience(left_seconds, is_room_known=is_room_known, is_straight=is_straight)
+
+    if growth.lasted_seconds >= find_patience(is_straight=False):
+        return True
+    # The deviation is measured last, because this reads all blocks.
+    return (
+        growth.lasted_seconds >= find_patience(is_straight=True)
+        and measure_deviation(growth) <= LINE_DEVIATION
+    )
 
 
 LEAST_STEPS_BYTES: Final = 512 * MIB
@@ -779,10 +832,13 @@ def judge_steps(
         leaking_odds = LEAKING_ODDS_WHERE_FULL
         sure_odds = SURE_OF_STEPS_WHERE_FULL
     may_be_leak = odds >= leaking_odds and grown_bytes >= enough_bytes
-    patience_seconds = compute_patience(left_seconds, is_room_known=room_bytes is not None)
-    has_lasted = lasted_seconds >= patience_seconds
-    if may_be_leak and has_lasted and (age_seconds >= YOUNG_SECONDS or is_late):
-        # The step sizes are scored last, because scoring compares all pairs of steps.
+    # A few steps never form a straight line, so the likeness of their sizes is scored instead.
+    patience_seconds = compute_patience(
+        left_seconds, is_room_known=room_bytes is not None, is_straight=True
+    )
+    may_be_leak = may_be_leak and lasted_seconds >= patience_seconds
+    if may_be_leak and (age_seconds >= YOUNG_SECONDS or is_late):
+        # The likeness is scored last, because scoring compares all pairs of steps.
         steps = tuple(step for step in track.history.steps if step.seconds > origin.seconds)
         likeness = score_likeness(steps, growth.blocks[0].seconds, COMPARED_SHARE * grown_bytes)
         if odds + likeness >= sure_odds:

@@ -9,7 +9,12 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.estimate import apply_stretch, estimate_growth, set_time_left
+from vllm_headroom.derive.leak.estimate import (
+    apply_stretch,
+    clip_largest_rise,
+    estimate_growth,
+    set_time_left,
+)
 from vllm_headroom.derive.leak.facts import (
     LARGE_BYTES,
     OUT_OF_MEMORY_BYTES,
@@ -32,15 +37,16 @@ from vllm_headroom.derive.leak.growth_evidence import (
     LEAKING_SECONDS,
     LEAST_GROWTH_BYTES,
     QUIET_SECONDS,
+    STEADY_BLOCKS,
     STRAIGHT_BYTES,
     WINDOW_BLOCKS,
     RingSurvey,
     clip_rises,
-    compute_patience,
     cut_window,
     find_next_step,
     find_step_windows,
     has_ended,
+    has_lasted,
     is_even,
     is_over,
     is_steady,
@@ -82,6 +88,11 @@ alarm at any odds. After an hour, `LATE_SHARE` is used instead.
 
 GONE_RATIO: Final = 6.0
 """Our choice: most of the room is gone if growth has taken this many times the room that remains.
+"""
+
+CLIPPED_GONE_RATIO: Final = 4.0
+"""Our choice: growth must also have taken this many times what would be left if its largest rise
+had only been as large as the second largest.
 """
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
@@ -677,6 +688,16 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     growth = cut_window(survey, 0)
     if growth.rise_count < LEAST_RISES or has_ended(growth):
         return None
+    # Memory that is not rising now gives no reason to raise an alarm now.
+    newest_rise = growth.blocks[bisect_left(growth.retained_bytes, growth.retained_bytes[-1])]
+    if growth.blocks[-1].seconds - newest_rise.seconds > QUIET_SECONDS:
+        return None
+    # A single large demand may take most of the room of a healthy engine.
+    median_rise_bytes = median(rise for rise in growth.rises_bytes if rise > 0)
+    clipped_bytes = clip_largest_rise(growth, median_rise_bytes)
+    excess_bytes = growth.retained_bytes[-1] - clipped_bytes[-1]
+    if grown_bytes - excess_bytes < CLIPPED_GONE_RATIO * (usable_bytes + excess_bytes):
+        return None
     return growth
 
 
@@ -767,8 +788,8 @@ def _judge_windows(
             odds += min(WITNESS_ODDS_LIMIT, weigh_pace(growth, anchor))
             verdict = _judge_even(growth, odds, track, room_bytes)
             if verdict is Certainty.LEAKING and is_busiest(growth, track):
-                has_lasted = growth.lasted_seconds >= GROWING_SECONDS
-                verdict = Certainty.GROWING if has_lasted else Certainty.NONE
+                is_warning = growth.lasted_seconds >= GROWING_SECONDS
+                verdict = Certainty.GROWING if is_warning else Certainty.NONE
             yield WindowJudgement(min(worst, verdict), odds, growth)
 
     if not has_steps:
@@ -781,8 +802,9 @@ def _judge_windows(
         # The rising part of a slow sawtooth looks like steps, but is released later on.
         if growth.grown_bytes >= largest_fall_bytes and not has_ended(growth):
             verdict, odds = judge_steps(growth, track, origin, room_bytes)
-            # If the room is unknown, only the pace distinguishes a leak from a bounded fill.
-            if verdict is Certainty.LEAKING and room_bytes is None and is_fading(track):
+            # The pace of a few steps varies by chance.
+            has_pace = room_bytes is None or growth.rise_count >= STEADY_BLOCKS
+            if verdict is Certainty.LEAKING and has_pace and is_fading(track):
                 verdict = Certainty.GROWING
             yield WindowJudgement(min(worst, verdict), odds, growth)
 
@@ -828,8 +850,8 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
         return Certainty.NONE
     if is_urgent:
         return Certainty.LEAKING
-    patience_seconds = compute_patience(left_seconds, is_room_known=room_bytes is not None)
-    return _judge_likely(growth, odds, left_seconds, patience_seconds, track)
+    is_long = has_lasted(growth, left_seconds, is_room_known=room_bytes is not None)
+    return _judge_likely(growth, odds, left_seconds, track, is_long=is_long)
 
 
 def is_fading(track: Track, *, by_either: bool = False) -> bool:
@@ -875,11 +897,11 @@ def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
 
 
 def _judge_likely(
-    growth: Growth, odds: float, left_seconds: float, patience_seconds: float, track: Track
+    growth: Growth, odds: float, left_seconds: float, track: Track, *, is_long: bool
 ) -> Certainty:
     """Return the verdict on even growth that is likely to be a leak, given the time left.
 
-    `patience_seconds` is how long the growth must have lasted to raise an alarm.
+    `is_long` is whether the growth has lasted long enough to raise an alarm.
     """
     if left_seconds > NO_CONCERN_SECONDS:
         return Certainty.NONE
@@ -887,8 +909,8 @@ def _judge_likely(
     if left_seconds > FAR_SECONDS:
         # Memory will last for months. An alarm may wake somebody up, so it requires more certainty.
         leaking_odds = LEAKING_ODDS_SUM_IF_FAR
-    is_certain = odds >= leaking_odds and growth.lasted_seconds >= patience_seconds
-    # This check comes last, because it reads the whole run.
+    is_certain = odds >= leaking_odds and is_long
+    # This is checked last, because it reads the whole run.
     if is_certain and not is_fading(track):
         return Certainty.LEAKING
     if growth.lasted_seconds < GROWING_SECONDS:

@@ -87,18 +87,22 @@ WITNESSES: Final = (
     Witness(
         name="patience",
         measures="how long growth has lasted, against the time left",
-        adds="nothing; an alarm waits for an hour, or longer for a twentieth of the time left",
-        functions=(growth_evidence.compute_patience,),
+        adds="nothing; an alarm on a straight line waits for an hour, or longer for a twentieth of"
+        " the time left, and one on uneven growth for 0.36 of it",
+        functions=(growth_evidence.compute_patience, growth_evidence.measure_deviation),
         constants={
             "LEAKING_SECONDS": growth_evidence.LEAKING_SECONDS,
             "HASTE_SHARE": growth_evidence.HASTE_SHARE,
             "HASTE_SECONDS": growth_evidence.HASTE_SECONDS,
             "PATIENCE_SHARE": growth_evidence.PATIENCE_SHARE,
+            "UNEVEN_PATIENCE_SHARE": growth_evidence.UNEVEN_PATIENCE_SHARE,
+            "LINE_DEVIATION": growth_evidence.LINE_DEVIATION,
             "LONGEST_PATIENCE_SECONDS": growth_evidence.LONGEST_PATIENCE_SECONDS,
             "UNKNOWN_PATIENCE_SECONDS": growth_evidence.UNKNOWN_PATIENCE_SECONDS,
             "ASSUMED_ROOM_BYTES": growth_evidence.ASSUMED_ROOM_BYTES,
         },
-        source="bounded ramps (caches, LoRA slots) are linear until they end",
+        source="bounded ramps (caches, LoRA slots) are linear until they end, or slow down like"
+        " 1 - exp(-t / tau), which never lasts for 1/e of the time left in a larger room",
         fails_without="tests/unit/derive/leak/test_limits.py"
         "::test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning"
         "_and_what_goes_on_an_alarm",
@@ -201,10 +205,13 @@ WITNESSES: Final = (
     Witness(
         name="most of the room",
         measures="the growth of the run, against what is left of the room",
-        adds="an alarm without odds once growth took six times what is left, and has not slowed"
-        " down",
+        adds="an alarm without odds once growth took six times what is left, has not slowed down,"
+        " goes on, and is not a single large demand",
         functions=(judge.find_growth_without_room,),
-        constants={"GONE_RATIO": judge.GONE_RATIO},
+        constants={
+            "GONE_RATIO": judge.GONE_RATIO,
+            "CLIPPED_GONE_RATIO": judge.CLIPPED_GONE_RATIO,
+        },
         source="our choice; simulated engines whose uneven steps left no evidence ran out of memory"
         " without an alarm",
         fails_without="tests/unit/derive/leak/test_room_gone.py"

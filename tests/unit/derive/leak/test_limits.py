@@ -78,6 +78,22 @@ def test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning_and_wh
     assert at > 9
 
 
+def test_an_hour_of_uneven_growth_is_a_warning_where_an_hour_of_a_straight_line_is_an_alarm() -> None:
+    """Both take 6 MiB a minute on average and have room for 14 hours. The uneven one comes and goes each hour."""
+    rate = 0.1 * MIB
+
+    def in_waves(seconds: float) -> float:
+        return segments(rate * (seconds - 0.8 * HOUR / (2 * pi) * sin(2 * pi * seconds / HOUR)))
+
+    def find_alarm(shape: Shape) -> float:
+        at = follow(on_a_device(shape, 6.0, 14 * HOUR * rate)).first(Certainty.LEAKING)
+        assert at is not None
+        return at
+
+    assert find_alarm(lambda seconds: segments(rate * seconds)) < 1.5
+    assert find_alarm(in_waves) > 1.9
+
+
 def test_a_cache_that_fills_ever_more_slowly_is_a_warning_and_a_leak_beneath_it_an_alarm() -> None:
     """The room is unknown: only the shape of the whole run distinguishes the two."""
 
