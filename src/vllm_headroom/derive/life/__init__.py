@@ -1,1 +1,1 @@
-"""The runs of the engine: starting, serving, stalled, asleep, exited."""
+"""The engine's runs: when it is starting, serving, stalled or asleep, and when it exited."""

@@ -1,4 +1,4 @@
-"""The amount by which the engine exceeds its memory budget on a GPU, in the current run."""
+"""How far the engine exceeds its memory budget on each GPU in the current run."""
 
 from statistics import median
 from typing import Final
@@ -13,55 +13,57 @@ from vllm_headroom.model import BudgetExcess, Failure, Gpu, ProbeReadings, Snaps
 from vllm_headroom.vocabulary import MemoryPart
 
 OVER_BUDGET_RATIO: Final = 0.03
-"""An engine is over its budget if its memory exceeds the budget by at least this share, as in
+"""An engine is over its budget if it exceeds the budget by at least this share of the budget, as in
 HeadroomMemoryDiscrepancy.
 """
 
 OVER_BUDGET_BYTES: Final = 2**30
-"""The excess must also reach this many bytes. The CUDA context and the graphs are outside of every
-budget, and even those of a small model take a fifth of a MIG slice.
+"""The excess must also reach this many bytes. The CUDA context and the graphs are outside every
+budget, and even a small model's context and graphs take a fifth of a MIG slice.
 """
 
 RESUMED_SHARE: Final = 2 / 3
-"""Our choice: an excess ends once it falls below this share of the two limits above. An excess that
-fluctuates around the limits therefore counts only once.
+"""Our choice: an excess ends once it falls below this share of both limits above. An excess that
+fluctuates around the limits is therefore counted only once.
 """
 
 FIRST_TRAFFIC_SECONDS: Final = 300.0
-"""Our choice: memory that an engine takes during its first five minutes with requests counts as
-held from the start. Activations, NCCL and late kernels take memory with the first large batches.
+"""Our choice: memory that an engine takes during its first five minutes with requests is treated as
+if it had been held from the start. With the first large batches, memory is taken for activations,
+NCCL and late kernels.
 """
 
 LONGEST_STEP_SECONDS: Final = 60.0
-"""Our choice: at most this much of the time between two samples counts as time with requests."""
+"""Our choice: of the time between two samples, at most this much is counted as time with requests.
+"""
 
 REST_SECONDS: Final = 300.0
-"""Our choice: the level at rest is the median over this time. A burst at the end of this time does
-not change the median.
+"""Our choice: the level at rest is the median of the held memory over this time. A burst during the
+last part of this time does not change the median.
 """
 
 REST_SLOT_SECONDS: Final = 15.0
-"""Our choice: one reading of the held memory is kept per time slot of this length."""
+"""Our choice: one reading of the held memory is kept for each slot of this length."""
 
 USUAL_PEAK_RATIO: Final = 0.01
-"""The usual peak of an engine as a share of the GPU's memory, as in HeadroomMemoryDiscrepancyHigh.
-On a GPU with 80 GiB, this is 0.8 GiB, which is as much as the logits of 2,048 tokens take. Smaller
-cards serve smaller models.
+"""The usual peak of an engine above its level at rest, as a share of the GPU's memory, as in
+HeadroomMemoryDiscrepancyHigh. On an 80 GiB GPU, this is 0.8 GiB, which is what the logits of 2,048
+tokens take. Smaller cards serve smaller models.
 """
 
 LARGEST_PEAK_RATIO: Final = 0.08
-"""By default, vLLM leaves this share of a GPU free. If memory falls by more than this, the fall is
-not the end of a peak: the engine fell asleep, or another process exited.
+"""By default, vLLM leaves this share of a GPU free. If memory falls by more than this, no peak has
+ended; instead, the engine fell asleep or another process exited.
 """
 
 LARGEST_EXCESS_RATIO: Final = 0.25
-"""Our choice: if an engine exceeds its budget by more than this share, another option must have set
-the size of its KV cache, such as --num-gpu-blocks-override. The engine's real budget is then
-unknown. On a MIG slice, an excess of a fifth of the budget is usual.
+"""Our choice: if an engine exceeds its budget by more than this share, the size of its KV cache
+must have been set by another option, such as --num-gpu-blocks-override. The engine's real budget is
+then unknown. On a MIG slice, exceeding the budget by a fifth is usual.
 """
 
 WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryPart.CACHED)
-"""The parts in which torch holds activations."""
+"""The parts of torch's memory in which activations are held."""
 
 
 class GpuBudget(Struct, frozen=True, kw_only=True):
@@ -79,11 +81,12 @@ class GpuBudget(Struct, frozen=True, kw_only=True):
     over_since_busy_seconds: float = 0.0
     """The value of `busy_seconds` when the excess began."""
     levels: tuple[tuple[float, int], ...] = ()
-    """Pairs of a time and the bytes held at that time, for the last minutes."""
+    """Pairs of a time and the bytes held at that time, over the last few minutes."""
     first_excess_bytes: float = 0.0
-    """The excess at rest during the first minutes of the excess."""
+    """The excess at rest, measured over the first minutes of the excess."""
     peak_bytes: int = 0
-    """The highest peak of used memory, measured above the level to which it fell afterwards."""
+    """The highest peak of used memory, relative to the level to which memory fell after the peak.
+    """
     profile_peak_bytes: int = 0
     """Memory that vLLM's profile run needed but torch has not reserved yet, or 0 if unknown."""
 
@@ -94,16 +97,17 @@ def update_budgets(
     run: EngineRun,
     configured_bytes: float | None,
 ) -> dict[str, GpuBudget]:
-    """Add one sample to the GPUs' budgets; return them by UUID.
+    """Add one sample to the GPUs' budgets, and return the budgets by UUID.
 
-    The budgets do not change while the engine sleeps, has not worked yet, or returns no page.
+    A budget does not change while the engine sleeps, has not processed a request yet, or returns no
+    page.
     """
     page = snapshot.page
     if page is None or run.has_worked is False or run.lost_roles:
         return budgets
     if is_page_awake(page) is False:
         return budgets
-    # A GPU without a figure in this sample keeps its old entry through the union below.
+    # The union below keeps the old entry of a GPU that has no figure in this sample.
     sampled = {}
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
@@ -125,8 +129,8 @@ def _update_budget(
         previous = GpuBudget(budget_bytes=budget_bytes, newest_seconds=now)
     busy_seconds = previous.busy_seconds
     if _are_requests_running(snapshot):
-        # If two samples are far apart, the engine may have been idle in between, so only a limited
-        # time counts.
+        # The engine may have been idle between two samples that are far apart, so only a limited
+        # time is counted.
         busy_seconds += min(max(0.0, now - previous.newest_seconds), LONGEST_STEP_SECONDS)
     held_bytes = gpu.held_bytes or 0
     over_since_seconds = None
@@ -138,7 +142,7 @@ def _update_budget(
             over_since_busy_seconds = previous.over_since_busy_seconds
     levels = _add_level(previous.levels, now, held_bytes)
     first_excess_bytes = previous.first_excess_bytes
-    # During its first minutes, the excess has not settled, because part of it may be a burst.
+    # In its first minutes, an excess has not settled, because part of it may be a burst.
     if over_since_seconds is not None and now - over_since_seconds <= REST_SECONDS:
         first_excess_bytes = _find_level(levels, over_since_seconds) - budget_bytes
     return GpuBudget(
@@ -157,7 +161,7 @@ def _update_budget(
 def _add_level(
     levels: tuple[tuple[float, int], ...], now: float, held_bytes: int
 ) -> tuple[tuple[float, int], ...]:
-    """Return the levels of the last few minutes; a new level is added once a slot has passed."""
+    """Return the levels of the last few minutes, with a new level if a slot has passed."""
     if levels and 0 <= now - levels[-1][0] < REST_SLOT_SECONDS:
         return levels
     recent_levels = [level for level in levels if 0 <= now - level[0] <= REST_SECONDS]
@@ -171,7 +175,7 @@ def _find_level(levels: tuple[tuple[float, int], ...], since_seconds: float) -> 
 
 
 def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
-    """Return whether the engine exceeds its budget, or exceeded it and is not yet well below."""
+    """Return whether the engine exceeds its budget, or did so and is not yet well below it."""
     least_excess_bytes = max(OVER_BUDGET_BYTES, OVER_BUDGET_RATIO * previous.budget_bytes)
     if previous.over_since_seconds is not None:
         least_excess_bytes *= RESUMED_SHARE
@@ -179,7 +183,7 @@ def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
 
 
 def _are_requests_running(snapshot: Snapshot) -> bool:
-    """Return whether a request is running; True also if no page shows whether one is running."""
+    """Return whether any request is running, or True if no page shows whether one is."""
     return any(engine.running != 0 for engine in list_engines(snapshot.page))
 
 

@@ -1,6 +1,6 @@
-"""The causes of an end: which of them fit an exit or a stall, and how certain each is.
+"""The causes of an exit or a stall: which of them fit, and how certain each is.
 
-The exit counter, the page and all commands get the cause from this module. The table of causes is
+The exit counter, the page and all commands take the cause from this module. The table of causes is
 in docs/commands/postmortem.md.
 """
 
@@ -25,19 +25,19 @@ from vllm_headroom.vocabulary import (
 )
 
 FULL_ROOM_BYTES: Final = 256 * MIB
-"""A GPU was full if its lowest free memory was at most this, which is a dozen of torch's segments
-of 20 MiB. The lowest free memory must also have been at most FULL_ROOM_RATIO of the memory that was
-free when the engine started to serve.
+"""A GPU was full if at its lowest, its free memory was at most this, which is a dozen of torch's
+segments of 20 MiB. In addition, the lowest free memory must have been at most FULL_ROOM_RATIO of
+the memory that was free when the engine started to serve.
 """
 
 FULL_ROOM_RATIO: Final = 0.5
 """A full GPU has at most this share of its initially free memory left. A GPU that had little free
-memory from the start is therefore not considered out of memory.
+memory from the start is therefore not considered full.
 """
 
 FILL_SECONDS: Final = 30.0
-"""Growth in a straight line counts as having filled the GPU if, at its rate, it would have taken
-the remaining memory within this time. At the exit, the newest sample may be this old.
+"""Growth in a straight line is taken to have filled the GPU if, at its rate, it would have used up
+the remaining memory within this time. At the exit, the newest sample may be up to this old.
 """
 
 REFUSING_SECONDS: Final = 15.0
@@ -49,41 +49,41 @@ LIKELY_SHARE: Final = 0.5
 """Growth is a likely cause if it took at least this share of the free memory that was lost."""
 
 SURE_SHARE: Final = 0.8
-"""Growth can be a sure cause if it took at least this share of the free memory that was lost."""
+"""Growth can be a certain cause if it took at least this share of the free memory that was lost."""
 
 LARGE_ALLOCATION_BYTES: Final = 4 * GIB
-"""If less than this was free, an allocation may have failed although the GPU was not full, because
-a failed allocation takes no memory. According to `plan`, the activations of a step take 1.9 to 4
-GiB. In one report, 3.74 GiB were refused while 3.68 GiB were free (vllm-project/vllm#49182). In
-another, the sampler was refused 786 MiB while 552 MiB were free. If more than this limit was free,
-a failed allocation is unlikely, but only other evidence can rule it out.
+"""If less than this was free, an allocation may have failed even though the GPU was not full,
+because a failed allocation takes no memory. According to `plan`, the activations of a step take 1.9
+to 4 GiB. In one report, 3.74 GiB were refused while 3.68 GiB were free (vllm-project/vllm#49182).
+In another report, the sampler was refused 786 MiB while 552 MiB were free. If more than this was
+free, a failed allocation is unlikely, but only other evidence can rule it out.
 """
 
 KNOWN_BEFORE_SECONDS: Final = 600.0
-"""A record of less than this time does not show how much memory was in use before a burst."""
+"""A record that is shorter than this does not show how much memory was in use before a burst."""
 
 LITTLE_ROOM_RATIO: Final = 0.08
-"""By default, vLLM leaves this share of a GPU free. If less was free when a start failed, the
-engine itself may have taken the rest.
+"""By default, vLLM leaves this share of a GPU free. If less than this was free when a start failed,
+the engine itself may have taken the rest.
 """
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
-"""XID errors that end the program, according to NVIDIA's table. XIDs 43 and 45 are left out,
-because they can result from the program's exit. XIDs 63 and 64 are left out, because the program
-may keep running after them.
+"""XID errors that end the program that caused them, according to NVIDIA's table. XIDs 43 and 45 are
+left out, because they can result from the program's exit. XIDs 63 and 64 are left out, because the
+program may keep running after them.
 """
 
 FULL_REASONS: Final = frozenset({ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGET})
-"""The exit reasons for which it is known that GPU memory ran out."""
+"""The exit reasons which state that GPU memory ran out."""
 
 UNOBSERVED_SECONDS: Final = 15.0
-"""If no sample was taken for longer than this, memory may have run out unobserved, because that
-takes only seconds.
+"""If no sample was taken for longer than this, memory may have run out unobserved, because filling
+it takes only seconds.
 """
 
 VISIBLE_STALL_SECONDS: Final = 60.0
-"""A stall that the page or a canary reveals has lasted for at least this long. A shorter stall was
-revealed by other signs, and began while the engine was idle.
+"""A stall that is detected from the page or from a canary has lasted for at least this long. A
+shorter stall was detected by other signs, and began while the engine was idle.
 """
 
 
@@ -98,7 +98,8 @@ out, the samples show which of these causes applies.
 """
 
 LEAST_NEWCOMER_BYTES: Final = 256 * MIB
-"""A new process takes more than this on a GPU, because a CUDA context alone takes 300 to 500 MiB.
+"""A new process takes more than this on a GPU, because a CUDA context takes at least 300 to
+500 MiB.
 """
 
 SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
@@ -127,8 +128,8 @@ SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
         EndCause.CRASH,
     ),
 }
-"""The causes that the log states by itself. To judge a lack of GPU memory, a kill, or an exception
-without a known cause, the samples are needed too.
+"""The causes for which the log is sufficient evidence. A lack of GPU memory, a kill, and an
+exception without a known cause can be judged only together with the samples.
 """
 
 
@@ -151,16 +152,16 @@ UNKNOWN_CAUSE: Final = Diagnosis(
 
 
 def judge_ending(end: Ending) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit, the most certain first; UNKNOWN_CAUSE if none fits.
+    """Return the causes that fit, with the most certain first, or UNKNOWN_CAUSE if none fits.
 
-    If one cause is sure, causes that are merely possible are omitted. What the engine's own log
-    reports about the end is weighed against all other evidence.
+    If one cause is certain, causes that are merely possible are omitted. What the engine's own log
+    reports is weighed against all other evidence.
     """
     return _add_log(end, _judge_samples(_take_logged_reason(end)))
 
 
 def _take_logged_reason(end: Ending) -> Ending:
-    """Return the end without its reason if only the log provided that reason."""
+    """Return the ending without its reason if the reason comes only from the log."""
     has_other_witness = bool(end.ooms) or any(is_gpu_full(gpu) for gpu in end.gpus)
     if end.log is None or end.reason is not ExitReason.OUT_OF_MEMORY or has_other_witness:
         return end
@@ -168,7 +169,7 @@ def _take_logged_reason(end: Ending) -> Ending:
 
 
 def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
-    """Return the causes that fit all evidence except the log, the most certain first."""
+    """Return the causes that fit all evidence besides the log, with the most certain first."""
     evidence = tuple(_list_evidence(end))
     diagnoses = []
     for cause, find_fit in CAUSES:
@@ -176,7 +177,7 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
         if fit is not None:
             diagnosis = Diagnosis(cause, fit.sureness, fit.sentence, (*evidence, *fit.remarks))
             diagnoses.append(diagnosis)
-    # Next to a sure cause, a merely possible one would be a distraction.
+    # If one cause is certain, merely possible ones would only distract.
     if any(diagnosis.sureness is Sureness.SURE for diagnosis in diagnoses):
         diagnoses = [
             diagnosis for diagnosis in diagnoses if diagnosis.sureness is not Sureness.POSSIBLE
@@ -190,8 +191,8 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
 def is_gpu_full(gpu: GpuAtEnd) -> bool:
     """Return whether almost no memory was left free, or False if that is unknown.
 
-    If memory grew in a straight line, free memory that this growth would take within FILL_SECONDS
-    counts as taken.
+    If memory grew in a straight line, free memory that would have been used up within FILL_SECONDS
+    is treated as taken.
     """
     if gpu.last_room_bytes is None:
         return False
@@ -208,11 +209,11 @@ def is_gpu_full(gpu: GpuAtEnd) -> bool:
 
 
 def find_full_gpu(end: Ending) -> GpuAtEnd | None:
-    """Return the GPU whose lack of memory can explain the end.
+    """Return the GPU whose lack of memory can explain the exit or stall.
 
     If the engine is known to have run out of memory, this is the GPU with the least free memory,
-    even if it does not count as full. Otherwise, it is the first full GPU. Returns None if no GPU
-    is full, if the run is not over, or if the run has never served.
+    even if that GPU was not full. Otherwise, it is the first full GPU. Returns None if no GPU is
+    full, if the run is not over, or if the run has never served.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -231,7 +232,7 @@ def is_shutdown(end: Ending) -> bool:
 def _fit_kill(end: Ending) -> CauseFit | None:
     """Judge whether the kernel killed the engine because host memory ran out.
 
-    Returns None if the kernel counted no such kill in the engine's container at this exit.
+    Returns None if the kernel counted no such kill in the engine's container for this exit.
     """
     if end.reason is not ExitReason.OOM_KILLED:
         return None
@@ -239,10 +240,10 @@ def _fit_kill(end: Ending) -> CauseFit | None:
 
 
 def _fit_failed_start(end: Ending) -> CauseFit | None:
-    """Judge whether the engine did not fit into memory, and therefore exited before it served.
+    """Judge whether the engine exited before it served because it did not fit into memory.
 
     Returns None if the engine has served. Also returns None if the fullest GPU had plenty of free
-    memory and no other process held much of it. The cause is sure if the GPU was full.
+    memory and other processes held little of its memory. The cause is certain if the GPU was full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
@@ -252,7 +253,7 @@ def _fit_failed_start(end: Ending) -> CauseFit | None:
     other_bytes = gpu.last_other_bytes or 0
     has_neighbour = other_bytes >= NEIGHBOUR_BYTES
     total_bytes = gpu.total_bytes
-    # The starting engine itself may have taken the missing memory.
+    # The missing memory may have been taken by the starting engine itself.
     is_filled = total_bytes is not None and gpu.last_room_bytes < LITTLE_ROOM_RATIO * total_bytes
     if not has_neighbour and not is_filled:
         return None
@@ -275,8 +276,8 @@ def _grade(*, is_sure: bool) -> Sureness:
 def _fit_neighbour(end: Ending) -> CauseFit | None:
     """Judge whether other processes took most of the memory that filled a GPU.
 
-    If the memory of other processes is unknown, a new process on the GPU is sufficient evidence.
-    Returns None if no GPU was full, or if other processes took little.
+    If the memory of other processes is unknown, it is sufficient that a new process appeared on the
+    GPU. Returns None if no GPU was full, or if other processes took little memory.
     """
     gpu = find_full_gpu(end)
     if gpu is None:
@@ -284,7 +285,8 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
     cause = "Out of GPU memory by a neighbour"
     other_growth_bytes = gpu.other_growth_bytes
     if other_growth_bytes is None:
-        # If it is unknown who holds the memory, a new process is the only evidence of a neighbour.
+        # If it is unknown which process holds the memory, only a new process is evidence of a
+        # neighbour.
         if not gpu.has_new_process:
             return None
         return CauseFit(
@@ -295,8 +297,8 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
     share = gpu.share_of_lost_room(other_growth_bytes)
     if share < LIKELY_SHARE:
         return None
-    # A failed allocation takes no memory, so if no GPU is full, the allocation may have failed for
-    # another reason.
+    # A failed allocation takes no memory, so without a full GPU, it may have failed for another
+    # reason.
     is_sure = is_gpu_full(gpu) and share >= SURE_SHARE
     size = format_size(other_growth_bytes)
     return CauseFit(
@@ -306,17 +308,17 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
 
 
 def is_over_budget(end: Ending) -> bool:
-    """Return whether the likely cause of an exit is that the engine never kept its budget."""
+    """Return whether an exit is likely because the engine was over its budget from the start."""
     fit = _fit_over_budget(end)
     return fit is not None and fit.sureness is not Sureness.POSSIBLE
 
 
 def _fit_over_budget(end: Ending) -> CauseFit | None:
-    """Judge whether the engine has exceeded its budget ever since it first did work.
+    """Judge whether the engine has exceeded its budget since it first processed requests.
 
-    Returns None if the engine kept its budget, or if enough memory was left. The cause is sure if
-    the GPU was full and later growth took much less than the excess. The cause is merely possible
-    if some memory was left, but a single allocation may have needed more.
+    Returns None if the engine stayed within its budget, or if enough memory was left. The cause is
+    certain if the GPU was full and later growth took much less than the excess. The cause is merely
+    possible if some memory was left but a single allocation may have needed more.
     """
     gpu = find_over_budget_gpu(end)
     if gpu is None or gpu.excess is None:
@@ -337,7 +339,7 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
         )
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
-    # If later growth is not small compared with the excess, that growth may be the real cause.
+    # If later growth is large compared with the excess, that growth may be the real cause.
     later_growth_bytes = _measure_later_growth(gpu, excess)
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
     is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
@@ -357,17 +359,17 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
     # A run that was replaced between two samples may have been restarted on purpose.
     if end.reason is ExitReason.REPLACED:
         return False
-    # Memory of other processes counts as free here, because without them, the engine could have
-    # used it.
+    # Memory held by other processes is treated as free here, because the engine could have used it
+    # if they did not exist.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
     return bool(end.running) and room_bytes < excess.tight_bytes
 
 
 def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
-    """Return the fullest of the GPUs on which the engine never kept its budget.
+    """Return the fullest GPU on which the engine was over its budget from the start.
 
-    Returns None if something else explains the end: growth, other processes, a GPU fault, a kill, a
-    hang or a stop.
+    Returns None if something else explains the exit or stall: growth, other processes, a GPU fault,
+    a kill, a hang or a stop.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -375,7 +377,7 @@ def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
         return None
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
-    # A hang explains the end, unless a torch allocation failed.
+    # A hang explains the end unless an allocation failed in torch.
     if end.hung_seconds is not None and not end.ooms:
         return None
     gpus = [gpu for gpu in end.gpus if _is_excess_decisive(gpu)]
@@ -383,7 +385,7 @@ def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
 
 
 def _is_excess_decisive(gpu: GpuAtEnd) -> bool:
-    """Return whether the excess in the first minutes took more memory than any later growth."""
+    """Return whether the excess in the first minutes took more memory than all later growth."""
     excess = gpu.excess
     if excess is None or not excess.is_from_start or gpu.last_room_bytes is None:
         return False
@@ -401,7 +403,7 @@ def _measure_later_growth(gpu: GpuAtEnd, excess: BudgetExcess) -> int:
 
 
 def _has_grown_straight(gpu: GpuAtEnd) -> bool:
-    """Return whether growth in a straight line, under level load, took most of the lost memory."""
+    """Return whether straight-line growth under level load took most of the lost memory."""
     growth = gpu.straight_growth
     if growth is None or gpu.share_of_lost_room(gpu.other_growth_bytes) >= LIKELY_SHARE:
         return False
@@ -413,11 +415,10 @@ def _describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
-    """Return the option that compensates for an excess, with its value if it can be computed."""
+    """Return the option that makes up for an excess, with its value if it can be computed."""
     option = "--gpu-memory-utilization"
     ratios = {engine.gpu_memory_utilization_ratio for engine in end.engines}
-    # If the engines of one server have different values of the option, there is no single correct
-    # value.
+    # If the engines of one server use different values for the option, no single value is correct.
     ratio = ratios.pop() if len(ratios) == 1 else None
     if ratio is None:
         return f"{format_size(excess.excess_bytes)} less for vLLM (a lower {option})"
@@ -425,11 +426,11 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def _fit_leak(end: Ending) -> CauseFit | None:
-    """Judge whether the engine leaked: memory grew over the whole run or in a straight line.
+    """Judge whether the engine leaked, either over the whole run or in a straight line at the end.
 
-    Returns None if no GPU was full. Also returns None if a burst, other processes or an excess over
-    the budget took the memory. The cause is sure if the leak detector raised an alarm and nothing
-    else took memory.
+    Returns None if no GPU was full. Also returns None if the memory was taken by a burst, other
+    processes or an excess over the budget. The cause is certain if the leak detector raised an
+    alarm and nothing else took memory.
     """
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end):
@@ -443,16 +444,16 @@ def _fit_leak(end: Ending) -> CauseFit | None:
         return CauseFit(
             _grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth)
         )
-    # Growth in the last minutes is a burst, and memory taken by other processes is a neighbour's.
-    # Neither is a leak.
+    # Growth in the last minutes is attributed to a burst, and growth of other processes to a
+    # neighbour. Neither is a leak.
     recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     other_share = gpu.share_of_lost_room(gpu.other_growth_bytes)
     if max(recent_share, other_share) >= LIKELY_SHARE:
         return None
     sentence = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
     if gpu.leak in GROWING_STATES:
-        # The check above counts unknown growth as a share of 0, but that growth may still have
-        # taken the memory.
+        # The check above treats unknown growth as 0, but such growth may still have taken the
+        # memory.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
         is_sure = gpu.leak is LeakState.LEAKING and is_gpu_full(gpu) and is_attributed
         return CauseFit(_grade(is_sure=is_sure), sentence)
@@ -471,7 +472,7 @@ def find_straight_growth_gpu(end: Ending) -> GpuAtEnd | None:
 
 
 def _describe_straight_growth(gpu: GpuAtEnd, growth: StraightGrowth) -> str:
-    """Return the sentence on a leak that was too fast for the leak detector."""
+    """Return the sentence on a leak that the leak detector was too slow to detect."""
     rate = f"{format_size(growth.bytes_per_second)} a second"
     duration = format_duration(growth.seconds)
     return (
@@ -484,10 +485,10 @@ FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch
 
 
 def _fit_burst(end: Ending) -> CauseFit | None:
-    """Judge whether memory ran out in a burst: within minutes, or by one allocation.
+    """Judge whether memory ran out in a burst: within a few minutes, or in a single allocation.
 
-    Returns None if growth in a straight line, other processes or an excess over the budget took the
-    memory.
+    Returns None if the memory was taken by growth in a straight line, other processes or an excess
+    over the budget.
     """
     if is_over_budget(end):
         return None
@@ -504,7 +505,7 @@ def _fit_burst(end: Ending) -> CauseFit | None:
     if _is_surely_burst(end, gpu):
         return CauseFit(Sureness.SURE, sentence)
     share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
-    # torch recorded the failed allocation, so the burst is likely even if no growth was observed.
+    # torch recorded the failed allocation, so a burst is likely even if no growth was observed.
     if share >= LIKELY_SHARE or end.ooms:
         return CauseFit(Sureness.LIKELY, sentence)
     return CauseFit(Sureness.POSSIBLE, sentence)
@@ -513,7 +514,7 @@ def _fit_burst(end: Ending) -> CauseFit | None:
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
     """Return whether the engine alone filled the GPU within minutes, after a level phase.
 
-    Also returns True if the probe observed the step that raised the error right before the end.
+    Also returns True if the probe observed the step that raised the error just before the end.
     """
     if gpu.leak in GROWING_STATES:
         return False
@@ -529,11 +530,11 @@ def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
 
 
 def _fit_failed_allocation(end: Ending) -> CauseFit | None:
-    """Judge whether an allocation failed although no GPU was full.
+    """Judge whether an allocation failed even though no GPU was full.
 
-    The cause is sure if the probe observed the step that raised an OutOfMemoryError right before
+    The cause is certain if the probe observed the step that raised an OutOfMemoryError just before
     the end. It is likely if torch counted such an error. It is possible if requests were running
-    with so little free memory that an allocation may have failed unobserved. Otherwise, returns
+    and so little memory was free that an allocation may have failed unobserved. Otherwise, returns
     None.
     """
     if not end.is_over or not end.has_served:
@@ -548,7 +549,7 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
         return None
     # This is never None, because the free memory of the fullest GPU is known.
     room_bytes = gpu.last_room_bytes or 0
-    # An excess over the budget explains the same failure, and is known for certain.
+    # An excess over the budget explains the same failure, and has been measured.
     if not _may_allocation_have_failed(end, room_bytes) or _fit_over_budget(end) is not None:
         return None
     room = format_size(room_bytes)
@@ -568,13 +569,13 @@ def _describe_failed_allocation(end: Ending) -> str:
 
 
 def _may_allocation_have_failed(end: Ending, room_bytes: int) -> bool:
-    """Return whether requests ran, and an allocation larger than this may have failed unseen."""
+    """Return whether requests ran and a larger allocation than this may have failed unobserved."""
     # A probe would have recorded the failed allocation.
     return bool(end.running) and not end.is_probed and room_bytes < LARGE_ALLOCATION_BYTES
 
 
 def _list_excess(end: Ending, gpu: GpuAtEnd) -> tuple[str, ...]:
-    """Return a remark that the engine exceeded its budget on a GPU; empty if it did not."""
+    """Return a remark that the engine exceeded its budget on a GPU, or nothing if it did not."""
     excess = gpu.excess
     if excess is None:
         return ()
@@ -593,8 +594,8 @@ def _describe_search(room_bytes: int) -> str:
 def _fit_hang(end: Ending) -> CauseFit | None:
     """Judge whether the engine hung: it had work but made no progress.
 
-    Returns None if the engine did not hang, never served, or was shutting down. The cause is sure
-    if the engine's page answered and showed running requests.
+    Returns None if the engine did not hang, had never served, or was shutting down. The cause is
+    certain if the engine's page was served and showed running requests.
     """
     # A server that is shutting down also makes no progress while it waits for its clients.
     if end.hung_seconds is None or not end.has_served or is_shutdown(end):
@@ -628,8 +629,8 @@ def _fit_shutdown(end: Ending) -> CauseFit | None:
 def _fit_idle_exit(end: Ending) -> CauseFit | None:
     """Judge whether all processes of an idle engine exited together, for no visible reason.
 
-    Returns None if the engine was working, exited one process after another, had a full GPU, had
-    hung, or had a GPU fault.
+    Returns None if the engine was working, if its processes exited one after another, if a GPU was
+    full or had a fault, or if the engine had hung.
     """
     if end.kind is not IncidentKind.ENDED or not end.has_served or end.idle_seconds is None:
         return None
@@ -638,7 +639,7 @@ def _fit_idle_exit(end: Ending) -> CauseFit | None:
     # If there is a GPU fault, the exit is a crash.
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
-    # If no sample was taken for longer than this, the engine may have started working again.
+    # Otherwise, the engine may have started to work again since the last sample.
     is_observed = (end.unobserved_seconds or 0.0) <= UNOBSERVED_SECONDS
     duration = format_duration(end.idle_seconds)
     return CauseFit(
@@ -649,10 +650,10 @@ def _fit_idle_exit(end: Ending) -> CauseFit | None:
 
 
 def _fit_crash(end: Ending) -> CauseFit | None:
-    """Judge whether the engine crashed: it exited for a reason other than memory.
+    """Judge whether the engine crashed, that is, exited for a reason other than memory.
 
-    Returns None if a GPU was full, an allocation failed, or the engine hung. The cause is sure only
-    if there is a fatal XID.
+    Returns None if a GPU was full, an allocation failed, or the engine hung. The cause is certain
+    only if there is a fatal XID.
     """
     if not end.is_over or find_full_gpu(end) is not None or end.ooms:
         return None
@@ -685,7 +686,7 @@ def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
 
 
 def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
-    """Return how certain a crash is, given the GPU memory that was left."""
+    """Return how certain a crash is, given how much GPU memory was free."""
     if FATAL_XIDS & set(end.xids):
         return Sureness.SURE
     if end.unreadable:
@@ -698,7 +699,7 @@ def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
 
 
 def _describe_crash(end: Ending, room_bytes: int | None) -> str:
-    """Return the sentence on an exit that no cause explains; `room_bytes` was free at the exit."""
+    """Return the sentence on an exit that no cause explains, given what was free (`room_bytes`)."""
     crash = "A crash"
     crashed = "crashed"
     if not end.has_served:
@@ -719,7 +720,7 @@ def _describe_crash(end: Ending, room_bytes: int | None) -> str:
 def _is_memory_excluded(end: Ending) -> bool:
     """Return whether a GPU error or the probe rules out a failed allocation.
 
-    Also returns True for an engine without requests, because it allocates nothing.
+    Also returns True if no request was running, because an idle engine allocates nothing.
     """
     is_idle = end.has_served and end.running == 0
     return bool(FATAL_XIDS & set(end.xids)) or end.is_probed or is_idle
@@ -746,8 +747,8 @@ CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], CauseFit | None]], ...]] 
     (EndCause.IDLE, _fit_idle_exit),
     (EndCause.CRASH, _fit_crash),
 )
-"""The causes, each with a function that returns how well the cause fits an end, or None. If several
-causes are equally certain, the first one takes precedence.
+"""The causes, each with a function that returns how well the cause fits an exit or a stall, or None
+if it does not fit. If several causes are equally certain, the first one takes precedence.
 """
 
 
@@ -773,7 +774,7 @@ def _list_evidence(end: Ending) -> Iterator[str]:
 
 
 def _describe_load(end: Ending) -> str:
-    """Return how many requests were running at the end, as part of the evidence."""
+    """Return how many requests were running at the end, for use as evidence."""
     if end.running is None:
         return "its load is not known" if end.has_served else "its page had not answered yet"
     if not end.running:
@@ -792,7 +793,7 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
         yield f"the engine grew by {format_size(gpu.growth_bytes)} in {duration}"
     if gpu.recent_growth_bytes is not None:
         yield f"the engine held {format_size(gpu.recent_growth_bytes)} more than minutes before"
-    # On most cards, there is no other process, and therefore nothing to report.
+    # On most cards, there is no other process, so there is nothing to report.
     if gpu.last_other_bytes or gpu.first_other_bytes:
         last_size = format_size(gpu.last_other_bytes or 0)
         first_size = format_size(gpu.first_other_bytes or 0)
@@ -805,7 +806,7 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
 
 
 def _describe_room(gpu: GpuAtEnd) -> str:
-    """Return the evidence on how much of a GPU's memory was free at the end and initially."""
+    """Return the evidence on how much of a GPU's memory was free at the end and at the start."""
     if gpu.last_room_bytes is None:
         return f"the memory left on {gpu.display_name} is not known"
     sentence = f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.display_name}"
@@ -815,9 +816,9 @@ def _describe_room(gpu: GpuAtEnd) -> str:
 
 
 def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
-    """Return the causes with the log's evidence, the most certain first.
+    """Return the causes with the log's evidence added, with the most certain first.
 
-    `diagnoses` has the causes according to all evidence except the log, the most certain first.
+    `diagnoses` has the causes that fit all evidence besides the log, with the most certain first.
     There is at least one.
     """
     if end.log is None:
@@ -838,7 +839,7 @@ def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, 
 def _add_failure(
     end: Ending, failure: LogFailure, diagnoses: tuple[Diagnosis, ...]
 ) -> tuple[Diagnosis, ...]:
-    """Return the causes, given a failure reported by the log."""
+    """Return the causes, taking into account a failure that the log reports."""
     evidence = _cite(failure)
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
         if not end.has_served:
@@ -862,8 +863,8 @@ def _add_failure(
     if cause is not None:
         sentence = f"{describe_failure(failure)}."
         return _conclude_by_log(cause, Sureness.SURE, sentence, evidence, diagnoses)
-    # Any other failure decides nothing: an exception without a known cause may concern only a
-    # single request, and the core may end for any cause.
+    # Any other failure proves nothing: an exception without a known cause may affect only a single
+    # request, and the core may exit for any cause.
     return _append_evidence(evidence, diagnoses)
 
 
@@ -872,9 +873,9 @@ def _add_refusal(
 ) -> tuple[Diagnosis, ...]:
     """Return the causes for a working engine whose log shows that GPU memory ran out.
 
-    If one cause fits the samples best, it is sure. If several causes fit equally well, they keep
-    their certainty. If no cause is likely, the cause is a burst: a single allocation was larger
-    than the memory that was left.
+    If one cause fits the samples best, it becomes certain. If several causes fit equally well,
+    their certainty does not change. If no cause is likely, the cause is a burst: a single
+    allocation exceeded the memory that was left.
     """
     evidence = _cite(failure)
     newcomer_bytes = _measure_newcomer(end, failure.refusal or Refusal())
@@ -895,7 +896,7 @@ def _add_refusal(
         sentence = f"Out of GPU memory in a burst: {details}."
         return _conclude_by_log(EndCause.BURST, Sureness.SURE, sentence, evidence, diagnoses)
     best = likely[0]
-    # The log cannot decide between causes that fit equally well.
+    # If several causes fit equally well, the log cannot decide between them.
     rivals = [item for item in likely[1:] if item.sureness is best.sureness]
     sureness = best.sureness if rivals else Sureness.SURE
     stated = _conclude_by_log(best.cause, sureness, best.sentence, evidence, diagnoses)
@@ -903,12 +904,12 @@ def _add_refusal(
 
 
 def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
-    """Return what others took since the engine began to serve, according to torch's message.
+    """Return what other processes took after the engine began to serve, from torch's message.
 
     Unlike the samples, torch's message includes a process that started after the last sample.
-    Returns None if the refused allocation would not have fitted even without that process, or if
-    the memory is too little to be that of a process. Also returns None if the engine has several
-    GPUs, because torch and the driver number GPUs differently.
+    Returns None if the refused allocation would not have fitted even without the new process, or if
+    the memory is too little for a process. Also returns None if the engine has several GPUs,
+    because torch and the driver number GPUs differently.
     """
     if refusal.asked_bytes is None or refusal.free_bytes is None or refusal.other_bytes is None:
         return None
@@ -921,17 +922,17 @@ def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
 
 
 def _add_silence(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
-    """Return the causes, given a log that continues until the exit and reports no failure.
+    """Return the causes, given that the log continues until the exit and reports no failure.
 
-    If an engine runs out of GPU memory or crashes, its log reports that. If the engine is killed or
-    the machine goes down, the log reports nothing. Therefore, once the run is over, memory-related
-    causes are omitted. If no likely cause remains, the cause is a crash.
+    The log reports it if an engine runs out of GPU memory or crashes. The log reports nothing if
+    the engine is killed or the machine goes down. Once the run is over, memory-related causes are
+    therefore omitted. If no likely cause remains, the cause is a crash.
     """
     evidence = "its log goes on until then, and has no error and no shutdown"
     cited = _append_evidence(evidence, diagnoses)
     if not end.is_over:
         return cited
-    # The log would report such a cause, so its silence rules the cause out.
+    # The log would report such a cause, so its silence rules that cause out.
     kept = tuple(item for item in cited if item.cause not in MEMORY_CAUSES)
     if len(kept) == len(cited):
         return cited
@@ -953,7 +954,7 @@ def _conclude_by_log(
     evidence: str,
     diagnoses: tuple[Diagnosis, ...],
 ) -> tuple[Diagnosis, ...]:
-    """Return the cause that the log supports, along with what the samples alone would suggest."""
+    """Return the cause that the log supports, and mention what the samples alone would suggest."""
     best = diagnoses[0]
     all_evidence = [evidence]
     if best.cause is cause:
@@ -963,7 +964,7 @@ def _conclude_by_log(
         alone = _begin_lower(best.sentence.rstrip("."))
         all_evidence.append(f"the log contradicts the samples, which alone fit: {alone}")
     # The samples' evidence for the same cause is used. If there is none, the evidence for the cause
-    # that fits the samples best is used.
+    # with the best fit is used.
     own = [item for item in diagnoses if item.cause is cause]
     all_evidence += (own[0] if own else best).evidence
     return (
@@ -977,7 +978,7 @@ def _append_evidence(evidence: str, diagnoses: Iterable[Diagnosis]) -> tuple[Dia
 
 
 def _cite(failure: LogFailure) -> str:
-    """Return what the log reports, and in which line, as a sentence without a full stop."""
+    """Return what the log reports and in which line, as a sentence without a full stop."""
     return f"its log: {_begin_lower(describe_failure(failure))} ({describe_place(failure)})"
 
 

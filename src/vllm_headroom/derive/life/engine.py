@@ -59,11 +59,11 @@ from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind, LogF
 
 LEFTOVER_SECONDS: Final = 30.0
 """Processes left behind by an exited engine are reported only after this time, because they may
-still exit. With vLLM 0.32, a worker exited up to 9 s after its core.
+still exit by themselves. With vLLM 0.32, a worker exited up to 9 s after its core.
 """
 
 ENGINE_RUN: Final = "engine_life"
-"""The name under which this state is saved, next to the states of the derivations."""
+"""The name under which this state is saved together with the states of the derivations."""
 
 OUTLIVED_SECONDS: Final = 60.0
 """vLLM's engine exits within seconds of an OutOfMemoryError. If its probe is still writing after
@@ -71,27 +71,29 @@ this time, the engine has survived the error.
 """
 
 LOADED_SHARE: Final = 0.5
-"""If the first sample's memory was at least this share of the newest sample's memory, the engine
-had loaded its model before the first sample.
+"""If the memory at the first sample was at least this share of the memory at the newest sample, the
+engine had loaded its model before the first sample.
 """
 
 CONTEXT_BYTES: Final = GIB
-"""CUDA contexts take less than this. An engine that holds less has not loaded anything."""
+"""All CUDA contexts together take less than this. An engine that holds less has not loaded
+anything.
+"""
 
 UNLOADED_SECONDS: Final = 15.0
-"""An engine that was younger than this at its first sample cannot have loaded its model before, so
-LOADED_SHARE is not applied.
+"""An engine younger than this at its first sample cannot have loaded its model yet, so LOADED_SHARE
+is not applied.
 """
 
 LONGEST_LOAD_SECONDS: Final = 2400.0
 """Our choice: if an engine was younger than this at its first sample, and its memory has since
-grown by more than contexts take, the engine was still loading. A large model takes 33 minutes to
-load.
+grown by more than contexts take, it was still loading at that sample. Loading a large model took 33
+minutes.
 """
 
 SAME_END_SECONDS: Final = 15.0
-"""A stall and an exit within this time of each other count as a single end. A server keeps
-answering for 2 to 3 s without its core, and a tick takes 5 s.
+"""A stall and an exit that are at most this far apart are treated as a single event. Without its
+core, a server keeps serving pages for 2 to 3 s, and a tick takes 5 s.
 """
 
 STRAIGHT_SECONDS: Final = 90.0
@@ -100,15 +102,17 @@ a single batch.
 """
 
 STRAIGHT_POINTS: Final = 4
-"""Our choice: fewer points do not make a line."""
+"""Our choice: with fewer points, growth is not considered a straight line."""
 
 STRAIGHT_TOLERANCE: Final = 0.1
-"""Our choice: a point may deviate from the line by this share of the growth, because torch
-allocates in segments.
+"""Our choice: a point may be off the line by this share of the growth, because torch allocates in
+segments.
 """
 
 LEVEL_LOAD_RATIO: Final = 0.25
-"""Our choice: load is level while it differs from the usual load by at most this share."""
+"""Our choice: load is level while it differs from the usual load by at most this share of the usual
+load.
+"""
 
 LEVEL_LOAD_REQUESTS: Final = 2.0
 """Our choice: load is also level while it differs from the usual load by at most this many running
@@ -120,7 +124,7 @@ MEMORY_REASONS: Final = (
     ExitReason.OVER_BUDGET,
     ExitReason.OOM_KILLED,
 )
-"""The exit reasons that also explain a stall just before the exit."""
+"""The exit reasons that also explain a stall shortly before the exit."""
 
 
 class EngineMemory(Struct, frozen=True, kw_only=True):
@@ -133,16 +137,16 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
     """The part that is kept in the state file."""
     state: EngineState = EngineState.UNKNOWN
     known_state: EngineState = EngineState.UNKNOWN
-    """The last state that was not UNKNOWN. It ensures that a stall that is not visible for a while
-    counts only once.
+    """The last state that was not UNKNOWN. It is kept so that a stall that is not visible for a
+    while is counted only once.
     """
     progress: Progress = field(default_factory=Progress)
     record: RunRecord = field(default_factory=RunRecord)
-    """What has been observed of the current run."""
+    """What has been observed in the current run."""
     absence: Absence = field(default_factory=Absence)
     served_bytes: dict[str, int] = field(default_factory=dict)
-    """The most GPU memory that the engine has held while serving since its start or its last
-    wake-up, by UUID.
+    """The most GPU memory that the engine has held while serving since it started or last woke up,
+    by UUID.
     """
     leftover_since_seconds: dict[int, float] = field(default_factory=dict)
     """When each leftover process was first seen, by pid."""
@@ -151,7 +155,7 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
 def forget_run(memory: EngineMemory) -> EngineMemory:
     """Return what is remembered, with the current run removed.
 
-    That run's data may have caused an error. The counts over all runs are kept.
+    The data of the current run may have caused an error. The counts over all runs are kept.
     """
     return EngineMemory(runs=replace(memory.runs, newest=None))
 
@@ -159,11 +163,11 @@ def forget_run(memory: EngineMemory) -> EngineMemory:
 def update_engine(
     memory: EngineMemory, snapshot: Snapshot, *, configured_bytes: float | None = None
 ) -> tuple[EngineMemory, Snapshot]:
-    """Return what is remembered after this snapshot, and the snapshot with the engine's status.
+    """Return what is remembered after this snapshot, and the snapshot with the status added.
 
-    In the returned snapshot, `left_behind` contains only processes that were left behind at least
-    LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure for the memory that the engine
-    uses on each GPU.
+    In the returned snapshot, `left_behind` contains only those processes that were left behind at
+    least LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure for the memory that the
+    engine uses on each GPU.
     """
     now = snapshot.monotonic_seconds
     # An exit is described by the record before this sample, because this sample may be from the
@@ -186,8 +190,8 @@ def update_engine(
     # Values of the previous run must not be compared with those of this run.
     if runs.restarts != memory.runs.restarts:
         memory = _start_over(memory)
-    # A stall that ends in this exit is not reported in addition. A stall that continues is reported
-    # only once.
+    # A stall that ends with this exit is not reported separately. A stall that continues is
+    # reported only once.
     state = update.state
     is_stalled = state is EngineState.STALLED
     if event is None and is_stalled and memory.known_state is not EngineState.STALLED:
@@ -196,7 +200,7 @@ def update_engine(
     new_memory = EngineMemory(
         runs=runs,
         state=state,
-        # While the state is unknown, the last known state determines whether a stall is new.
+        # While the state is unknown, the last known state is used to decide whether a stall is new.
         known_state=memory.known_state if state is EngineState.UNKNOWN else state,
         progress=update.progress,
         record=_update_run_record(
@@ -222,7 +226,7 @@ def update_engine(
 
 
 def _start_over(memory: EngineMemory) -> EngineMemory:
-    """Return what is remembered, without anything that belonged to the run before a restart."""
+    """Return what is remembered, without anything about the run before a restart."""
     return replace(
         memory,
         record=RunRecord(was_page_ever_read=memory.record.was_page_ever_read, follows_absence=True),
@@ -231,12 +235,12 @@ def _start_over(memory: EngineMemory) -> EngineMemory:
 
 
 def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending:
-    """Return the ending of a run whose exit is shown by the newest sample, with its reason."""
+    """Return the ending of a run that has exited according to the newest sample."""
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
-    # Without a page, the run does not count as replaced: the next run is still loading, so clients
-    # have lost this run. If a kubelet restarts a container within a second, no sample shows the
-    # engine without processes.
+    # If there is no page, the run is not considered replaced: the next run is still loading, and
+    # clients have lost this one. If a kubelet restarts a container within a second, no sample shows
+    # an engine without processes.
     is_replaced = record.page.is_answering and evidence.answer is PageAnswer.GIVEN
     reason = _find_exit_reason(run, evidence, gpus, is_replaced=is_replaced)
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
@@ -246,8 +250,8 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
     ending = replace(ending, reason=_refine_reason(ending))
     if ending.reason not in FULL_REASONS:
         return ending
-    # If the reason is a lack of memory, the ending is built again, because whether the engine hung
-    # depends on the reason.
+    # If memory ran out, the ending is built again, because the reason affects whether the engine is
+    # considered to have hung.
     rebuilt = build_ending(
         record, run, snapshot, IncidentKind.ENDED, reason=ending.reason, gpus=gpus
     )
@@ -259,7 +263,7 @@ def _find_exit_reason(
 ) -> ExitReason:
     """Return the reason for an exit, based on all evidence except the engine's log.
 
-    `is_replaced` is whether the page answered before, and now answers for another run.
+    `is_replaced` is whether the page was served before and now belongs to another run.
     """
     oom_kills = evidence.host.oom_kills
     if oom_kills is not None and oom_kills > run.oom_kills:
@@ -270,13 +274,13 @@ def _find_exit_reason(
 
 
 def _refine_reason(ending: Ending) -> ExitReason | None:
-    """Return the reason for an exit, based on its whole ending and on the engine's log, if any.
+    """Return the reason for an exit, using its whole ending and the engine's log if there is one.
 
-    Only the whole ending shows whether a shutdown was requested, or whether the engine never kept
-    its budget. Other endings keep their reason, unless the log states one. Returns None for a
-    stall, because a stall is not an exit and has no reason.
+    Only the whole ending shows whether a shutdown was requested, or whether the engine was over its
+    budget from the start. In all other cases, the reason is kept unless the log states one. Returns
+    None for a stall, because a stall is not an exit and has no reason.
     """
-    # If the engine's log states a reason, it is better evidence than the memory.
+    # A reason in the engine's log is better evidence than the memory.
     if ending.reason is ExitReason.GONE and ending.log is not None:
         ending = replace(ending, reason=_find_logged_reason(ending.log))
     if ending.reason is ExitReason.GONE and is_shutdown(ending):
@@ -315,7 +319,7 @@ def _find_oom_seconds(snapshot: Snapshot) -> float | None:
     fatal_seconds = []
     for process in snapshot.probe.processes:
         oom = process.oom
-        # A process that kept writing its file has survived the error.
+        # A process that kept writing its file survived the error.
         if oom is not None and process.written_at_seconds - oom.at_seconds <= OUTLIVED_SECONDS:
             fatal_seconds.append(oom.at_seconds)
     return max(fatal_seconds, default=None)
@@ -333,18 +337,18 @@ def build_ending(
 ) -> Ending:
     """Return the exit or stall, with what happened before it.
 
-    `run` is the run that ended or stalled. `record` is the record of this run, excluding this
-    sample.
+    `run` is the run that ended or stalled. `record` is the record of this run up to, but excluding,
+    this sample.
     """
     now = snapshot.monotonic_seconds
     is_exit = kind is IncidentKind.ENDED
     lost_processes = list_lost_at_end(record.processes, run, snapshot, kind)
-    # If a necessary process is gone, there is no progress either, but this is a crash and not a
-    # hang.
+    # If a necessary process is gone, there is no progress either, but the cause is a crash and not
+    # a hang.
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
-        # At an exit, the age of progress is unknown, so the time since the last sign of work is
-        # used.
+        # At an exit, it is unknown how long ago the last progress was, so the time since the last
+        # sign of work is used.
         hung_seconds = progress_age_seconds or now - _find_silence(record)
     observed_seconds = 0.0
     unobserved_seconds = None
@@ -383,7 +387,7 @@ def _find_usual_running(page: PageRecord, now: float) -> float | None:
 
 
 def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
-    """Return whether the engine had stalled before its exit, and not only as part of it."""
+    """Return whether the engine had stalled before its exit, rather than as part of the exit."""
     if record.stalled_since_seconds is None:
         return False
     # If memory ran out, a stall in the last seconds before the exit is part of the exit.
@@ -398,14 +402,14 @@ def _find_silence(record: RunRecord) -> float:
 
 
 def _has_loaded_unseen(record: RunRecord) -> bool:
-    """Return whether an engine without a page had loaded its model by its first sample."""
+    """Return whether an engine without a page had loaded its model before its first sample."""
     if record.was_page_ever_read or record.follows_absence:
         return False
     age_seconds = record.first_age_seconds
     # An engine this young cannot have loaded its model before the first sample.
     if age_seconds is not None and age_seconds < UNLOADED_SECONDS:
         return False
-    # If the memory of an engine this young keeps growing, the engine is still loading.
+    # If the memory of such a young engine keeps growing, the engine is still loading.
     may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS
     for gpu in record.gpus.values():
         first_held_bytes = gpu.first.most_held_bytes or 0
@@ -418,10 +422,9 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
 
 
 def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
-    """Describe each GPU of a run that has ended with this snapshot.
+    """Describe each GPU of a run that ended with this snapshot.
 
-    The peaks in the snapshot may belong to the ended run, although the snapshot's other values do
-    not.
+    The peaks in the snapshot may be those of the ended run, even though all other values are not.
     """
     peak_bytes = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned_gpus}
     gpus = []
@@ -438,7 +441,7 @@ def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tupl
 
 
 def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> GpuAtEnd:
-    """Describe a GPU's memory at the end, in the minutes before the end, and at the start."""
+    """Describe a GPU's memory at the start, in the minutes before the end, and at the end."""
     reading = gpu.newest.reading
     total_bytes = None
     usable_bytes = None
@@ -447,13 +450,14 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
         total_bytes = reading.memory.total_bytes
         usable_bytes = reading.memory.usable_bytes
         used_bytes = reading.memory.used_bytes
-    # The end is taken to be the time of the newest sample, because samples may be missing for some
-    # time before an exit.
+    # The time of the newest sample is used as the end, because samples may be missing for some time
+    # before an exit.
     end_begin_seconds = gpu.slots[-1].newest_seconds - END_SECONDS
     end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
     room_bytes = find_least_known(slot.least_room_at_peak_bytes for slot in end_slots)
     sampled_room_bytes = find_least_known(slot.least_room_bytes for slot in end_slots)
-    # If the first number of processes is unknown, it is unknown whether a process is new.
+    # If the number of processes at the start is unknown, it cannot be determined whether a process
+    # is new.
     first_processes = gpu.first.most_processes or 0
     end_processes = find_most_known(slot.most_processes for slot in end_slots) or 0
     return GpuAtEnd(
@@ -495,7 +499,7 @@ def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | 
     """Return the longest growth in a straight line that ends with the newest sample.
 
     Returns None if there is no such growth. Also returns None if the load is unknown or was not
-    level, because more requests take more memory.
+    level, because memory grows with the number of requests.
     """
     points = [
         (slot.newest_seconds, slot.most_held_bytes)
@@ -508,14 +512,14 @@ def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | 
         seconds = end_seconds - begin_seconds
         if seconds < STRAIGHT_SECONDS or end_bytes <= begin_bytes:
             continue
-        # The loop starts with the oldest point, so that the first line that fits is the longest.
+        # The loop starts with the oldest point, so the first line that fits is the longest.
         if _is_straight(points[begin:]) and _is_load_level(page, begin_seconds):
             return StraightGrowth(grown_bytes=end_bytes - begin_bytes, seconds=seconds)
     return None
 
 
 def _is_straight(points: list[tuple[float, int]]) -> bool:
-    """Return whether all points are close to the line from the first point to the last."""
+    """Return whether all points are close to the line through the first and the last point."""
     begin_seconds, begin_bytes = points[0]
     end_seconds, end_bytes = points[-1]
     grown_bytes = end_bytes - begin_bytes
@@ -536,7 +540,7 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
     loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
     if not loads:
         return False
-    # Each half is compared separately, because the median of a load that only rises may equal the
+    # The halves are compared separately, because the median of a steadily rising load may equal the
     # usual load.
     half = len(loads) // 2
     usual_running = median(earlier_loads or loads)
@@ -546,7 +550,7 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
 
 
 def _count_exit(runs: EngineRuns, ending: Ending) -> EngineRuns:
-    """Return the runs with one more exit, counted under its reason; a stall changes nothing."""
+    """Return the runs with one more exit, counted under its reason, or unchanged after a stall."""
     if ending.reason is None:
         return runs
     exits = {**runs.exits, ending.reason: runs.exits.get(ending.reason, 0) + 1}
@@ -579,7 +583,7 @@ def _update_run_record(
     is_stalled: bool,
     configured_bytes: float | None,
 ) -> RunRecord:
-    """Return the record of the current run; an empty record if there is no current run."""
+    """Return the record of the current run, or an empty record if there is no current run."""
     run = runs.newest
     if run is None or run.has_ended:
         return RunRecord(
@@ -594,7 +598,7 @@ def _update_run_record(
 def _update_served_bytes(
     memory: EngineMemory, evidence: Evidence, state: EngineState
 ) -> dict[str, int]:
-    """Return the most memory held on each GPU while serving since the start or last wake-up."""
+    """Return the most memory held on each GPU while serving, since the last start or wake-up."""
     if state is not EngineState.SERVING:
         return memory.served_bytes
     previous_bytes = {} if memory.runs.present.was_asleep else memory.served_bytes
@@ -613,7 +617,7 @@ def _describe_engine(
     age_seconds = memory.progress.age_seconds
     run = runs.present
     state = memory.state
-    # When a run ends, memory is released, and the leak detector must not see this.
+    # The leak detector must not see the memory that is released when a run ends.
     is_over = state is EngineState.DOWN or bool(run.lost_roles)
     is_asleep = state is EngineState.ASLEEP
     # If the gauges are stale, no progress is expected.
@@ -656,7 +660,7 @@ def _find_log(runs: EngineRuns, snapshot: Snapshot, state: EngineState) -> LogEn
 
 
 def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, BudgetExcess], ...]:
-    """Return the excess on each GPU on which the engine is over its budget, by UUID."""
+    """Return the excess on each GPU where the engine is over its budget, by UUID."""
     excesses = []
     for gpu in snapshot.owned_gpus:
         budget = record.budgets.get(gpu.reading.uuid)
@@ -669,7 +673,7 @@ def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, Bu
 
 
 def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple[str, int], ...]:
-    """Return the bytes that a sleeping engine needs to wake up, by GPU UUID.
+    """Return how many bytes a sleeping engine needs on each GPU to wake up, by UUID.
 
     This is the most memory that the engine held while serving, minus what it holds now. A GPU is
     omitted if either value is unknown.
@@ -684,8 +688,8 @@ def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple
 def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the samples of the engine's status; empty while the status is unknown.
 
-    The samples cover the state, the start of the run, the restarts and exits, the progress, and the
-    part of the KV cache that is held by no request.
+    The samples show the state, the start of the run, the restarts and exits, the progress, and how
+    much of the KV cache is held by no request.
     """
     status = snapshot.engine_status
     if status is None:

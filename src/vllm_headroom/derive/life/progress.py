@@ -1,4 +1,4 @@
-"""Whether the engines of a page make progress, do nothing, or show signs of a hang."""
+"""Whether the engines on a page make progress, are idle, or show signs of a hang."""
 
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
@@ -22,49 +22,54 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import NECESSARY_ROLES, Role
 
 IDLE_SECONDS: Final = 60.0
-"""KV cache that is still in use after the engine has been idle for this long counts as stranded."""
+"""KV cache that is still in use after the engine has been idle for this long is considered
+stranded.
+"""
 
 STRANDED_READINGS: Final = 4
-"""The lowest of this many readings of stranded blocks is used. The probe writes a reading every 5
-seconds.
+"""Stranded blocks are taken to be the lowest of this many readings. The probe writes a reading
+every 5 seconds.
 """
 
 STALLED_SECONDS: Final = 60.0
-"""An engine is stalled if, for this long, it has work but makes no progress. It is also stalled if
-its processes have been running for this long without a page.
+"""An engine is stalled if it has had work but made no progress for this long. It is also stalled if
+its processes have been running without a page for this long.
 
 A single step takes less time: a prefill chunk, 8192 tokens by default, takes seconds on the slowest
 cards. vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
 """
 
 SIGN_SECONDS: Final = 20.0
-"""A sign of a hang counts once it has been present for this long. While the core's probe is silent,
-this is also the longest time that may pass without progress, because a hung process does not write
-anything. By default, this time covers five readings; it always covers at least two.
+"""A sign of a hang is used as evidence once it has been present for this long. While the core's
+probe is silent, an engine is also stalled after this long without progress, because a hung process
+writes nothing. By default, this time includes five readings, and it always includes at least two.
 """
 
 COMPUTING_CPU_SECONDS: Final = 1.0
-"""A server that uses this much CPU time is running. A server that is stopped, or waits forever,
-uses almost none. A server that competes for cores still gets its share: at a load average of 42 on
-two cores, a server got ten seconds of CPU time per minute.
+"""A server that has used at least this much CPU time is running. A server that is stopped, or that
+waits endlessly, uses almost none. A server that competes for cores still gets its share: at a load
+average of 42 on two cores, it got ten seconds of CPU time per minute.
 """
 
 STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
-"""Process states in /proc/PID/stat: stopped by a signal or a debugger, or blocked in a driver."""
+"""The process states in /proc/PID/stat that mean stopped by a signal or a debugger, or blocked in a
+driver.
+"""
 
 SPAN_SECONDS: Final = 20.0
-"""How long CPU time and GPU utilisation are observed before activity is judged. A minute without
-progress contains at least one complete span of this length, at any sampling interval.
+"""CPU time and GPU utilisation are observed for this long before activity is judged. A minute
+without progress contains at least one complete span of this length, whatever the sampling interval.
 """
 
 BUSY_CPU_RATIO: Final = 0.1
 """The core and workers are busy if they use more than this many CPU seconds per second. Our choice:
-a process that waits for requests uses almost no CPU time, and one that spins uses a whole core.
+a process that waits for requests uses almost no CPU time, and a process that spins uses a whole
+core.
 """
 
 BUSY_GPU_RATIO: Final = 0.1
-"""A GPU is busy above this utilisation. Our choice: a GPU running a kernel that never ends shows 1,
-and an idle GPU shows 0.
+"""A GPU is busy if its utilisation exceeds this. Our choice: the utilisation is 1 while a kernel
+runs endlessly, and 0 while the GPU is idle.
 """
 
 EngineLabels = tuple[str, str]
@@ -74,9 +79,10 @@ EngineLabels = tuple[str, str]
 class WorkCounters(NamedTuple):
     """The values that change while an engine works.
 
-    A value is None if the page does not show it. A step that only prefills does not change any
-    counter (vllm/v1/engine/async_llm.py: no IterationStats without outputs), but the KV cache grows
-    with each chunk. The number of waiting requests is omitted, because clients change it.
+    A value is None if it is missing from the page. A step that only prefills changes no counter
+    (vllm/v1/engine/async_llm.py: no IterationStats without outputs), but the KV cache grows with
+    each chunk. The number of waiting requests is omitted, because it also changes when clients send
+    requests.
     """
 
     finished_total: float | None
@@ -87,26 +93,26 @@ class WorkCounters(NamedTuple):
 
     @property
     def totals(self) -> tuple[float | None, ...]:
-        """Return the counters, excluding the KV cache."""
+        """Return all values except the use of the KV cache."""
         return self[:-1]
 
     @property
     def done(self) -> tuple[float | None, ...]:
-        """Return only the counters of tokens and steps.
+        """Return only the token and step counters.
 
-        The other counters also change when a request is aborted: the request counts as finished,
-        and its cache is freed.
+        The other counters also change when a request is aborted, because it is then counted as
+        finished and its cache is freed.
         """
         return self[1:4]
 
 
 class EngineProgress(Struct, frozen=True, kw_only=True):
-    """The progress of one engine, on the monotonic clock."""
+    """The progress of one engine; times are on the monotonic clock."""
 
     counters: WorkCounters
     has_work: bool
     moved_seconds: float
-    """When the engine last made progress, or the current time while it has no work."""
+    """When the engine last made progress. While it has no work, this is the current time."""
     done_seconds: float
     """When the engine's token or step count last changed."""
     idle_since_seconds: float | None
@@ -116,15 +122,15 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
 
 
 class CpuUse(Struct, frozen=True):
-    """When the API servers last used enough CPU time, and their total CPU time at that moment."""
+    """When the API servers last used enough CPU time, and their total CPU time at that point."""
 
     cpu_seconds: float
     monotonic_seconds: float
 
 
 Hint = tuple[HangSign, ProcessName | None]
-"""A sign of a hang and the process that shows it. The process is None if the sign does not belong
-to a single one.
+"""A sign of a hang, and the process that shows it. The process is None if no single process shows
+the sign.
 """
 
 
@@ -149,18 +155,19 @@ class Activity(Enum):
 
 
 class ActivityTrack(Struct, frozen=True, kw_only=True):
-    """The newest complete observation span, and the current span.
+    """The newest complete observation span, and the span that is still being observed.
 
     None means unknown.
     """
 
     cpu_ratio: float | None = None
-    """CPU seconds per second used by the core and the workers in the newest complete span."""
+    """How many CPU seconds per second the core and the workers used in the newest complete span."""
     gpu_ratio: float | None = None
-    """The highest utilisation of any GPU in the newest complete span."""
+    """The highest utilisation of any of the GPUs in the newest complete span."""
     has_spun_idle: bool = False
-    """Whether the core and the workers use CPU time even without work. If they do, CPU time proves
-    nothing. In some versions of vLLM, tensor-parallel workers spin while they wait for the core.
+    """Whether the core and the workers use CPU time even when they have no work. If so, CPU time
+    proves nothing. In some versions of vLLM, tensor-parallel workers spin while they wait for the
+    core.
     """
     begin_seconds: float | None = None
     """When the current span began, on the monotonic clock."""
@@ -174,7 +181,8 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
         cpu_ratio = None if self.has_spun_idle else self.cpu_ratio
         is_cpu_busy = None if cpu_ratio is None else cpu_ratio >= BUSY_CPU_RATIO
         is_gpu_busy = None if self.gpu_ratio is None else self.gpu_ratio >= BUSY_GPU_RATIO
-        # The engine is working if either side is busy. It is idle only if both sides are idle.
+        # The engine is working if either the processes or the GPUs are busy. It is idle only if
+        # neither are busy.
         if is_cpu_busy or is_gpu_busy:
             return Activity.BUSY
         if is_cpu_busy is None and is_gpu_busy is None:
@@ -185,16 +193,16 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """All evidence of whether the engines of one page are working or hanging."""
+    """All evidence on whether the engines of one page are working or hanging."""
 
     engines: dict[EngineLabels, EngineProgress] = field(default_factory=dict)
     """The progress of each engine, as shown by the newest page."""
     age_seconds: float | None = None
-    """The longest time for which an engine with work has made no progress; None without a page or
-    without work.
+    """The longest time for which an engine with work has made no progress, or None if there is no
+    page or no work.
     """
     hints: dict[Hint, HintSpan] = field(default_factory=dict)
-    """Signs of a hang that are not visible on the page."""
+    """Signs of a hang that the page does not show."""
     cpu_use: CpuUse | None = None
     activity: ActivityTrack = field(default_factory=ActivityTrack)
     """The activity of the core, the workers and the GPUs."""
@@ -212,17 +220,18 @@ def update_progress(
 ) -> Progress:
     """Return the progress, updated with one more sample.
 
-    Without a page, no work is visible. `processes` is None if it is unknown which processes belong
-    to the engine.
+    If there is no page, no work is visible. `processes` is None if it is unknown which processes
+    belong to the engine.
     """
     now = snapshot.monotonic_seconds
     engines = previous.engines
     age_seconds = None
     if snapshot.page is not None:
         engines = _update_engines(engines, snapshot.page, now)
-        # The longest age is used, because one hung rank blocks all requests that were sent to it.
+        # The longest time is used, because a single hung rank blocks all requests that were sent to
+        # it.
         age_seconds = _find_age(engines, now, snapshot.unanswered_since_seconds)
-    # This is the time since any engine last produced tokens or ran steps.
+    # This is the time since any of the engines last produced tokens or ran steps.
     rest_seconds = min((now - engine.done_seconds for engine in engines.values()), default=0.0)
     return Progress(
         engines=engines,
@@ -246,9 +255,10 @@ def update_progress(
 
 
 def _is_without_work(snapshot: Snapshot, engines: Mapping[EngineLabels, EngineProgress]) -> bool:
-    """Return whether a page shows that every engine was idle since the previous page.
+    """Return whether the page shows that no engine has had work since the previous page.
 
-    Returns False without a page, for a sleeping engine, and for the first page of an engine.
+    Returns False if there is no page, if an engine sleeps, or if an engine is on the page for the
+    first time.
     """
     if snapshot.page is None or not engines:
         return False
@@ -274,12 +284,12 @@ def _update_engine(
 ) -> EngineProgress:
     """Return the progress of an engine.
 
-    Time during which the engine is idle or asleep does not count as time without progress.
+    Time during which the engine is idle or asleep is not treated as time without progress.
     """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
-    # Sleep with mode=keep leaves requests on the page. These do not count as work until the engine
-    # wakes up.
+    # If an engine was put to sleep with mode=keep, its requests stay on the page. They are not work
+    # until the engine wakes up.
     has_work = bool(engine.running or engine.waiting) and not is_asleep
     is_idle = not has_work and not is_asleep and engine.running is not None
     # No progress is expected without work, so the time without progress begins when work arrives.
@@ -288,7 +298,8 @@ def _update_engine(
     idle_since_seconds = now
     stranded_ratios: tuple[float, ...] = ()
     if previous is not None:
-        # Any difference counts, even a decrease, because KV-cache use falls when a request ends.
+        # Any difference is progress, even a decrease, because the KV cache in use shrinks when a
+        # request ends.
         if previous.has_work and previous.counters == counters:
             moved_seconds = previous.moved_seconds
         if previous.counters.done == counters.done:
@@ -296,7 +307,7 @@ def _update_engine(
         if previous.idle_since_seconds is not None:
             idle_since_seconds = previous.idle_since_seconds
         stranded_ratios = previous.kv_stranded_ratios[1 - STRANDED_READINGS :]
-    # The readings count only if none is missing in between.
+    # The readings are used only if no reading between them is missing.
     if engine.kv_stranded_ratio is None:
         stranded_ratios = ()
     else:
@@ -312,7 +323,7 @@ def _update_engine(
 
 
 def _read_counters(engine: EngineReading) -> WorkCounters:
-    """Return the figures that change from sample to sample while the engine works."""
+    """Return the values that change from sample to sample while the engine works."""
     return WorkCounters(
         finished_total=engine.finished_total,
         prompt_tokens_total=engine.prompt_tokens_total,
@@ -331,9 +342,10 @@ def _find_age(
 
     Returns None if no work is visible.
 
-    A request of the daemon, sent at `unanswered_since_seconds` and still unanswered, also counts as
-    work, because the gauges of a hung core do not change. The time without progress then begins
-    when the request was sent or, if that is later, at the last progress of any engine.
+    A request that the daemon sent at `unanswered_since_seconds` and that is still unanswered is
+    also treated as work, because the gauges of a hung core do not change. In that case, the time
+    without progress begins when the request was sent or at the last progress of any engine,
+    whichever is later.
     """
     ages = [
         now - engine.moved_seconds
@@ -341,7 +353,7 @@ def _find_age(
         if engine.has_work and set(engine.counters) != {None}
     ]
     if unanswered_since_seconds is not None and engines:
-        # If another rank is busy, the server does answer, and the request may only be waiting for
+        # If another rank is busy, the server does respond, and the request may only be waiting for
         # its turn.
         newest_done_seconds = max(engine.done_seconds for engine in engines.values())
         ages.append(now - max(unanswered_since_seconds, newest_done_seconds))
@@ -353,12 +365,12 @@ def update_cpu_use(
 ) -> CpuUse | None:
     """Return when the API servers last used enough CPU time, or None before the first known time.
 
-    Other processes are not considered, because only the API servers can keep the page from
-    answering. If the core and its workers spin while they wait for a hung GPU, as in NCCL, the page
-    answers and shows no progress.
+    Other processes are not considered, because only the API servers can prevent the page from being
+    served. If the core and its workers spin while they wait for a hung GPU, as in NCCL, the page is
+    still served and shows no progress.
     """
     servers = [process for process in processes or () if process.role is Role.API_SERVER]
-    # The times are summed, because any one of several servers may get the request for the page.
+    # The times are summed, because the request for the page may reach any of several servers.
     cpu_seconds = sum_known(process.cpu_seconds for process in servers)
     if cpu_seconds is None:
         return previous
@@ -397,18 +409,19 @@ def update_hints(
 ) -> dict[Hint, HintSpan]:
     """Return the signs of a hang that are present while the page shows no work, with their times.
 
-    While /proc cannot be read, the hints of the last sample are returned. `rest_seconds` is the
-    time since the last token. `has_silent_core` is the value in the snapshot. The signs are:
+    While /proc cannot be read, the signs from the last sample are returned. `rest_seconds` is the
+    time since the last token. `has_silent_core` is the snapshot's value of that name. The signs
+    are:
 
     - The main thread of a core or worker is stopped or blocked.
     - The probe in the core is silent while the probe in another process is writing.
     - A request that arrived after the engine last worked has not been answered. An earlier request
-      proves nothing, because its client may never have sent the whole request.
+      proves nothing, because its client may never have finished sending it.
     """
     if processes is None:
         return dict(previous)
-    # Times are kept per process, because only a single process that stays blocked is a hang, not
-    # several that are blocked in turn.
+    # Times are kept per process, because a hang is a single process that stays blocked, not several
+    # processes blocked in turn.
     begins: dict[Hint, float] = {}
     for process in processes:
         if process.role in NECESSARY_ROLES and process.state in STOPPED_OR_BLOCKED:
@@ -423,7 +436,7 @@ def update_hints(
         if rest_seconds >= max(STALLED_SECONDS, wait_seconds - STALLED_SECONDS):
             begins[HangSign.UNANSWERED, None] = now - wait_seconds
     return {
-        # If a hint is missing from one sample, its time starts over.
+        # If a hint is missing in one sample, the hint's time starts over.
         hint: HintSpan(previous[hint].begin_seconds if hint in previous else begin_seconds, now)
         for hint, begin_seconds in begins.items()
     }
@@ -452,7 +465,7 @@ def update_activity(
     gpu_ratio = _find_gpu_ratio(snapshot)
     if previous.begin_seconds is None:
         return _begin_span(previous, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
-    # If the utilisation is unknown in any sample of a span, the span's peak is unknown too.
+    # If the utilisation is unknown in any sample of a span, so is the span's peak.
     peak_gpu_ratio = None
     if previous.peak_gpu_ratio is not None and gpu_ratio is not None:
         peak_gpu_ratio = max(previous.peak_gpu_ratio, gpu_ratio)
@@ -469,7 +482,7 @@ def update_activity(
     if span_seconds < SPAN_SECONDS:
         return track
     cpu_ratio = None
-    # The sum falls when a process exits. The CPU use of this span is then unknown.
+    # The sum falls when a process exits. The CPU use in this span is then unknown.
     if (
         cpu_seconds is not None
         and track.begin_cpu_seconds is not None
@@ -477,7 +490,7 @@ def update_activity(
     ):
         cpu_ratio = (cpu_seconds - track.begin_cpu_seconds) / span_seconds
     has_spun_idle = track.has_spun_idle
-    # CPU time used by the core without work shows whether it polls while it is idle.
+    # If the core uses CPU time without having work, it polls while it is idle.
     if track.is_without_work and cpu_ratio is not None:
         has_spun_idle = cpu_ratio >= BUSY_CPU_RATIO
     whole_span = ActivityTrack(
@@ -494,7 +507,7 @@ def _begin_span(
     *,
     is_without_work: bool,
 ) -> ActivityTrack:
-    """Return the track at the start of the next span, with the results of `whole_span`."""
+    """Return the track with a new span, and with the results of `whole_span`."""
     return ActivityTrack(
         cpu_ratio=whole_span.cpu_ratio,
         gpu_ratio=whole_span.gpu_ratio,
@@ -521,7 +534,7 @@ def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | Non
 def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
     """Return the engine's utilisation of its busiest GPU.
 
-    If a GPU's utilisation is unknown, that GPU may be busy. Returns None in that case, unless
+    If a GPU's utilisation is unknown, the GPU may be busy. The result is None in that case, unless
     another GPU is busy.
     """
     ratios = [_find_own_ratio(gpu) for gpu in snapshot.owned_gpus]
@@ -548,10 +561,11 @@ def _find_own_ratio(gpu: Gpu) -> float | None:
 def find_stranded(
     engines: Mapping[EngineLabels, EngineProgress], now: float
 ) -> tuple[tuple[EngineLabels, float], ...]:
-    """Return the share of each engine's KV cache that no request holds, if it is known.
+    """Return the share of each engine's KV cache that no request holds, where it is known.
 
-    After an idle minute, everything in use is stranded. Before that, the share is the lowest of the
-    probe's last readings, because the probe counts while the scheduler works.
+    Once an engine has been idle for a minute, all KV cache in use is stranded. Before that, the
+    share is the lowest of the probe's most recent readings, because the probe also counts while the
+    scheduler works.
     """
     stranded = []
     for labels, engine in engines.items():
@@ -572,7 +586,7 @@ def find_stranded(
 def has_worked(page: EnginePage) -> bool | None:
     """Return whether any engine on the page has ever processed a request.
 
-    Returns True for a page without engines. Returns None for engines that have a name but no
+    Returns True for a page without engines. Returns None for engines with a name but without
     counters, as in Dynamo's own series.
     """
     if not page.engines:
@@ -581,7 +595,7 @@ def has_worked(page: EnginePage) -> bool | None:
     for engine in list_named(page):
         figures += _read_counters(engine).totals
         figures.append(engine.running)
-    # A page that has names but no counters shows neither work nor idleness.
+    # A page with names but no counters shows neither work nor idleness.
     if figures and set(figures) == {None}:
         return None
     return any(figures)

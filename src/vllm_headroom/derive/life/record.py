@@ -24,29 +24,30 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import IncidentKind, Reason, Role
 
 SLOT_SECONDS: Final = 30.0
-"""Samples within this time are recorded as one slot with their lowest and highest values."""
+"""All samples within this time are recorded as one slot, with their lowest and highest values."""
 
 PEAK_KEPT_SECONDS: Final = 60.0
-"""A peak of used memory continues to be reported for this long."""
+"""A peak of used memory is reported for this long after it occurred."""
 
 END_SECONDS: Final = SLOT_SECONDS + PEAK_KEPT_SECONDS
-"""Memory within this time before the exit counts as memory at the end. The time consists of one
-slot and the minute for which a peak is reported.
+"""Memory within this time before the exit is treated as the memory at the end of the run. The time
+consists of one slot plus the minute for which a peak is reported.
 """
 
 BURST_SECONDS: Final = 300.0
-"""Growth within this time before the end counts as a burst."""
+"""Growth within this time before the exit is treated as a burst."""
 
 USUAL_LOAD_SECONDS: Final = 900.0
-"""An engine's usual load is its load over this time."""
+"""An engine's usual load is computed over this time."""
 
 
 class MemoryExtremes(Struct, frozen=True, gc=False):
-    """The extremes of one GPU's memory in a time slot, both at samples and at peaks in between.
+    """The extremes of one GPU's memory in a time slot, both in samples and at peaks between them.
 
     None means unknown.
 
-    There are many of these objects, so gc=False keeps the garbage collector from visiting them.
+    There are many of these objects, so gc=False is used to keep the garbage collector from visiting
+    them.
     """
 
     begin_seconds: float
@@ -63,48 +64,48 @@ class GpuRecord(Struct, frozen=True, kw_only=True):
     """The memory on one of the engine's GPUs."""
 
     first: MemoryExtremes
-    """The memory when the engine started to serve or, if that was not observed, at the first
-    sample.
+    """The memory when the engine started to serve, or in the first sample if the start was not
+    observed.
     """
     slots: tuple[MemoryExtremes, ...]
-    """The slots of the last few minutes."""
+    """The time slots of the last few minutes."""
     newest: Gpu
     newest_seconds: float
     """When `newest` was read, in seconds since the epoch."""
 
 
 class PageRecord(Struct, frozen=True, kw_only=True):
-    """What the page of this run has shown, on the monotonic clock."""
+    """What the page has shown in this run; times are on the monotonic clock."""
 
     newest_seconds: float = 0.0
-    """When the page last answered or, before its first answer, when the record began."""
+    """When the page was last served, or when the record began if it has not been served yet."""
     has_answered: bool = False
-    """Whether the page has ever answered while this sidecar was running."""
+    """Whether the page has ever been served while this sidecar was running."""
     is_answering: bool = False
-    """Whether the page answered at the newest sample."""
+    """Whether the page was served at the newest sample."""
     engines: tuple[EngineReading, ...] = ()
-    """The engines on the last page that had any engines."""
+    """The engines on the last page that showed any engines."""
     idle_since_seconds: float | None = None
     idle_seconds: float | None = None
     """How long these engines had been idle when that page was read, or None if they had work, or if
     this is unknown.
     """
     loads: tuple[tuple[float, float], ...] = ()
-    """Pairs of a time and the number of requests running at that time, with one pair per slot."""
+    """Pairs of a time and the number of requests running at that time, one pair per slot."""
 
 
 class ProcessRecord(Struct, frozen=True, kw_only=True):
-    """What the processes of this run have shown, on the monotonic clock."""
+    """What is known about the processes in this run; times are on the monotonic clock."""
 
     complete: tuple[EngineProcess, ...] = ()
-    """All processes in the last sample in which none was missing."""
+    """All processes in the last sample in which no process was missing."""
     lost: tuple[Lost, ...] = ()
     """The necessary processes that exited before the others."""
     orphans: int = 0
     """The number of processes on the engine's GPUs whose server has exited."""
     refused_since_seconds: float | None = None
-    """When the server began to refuse connections to its page after its core was gone; None if it
-    does not.
+    """When the server began to refuse connections to its page after its core was gone, or None if
+    it accepts them.
     """
 
 
@@ -117,8 +118,8 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     first_age_seconds: float | None = None
     """The age of the run when it was first seen, or None if unknown."""
     follows_absence: bool = False
-    """Whether the sidecar was already running when this run began, so that it saw the whole
-    start.
+    """Whether the sidecar was already running when this run began, so that the whole start was
+    observed.
     """
     was_page_ever_read: bool = False
     """Whether any page has ever been read, even from another run."""
@@ -175,13 +176,13 @@ def update_record(
 def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[str, GpuRecord]:
     """Return the memory of the GPUs, updated with this sample.
 
-    Once a necessary process has exited, the record is not updated, because the memory that the
-    process released is not evidence about the end.
+    Once a necessary process has exited, the record is not updated, because memory released by an
+    exiting process says nothing about why the engine ended.
     """
     if run.lost_roles:
         return record.gpus
-    # This is the first page in this record. If the sidecar was restarted, the record begins with
-    # the first page after the restart.
+    # This is the first page that this record contains. If the sidecar was restarted, the record
+    # begins with the first page after the restart.
     begins_to_serve = snapshot.page is not None and not record.page.has_answered
     sampled = {}
     for gpu in snapshot.owned_gpus:
@@ -191,7 +192,7 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
         previous = record.gpus.get(gpu.reading.uuid)
         if previous is not None:
             slots = previous.slots
-            # Memory grows while weights are being loaded, so only the memory of a serving engine is
+            # Memory grows while weights are loaded, so only the memory of a serving engine is
             # comparable.
             if not begins_to_serve:
                 first_extremes = previous.first
@@ -205,18 +206,18 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
 
 
 def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
-    """Return the memory at a sample, and at peak use, which may occur between two samples."""
+    """Return the memory at a sample and at the peak use, which may be between two samples."""
     memory = gpu.reading.memory
     room_bytes = None
     room_at_peak_bytes = None
     held_at_peak_bytes = gpu.held_bytes
     if memory is not None:
-        # NVML's peak since the previous sample may exceed the current use.
+        # The peak that NVML reports for the time since the previous sample may exceed the current
+        # use.
         peak_rise_bytes = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
         room_bytes = memory.left_bytes
         room_at_peak_bytes = room_bytes - peak_rise_bytes
-        # The driver does not report which process caused a peak, so the engine may have held the
-        # entire rise.
+        # The driver does not report which process caused a peak, so all of it may be the engine's.
         if gpu.held_bytes is not None:
             held_at_peak_bytes = gpu.held_bytes + peak_rise_bytes
     return MemoryExtremes(
@@ -236,10 +237,10 @@ def _add_extremes(
 ) -> tuple[MemoryExtremes, ...]:
     """Return the slots of the last minutes with one more sample, possibly in the newest slot."""
     now = sample.newest_seconds
-    # In a trace, time may jump back, which starts a new slot.
+    # In a trace, time may jump back, in which case a new slot starts.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
         return (*slots[:-1], _merge_extremes(slots[-1], sample))
-    # Judging an exit requires two time spans: the minutes of a burst, and the end.
+    # To judge an exit, two time spans are needed: the minutes of a burst, and the end of the run.
     oldest_seconds = now - BURST_SECONDS - END_SECONDS
     recent_slots = [slot for slot in slots if slot.newest_seconds >= oldest_seconds]
     return (*recent_slots, sample)
@@ -263,7 +264,7 @@ def _merge_extremes(slot: MemoryExtremes, sample: MemoryExtremes) -> MemoryExtre
 def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRun) -> ProcessRecord:
     """Return the record of the processes, updated with this sample.
 
-    Lost processes are recorded only while the page answers.
+    Lost processes are recorded only while the page is served.
     """
     complete = previous.complete
     if snapshot.engine_processes and not run.lost_roles:
@@ -272,14 +273,14 @@ def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRu
     if run.lost_roles and _is_page_refused(snapshot):
         refused_since_seconds = previous.refused_since_seconds or snapshot.monotonic_seconds
     processes = replace(previous, complete=complete, refused_since_seconds=refused_since_seconds)
-    # If the page does not answer, the server has exited too, and it is unknown which process exited
+    # If the page is not served, the server has exited too, so it is unknown which process exited
     # first.
     if snapshot.page is None:
         return processes
     return replace(
         processes,
         orphans=_count_orphans(snapshot),
-        # Only the first loss is kept, because any later exits are a consequence of it.
+        # Only the first loss is kept, because later exits are a consequence of it.
         lost=previous.lost or _list_lost(processes, run, snapshot),
     )
 
@@ -290,7 +291,7 @@ def _is_page_refused(snapshot: Snapshot) -> bool:
 
 
 def _record_page(previous: PageRecord, snapshot: Snapshot) -> PageRecord:
-    """Return the record of the page with this sample; without an answer, the old load is kept."""
+    """Return the page's record after this sample; if there is no page, the old load is kept."""
     now = snapshot.monotonic_seconds
     if snapshot.page is None:
         return replace(previous, is_answering=False)
@@ -298,7 +299,7 @@ def _record_page(previous: PageRecord, snapshot: Snapshot) -> PageRecord:
     engines = list_named(snapshot.page)
     if not engines:
         return page
-    # An unknown number of requests does not prove that the engine is idle.
+    # If the number of requests is unknown, the engine is not proven to be idle.
     requests = sum_known(count for engine in engines for count in (engine.running, engine.waiting))
     idle_since_seconds = None
     idle_seconds = None
@@ -321,7 +322,7 @@ def _add_load(
 ) -> tuple[tuple[float, float], ...]:
     """Return the loads.
 
-    The number of running requests is added if a slot's length has passed since the last pair.
+    The number of running requests is added once a slot's length has passed since the last pair.
     """
     if running is None or (loads and now - loads[-1][0] < SLOT_SECONDS):
         return loads
@@ -330,7 +331,7 @@ def _add_load(
 
 
 def _list_lost(processes: ProcessRecord, run: EngineRun, snapshot: Snapshot) -> tuple[Lost, ...]:
-    """Return the necessary processes that have exited, except those that outlived their server."""
+    """Return the necessary processes that have exited, except any that outlived their server."""
     if not run.lost_roles:
         return ()
     if not processes.complete:
@@ -349,10 +350,10 @@ def _name_processes(processes: Iterable[EngineProcess]) -> list[Lost]:
 
 
 def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineProcess]:
-    """Return the engine's processes that still hold GPU memory although their server has exited.
+    """Return the engine's processes that hold GPU memory even though their server has exited.
 
-    A trace has no pids. In that case, the result has as many workers as there are processes left on
-    the GPUs. If the engine has no workers, the result has as many cores instead.
+    A trace has no pids. The result then has as many workers as there are processes left on the
+    GPUs. If the engine has no workers, cores are returned instead.
     """
     pids = [
         leftover.pid
@@ -373,7 +374,7 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
 def _count_orphans(snapshot: Snapshot) -> int:
     """Count the orphaned processes on the engine's GPUs.
 
-    An engine that was stopped leaves none.
+    A stopped engine leaves none.
     """
     fates = [leftover.fate for gpu in snapshot.owned_gpus for leftover in gpu.leftovers]
     return fates.count(Fate.ORPHANED)
@@ -382,12 +383,12 @@ def _count_orphans(snapshot: Snapshot) -> int:
 def list_lost_at_end(
     processes: ProcessRecord, run: EngineRun, snapshot: Snapshot, kind: IncidentKind
 ) -> tuple[Lost, ...]:
-    """Return the necessary processes that have exited before the others until this sample."""
+    """Return the necessary processes that had exited before the others by this sample."""
     if processes.lost:
         return processes.lost
     if kind is IncidentKind.STALLED:
         return _list_lost(processes, run, snapshot)
-    # If there are no new orphans, all processes exited together.
+    # If there are no new orphans, all processes have exited together.
     if _count_orphans(snapshot) <= processes.orphans:
         return ()
     if run.lost_roles:
@@ -399,6 +400,6 @@ def list_lost_at_end(
         for process in processes.complete
         if process.role is not Role.OTHER and process not in orphaned_processes
     ]
-    # If none of the exited processes was ever seen, the server is returned, because it was the
-    # orphans' parent.
+    # If none of the exited processes was ever observed, the server is returned, because the orphans
+    # were its children.
     return tuple(sorted(_name_processes(exited_processes))) or (Lost(Role.API_SERVER),)

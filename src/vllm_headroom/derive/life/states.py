@@ -1,4 +1,4 @@
-"""The engine's state: what a snapshot shows, which run it belongs to, and the transition tables.
+"""The engine's state: what a snapshot shows, which run it shows, and the transition tables.
 
 docs/states.md explains each row.
 """
@@ -43,31 +43,33 @@ from vllm_headroom.vocabulary import (
 )
 
 OCCUPIED_RATIO: Final = 0.05
-"""If the engine holds less than this share of its GPUs' memory, the GPUs run no model. CUDA
+"""If the engine holds less than this share of its GPUs' memory, no model is loaded on them. CUDA
 contexts alone take half a gigabyte.
 """
 
 LOADED_RATIO: Final = 0.5
-"""An engine that holds less than this share of the most memory that it held while serving has
+"""If an engine holds less than this share of the most memory that it held while serving, it has
 released its weights.
 """
 
 STARVED_RATIO: Final = 0.8
-"""Above this CPU pressure, a server may deliver every page late. On two cores, the pressure was
-0.05 at a load average of 2, and 0.95 at a load average of 5.
+"""If the CPU pressure exceeds this, a server may deliver every page late. On two cores, the
+pressure was 0.05 at a load average of 2, and 0.95 at a load average of 5.
 """
 
 SPINNING_SECONDS: Final = 180.0
-"""A server that computes for longer than this without answering counts as spinning. This does not
-apply while the machine is short of CPU, or while the server has closed its port and is finishing
-its last requests.
+"""A server that uses CPU time for longer than this without answering is considered to be spinning.
+This does not apply while the machine is short of CPU, or while the server has closed its port and
+finishes its last requests.
 """
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
-"""How far back exits are counted, as in HeadroomEngineCrashLoop."""
+"""The time over which exits are counted, as in HeadroomEngineCrashLoop."""
 
 MOST_ENDS: Final = 64
-"""The newest exit times are kept, at most this many. Keeping more would not change any verdict."""
+"""At most this many exit times are kept, namely the newest. Keeping more would not change any
+verdict.
+"""
 
 _STATE_FILE_NAMES: Final = {
     "page_run_id": "page_life",
@@ -82,7 +84,7 @@ _STATE_FILE_NAMES: Final = {
     "was_asleep": "asleep",
     "lost_roles": "lost",
 }
-"""The names of the fields in lives.json, which files from older versions also use."""
+"""The names of the fields in lives.json, which are the same in files from older versions."""
 
 
 class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
@@ -95,24 +97,27 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     finished_total: float | None = None
     process_names: tuple[ProcessName, ...] = ()
     is_ready: bool = False
-    """Whether the engine's page has ever answered in this run."""
+    """Whether the engine's page has ever been served in this run."""
     has_worked: bool | None = False
     """Whether the engine has ever processed a request, or None if its page does not show work."""
     has_ended: bool = False
     necessary_counts: dict[Role, int] = field(default_factory=dict)
-    """The highest number of processes of each necessary role that ran while the page answered."""
+    """For each necessary role, the highest number of its processes that ran while the page was
+    served.
+    """
     most_held_bytes: int = 0
-    """The most GPU memory that the run held while the page answered."""
+    """The most GPU memory that was held in this run while the page was served."""
     first_room_bytes: dict[str, int] = field(default_factory=dict)
-    """The free memory of the engine's GPUs when it became ready, by UUID."""
+    """The memory that was free on each of the engine's GPUs when the engine became ready, by UUID.
+    """
     first_host_room_bytes: int | None = None
-    """The free memory of the host when the engine became ready."""
+    """The host memory that was free when the engine became ready."""
     was_asleep: bool = False
-    """Whether any engine on the newest page was asleep."""
+    """Whether any engine was asleep according to the newest page."""
     lost_roles: tuple[Role, ...] = ()
     """The necessary roles in which at least one process has exited."""
     oom_kills: int = 0
-    """The kernel's count of OOM kills in the engine's container, at the last sample in which no
+    """The kernel's count of OOM kills in the engine's container, as of the last sample in which no
     process was missing.
     """
 
@@ -120,7 +125,7 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
 class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visible": "sighted"}):
     """The newest run, and the counts over all runs.
 
-    The state file preserves them across restarts of the sidecar.
+    Both are kept in the state file when the sidecar restarts.
     """
 
     newest: EngineRun | None = None
@@ -135,24 +140,24 @@ class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visib
 
     @property
     def present(self) -> EngineRun:
-        """Return the current run; an empty run if there is none."""
+        """Return the current run, or an empty run if there is none."""
         if self.newest is None or self.newest.has_ended:
             return EngineRun()
         return self.newest
 
 
 class PageAnswer(Enum):
-    """How the server answered the request for its page."""
+    """How the server answered when its page was requested."""
 
     GIVEN = auto()
     REFUSED = auto()
-    """Nothing listens on the port. This is the case before vLLM is ready, and after its server has
-    exited.
+    """Nothing listens on the port. Connections are refused before vLLM is ready and after its
+    server has exited.
     """
     SILENT = auto()
     """vLLM, or a proxy in front of it, accepts the request but returns no page."""
     ERROR = auto()
-    """A running server answers with an error, which reveals nothing about the engine behind it."""
+    """A running server answers with an error, which says nothing about the engine behind it."""
     UNREADABLE = auto()
     """The answer is not from the engine. It may come from a login page, a wrong address or another
     server.
@@ -165,10 +170,10 @@ _FAILED_ANSWERS: Final = {
     Reason.INCOMPLETE: PageAnswer.SILENT,
     Reason.HTTP_STATUS: PageAnswer.ERROR,
 }
-"""The kind of answer for each failure reason. Any other reason means UNREADABLE."""
+"""The kind of answer that follows from each failure reason. Any other reason means UNREADABLE."""
 
 _GATEWAY_STATUSES: Final = frozenset({502, 503, 504})
-"""With these HTTP statuses, a proxy reports that nothing behind it answers."""
+"""With these HTTP statuses, a proxy reports that no server behind it answers."""
 
 
 class Presence(Enum):
@@ -177,13 +182,13 @@ class Presence(Enum):
     THERE = auto()
     GONE = auto()
     OUT_OF_SIGHT = auto()
-    """The source that showed the processes before has failed. This does not end a run."""
+    """The source that used to show the processes has failed. This does not end a run."""
     NEVER_SHOWN = auto()
     """No source has ever shown the processes in this run, so the page is the only evidence."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """What one snapshot shows about the engine; docs/states.md has the table of evidence."""
+    """What one snapshot shows about the engine, as listed in the table in docs/states.md."""
 
     snapshot: Snapshot
     answer: PageAnswer
@@ -195,7 +200,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """Whether this sidecar can see the engine's processes, as in EngineRuns."""
     presence: Presence
     held_bytes: dict[str, int]
-    """The engine's memory on each GPU where it is known, by UUID."""
+    """The engine's memory on each GPU for which it is known, by UUID."""
     page_run_id: str | None
     finished_total: float | None
 
@@ -274,13 +279,13 @@ def _judge_visibility(
 ) -> bool | None:
     """Return whether the engine's processes are visible.
 
-    Returns False if a page answers although no process is visible. Returns None while it is unknown
-    whether processes are visible. An earlier result in the same run is kept.
+    Returns False if a page is served even though no process is visible. Returns None while it is
+    unknown whether the processes are visible. An earlier result in the same run is kept.
     """
     if processes:
         return True
-    # If a page answers, there must be processes behind it. If none of them is visible now, none
-    # will ever be visible from here.
+    # If a page is served, there must be processes behind it. If none of them is visible now, none
+    # will become visible to this sidecar later.
     has_shown_none = snapshot.page is not None and not runs.present.process_names
     if has_shown_none and not _may_show_processes_later(snapshot):
         return False
@@ -305,8 +310,8 @@ def _judge_held_memory(
 ) -> Presence:
     """Return whether GPU memory shows that processes of the engine exist.
 
-    If the engine was asleep, or if one of its GPUs cannot be read, a small amount of held memory
-    does not prove an exit.
+    A small amount of held memory does not prove an exit if the engine was asleep, or if one of its
+    GPUs cannot be read.
     """
     gpus = snapshot.owned_gpus
     run = runs.present
@@ -314,16 +319,16 @@ def _judge_held_memory(
     for gpu in gpus:
         if gpu.held_bytes is not None and gpu.reading.memory is not None:
             total_bytes += gpu.reading.memory.total_bytes
-    # Nothing shows which process holds the GPU memory. An amount that a CUDA context or leftover
-    # weights could also take proves nothing.
+    # It is unknown which process holds the GPU memory. An amount that a CUDA context or leftover
+    # weights might take proves nothing.
     empty_bytes = max(OCCUPIED_RATIO * total_bytes, LOADED_RATIO * run.most_held_bytes)
     if sum(held_bytes.values()) > empty_bytes:
         return Presence.THERE
-    # The engine's memory may be on the very GPU that could not be read.
+    # The engine's memory may be on exactly the GPU that could not be read.
     are_all_gpus_read = 0 < len(held_bytes) == len(gpus)
     if are_all_gpus_read and not run.was_asleep:
         return Presence.GONE
-    # A run that is still loading has also shown its memory, but not while its page answered.
+    # A run that is still loading also held memory, but not yet while its page was served.
     is_loading = run is runs.newest and not run.is_ready
     if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
         return Presence.OUT_OF_SIGHT
@@ -333,11 +338,11 @@ def _judge_held_memory(
 def update_runs(
     runs: EngineRuns, evidence: Evidence, *, was_answering: bool
 ) -> tuple[EngineRuns, EngineRun | None]:
-    """Return the runs after one more sample, and the run that this sample shows to have exited.
+    """Return the runs after one more sample, and the run that has exited according to the sample.
 
-    The exited run is returned as it was before the sample, or as None if no run exited.
-    `was_answering` is whether the page answered at the previous sample. Earlier exits whose time is
-    in the future are dropped, because the clock was set back.
+    The exited run is returned as it was before the sample, or None is returned if no run exited.
+    `was_answering` is whether the page was served at the previous sample. If the clock was set
+    back, earlier exits that now lie in the future are dropped.
     """
     now = evidence.snapshot.time_seconds
     run = runs.newest
@@ -356,25 +361,25 @@ def update_runs(
     )
     if run is not None and not run.has_ended:
         return replace(runs, newest=_update_run(run, evidence)), None
-    # Only a page or a process shows that another run has begun.
+    # Another run has begun only if there is a page or a process.
     if evidence.answer is not PageAnswer.GIVEN and evidence.presence is not Presence.THERE:
         return replace(runs, newest=run), exited_run
     if run is not None:
         runs = replace(runs, restarts=runs.restarts + 1)
-    # If a container outlives its engines, as a systemd unit does, its kill count continues.
+    # If a container outlives its engines, as a systemd unit does, its count of kills is not reset.
     new_run = EngineRun(oom_kills=evidence.host.oom_kills or 0)
     return replace(runs, newest=_update_run(new_run, evidence)), exited_run
 
 
 def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
-    """Return whether the run belongs to another engine, which is still running."""
+    """Return whether the run is another engine's, which is still running."""
     if run.is_ready or run.has_ended:
         return False
     return _is_any_among(run.process_names, evidence.snapshot.neighbours)
 
 
 def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
-    """Return whether a sample shows that a run is over, or that another run has replaced it."""
+    """Return whether a run is over, or has been replaced by another run, according to a sample."""
     if run.has_ended:
         return False
     if evidence.answer is not PageAnswer.GIVEN and evidence.presence is Presence.GONE:
@@ -385,10 +390,10 @@ def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> b
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
     """Return whether the start time, the processes or the request counter show another run.
 
-    If both start times are known, they decide. Otherwise, the processes decide. If these are
-    unknown, the request counter decides. If several servers answer in turn, a lower counter may
-    come from another server. A lower counter is therefore evidence only if it has more than halved,
-    or if the page did not answer before.
+    If both start times are known, they are compared. Otherwise, the processes decide. If not, the
+    request counters are compared. If several servers answer in turn, a lower counter may be from
+    another server. A lower counter is therefore evidence only if it has more than halved, or if the
+    page was not served before.
     """
     finished_total = evidence.finished_total
     if run.page_run_id is not None and evidence.page_run_id is not None:
@@ -402,9 +407,9 @@ def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> 
 
 
 def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
-    """Return whether any process has the same pid and nearly the same start time as one of `names`.
+    """Return whether any process has the pid and nearly the start time of one of `names`.
 
-    In a trace without pids, all processes have the same pid.
+    In a trace, there are no pids, so all processes have the same one.
     """
     return any(
         pid == other_pid and abs(started_seconds - other_started_seconds) <= SAME_START_SECONDS
@@ -415,7 +420,7 @@ def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessN
 def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     """Return the run, updated with the newest sample."""
     counts = Counter(process.role for process in evidence.processes or ())
-    # A lost process stays lost until /proc shows it again.
+    # A lost process is considered lost until /proc shows it again.
     lost_roles = run.lost_roles
     if evidence.processes:
         lost_roles = tuple(
@@ -438,8 +443,8 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     first_host_room_bytes = run.first_host_room_bytes
     if first_host_room_bytes is None:
         first_host_room_bytes = evidence.host.room_bytes
-    # A kill is the reason for the exit even if the exit follows several samples after the kill.
-    # Once a process is lost, the earlier count is therefore kept.
+    # A kill is the reason for an exit even if the exit is observed several samples later. Once a
+    # process is lost, the count from before the loss is therefore kept.
     oom_kills = evidence.host.oom_kills
     if oom_kills is None or lost_roles:
         oom_kills = run.oom_kills
@@ -450,7 +455,7 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
         finished_total=finished_total,
         is_ready=True,
         has_worked=run.has_worked or has_worked(evidence.page),
-        # The sidecar learns how many processes are necessary: the highest number that has ever been
+        # The necessary number of processes is learned: it is the highest number that has ever been
         # running.
         necessary_counts={
             role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
@@ -470,14 +475,15 @@ def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
         if memory is not None:
-            # The engine will need its peak again, and this sample may show more free memory.
+            # The engine will reach its peak again, and more memory may be free in this sample than
+            # at the peak.
             peak_bytes = gpu.reading.used_peak_bytes or 0
             rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
     return rooms
 
 
 def is_error_answer(failure: Failure) -> bool:
-    """Return whether a running server answers with an error instead of its page."""
+    """Return whether the failure is an error that a running server returned instead of its page."""
     return _read_failure(failure) is PageAnswer.ERROR
 
 
@@ -493,62 +499,64 @@ class Symptom(Enum):
 
     PAGE_ANSWERS = auto()
     OTHER_PAGE = auto()
-    """The page answers but shows no engine."""
+    """A page is served but shows no engine."""
     PROCESS_LOST = auto()
-    """The page answers, but a core or worker of this run has exited."""
+    """The page is served, but a core or worker of this run has exited."""
     ASLEEP = auto()
     NO_PROGRESS = auto()
-    """The page answers and shows work, but no progress."""
+    """The page is served and shows work, but no progress."""
     HANG_SIGN = auto()
-    """The page answers and shows no work, but one sign of a hang has been present for long
+    """The page is served and shows no work, but one sign of a hang has been present for long
     enough.
     """
     HANG_SIGNS = auto()
-    """The page answers and shows no work, but several signs of a hang have been present for long
+    """The page is served and shows no work, but several signs of a hang have been present for long
     enough.
     """
     NO_PROCESSES = auto()
-    """There is no page, and no process exists. The same applies if all that is known is a closed
-    port.
+    """There is no page, and there are no processes. The same applies if a closed port is all that
+    is known.
     """
     NO_RUN = auto()
-    """There is no page. Processes exist, but nothing shows that they belong to a run of this
+    """There is no page. Processes exist, but nothing shows that they are part of a run of this
     engine.
     """
     NEVER_READY = auto()
-    """There is no page, but there are processes of a run whose page has never answered."""
+    """There is no page, but there are processes of a run whose page has never been served."""
     AWAY_BRIEFLY = auto()
-    """There is no page. The page, or the source that showed the processes, has been missing for
+    """There is no page. The page or the source that showed the processes has been missing, but for
     less than STALLED_SECONDS.
     """
     PROCESSES_OUT_OF_SIGHT = auto()
-    """There is no page, and the source that showed the processes has failed."""
+    """There is no page, and the source that used to show the processes has failed."""
     PAGE_UNREADABLE = auto()
-    """The page used to answer, but the answer is now a login page or comes from another server."""
+    """The page used to be served, but the answer is now a login page or comes from another server.
+    """
     STALE_GAUGES = auto()
-    """The page answers and shows work without progress, but all other evidence shows that there is
-    no work.
+    """The page is served and shows work without progress, but all other evidence shows that there
+    is no work.
     """
     GAUGES_DOUBTED = auto()
-    """The page answers and shows work without progress. The visible evidence shows no work, but
-    some evidence is not visible.
+    """The page is served and shows work without progress. The evidence that is visible shows no
+    work, but some evidence is not visible.
     """
     SERVER_ANSWERS = auto()
     """There is no page, but the server answers other requests, so it is running."""
     SERVER_COMPUTES = auto()
-    """The page used to answer but is missing now, and its server uses CPU time."""
+    """The page used to be served but is missing now, and its server uses CPU time."""
     PAGE_AWAY = auto()
-    """The page used to answer but is missing now. Its server either uses no CPU time or spins."""
+    """The page used to be served but is missing now. Its server either uses no CPU time or spins.
+    """
 
 
 class Transition(NamedTuple):
-    """One row of the table: a state, what a sample shows, the next state, and the reason."""
+    """One row of the table: a state, what a sample shows, the next state, and the reason for it."""
 
     state: EngineState | None
-    """The state before the sample; None means any state."""
+    """The state before the sample, or None for any state."""
     symptom: Symptom
     next_state: EngineState | None
-    """The state after the sample; None means that the state is unchanged."""
+    """The state after the sample, or None if the state does not change."""
     why: str
 
 
@@ -632,21 +640,21 @@ TRANSITIONS: Final = (
     ),
     Transition(None, Symptom.PAGE_AWAY, EngineState.STALLED, "its processes run and serve nobody"),
 )
-"""The first matching row decides. Every symptom has a row that matches any state."""
+"""The first matching row decides. Every symptom has one row that matches any state."""
 
 
 class Requests(Enum):
-    """What connections and `/load` reveal about requests."""
+    """What the connections and `/load` reveal about requests."""
 
     WAITING = auto()
-    """Some requests have been waiting for a while, or the server counts some in `/load`."""
+    """Some requests have been waiting for a while, or `/load` counts requests in the server."""
     NONE = auto()
     """The connections are visible, and no request is waiting."""
     UNKNOWN = auto()
 
 
 class StandstillRow(NamedTuple):
-    """A row of the table that interprets a page that shows work without progress.
+    """A row of the table that interprets a page with work but without progress.
 
     A field that is None matches any evidence.
     """
@@ -658,8 +666,8 @@ class StandstillRow(NamedTuple):
     requests: Requests | None = None
     activity: Activity | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The server's answers that match the row. None among them means that no request was sent to
-    the server.
+    """The answers of the server with which the row matches. If None is one of them, the row also
+    matches if no request was sent to the server.
     """
 
 
@@ -710,13 +718,13 @@ class AbsenceRow(NamedTuple):
     symptom: Symptom
     why: str
     was_ready: bool | None = None
-    """Whether the page has been delivered in this run before."""
+    """Whether the page has ever been served in this run."""
     answer: PageAnswer | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The server's answers that match, as in StandstillRow."""
+    """The answers of the server with which the row matches, as in StandstillRow."""
     is_computing: bool | None = None
-    """Whether the API server uses CPU time without spinning. If the server answers with an error,
-    it is sufficient that the core, the workers or the GPUs are busy.
+    """Whether the API server uses CPU time but is not spinning. If the server answers with an
+    error, it is sufficient that the core, the workers or a GPU is busy.
     """
 
 
@@ -771,17 +779,17 @@ ABSENCE: Final = (
 class Absence(Struct, frozen=True, kw_only=True):
     """Since when the page or the processes have been missing, on the monotonic clock.
 
-    A time is None while nothing is missing.
+    A time is None if nothing is missing.
     """
 
     page_since_seconds: float | None = None
-    """When the page first failed. A sample that was not taken does not count as a failure."""
+    """When the page first failed. If no sample was taken, the page is not considered missing."""
     presence_since_seconds: float | None = None
     """Since when it has been unknown whether processes exist."""
 
 
 def update_absence(previous: Absence, evidence: Evidence) -> Absence:
-    """Return since when the page or the processes have been missing, as of this sample."""
+    """Return since when the page or the processes have been missing, including this sample."""
     now = evidence.snapshot.monotonic_seconds
     page_since_seconds = None
     if evidence.answer is not PageAnswer.GIVEN:
@@ -806,10 +814,12 @@ class StateUpdate(Struct, frozen=True, kw_only=True):
 
     evidence: Evidence
     exited_run: EngineRun | None
-    """The run whose exit the sample shows, as it was before the sample; None if no run exited."""
+    """The run that exited according to the sample, as it was before the sample, or None if no run
+    exited.
+    """
     runs: EngineRuns
-    """The runs after the sample. The exit has not been counted under its reason yet, because this
-    module does not know the reason.
+    """The runs after the sample. The exit is not counted yet, because this module does not know the
+    reason for it.
     """
     progress: Progress
     absence: Absence
@@ -828,7 +838,7 @@ def update_state(
 ) -> StateUpdate:
     """Return what a snapshot shows.
 
-    The other arguments are from the previous sample. `was_answering` is whether the page answered
+    The other arguments are from the previous sample. `was_answering` is whether the page was served
     at that sample.
     """
     evidence = read_evidence(snapshot, runs)
@@ -853,7 +863,8 @@ def update_state(
 def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
     """Return the state after a sample, according to the table.
 
-    Raises AssertionError if no row matches, which a test of the table rules out.
+    Raises AssertionError if no row matches, but a test ensures that the table has a row for every
+    case.
     """
     for row in TRANSITIONS:
         if row.symptom is symptom and row.state in {None, state}:
@@ -868,7 +879,7 @@ def read_symptom(
 
     `runs`, `progress` and `absence` already include the sample.
     """
-    # The page is the best evidence. The code below handles an engine without a page.
+    # The page is the best evidence. Everything below handles an engine without a page.
     if evidence.page is not None:
         return _read_page(evidence.page, evidence, runs.present, progress)
     run = runs.newest
@@ -896,10 +907,10 @@ def _measure_absence(since_seconds: float | None, evidence: Evidence) -> float:
 
 
 def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
-    """Return whether a refused page is all that is known about the engine.
+    """Return whether nothing but a refused page is known about the engine.
 
-    If the processes are invisible, a run may continue without a page. If the run has ended, nothing
-    shows that another one has begun.
+    If the processes are invisible, a run may continue even without a page. If the run has ended,
+    nothing shows that another one has begun.
     """
     if evidence.answer is not PageAnswer.REFUSED:
         return False
@@ -909,21 +920,22 @@ def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
 
 
 def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: Progress) -> Symptom:
-    """Return what an answering page shows, and what the processes behind it show."""
+    """Return what a served page shows, together with the processes behind it."""
     if not page.engines:
-        # Once a page has shown an engine, it shows the engine for the rest of the run.
+        # Once a page has shown an engine, every later page in this run is the engine's.
         has_shown_engine = run.page_run_id is not None or run.finished_total is not None
         if has_shown_engine or not evidence.processes:
             return Symptom.OTHER_PAGE
-    # A single dead rank is enough for a stall. The page still answers then, and shows the old load.
+    # A single dead rank is enough for a stall. The page is still served in this case, and shows the
+    # old load.
     if run.lost_roles:
         return Symptom.PROCESS_LOST
     if is_page_awake(page) is False:
         return Symptom.ASLEEP
     if progress.age_seconds is None:
         return _read_hang_signs(progress.hang_signs)
-    # A hung process also stops writing its probe file, so while the probe is silent, a shorter time
-    # is enough to prove a stall.
+    # A hung process also stops writing its probe file, so while the probe is silent, a stall is
+    # proven after a shorter time.
     longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
     if progress.age_seconds < longest_seconds:
         return Symptom.PAGE_ANSWERS
@@ -985,23 +997,23 @@ def _is_canary_unanswered(evidence: Evidence) -> bool:
 
 
 def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
-    """Return whether requests are waiting, by the server's own count and its connections."""
+    """Return whether requests are waiting, according to the server's count and connections."""
     server = evidence.snapshot.server
     if server is not None and server.requests:
         return Requests.WAITING
     since_seconds = progress.waits_since_seconds
     if since_seconds is not None:
         waited_seconds = evidence.snapshot.monotonic_seconds - since_seconds
-        # A request that has only just arrived may be answered any moment.
+        # A request that has only just arrived may be answered at any moment.
         return Requests.WAITING if waited_seconds >= SIGN_SECONDS else Requests.UNKNOWN
     return Requests.UNKNOWN if sum_waiting_requests(evidence.processes) is None else Requests.NONE
 
 
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
-    """Return whether the API server uses CPU time and may still answer.
+    """Return whether the API server uses CPU time and may still respond.
 
-    If the server answers with an error, the activity of the core, the workers and the GPUs is
-    considered too. If the server is silent, that activity proves nothing, because hung processes
+    If the server answers with an error, it is also considered whether the core, the workers and the
+    GPUs are busy. If the server is silent, their activity proves nothing, because hung processes
     may spin, as in NCCL.
     """
     if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
@@ -1010,9 +1022,9 @@ def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -
     cpu_use = progress.cpu_use
     if cpu_use is None or now - cpu_use.monotonic_seconds >= STALLED_SECONDS:
         return False
-    # A server that is short of CPU may deliver every page late, and one that closed its port may be
-    # finishing its last requests. A server is therefore spinning only if it could answer but does
-    # not.
+    # A server that is short of CPU may deliver every page late, and a server that has closed its
+    # port may be finishing its last requests. A server is therefore spinning only if neither is the
+    # case and it still does not answer.
     is_spinning = (
         evidence.answer is PageAnswer.SILENT
         and away_seconds >= SPINNING_SECONDS
