@@ -51,7 +51,7 @@ def _find_reported(
 
     A basis is skipped if the page's engines disagree on it, or if it gives 0 bytes.
     """
-    # If engines disagree, it is unknown which of their figures belongs to this GPU.
+    # If engines disagree, it is unknown which of their figures is for this GPU.
     measured_sizes = {engine.memory_bytes for engine in page.engines}
     if len(measured_sizes) == 1:
         measured_bytes = measured_sizes.pop()

@@ -36,7 +36,7 @@ class Guardrail(Struct, frozen=True, kw_only=True):
 
     quiet_hour: int | None
     """The hour of the day, in UTC, during which the pod is evicted if a leak may fill the memory
-    within a day; None if no hour is set.
+    within a day, or None if no hour is set.
     """
 
     is_holder: bool
@@ -54,7 +54,7 @@ class TimeToOom(Struct, frozen=True, order=True):
 
     earliest_seconds: float
     owner: str
-    """The GPU or the host that the memory belongs to, as it is named in sentences."""
+    """The name of the GPU, or of the host, as it is used in sentences."""
 
     def __str__(self) -> str:
         """Return the end of a sentence whose subject is the owner."""
@@ -130,7 +130,7 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
 
 
 def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
-    """Return the GPUs, and the host, that are known to leak, by the names used in sentences.
+    """Return which GPUs are known to leak, and whether the host is, by their names in sentences.
 
     A GPU whose growth may come from another process is omitted, because an eviction would not stop
     that growth.

@@ -274,10 +274,10 @@ def _measure_processes(
 def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> int:
     """Return a lower bound on the shared memory that these processes hold together, in bytes.
 
-    `shm_bytes` is how much of /dev/shm is in use; None if unknown. Memory in /dev/shm counts once,
-    no matter how many processes map it. Memory pinned by CUDA counts for each process, because
-    processes cannot share it. In vllm-project/vllm#53042, the four workers had 192 GiB of shared
-    memory each, and the whole machine had 769 GiB of it.
+    `shm_bytes` is how much of /dev/shm is in use, or None if that is unknown. Memory in /dev/shm
+    counts once, no matter how many processes map it. Memory pinned by CUDA counts for each process,
+    because processes cannot share it. In vllm-project/vllm#53042, the four workers had 192 GiB of
+    shared memory each, and the whole machine had 769 GiB of it.
     """
     shared_sizes = [process.shared_bytes or 0 for process in processes]
     if shm_bytes is None:

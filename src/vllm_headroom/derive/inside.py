@@ -137,7 +137,7 @@ def _find_current(
     """Return the current size of the weights or the KV cache of one process, or None if unknown.
 
     If vLLM uses its own memory pool, this is the size in that pool. Otherwise, it is the size
-    measured at startup; None while the engine sleeps.
+    measured at startup, or None while the engine sleeps.
     """
     if parts is None:
         return None

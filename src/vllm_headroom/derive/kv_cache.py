@@ -46,7 +46,7 @@ def derive_kv_cache(
 def _measure_bytes_per_token(
     snapshot: Snapshot, engines: tuple[EngineReading, ...]
 ) -> float | None:
-    """Return the probe's cache size divided by the cache's capacity; None if either is unknown."""
+    """Return the probe's cache size divided by its capacity, or None if either is unknown."""
     sizes = []
     for gpu in snapshot.owned_gpus:
         parts = () if gpu.inside is None else gpu.inside.parts

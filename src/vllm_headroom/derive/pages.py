@@ -20,7 +20,7 @@ def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
 def count_running(page: EnginePage | None) -> float | None:
     """Return how many requests all engines run in total, or None if any number is unknown.
 
-    The result is also None if there are no engines. A sleeping engine counts as running no
+    The result is also None if there are no engines. A sleeping engine is assumed to run no
     requests, because its gauges do not change.
     """
     counts: list[float | None] = []

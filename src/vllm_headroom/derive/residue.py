@@ -30,8 +30,8 @@ class SleepState(Struct, frozen=True, kw_only=True):
     """When the current sleep began, on the monotonic clock, or None while the engine is awake."""
 
     settled: bool = False
-    """Whether `least_bytes` belongs to the current sleep. If False, `least_bytes` is still that of
-    the previous sleep.
+    """Whether `least_bytes` is from the current sleep. If False, it is still from the previous
+    sleep.
     """
 
     least_bytes: dict[str, int] = field(default_factory=dict)

@@ -76,8 +76,8 @@ LOW_HOST_SHARE: Final = 0.05
 """The host's free memory is low only if it is also below this share of the host's limit."""
 
 OVER_BUDGET_SECONDS: Final = 300.0
-"""An excess over the budget is reported only after it has lasted this long. The figure is the
-memory held between bursts, measured over five minutes.
+"""An excess over the budget is reported only after it has lasted this long. This is how long it
+takes to measure the memory that the engine holds between bursts.
 """
 
 SCARCE_BLOCKS_BYTES: Final = GIB
@@ -727,7 +727,9 @@ class GrowingMemory(Struct, frozen=True, kw_only=True):
     """Whether the growth raises an alarm rather than an early warning."""
 
     is_of_engine: bool
-    """Whether the growth is known to be the engine's. If False, another process may be growing."""
+    """Whether the growth is known to be the engine's. If False, the growth may be in another
+    process.
+    """
 
     bytes_per_second: float | None
     bytes_per_request: float | None = None

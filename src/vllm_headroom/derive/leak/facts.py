@@ -410,8 +410,8 @@ class Track(Struct, frozen=True, kw_only=True):
 
     verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
-    """The growth rate and the time left; None while the verdict is NONE, and while the engine rests
-    without an alarm.
+    """The growth rate and the time left. It is None while the verdict is NONE, and while the engine
+    rests without an alarm.
     """
     alarm: LeakAlarm | None = None
     """The current alarm, or None if there is none."""

@@ -43,8 +43,8 @@ in the same way.
 """
 
 LEAST_FOLDS: Final = 1e-9
-"""A block without work counts as this many e-folds, because callers divide by the number of
-e-folds. An e-fold is an increase in the work by the factor e.
+"""A block without work is given this many e-folds, because callers divide by the number of e-folds.
+An e-fold is an increase in the work by the factor e.
 """
 
 
@@ -296,7 +296,7 @@ def is_straight(growth: Growth) -> bool:
 
 
 LEAST_REQUESTS: Final = 1e-3
-"""A block without a finished request counts as this many requests, because the logarithm of 0 is
+"""A block without a finished request is given this many requests, because the logarithm of 0 is
 undefined.
 """
 
@@ -421,7 +421,7 @@ def is_even(growth: Growth) -> bool:
 def _share_by_quarter(axis: list[float], rises_bytes: list[float]) -> list[float]:
     """Return each quarter's share of the rises.
 
-    A rise belongs to the quarter that contains the middle of its block.
+    A rise is added to the quarter that contains the middle of its block.
     """
     length = axis[-1] - axis[0]
     sum_bytes = sum(rises_bytes)

@@ -704,7 +704,7 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
 def _judge_straight_line(
     ring: Ring, track: Track, room_bytes: float | None
 ) -> WindowJudgement | None:
-    """Return the alarm on a straight line that fills the room within minutes; None without one.
+    """Return the alarm on a straight line that fills the room within minutes, or None if none does.
 
     Growth is measured from the start of the stretch, whatever the load, because a burst of requests
     may double the load in each block.

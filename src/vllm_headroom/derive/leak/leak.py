@@ -241,7 +241,7 @@ def derive_gpu_leaks(
 def is_alone(gpu: Gpu) -> bool:
     """Return whether growth on a GPU is known to be the engine's.
 
-    It is known if the engine's memory is known, or if there is no other process on the GPU.
+    It is if the driver reports the engine's memory, or if there is no other process on the GPU.
     """
     return gpu.engine_bytes is not None or gpu.process_count == 1
 

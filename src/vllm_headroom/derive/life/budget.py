@@ -67,7 +67,7 @@ WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryP
 
 
 class GpuBudget(Struct, frozen=True, kw_only=True):
-    """The memory of one GPU compared with the engine's budget, since the run first did work.
+    """The memory on one GPU compared with the engine's budget, since the run first had work.
 
     Times are on the monotonic clock.
     """
@@ -123,7 +123,7 @@ def update_budgets(
 def _update_budget(
     previous: GpuBudget | None, gpu: Gpu, snapshot: Snapshot, budget_bytes: float
 ) -> GpuBudget:
-    """Return a GPU's budget with one more sample; it starts over if the budget has changed."""
+    """Return a GPU's budget after one more sample; it starts over if the budget has changed."""
     now = snapshot.monotonic_seconds
     if previous is None or previous.budget_bytes != budget_bytes:
         previous = GpuBudget(budget_bytes=budget_bytes, newest_seconds=now)

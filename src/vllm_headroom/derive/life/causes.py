@@ -353,7 +353,7 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
 
 
 def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
-    """Return whether a GPU was full, or a working engine exited with little memory left."""
+    """Return whether the GPU was full, or a working engine exited with little memory left."""
     if is_gpu_full(gpu) or end.ooms or end.reason in FULL_REASONS:
         return True
     # A run that was replaced between two samples may have been restarted on purpose.
@@ -397,7 +397,7 @@ def _is_excess_decisive(gpu: GpuAtEnd) -> bool:
 
 
 def _measure_later_growth(gpu: GpuAtEnd, excess: BudgetExcess) -> int:
-    """Return how far the engine's highest use at the end exceeds its use in the first minutes."""
+    """Return how far the engine's highest use at the end exceeded its use in the first minutes."""
     first_bytes = excess.budget_bytes + excess.first_excess_bytes
     return (gpu.last_engine_bytes or 0) - first_bytes
 
@@ -547,7 +547,7 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     gpu = end.fullest_gpu
     if gpu is None:
         return None
-    # This is never None, because the free memory of the fullest GPU is known.
+    # The free memory of the fullest GPU is always known, so it is never None here.
     room_bytes = gpu.last_room_bytes or 0
     # An excess over the budget explains the same failure, and has been measured.
     if not _may_allocation_have_failed(end, room_bytes) or _fit_over_budget(end) is not None:
@@ -562,7 +562,7 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
 
 
 def _describe_failed_allocation(end: Ending) -> str:
-    """Return the sentence that an allocation failed, with the step that needed it, if known."""
+    """Return the sentence that an allocation failed, naming the step that needed it if known."""
     if end.failed_step is None:
         return FAILED_ALLOCATION
     return f"{FAILED_ALLOCATION.removesuffix('.')} in a step of {end.failed_step}."
@@ -666,7 +666,7 @@ def _fit_crash(end: Ending) -> CauseFit | None:
 
 
 def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
-    """Yield further evidence for or against a crash; `room_bytes` is what was free at the exit."""
+    """Yield further evidence for or against a crash; `room_bytes` was free at the exit."""
     if end.running and not end.xids and not end.lost_processes:
         yield "a planned restart during requests looks the same"
     unobserved_seconds = end.unobserved_seconds or 0.0
@@ -727,7 +727,7 @@ def _is_memory_excluded(end: Ending) -> bool:
 
 
 def _find_room_at_exit(end: Ending) -> int | None:
-    """Return the free memory of the fullest GPU at the exit; None without a sample just before."""
+    """Return the free memory on the fullest GPU at the exit, or None if no sample was recent."""
     if end.unobserved_seconds is None or end.unobserved_seconds > UNOBSERVED_SECONDS:
         return None
     if end.fullest_gpu is None:

@@ -1,4 +1,4 @@
-"""Follow one engine from sample to sample: what is remembered, its status, its exits and stalls."""
+"""Follow one engine from sample to sample: its status, its runs, its exits and its stalls."""
 
 from statistics import median
 from typing import Final
@@ -263,7 +263,7 @@ def _find_exit_reason(
 ) -> ExitReason:
     """Return the reason for an exit, based on all evidence except the engine's log.
 
-    `is_replaced` is whether the page was served before and now belongs to another run.
+    `is_replaced` is whether the page was served before and now shows another run.
     """
     oom_kills = evidence.host.oom_kills
     if oom_kills is not None and oom_kills > run.oom_kills:
@@ -293,7 +293,7 @@ def _refine_reason(ending: Ending) -> ExitReason | None:
 
 
 def _find_logged_reason(log: LogEnding) -> ExitReason:
-    """Return the reason for an exit, based on the engine's log; GONE if the log gives none."""
+    """Return the reason for an exit according to the engine's log, or GONE if it gives none."""
     if log.failure is None:
         return ExitReason.STOPPED if log.is_stopped else ExitReason.GONE
     if log.failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
@@ -381,7 +381,7 @@ def build_ending(
 
 
 def _find_usual_running(page: PageRecord, now: float) -> float | None:
-    """Return the median of the running requests in the minutes before the end; None if unknown."""
+    """Return the median of the running requests before the end, or None if it is unknown."""
     loads = [running for at_seconds, running in page.loads if at_seconds < now - END_SECONDS]
     return median(loads) if loads else None
 

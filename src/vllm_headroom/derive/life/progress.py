@@ -135,7 +135,7 @@ the sign.
 
 
 class HintSpan(Struct, frozen=True):
-    """The time span during which a hint was present in every sample, on the monotonic clock."""
+    """When a hint was first and last present, without a gap, on the monotonic clock."""
 
     begin_seconds: float
     newest_seconds: float
@@ -182,7 +182,7 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
         is_cpu_busy = None if cpu_ratio is None else cpu_ratio >= BUSY_CPU_RATIO
         is_gpu_busy = None if self.gpu_ratio is None else self.gpu_ratio >= BUSY_GPU_RATIO
         # The engine is working if either the processes or the GPUs are busy. It is idle only if
-        # neither are busy.
+        # both are known to be idle.
         if is_cpu_busy or is_gpu_busy:
             return Activity.BUSY
         if is_cpu_busy is None and is_gpu_busy is None:
@@ -381,7 +381,7 @@ def update_cpu_use(
 
 
 def sum_waiting_requests(processes: Collection[EngineProcess] | None) -> int | None:
-    """Return how many requests wait on the engine's connections; None if these are not visible."""
+    """Return how many requests wait on the engine's connections, or None if that is unknown."""
     counts = [
         process.waiting_requests
         for process in processes or ()
@@ -407,7 +407,7 @@ def update_hints(
     rest_seconds: float,
     has_silent_core: bool,
 ) -> dict[Hint, HintSpan]:
-    """Return the signs of a hang that are present while the page shows no work, with their times.
+    """Return the signs of a hang that exist while the page shows no work, with their times.
 
     While /proc cannot be read, the signs from the last sample are returned. `rest_seconds` is the
     time since the last token. `has_silent_core` is the snapshot's value of that name. The signs

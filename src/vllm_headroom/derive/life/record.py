@@ -1,4 +1,4 @@
-"""The record of the current run, collected sample by sample to explain how the run ends."""
+"""The record of the current run, collected sample by sample to explain its end."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -105,7 +105,7 @@ class ProcessRecord(Struct, frozen=True, kw_only=True):
     """The number of processes on the engine's GPUs whose server has exited."""
     refused_since_seconds: float | None = None
     """When the server began to refuse connections to its page after its core was gone, or None if
-    it accepts them.
+    it does not refuse them.
     """
 
 
@@ -235,7 +235,7 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
 def _add_extremes(
     slots: tuple[MemoryExtremes, ...], sample: MemoryExtremes
 ) -> tuple[MemoryExtremes, ...]:
-    """Return the slots of the last minutes with one more sample, possibly in the newest slot."""
+    """Return the slots of the last minutes after one more sample, possibly in the newest slot."""
     now = sample.newest_seconds
     # In a trace, time may jump back, in which case a new slot starts.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
@@ -374,7 +374,7 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
 def _count_orphans(snapshot: Snapshot) -> int:
     """Count the orphaned processes on the engine's GPUs.
 
-    A stopped engine leaves none.
+    An engine that was stopped leaves no such processes.
     """
     fates = [leftover.fate for gpu in snapshot.owned_gpus for leftover in gpu.leftovers]
     return fates.count(Fate.ORPHANED)

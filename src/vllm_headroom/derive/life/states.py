@@ -125,7 +125,7 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
 class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visible": "sighted"}):
     """The newest run, and the counts over all runs.
 
-    Both are kept in the state file when the sidecar restarts.
+    Both survive restarts of the sidecar, because they are saved in the state file.
     """
 
     newest: EngineRun | None = None
@@ -293,7 +293,7 @@ def _judge_visibility(
 
 
 def _may_show_processes_later(snapshot: Snapshot) -> bool:
-    """Return whether /proc was merely late, or several servers may be the engine."""
+    """Return whether /proc was only late, or several servers may be the engine."""
     readings = snapshot.processes
     is_late = isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT
     return is_late or snapshot.ambiguous_engines > 0
@@ -989,7 +989,7 @@ def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
 
 
 def _is_canary_unanswered(evidence: Evidence) -> bool:
-    """Return whether a request of the daemon has been unanswered for long enough to be a stall."""
+    """Return whether a request from the daemon has been unanswered long enough to be a stall."""
     since_seconds = evidence.snapshot.unanswered_since_seconds
     if since_seconds is None:
         return False
