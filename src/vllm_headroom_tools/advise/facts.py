@@ -197,7 +197,7 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     # The memory of other processes, as returned by `measure_others`, or None if it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
-    # The bytes by which the engine exceeded its budget in the last sample in which it served.
+    # The bytes by which the engine exceeded its budget in the latest sample while it was serving.
     excess: BudgetExcess | None = None
     # Processes that outlived their engine.
     leftovers: tuple[Leftover, ...] = ()

@@ -95,8 +95,8 @@ LOWER_BOUND: Final = "_lower"
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
     """Return the known figures as evidence.
 
-    Each figure is given as a name, a value, and a text in which {} is replaced by the formatted
-    value. Figures whose value is None are unknown and are left out.
+    Each figure is a name, a value, and a text in which {} is replaced by the formatted value.
+    Figures whose value is None are unknown and are left out.
     """
     evidence = []
     for name, value, text in figures:

@@ -82,7 +82,7 @@ class EngineHistory:
         self._full_waiting = Histogram()
         self._collapses = CollapseHistory()
         # The time in which any requests waited, and the time in which at least WAITING_REQUESTS
-        # waited.
+        # requests waited.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
         # For the time in which at least WAITING_REQUESTS waited even though the cache had room: the
@@ -117,7 +117,7 @@ class EngineHistory:
         capacity_tokens = reading.kv_capacity_tokens
         if capacity_tokens is None:
             capacity_tokens = facts.capacity_tokens
-        # A restart frees the cache, so blocks stranded before the restart do not count.
+        # A restart frees the cache, so forget blocks that were stranded before the restart.
         has_restarted = reading.started_at_seconds != self._started_at_seconds
         earlier_stranded = None if has_restarted else facts.stranded
         self._started_at_seconds = reading.started_at_seconds
@@ -378,7 +378,7 @@ class GpuHistory:
         seconds = spell.seconds or 0.0
         began_seconds = spell.began_seconds or 0.0
         span_seconds = self._low_at_seconds - began_seconds
-        # If memory was short only intermittently, the spell consists of peaks; otherwise, it is a
+        # If memory was short only now and then, the spell consists of peaks; otherwise, it is a
         # lasting shortage.
         if seconds >= LASTING_SECONDS and seconds >= LOW_TIME_RATIO * span_seconds:
             roomy_start_seconds = began_seconds - self._held_since_seconds

@@ -155,7 +155,8 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
     sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         settings,
-        # The engine's version is at least the oldest version that exports all of these series.
+        # The engine's version is at least the oldest version that exports all of the series on its
+        # page.
         at_least=max((settings.at_least, *offered_versions)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
@@ -365,9 +366,9 @@ async def _fetch_page(url: str, advice: str) -> str:
 
 
 def list_node_engines(text: str) -> list[str] | None:
-    """Return the names of the engines on the page of a sidecar that watches several engines.
+    """Return the names of the engines on a page, if its sidecar watches several engines.
 
-    Returns None for any other text, because only such a page has the metric that counts engines.
+    Returns None for any other text, because other pages lack the metric with the number of engines.
     """
     lines = text.splitlines()
     # Only a page with several engines has this metric.

@@ -79,7 +79,7 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
 
     @property
     def earliest_version(self) -> Version:
-        """Return the version or, if it is unknown, a lower bound for it."""
+        """Return the version, or a lower bound for the version if it is unknown."""
         return self.at_least if self.version is None else self.version
 
     def read_value(self, flag: Flag) -> float | None:

@@ -128,7 +128,7 @@ def _has_no_flag(change: Change) -> bool:
 
 
 def _find_absent_flags(advice: Iterable[Advice], facts: Facts) -> list[Flag]:
-    """Return the advised options that this version of vLLM may lack, without duplicates."""
+    """Return each advised option that this version of vLLM may lack."""
     flags: list[Flag] = []
     for change in _list_changes(advice):
         flag = change.flag

@@ -35,7 +35,7 @@ COMPARED_PARTS: Final = (
     MemoryPart.OTHER_TENSORS,
     MemoryPart.OUTSIDE_TORCH,
 )
-"""The parts of GPU memory that are compared. The KV cache is not among them, because it takes
+"""The parts of GPU memory that are compared. The KV cache is not included, because it takes
 whatever the other parts leave; it has a separate limit. Cached and fragmented memory is not
 compared either, because it varies with load.
 """
@@ -116,7 +116,7 @@ def _find_doubt(
 def _find_size_mismatch(series: MemorySeries, baseline_series: MemorySeries) -> str | None:
     """Return a text if two GPUs have different sizes.
 
-    Returns None if they have the same size, or if either size is unknown.
+    Returns None if the sizes are the same, or if either size is unknown.
     """
     total_bytes = series.total_bytes
     baseline_bytes = baseline_series.total_bytes
@@ -243,7 +243,7 @@ def _format_change(value: float | None, baseline: float | None, unit: Unit) -> s
 def _judge_parts(
     gpu: MemorySeries, baseline_gpu: MemorySeries, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge the growth of each part of a GPU's memory that is in both traces.
+    """Judge the growth of those parts of a GPU's memory that are in both traces.
 
     The limit is a share of all parts combined, because the same share of a small part would be
     almost nothing.

@@ -32,7 +32,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
     """The result of one limit for a GPU, role or engine, or for all of them together."""
 
     limit: str
-    subject: str = ""  # the GPU, role or engine; empty for all of them together
+    subject: str = ""  # the GPU, role or engine, or empty for all of them together
     verdict: Conclusion
     unit: Unit = Unit.BYTES
     # These figures are in `unit`; a figure that is unknown or does not apply is None.

@@ -126,10 +126,10 @@ def _judge_warning(draft: Judgement, course: LeakCourse, reason: str) -> Judgeme
 def _judge_quiet(
     draft: Judgement, record: TraceRecord, series: MemorySeries, limit_bytes: float
 ) -> Judgement:
-    """Judge a series without an alarm and without a relevant early warning.
+    """Judge a series that has neither an alarm nor a relevant early warning.
 
     The series passes if the detector would have found a leak as large as the limit. It cannot be
-    judged if there is a doubt, or if the detector would not have found such a leak.
+    judged if there is a doubt, or if the detector would have missed such a leak.
     """
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:

@@ -62,7 +62,7 @@ def judge_discrepancies(
 
 
 def _has_budget(record: TraceRecord) -> bool:
-    """Return whether there is a budget, either the operator's or the engine's own."""
+    """Return whether the operator or the engine itself has set a budget."""
     if record.budget != Budget():
         return True
     return any(gpu.highest_discrepancy is not None for gpu in record.gpus)

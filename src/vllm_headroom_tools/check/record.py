@@ -128,7 +128,8 @@ class MemorySeries:
         self.name = name
         self.course = course  # the detector's states over the trace
         self.coverage = Coverage()
-        # the detector's input; empty unless `keeps_readings` is set, because it takes up memory
+        # the detector's input, which is only stored if `keeps_readings` is set, because it takes up
+        # memory
         self.readings: list[DetectorInput] = []
         self._keeps_readings = keeps_readings
         self._loads: defaultdict[int, _LoadReadings] = defaultdict(_LoadReadings)
@@ -309,9 +310,9 @@ class TraceRecord:
 def pair_gpus(
     record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
-    """Yield each GPU in a trace with the baseline's matching GPU, or None if none matches.
+    """Yield each GPU in a trace with the baseline's matching GPU, or with None.
 
-    Matching GPUs have the same UUID. If no UUIDs match, for example because the machines differ,
+    A matching GPU has the same UUID. If no UUIDs match, for example because the machines differ,
     GPUs are matched by their position in index order.
     """
     baseline_gpus = () if baseline is None else baseline.gpus

@@ -174,8 +174,8 @@ CASE_CLASS: Final = "vllm_headroom_tools.check"
 """The class of the JUnit cases, by which CI systems group them."""
 
 JUNIT_ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
-"""The JUnit element for each verdict. A limit that cannot be judged is an error, because CI systems
-would count a skipped test as passed.
+"""The JUnit element for each verdict. A limit that cannot be judged becomes an error, because CI
+systems would treat a skipped test as passed.
 """
 
 

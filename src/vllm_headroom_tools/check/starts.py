@@ -125,7 +125,7 @@ def _judge_cache(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None, doubt: str
 ) -> Iterator[Judgement]:
     """Judge by how much the KV cache shrank, measured on the rank with the smallest cache."""
-    # Try both bytes and tokens, because a log may contain only one of them.
+    # Try both bytes and tokens, because a log may contain only one of the two.
     for field, unit in (("kv_cache_bytes", Unit.BYTES), ("kv_cache_tokens", Unit.TOKENS)):
         older_size = older.find_smallest(field)
         newer_size = newer.find_smallest(field)

@@ -43,7 +43,7 @@ def raise_descriptors() -> int:
 def list_limits(
     descriptors: int, *, uses_tls: bool, proc: Path = Path("/proc")
 ) -> list[tuple[int, str]]:
-    """Return, for each limit, how many streams to one address it allows, and its name.
+    """Return the limits, lowest first, each as a number of streams to one address and a name.
 
     Limits that cannot be read are left out. The limit on open files is always included.
     """
@@ -68,7 +68,7 @@ def _read_free_memory(proc: Path) -> int | None:
     """Return how many more bytes of memory this process may use.
 
     The result is the smaller of the machine's available memory and the unused part of the
-    container's limit. Returns None if neither figure is known. May raise OSError.
+    container's limit. Returns None if both figures are unknown. May raise OSError.
     """
     reading = read_host(proc, read_own_pid(proc))
     free_bytes = []

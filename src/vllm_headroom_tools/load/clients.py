@@ -38,7 +38,7 @@ class Clients:
         self._grace_seconds = grace_seconds
         self._remaining_requests = most_requests
         self._full_rate = requests_per_second
-        self.rate = requests_per_second  # The rate of the current step; None in a closed loop.
+        self.rate = requests_per_second  # The rate of the current step, or None in a closed loop.
         self._next_seconds = 0.0  # The start time of the last scheduled request.
         self._random = Random()  # noqa: S311 - not for secrets
         self._deadline: asyncio.Timeout | None = None
@@ -51,12 +51,13 @@ class Clients:
     async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
         """Run a step of `seconds` with `count` clients, at `share` of the full request rate.
 
-        Returns once all requests of the step have ended or been cancelled; `tally` counts them.
+        Returns once all requests of the step have ended or been cancelled and are counted in
+        `tally`.
         """
         self._next_seconds = monotonic()
         end_seconds = self._next_seconds + seconds
         self.rate = None if self._full_rate is None else share * self._full_rate
-        # the timeout cancels the clients' requests, which then count as unfinished
+        # the timeout cancels the clients' requests, which are then recorded as unfinished
         with contextlib.suppress(TimeoutError):
             async with (
                 asyncio.timeout(seconds + self._grace_seconds) as self._deadline,

@@ -66,8 +66,8 @@ def find_prompt(entry: object) -> str:
 def _find_first_message(entry: dict[str, Any]) -> object:
     """Return an entry's prompt, or the first message of its conversation.
 
-    The result is a string or an object. Returns an empty string if the entry has neither a prompt
-    nor a conversation.
+    The result is a string or an object. Returns an empty string if the entry has no prompt and no
+    conversation.
     """
     for key in ("prompt", "conversations", "messages"):
         if key not in entry:

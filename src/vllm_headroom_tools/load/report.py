@@ -185,7 +185,7 @@ def _judge_load(
 
 
 def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> str:
-    """Return the headline for a load without faults: what succeeded, or why there is no verdict."""
+    """Return the headline if there are no faults: what succeeded, or why there is no verdict."""
     succeeded = outcomes[Outcome.SUCCEEDED]
     not_sent = outcomes[Outcome.NOT_SENT]
     if not_sent:

@@ -170,7 +170,7 @@ def _build_row(
 
 
 def _format_number(value: float) -> str:
-    """Format a number with three digits, without a fraction if it is whole or at least 100."""
+    """Format a number with three digits, but without a fraction if it is whole or at least 100."""
     if value >= 100 or value == int(value):  # noqa: PLR2004 - three digits
         return f"{value:.0f}"
     return f"{value:.3g}"
@@ -181,7 +181,7 @@ def _format_ratio(ratio: float) -> str:
 
 
 def _format_latency(seconds: float | None) -> str:
-    """Format a time with three digits in a suitable unit; return "-" if it is unknown."""
+    """Format a time with three digits in a suitable unit, or return "-" if it is unknown."""
     if seconds is None:
         return NO_FIGURE
     for shortest_seconds, unit_seconds, name in TIME_UNITS:

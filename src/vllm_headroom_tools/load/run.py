@@ -31,7 +31,7 @@ SHOW_SECONDS: Final = 1.0
 
 ENGINE_LOST_SECONDS: Final = 15.0
 """Our choice: the load ends if the engine has been missing or replaced for this long. A new engine
-does not have the state of the old one, so the remaining load would not measure anything.
+does not have the state of the old one, so the remaining load would measure nothing useful.
 """
 
 
@@ -113,8 +113,8 @@ class LoadRun:
     async def _finish_sample(self, sample: Coroutine[Any, Any, None]) -> None:
         """Wait for a sample; after a stop, cancel it within two seconds.
 
-        A hung server does not return its page, and an operator who stops the load should not have
-        to wait for the timeout.
+        If the server hangs, it does not return its page, and an operator who stops the load should
+        not have to wait for the timeout.
         """
         task = asyncio.create_task(sample)
         may_wait = True

@@ -49,7 +49,7 @@ class SeriesSummary(Struct):
 
 
 class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
-    """The summary of each series of one figure."""
+    """The summaries of a figure, one for each series."""
 
     def add(self, labels: SeriesLabels, value: float | None) -> None:
         """Add the next value of a series; ignore an unknown value (None)."""
@@ -70,7 +70,7 @@ class LoadObservation:
 
     def __init__(self) -> None:
         self.samples = 0
-        # For each source, the number of samples in which it failed, and its latest failure.
+        # For each source, the number of samples in which it failed, and the latest of its failures.
         self.failures: dict[Source, tuple[int, Failure]] = {}
         self.first_snapshot: Snapshot | None = None
         self.newest_snapshot: Snapshot | None = None

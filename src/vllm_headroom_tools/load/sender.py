@@ -167,8 +167,8 @@ class ClientConnection(asyncio.Protocol):
     async def send(self, target: Target, body: bytes, stream: Stream) -> Completion:
         """Send a request and return how it ended; `stream` receives the answer's bytes.
 
-        The connection is closed if the request is cancelled, or if the answer does not allow
-        another request.
+        The connection is closed if the request is cancelled, or if the answer rules out another
+        request.
         """
         self._completion = asyncio.get_running_loop().create_future()
         self._stream = stream

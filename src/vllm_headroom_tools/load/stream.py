@@ -52,7 +52,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     outcome: Outcome
     text: str = ""  # Why the request did not succeed, which may be empty.
     is_engine_dead: bool = False  # Whether the answer says that the engine died.
-    # The server's own counts; None if the server did not report them.
+    # The server's own counts, or None if the server did not report them.
     prompt_tokens: int | None = None
     generation_tokens: int | None = None
 

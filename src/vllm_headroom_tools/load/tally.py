@@ -43,7 +43,7 @@ class Tally:
         self.end_to_end_seconds = Histogram()
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        # the number of answers without token counts from the server
+        # the number of answers for which the server reported no token counts
         self.uncounted_answers = 0
         # The measured delays of this process's own loop.
         self.own_delay_seconds = Histogram()

@@ -254,7 +254,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
     shape: ModelShape
     # The draft model, if its sizes are known.
     draft: ModelShape | None = None
-    # The name of a head that is included although its configuration is unknown.
+    # The name of a draft head that is included even though its configuration is unknown.
     assumed_name: str | None = None
     # Whether there is a draft model whose memory cannot be counted.
     is_unknown: bool = False
@@ -329,7 +329,7 @@ def _read_shape(options: Namespace) -> ModelShape | str:
             return problem
         missing = ", ".join(map(name_option, missing_sizes))
         return f"{problem}; missing: {missing}"
-    # Without a file, the options describe a standard decoder, in which every layer keeps every
+    # If there is no file, the options describe a standard decoder, in which every layer keeps every
     # token.
     return parse_model_config("{}", overrides)
 
@@ -523,8 +523,8 @@ ENVIRONMENT_VALUE: Final = Value(
 def _parse_utilization(text: str) -> float:
     """Parse a ratio.
 
-    A percentage is also accepted if it ends in %. Raises RefusedError for a number above 1 without
-    the percent sign, and ValueError for any other text.
+    A percentage is also accepted if the text ends in %. Raises RefusedError for a number above 1
+    without the percent sign, and ValueError for any other text.
     """
     if text.strip().endswith("%"):
         return bounded(parse_share, SMALLEST_FLOAT, 1)(text)

@@ -159,7 +159,7 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
         model.append(f"latent attention of {shape.latent_width} values")
     else:
         model.append(f"{shape.heads.count} KV heads of {shape.heads.key_size}")
-    # Sliding-window layers drop old tokens, so they keep less of a long sequence.
+    # Sliding-window layers drop old tokens, so they store only a part of a long sequence.
     if shape.windowed_layers:
         model.append(
             f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens"

@@ -179,7 +179,7 @@ def _measure_waste(
 
 
 class Trials(Struct, frozen=True, kw_only=True):
-    """Tries sizes for an engine that runs as many concurrent requests as the traffic needs."""
+    """Tries sizes for an engine, with as many concurrent requests as the traffic needs."""
 
     question: Question
     needed_tokens: float

@@ -68,7 +68,8 @@ def _conclude(sizing: Sizing) -> str:
     larger = "no size that is known here holds this traffic"
     if sizing.larger:
         larger = f"{sizing.larger[0].name} holds this traffic with a quarter to spare"
-    # The worst result comes first: if preemptions did harm, it does not matter how much is free.
+    # The worst result comes first: if preemptions did harm, the amount of free memory does not
+    # matter.
     if traffic.has_hurt:
         duration = format_duration(traffic.full_seconds)
         return f"It is too small: its KV cache was full for {duration} and preempted; {larger}."

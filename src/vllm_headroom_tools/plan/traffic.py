@@ -223,7 +223,7 @@ class TraceTraffic:
         return False
 
     def _step_gpu(self, gpu: Gpu) -> None:
-        """Lower the least free memory if a GPU's peak since the previous sample left less."""
+        """Update the least free memory if a GPU's peak since the previous sample left less."""
         memory = gpu.reading.memory
         if memory is None:
             return
@@ -285,7 +285,7 @@ def _check_traffic(traffic: Traffic) -> None:
 
 
 def read_trace_traffic(trace: str) -> Traffic:
-    """Return the traffic in a trace; raise BadInput if it cannot be read or contains none."""
+    """Return the traffic in a trace; raise BadInput if the trace is unreadable or has none."""
     history = TraceTraffic()
     for snapshot in read_trace(trace):
         history.step(snapshot)
@@ -295,7 +295,7 @@ def read_trace_traffic(trace: str) -> Traffic:
 def read_document_traffic(document: dict[str, Any], source: str) -> Traffic:
     """Return the last day's traffic from a sidecar's document.
 
-    Raises BadInput if the document contains no traffic or does not have the expected structure.
+    Raises BadInput if the document contains no traffic or has an unexpected structure.
     """
     try:
         return _read_document(document, source)
@@ -307,7 +307,7 @@ def read_document_traffic(document: dict[str, Any], source: str) -> Traffic:
 
 
 def _read_document(document: dict[str, Any], source: str) -> Traffic:
-    """Return the traffic from a sidecar's document; raise BadInput if it contains none."""
+    """Return the traffic in a sidecar's document; raise BadInput if the document has none."""
     history = document["history"]
     if "kv_cache_used_ratio" not in history:
         raise BadInput(
@@ -324,7 +324,7 @@ def _read_document(document: dict[str, Any], source: str) -> Traffic:
     engine = engines[0]
     gpus = [gpu for gpu in document["gpus"] if (gpu["info"] or {}).get("attribution")]
     totals_bytes = [gpu["memory_total_bytes"] for gpu in gpus if gpu["memory_total_bytes"]]
-    # The curve is the sum across all ranks, and vLLM distributes requests evenly among them.
+    # The curve is the sum across all ranks, among which vLLM distributes requests evenly.
     rank_requests = max(running_requests, default=0.0) / len(engines)
     full_minutes = sum(ratio > FULL_RATIO for ratio in used_ratios)
     traffic = Traffic(

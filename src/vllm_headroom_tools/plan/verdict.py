@@ -476,9 +476,9 @@ def _use_present_gpus(question: Question) -> Iterator[Trial]:
 def _use_more_gpus(question: Question) -> Iterator[Trial]:
     """Yield a trial for each larger `--tensor-parallel-size`."""
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
-        # `find_problem` later rejects a number of ranks that does not divide the model's heads. The
-        # number of cards is not limited here, but the advice mentions the additional cards as a
-        # disadvantage.
+        # `find_problem` later rejects this number of ranks if it does not divide the model's heads
+        # evenly. The number of cards is not limited here, but the advice mentions the additional
+        # cards as a disadvantage.
         wider = replace(question, tensor_parallel_size=ranks, card_count=None)
         yield Trial(
             (("--tensor-parallel-size", str(ranks)),),

@@ -14,8 +14,7 @@ UNPREDICTABLE_METHODS: Final = ("ngram", "ngram_gpu", "suffix", "custom_class")
 """
 
 OWN_HEADS: Final = "mtp"
-"""The method in which additional layers of the model itself generate the drafts (multi-token
-prediction).
+"""The method in which additional layers of the model generate the drafts (multi-token prediction).
 """
 
 OWN_CHECKPOINT: Final = (OWN_HEADS, "dspark")
@@ -37,7 +36,7 @@ configuration.
 """
 
 HIDDEN_STATES: Final = "extract_hidden_states"
-"""The method that keeps hidden states in the cache; its configuration names the layers."""
+"""The method that stores hidden states in the cache, from the layers named in its configuration."""
 
 ASSISTANT: Final = "-assistant"
 """The name suffix of Gemma 4's drafts, which have no cache, because they read the model's cache."""
@@ -113,7 +112,7 @@ def _name_method(given_method: str, draft_name: str | None) -> str:
 
 
 def _join_speculative_options(options: Namespace) -> dict[str, Any]:
-    """Return the JSON configuration merged with the single options; empty if neither is given."""
+    """Return the JSON configuration merged with the single options, if any of them are given."""
     config: dict[str, Any] = dict(options.speculative_config or {})
     single_options = {
         "method": options.spec_method,

@@ -196,14 +196,15 @@ CARDS_RESERVED: Final = {
     "A100-80GB": Range(low=0.55 * GIB, high=0.87 * GIB),
     "RTX PRO 6000": Range(low=0.55 * GIB, high=0.7 * GIB),
 }
-"""The memory that CUDA does not see on these cards. CUDA sees 44.32 to 44.53 of 44.99 GiB, 79.15 to
-79.35 of 80.00 GiB, and 94.97 of 95.59 GiB (torch's messages in public issues).
+"""The part of these cards' memory that CUDA does not see. CUDA sees 44.32 to 44.53 of 44.99 GiB,
+79.15 to 79.35 of 80.00 GiB, and 94.97 of 95.59 GiB (torch's messages in public issues).
 """
 
 LARGEST_SMALL_CARD_BYTES: Final = 33 * GIB
 SMALL_CARD_RESERVED_HIGH: Final = 0.5 * GIB
-"""The largest part of nvidia-smi's total that CUDA does not see on small cards: 0.31 to 0.44 GiB on
-an RTX 3090, 0.44 GiB on an L4 and an RTX 5080, 0.48 GiB on an RTX 5090 (torch's messages).
+"""The largest part of nvidia-smi's total that CUDA does not see on small cards. This part is 0.31
+to 0.44 GiB on an RTX 3090, 0.44 GiB on an L4 and an RTX 5080, and 0.48 GiB on an RTX 5090 (torch's
+messages).
 """
 
 FORWARD_RATIO: Final = Assumption(
@@ -283,7 +284,9 @@ def _assume_missing_at_start(question: Question) -> Assumption:
 CARDS_OF_PCIE: Final = frozenset(
     {"T4", "A10", "A10G", "A40", "L4", "L40", "L40S", "RTX PRO 6000", "RTX A6000", "RTX 6000 Ada"}
 )
-"""Cards without NVLink between all GPUs; vLLM does not use large all-reduce buffers on them."""
+"""Cards on which vLLM does not use large all-reduce buffers, because NVLink does not connect all of
+the GPUs.
+"""
 
 LARGEST_PCIE_BYTES: Final = 60 * GIB
 """Our choice: if a card's name is unknown and its memory is smaller than this, vLLM is assumed not
@@ -401,7 +404,7 @@ FIRST_GRAPH: Final = Range(low=0.06 * GIB, high=0.33 * GIB)
 """The first captured graph: 70 to 328 MiB (H100_STARTS)."""
 
 FIRST_PARTS_GRAPH_HIGH: Final = 0.23 * GIB
-"""The largest size of the first graph without FlashAttention 3. With FlashAttention 3, a buffer for
+"""The largest first graph if FlashAttention 3 is not used. With FlashAttention 3, a buffer for
 splits takes 256 MiB of a whole-model graph (v1/attention/backends/flash_attn.py, `max_num_splits`).
 The first graph of the model's parts takes up to 224 MiB (H100_STARTS).
 """
@@ -487,8 +490,8 @@ def _assume_graphs(question: Question) -> Assumption:
     parts_sizes = count_graph_sizes(question) - 1
     whole_sizes = count_whole_graph_sizes(question) - 1
     further = parts_range.scale(parts_sizes) + whole_range.scale(whole_sizes)
-    # Reports only give the sum of the two graphs of a batch size. The graph of the parts may make
-    # up all of this sum.
+    # Reports only give the total size of the two graphs for a batch size. The graph of the model's
+    # parts may be responsible for all of this size.
     further = Range(low=further.low, high=max(further.high, both_most * parts_sizes))
     first = FIRST_GRAPH
     if question.card_name is not None and question.card_name not in HOPPER_CARDS:
@@ -523,9 +526,9 @@ multiple measured.
 def _assume_sampling_ratio(question: Question) -> Assumption:
     """Return the memory of the sampler's profile, as a multiple of the size of the 32-bit logits.
 
-    The first model runner keeps one copy of the logits in the model's dtype and three in 32 bits:
-    unchanged, as probabilities, and filtered by top-k and top-p. Before 0.33, the second runner
-    keeps fewer copies; in 0.33, it keeps at least the unchanged logits.
+    The first model runner keeps one copy of the logits in the model's dtype, and three copies in 32
+    bits: unchanged, as probabilities, and filtered by top-k and top-p. Before 0.33, the second
+    runner keeps fewer copies; in 0.33, it keeps at least the unchanged logits.
     """
     # The unit is the size of the 32-bit logits.
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES

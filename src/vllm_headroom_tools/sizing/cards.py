@@ -106,8 +106,8 @@ COUNTED_NAME: Final = re.compile(r"([0-9]{1,5}) ?[xX\u00d7*] ?(\S.*)", re.DOTALL
 NAME_WITH_COUNT: Final = re.compile(
     r"(\S.*?) ?(?:[\u00d7*:]|(?<![tT])[xX]) ?([0-9]{1,5})", re.DOTALL
 )
-"""A name with a count before or after it, as in `2x H100` and `H100 x2`, but not the X in `RTX
-5090`.
+"""A name with a count before or after it, as in `2x H100` and `H100 x2`. The X in `RTX 5090` does
+not match.
 """
 
 LABEL_LOW: Final = 0.9
@@ -123,8 +123,8 @@ MEMORY_WORD: Final = re.compile(r"\d+g(?:i?b)?", re.ASCII)
 
 
 SAME_MODEL_BYTES: Final = 32 * MIB
-"""Our choice: sizes that differ by less than this belong to the same card, because totals differ by
-about ten MiB between drivers.
+"""Our choice: two sizes that differ by less than this are the same card, because the totals
+reported by drivers differ by about ten MiB.
 """
 
 

@@ -48,8 +48,9 @@ CUDA_OUT_OF_MEMORY: Final = "torch.OutOfMemoryError: CUDA out of memory."
 def check_start(estimate: MemoryEstimate) -> list[StartCheck]:
     """Return the checks that this start reaches, in vLLM's order.
 
-    vLLM stops at the first check that fails. vLLM itself does not check host memory and unified
-    memory. If one of these checks fails, the kernel kills the processes, or the machine hangs.
+    vLLM stops at the first check that fails. The checks of host memory and unified memory are not
+    made by vLLM itself. If one of these checks fails, the kernel kills the processes, or the
+    machine hangs.
     """
     return [
         *_check_gpus(estimate),
@@ -358,7 +359,8 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     question = estimate.question
     needed = estimate.sampler_warmup
     room = _find_warmup_room(estimate)
-    # If there is no room at all, the check of the KV cache or of the graphs has already failed.
+    # If there is no room at all, an earlier check has already failed, either for the KV cache or
+    # for the graphs.
     if needed is None or room is None or room.high <= 0 or not estimate.layout.block_bytes:
         return
     release = question.release

@@ -23,8 +23,8 @@ COARSE_RATIO: Final = 128
 
 FINE_STATE_TOKENS: Final = 4
 COARSE_STATE_TOKENS: Final = 8
-"""A compressor keeps tokens in blocks until it compresses them; this is the number of tokens per
-block (models/deepseek_v4/compressor.py, `block_size`).
+"""The number of tokens in a block that holds tokens until a compressor compresses them
+(models/deepseek_v4/compressor.py, `block_size`).
 """
 
 PAGE_STEP_BYTES: Final = 576

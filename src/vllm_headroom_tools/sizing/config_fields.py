@@ -7,7 +7,9 @@ Config = Mapping[str, Any]
 """A config.json or a part of one."""
 
 SIZE_LIMIT: Final = 10**9
-"""The largest accepted size: no model comes close to it, and arithmetic with it remains exact."""
+"""The largest accepted size, which no model comes close to, and with which arithmetic remains
+exact.
+"""
 
 ATTENTION_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
 """The number of query heads per attention layer."""
@@ -68,9 +70,9 @@ MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
 def read_integer(config: Config, *names: str) -> int | None:
     """Return the first of these fields that is set, or its largest number if it is a list.
 
-    A field that is null, false, 0 or [] counts as not set, so the next field is tried. Returns None
-    if no field is set, or if a list contains only zeros. Raises ValueError for a value that is not
-    a size.
+    If a field is null, false, 0 or [], it is not set, so the next field is tried. Returns None if
+    no field is set, or if a list contains only zeros. Raises ValueError for a value that is not a
+    size.
     """
     for name in names:
         value = config.get(name)

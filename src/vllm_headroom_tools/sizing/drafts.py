@@ -74,7 +74,7 @@ def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape 
 
 
 def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
-    """Return the number of parameters of a layer without experts that has the model's sizes."""
+    """Return the number of parameters in a layer of the model's sizes that has no experts."""
     heads = (shape.attention_heads or 1) + shape.heads.count
     attention_parameters = 2 * hidden_size * heads * shape.heads.key_size
     if shape.latent_width is not None:
@@ -124,8 +124,8 @@ def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape
 def add_draft_cache(shape: ModelShape, draft: ModelShape) -> ModelShape:
     """Return the model's shape with the draft's layers added.
 
-    This is used if the layers form groups in the cache. The draft counts as additional layers of
-    the model that keep every token. The number of these layers is the smallest that holds the
+    This is used if the layers form groups in the cache. The draft is treated as additional layers
+    of the model that keep every token. The number of these layers is the smallest that holds the
     draft's bytes.
     """
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=1)

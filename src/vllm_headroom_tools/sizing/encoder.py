@@ -147,8 +147,8 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
     if mlp_width is None:
         mlp_width = UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     patches = item.tokens * item.patches_per_token
-    # A patch takes as many values as a token takes in a layer of a language model. These are either
-    # queries, keys, values and output, or the gate, up and down projections.
+    # A patch takes as many values as a token does in a language model's layer. These values are
+    # either queries, keys, values and output, or the gate, up and down projections.
     layer_width = max(4 * hidden_size, 3 * mlp_width)
     return EncoderInput(
         tokens=item.tokens,
@@ -228,7 +228,7 @@ def _read_qwen_item(
     """Return the larger input: an image at the processor's limit, or a pair of video frames."""
     processor = read_mapping(config, "preprocessor")
     merged_side = read_integer(encoder, "spatial_merge_size") or 2
-    # The processor's limit on pixels per image may have either name.
+    # Either of two fields may contain the processor's limit on pixels per image.
     image_pixels = (
         read_integer(read_mapping(processor, "size"), "longest_edge")
         or read_integer(processor, "max_pixels")

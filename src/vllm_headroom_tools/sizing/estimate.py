@@ -482,7 +482,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 
 
 def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstimate:
-    """Return the estimate with figures from a startup log that apply to these settings.
+    """Return the estimate, using those figures from a startup log that apply to these settings.
 
     Activations grow with the batch. Therefore, the log's figure is an upper bound for smaller
     batches and a lower bound for larger ones.

@@ -67,7 +67,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     # The original length times YaRN's factor, or None if the model uses other rotary embeddings.
     yarn_length: int | None = None
-    # The width of an expert and the size of its input and output, for MXFP4 padding.
+    # The width of an expert and the size of its input and output, which MXFP4 pads.
     expert_width: int = 0
     expert_inputs: int | None = None
     # The compressed cache of DeepSeek V4.
@@ -80,7 +80,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     head_bytes: float | None = None
     # The number of layers in the model's own part for speculative decoding.
     speculative_layers: int = 1
-    # The bytes per parameter that is served without quantisation.
+    # The bytes per parameter for parameters that are served without quantisation.
     dtype_bytes: float = 2.0
     # The bytes per parameter in the checkpoint.
     stored_bytes: float = 2.0
@@ -237,8 +237,8 @@ PACKED_KV_DTYPES: Final = {
 """The TurboQuant presets (vLLM 0.24 to 0.33)."""
 
 BOUNDARY_LAYERS: Final = 2
-"""With these presets, this number of layers at each end of the model keeps the model's own dtype.
-In a model with layers that keep a state, no layer keeps the model's dtype
+"""With these presets, the first and the last layers of the model, this many at each end, keep the
+model's own dtype. In a model with layers that keep a state, no layer keeps the model's dtype
 (`get_boundary_skip_layers`).
 """
 
@@ -338,7 +338,7 @@ def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int)
 
 
 def _count_heads_bytes(heads: KvHeads, cache: KvDtype, tensor_parallel: int) -> int:
-    """Return the bytes per token of one layer's keys and values, for the heads on one rank."""
+    """Return the bytes per token that one layer keeps for the heads on one rank."""
     heads_on_rank = max(1, heads.count // tensor_parallel)
     values_bytes = ceil((heads.key_size + heads.value_size) * cache.value_bytes)
     return heads_on_rank * (values_bytes + cache.scale_bytes)
@@ -391,7 +391,7 @@ def count_weights_bytes(
     if model_bytes is None:
         return None
     embeddings_bytes = shape.embeddings_bytes
-    # Everything except the embeddings belongs to the layers, which the pipeline divides.
+    # All parameters except the embeddings are in the layers, which the pipeline divides.
     layers_bytes = max(0.0, model_bytes - embeddings_bytes)
     experts_on_others = 1 - 1 / data_parallel
     layers_bytes *= 1 - _measure_experts_ratio(shape) * experts_on_others
@@ -429,7 +429,7 @@ def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
 
 
 def _measure_experts_ratio(shape: ModelShape) -> float:
-    """Return the experts' share of the bytes of all layers, between 0 and 1.
+    """Return the experts' share, between 0 and 1, of the bytes of all layers.
 
     Returns 0 if the parameters cannot be counted.
     """
@@ -474,10 +474,10 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
 
 
 STATE_BLOCKS: Final = 2
-"""The number of states that a layer keeps per sequence: the current state, and one for prefix
-caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
+"""The number of states that a layer keeps per sequence, which are the current state and one for
+prefix caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
 
-Mamba-2 keeps one more: the state at the end of the prompt
+Mamba-2 keeps an additional state, from the end of the prompt
 (model_executor/layers/mamba/mamba_mixer2.py, `get_kv_cache_spec`).
 """
 
@@ -495,8 +495,8 @@ is a multiple of this.
 class KvLayout(Struct, frozen=True, kw_only=True):
     """vLLM's division of one GPU's KV cache into blocks of equal size.
 
-    Layers of the same kind form groups, and a sequence has blocks in each group. If a model keeps
-    nothing, its blocks are 0 bytes in size and its sequences do not take any blocks.
+    Layers of the same kind form groups, and a sequence has blocks in each group. For a model
+    without a cache, the size of a block is 0 bytes, and a sequence takes no blocks.
     """
 
     # The number of tokens in a block of a full-attention group.
@@ -678,7 +678,7 @@ def _choose_block_tokens(
 
 
 def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
-    """Return how many pages of one layer kind fit in a page of the common size.
+    """Return how many pages of one kind of layer fit in a page of the common size.
 
     If the common size is not a multiple of the kind's page size, vLLM pads the page, and the number
     is 1.

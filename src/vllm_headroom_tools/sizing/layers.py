@@ -42,7 +42,7 @@ STATEFUL_KINDS: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"
 """The names of layers that keep a fixed-size state per sequence."""
 
 CACHELESS_KINDS: Final = frozenset({"mlp", "moe", "dense"})
-"""The names of layers that keep nothing, because they only consist of an MLP."""
+"""The names of layers that store nothing per sequence, because they only consist of an MLP."""
 
 UNDERSTOOD_KINDS: Final = FULL_KINDS | WINDOWED_KINDS | STATEFUL_KINDS | CACHELESS_KINDS
 """All kinds of layers whose cache is understood. "hybrid" is not included, because such a layer is
@@ -94,7 +94,8 @@ and by the kind of the other layers.
 
 def _read_listed_kinds(config: Config) -> list[str]:
     """Return the kinds in the configuration's list of layers, or nothing if it has no list."""
-    # Each model family lists its layers in a different way, using at most one of these fields.
+    # Each model family lists its layers in a different field, so at most one of these functions
+    # applies.
     for read_kinds in (_read_block_kinds, _read_kimi_kinds, _read_nemotron_kinds, _read_flags):
         kinds = read_kinds(config)
         if kinds is not None:
@@ -350,8 +351,7 @@ HEAD_FIELDS: Final = frozenset({"head_dim", "num_key_value_heads"})
 def find_full_layer_override(config: Config) -> Config | None:
     """Return the heads of the full-attention layers if overrides change only these.
 
-    Returns None if the configuration overrides nothing. Also returns None if it overrides anything
-    other than the heads of exactly these layers.
+    Returns None if there are no overrides, or if they change anything else.
     """
     overrides = read_mapping(config, OVERRIDES)
     kinds = config.get("layer_types")

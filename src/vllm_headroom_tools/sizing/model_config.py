@@ -184,8 +184,8 @@ HEADLESS_CLASSES: Final = (
     "ForTokenClassification",
     "ForEmbedding",
 )
-"""Name suffixes of classes that compute embeddings, classes or rewards. For these, vLLM does not
-load the matrix for the next token's logits.
+"""Name suffixes of classes that compute embeddings, classes or rewards. For these classes, vLLM
+does not load the output matrix for tokens.
 """
 
 GENERATING_CLASSES: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"})
@@ -437,7 +437,7 @@ def _is_chunked(config: Config, kinds: Sequence[str]) -> bool:
 def _count_state_checkpoints(config: Config) -> int:
     """Return how many additional states a state-space layer keeps.
 
-    Mamba-2 keeps one, the state at the end of the prompt; other kinds keep none.
+    Mamba-2 keeps one additional state, from the end of the prompt; other kinds keep none.
     """
     return 1 if read_integer(config, *MAMBA_2_HEADS) else 0
 
@@ -454,7 +454,7 @@ def _read_latent_width(config: Config) -> int | None:
 
 
 def _reads_text_at_once(config: Config) -> bool:
-    """Return whether tokens also attend to later tokens, in which case nothing can be cached."""
+    """Return whether tokens also attend to later tokens, which makes caching impossible."""
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         return True
     return str(config.get("model_type")) in ENCODER_ONLY_MODEL_TYPES
@@ -541,8 +541,8 @@ config.json has a few kB, or up to 4 MB if it lists how each layer of a large mo
 
 CONFIG_LIMIT_VALUES: Final = 200_000
 """Our choice: the maximum number of values in such a file. Each value takes about 150 bytes once
-parsed, so this limit keeps the sidecar within its container's memory. The list for a large model
-has 50,000 values.
+parsed, so this limit makes sure that the sidecar does not exceed its container's memory. The list
+for a large model has 50,000 values.
 """
 
 INDEX_LIMIT_BYTES: Final = 2**27
@@ -657,7 +657,8 @@ def count_checkpoint_bytes(folder: Path) -> int | None:
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total_bytes, int | float) and 0 < total_bytes < CHECKPOINT_LIMIT_BYTES:
         return int(total_bytes)
-    # Other files, such as consolidated ones, contain the same weights and would count them twice.
+    # Other files, such as consolidated ones, contain the same weights, which must not be counted
+    # twice.
     files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
     try:
         return sum(file.stat().st_size for file in files) or None

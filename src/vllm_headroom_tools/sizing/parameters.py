@@ -58,8 +58,8 @@ NOT_GATED: Final = frozenset(
 """Model types whose MLP has two matrices instead of three."""
 
 UNGIVEN_WIDTH_RATIO: Final = 4
-"""The MLP width of the models in NOT_GATED, as a multiple of the hidden size, if the configuration
-does not give it.
+"""If the configuration does not give the MLP width of a model in NOT_GATED, its width as a multiple
+of the hidden size.
 """
 
 LEARNED_POSITIONS: Final = frozenset(
@@ -390,12 +390,12 @@ def _has_mlp(config: Config, kind: str) -> bool:
     if config.get("model_type") == "nemotron_h":
         # The configuration lists this model's MLPs as layers.
         return False
-    # Falcon-H1's attention and state count as two layers that share one MLP.
+    # In Falcon-H1, attention and state are listed as two layers, which share one MLP.
     return not (kind in STATEFUL_KINDS and config.get("model_type") == "falcon_h1")
 
 
 def _list_dense_mlp(config: Config, name: str, hidden_size: int, layer: int) -> Iterator[Matrix]:
-    """Yield the matrices of the MLP in a layer without experts.
+    """Yield the matrices of the MLP in a layer that has no experts.
 
     Raises ValueError for a Nemotron-NAS layer with an unsupported MLP.
     """
@@ -629,10 +629,9 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
     """The total number of parameters in all layers, excluding embeddings, biases and norms."""
 
     total: int
-    # The number of these parameters that are not quantised in the checkpoint.
+    # The number of these parameters that the checkpoint stores without quantisation.
     unquantised: int
-    # The number of these parameters that belong to experts; only some tokens pass through each
-    # expert.
+    # The number of these parameters that are in experts; only some tokens pass through each expert.
     experts: int
     # The average bytes per quantised parameter, or None if all are quantised in the same way.
     mixed_bytes: float | None = None
@@ -671,7 +670,7 @@ def count_layer_parameters(
             unquantised.append(matrix)
         elif matrix_bytes is not None:
             mixed_bytes += matrix.parameters * matrix_bytes
-        # A matrix that does not belong to any quantisation group keeps the model's dtype.
+        # A matrix that is in no quantisation group keeps the model's dtype.
         elif read_matrix_bytes is not None:
             unquantised.append(matrix)
     experts = [matrix for matrix in matrices if EXPERTS in matrix.name]

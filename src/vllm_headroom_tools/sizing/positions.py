@@ -32,7 +32,7 @@ OTHER_POSITIONS: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Model types without rotary positions, or with only small tables."""
+"""Model types with no rotary positions or with only small tables."""
 
 LENGTHENING_ROTARIES: Final = ("linear", "dynamic", "ntk")
 """Kinds of rotary embedding whose table is `factor` times the model's length."""

@@ -18,7 +18,7 @@ DTYPE_BYTES: Final = {
 """The bytes per value, by torch's name for the dtype."""
 
 UNNAMED_DTYPE_BYTES: Final = 4.0
-"""The bytes per parameter in a checkpoint without a dtype: 32 bits, transformers' default."""
+"""The bytes per parameter in a checkpoint whose dtype is not given: 32 bits, as in transformers."""
 
 UNKNOWN_DTYPE_BYTES: Final = 2.0
 """Our choice: the bytes per parameter if its dtype is not in the table."""
@@ -26,8 +26,8 @@ UNKNOWN_DTYPE_BYTES: Final = 2.0
 BYTE_BITS: Final = 8
 
 GROUP_SCALE_BYTES: Final = 2.5
-"""The bytes that 4-bit methods keep per group of weights: a 16-bit scale and a 4-bit zero point
-(AutoGPTQ, AutoAWQ).
+"""The bytes that 4-bit methods store per group of weights, for a 16-bit scale and a 4-bit zero
+point (AutoGPTQ, AutoAWQ).
 """
 
 ZERO_POINT_BYTES: Final = 0.5
@@ -95,8 +95,8 @@ CHECKPOINT_METHODS: Final = (
     "quark",
     "torchao",
 )
-"""vLLM's other methods (0.19 to 0.33, layers/quantization/__init__.py). For these, the checkpoint's
-configuration says what is quantised, and to how many bits.
+"""vLLM's other methods (0.19 to 0.33, layers/quantization/__init__.py). For these methods, the
+checkpoint's configuration says what is quantised, and to how many bits.
 """
 
 MODELOPT_METHODS: Final = {
@@ -229,11 +229,11 @@ def _pick_number(*values: object) -> int | None:
 
 
 def match_unquantised(config: Config) -> Callable[[str], bool]:
-    """Return a function that decides from a module's name whether it is left unquantised.
+    """Return a function that takes a module's name and returns whether it is not quantised.
 
-    The function takes a name such as "layers.3.mlp.down_proj". Checkpoints list such names or the
-    names of enclosing modules. A listed name is written in full, with wildcards, or as a regular
-    expression after "re:". It may begin with the name of the model part that contains the layers.
+    A name looks like "layers.3.mlp.down_proj". Checkpoints list such names or the names of
+    enclosing modules. A listed name is written in full, with wildcards, or as a regular expression
+    after "re:". It may begin with the name of the model part that contains the layers.
     """
     quantisation = read_quantisation(config)
     patterns = []

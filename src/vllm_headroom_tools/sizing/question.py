@@ -53,7 +53,7 @@ CARD_DEFAULTS: Final = (LARGEST_CARD, LARGE_CARD, SMALL_CARD)
 """The rows by size, largest first. A card uses the defaults in the first row whose size is at most
 the card's size.
 
-Source: engine/arg_utils.py, `get_batch_defaults`, 0.32, where an A100 with 80 GiB counts as a small
+Source: engine/arg_utils.py, `get_batch_defaults`, 0.32, which treats an A100 with 80 GiB as a small
 card.
 """
 
@@ -76,7 +76,8 @@ class Question(Struct, frozen=True, kw_only=True):
     cpu_offload_bytes: float = 0
     # The size of each engine's KV cache tier in host memory.
     kv_offloading_bytes: float = 0
-    # The size of the cache of processed images that each server and each core keeps in host memory.
+    # The size of the cache for processed images, which each server and each core has in host
+    # memory.
     mm_processor_cache_bytes: float = 4 * GIB
     host_memory_bytes: int | None = None
     # The number of LoRA adapters that can be loaded, or 0 if adapters are not used.
@@ -159,7 +160,8 @@ class Question(Struct, frozen=True, kw_only=True):
         """Return how many states a layer keeps per sequence (`MambaSpec.max_memory_usage_bytes`).
 
         A layer keeps the current state, and one for each speculative token. With prefix caching, it
-        keeps one more, and a Mamba-2 layer also keeps the state at the end of the prompt.
+        keeps an additional state, and a Mamba-2 layer also keeps the state at the end of the
+        prompt.
         """
         states = 1 + self.shape.speculative_states
         if self.has_prefix_states:

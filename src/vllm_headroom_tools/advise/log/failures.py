@@ -270,7 +270,7 @@ def _find_cache_bytes(start_facts: StartFacts) -> float:
 
 
 def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a larger cache if the GPU has room, and a limit that equals the longest fit."""
+    """Return a larger cache if there is room, and a limit equal to the longest fitting request."""
     needed_bytes = failure.figures.get("needed_bytes")
     cache_bytes = failure.figures.get("kv_cache_bytes")
     larger_share = None

@@ -16,7 +16,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
     """Return whether vLLM would start with these options instead of those in the log.
 
     Returns None if `plan` cannot tell, because it does not know the model or the card, or because
-    the model may or may not fit.
+    its estimate is too close to the limit.
     """
     model = start_facts.start.model
     total_bytes = start_facts.total_bytes

@@ -47,11 +47,11 @@ from vllm_headroom_tools.sizing.question import LARGE_CARD, SAFE_UTILIZATION
 def change_share(
     facts: Facts, usable_bytes: float, added_bytes: float, text: str, cost: str
 ) -> Change | None:
-    """Return the change that adds `added_bytes` to vLLM's memory on a GPU, or takes them away.
+    """Return the change that adds `added_bytes` to vLLM's memory on a GPU.
 
     `added_bytes` is negative if memory is taken away. The option is vLLM's share of the GPU or, if
     the KV cache's size is set in bytes, that size. The new value is rounded down. Returns None if
-    the value would not change, or if it would leave vLLM without memory.
+    rounding leaves no change, or if the change would leave vLLM no memory.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -61,7 +61,7 @@ def change_share(
 def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) -> Change | None:
     """Return the change to the utilization, rounded to hundredths.
 
-    Without the current value, the change is a difference. Returns None if rounding leaves no
+    If the current value is unknown, the change is a difference. Returns None if rounding leaves no
     change.
     """
     flag = Flag.GPU_MEMORY_UTILIZATION
@@ -86,7 +86,7 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
 def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -> Change | None:
     """Return the change to a KV cache size that is set in bytes, rounded to whole MiB.
 
-    Without the current value, the change is a difference. Returns None if rounding leaves no
+    If the current value is unknown, the change is a difference. Returns None if rounding leaves no
     change.
     """
     flag = Flag.KV_CACHE_MEMORY_BYTES
@@ -587,8 +587,8 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
 
     The rule applies if requests waited for at least LASTING_SECONDS while the cache had room and
     while the number of running requests stayed the same. More requests also take more memory
-    outside the cache, so the rule does not apply if a peak left less than AIM_BYTES. The rule does
-    not apply either if another rank preempts requests. The proposed limit would use
+    outside the cache, so the rule does not apply if less than AIM_BYTES was left at any peak. The
+    rule does not apply either if another rank preempts requests. The proposed limit would use
     CACHE_FILL_RATIO of the cache, computed from the tokens that running requests held. Returns None
     if the rule does not apply.
     """

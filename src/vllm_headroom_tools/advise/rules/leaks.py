@@ -366,8 +366,8 @@ SHORTAGE_CAUSES: Final = {
     # vLLM's share leaves too little for the memory outside it: the CUDA context, NCCL, and kernels
     # that load late (DESIGN.md, 7).
     Shortage.LEVEL: (Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {} than it can spare"),
-    # The allocator keeps the memory that a request once needed, so its usage is a high-water mark
-    # (DESIGN.md, 20).
+    # The allocator does not return memory that a request once needed, so its usage never falls
+    # below the highest need so far (DESIGN.md, 20).
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
     Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
 }
@@ -554,7 +554,7 @@ would then take too many steps.
 
 
 def _halve_steps(facts: Facts) -> Change | None:
-    """Return the change that halves the tokens per step, and with them the activations.
+    """Return the change that halves the tokens per step and therefore also the activations.
 
     Returns None if the current value is unknown or below FEWEST_STEP_TOKENS.
     """
@@ -573,7 +573,7 @@ def _halve_steps(facts: Facts) -> Change | None:
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
     """Return a limit at the highest number of requests that ran with enough memory left.
 
-    Returns None if that number is unknown, or if it was not exceeded in the burst.
+    Returns None if that number is unknown, or if no more requests than that ran in the burst.
     """
     if not facts.engines or not gpu.roomy_running or spell.running is None:
         return None

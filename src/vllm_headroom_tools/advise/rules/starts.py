@@ -184,7 +184,7 @@ def _find_held_bytes(start: Ending) -> float:
 
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
-    """Return the least room on any GPU when each start ended, leaving out unknown values."""
+    """Return, for each start with a known value, the least room on any GPU when it ended."""
     # The room on the fullest GPU is always known, because only GPUs with known room can be the
     # fullest.
     gpus = [start.fullest_gpu for start in starts]
@@ -232,8 +232,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     # The same share takes the most bytes on the largest GPU. Therefore, compute it for that GPU,
     # and round it down to a hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
-    # If the current share is unknown, it is probably vLLM's default, and `share` is not lower than
-    # that.
+    # If the current share is unknown, it is probably vLLM's default, which is not above `share`.
     if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
         return (move,)
     lower_share = lower_option(
@@ -250,7 +249,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
     """Return the fewest bytes that were free on a GPU before a start, or None if unknown.
 
-    The bytes that the engine held in its first sample count as free before the start.
+    The bytes that the engine held in its first sample are treated as free before the start.
     """
     least_free_bytes = None
     for start in starts:
@@ -288,7 +287,7 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
 
 
 def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
-    """Return a larger share of the GPU for vLLM, if every one of these starts left enough room.
+    """Return a larger share of the GPU for vLLM, if all of these starts left enough room.
 
     Returns None if the share or the room is unknown, if memory ran short later, or if the room at
     any start was AIM_BYTES or less.
@@ -320,7 +319,7 @@ def find_crash(facts: Facts) -> Advice | None:
     Of the exits from `find_crashes`, only those with known room on the GPUs are used. The rule
     applies if there are at least FAILED_STARTS such exits, or if engine processes outlived one of
     them. It proposes reading the logs, which show whether an allocation failed. If no allocation
-    failed, changing options that size memory does not help. Returns None if the rule does not
+    failed, changing the options for memory sizes does not help. Returns None if the rule does not
     apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
@@ -366,7 +365,7 @@ def find_crash(facts: Facts) -> Advice | None:
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
     """Return the exits in which a serving engine crashed while GPU memory was left.
 
-    At such an exit, requests were running, or some of the engine's processes stayed behind. An exit
+    At such an exit, requests were running, or some of the engine's processes did not exit. An exit
     counts even if the room on the GPUs is unknown.
     """
     crashes = []
