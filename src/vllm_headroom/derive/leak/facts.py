@@ -19,7 +19,7 @@ RISE_BYTES: Final = MIB
 """
 
 OUT_OF_MEMORY_BYTES: Final = 100 * MIB
-"""With less free memory than this, allocations start to fail, because segments are 20 MiB or
+"""If less memory than this is free, allocations start to fail, because segments are 20 MiB or
 larger.
 """
 
@@ -43,7 +43,7 @@ class Observation(Struct, frozen=True, kw_only=True):
     """The number of running requests, or None if unknown."""
 
     run_id: str | None = None
-    """Identifies the run of the engine, or None if unknown."""
+    """The identity of the engine's run, or None if unknown."""
 
     neighbours: int | None = None
     """The number of processes on the device, including the engine's. It is None if the memory of
@@ -184,7 +184,7 @@ class FinishedWork(Struct, frozen=True, kw_only=True):
     """
 
     run_id: str | None = None
-    """Identifies the run, or None if unknown."""
+    """The identity of the run, or None if unknown."""
     peak_running: float = 0.0
     """The highest number of running requests so far."""
 
@@ -220,7 +220,7 @@ class MemoryStep(Struct, frozen=True, gc=False):
 
 
 class TrackHistory(Struct, frozen=True, kw_only=True):
-    """The readings from a period in which all readings are comparable."""
+    """The readings from one stretch of time, during which all readings are comparable."""
 
     anchor: Block | None = None
     """The start of the stretch, with the floor of its first block, or None before the first
@@ -304,7 +304,7 @@ class Precedent(Struct, frozen=True, kw_only=True):
     """Growth in an earlier run, or on an earlier day, in which the engine was not leaking."""
 
     run_id: str | None
-    """Identifies that run, or None if unknown."""
+    """The identity of that run, or None if unknown."""
     base_bytes: float
     """The memory that was held at the start of the run."""
 

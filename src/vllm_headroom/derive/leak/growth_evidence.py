@@ -49,7 +49,7 @@ An e-fold is an increase in the work by the factor e.
 
 
 def count_folds(origin: Block, begin: Block, end: Block) -> float:
-    """Return how many e-folds the work done since the origin grew by from `begin` to `end`.
+    """Return by how many e-folds the work since the origin grew between `begin` and `end`.
 
     Work is measured in time or requests, whichever grew by more e-folds. The result is never 0.
     """
@@ -83,8 +83,8 @@ in clusters.
 """
 
 USELESS_CHANCE: Final = 0.75
-"""If a benign rise in a block is at least this likely, the block is not evidence. This is the case
-during warm-up.
+"""If a benign rise in a block is at least this likely, as it is during warm-up, the block is not
+evidence.
 """
 
 
@@ -192,8 +192,8 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 LAST_SHARE: Final = 0.05
-"""The last part of a window's growth is this share of the growth. How long ago the last part was
-added shows whether growth has ended.
+"""This share of a window's growth, counted from the end, is called its last part. How long ago the
+last part was added shows whether growth has ended.
 """
 
 QUIET_SECONDS: Final = 1800.0
@@ -235,9 +235,9 @@ def is_over(
 ) -> bool:
     """Return whether memory has not risen since `newest_rise` for so long that growth is over.
 
-    The time must exceed both `quiet_seconds` and `quiet_gaps` times the usual gap between steps, of
-    which there have been `step_count` since `began`. The condition on gaps must also hold when they
-    are measured in requests, so that idle time does not end growth.
+    The time must exceed both `quiet_seconds` and `quiet_gaps` times the usual gap between steps.
+    The usual gap is computed from `step_count`, the number of steps since `began`. The condition on
+    gaps must also hold when they are measured in requests, so that idle time does not end growth.
     """
     # There are n - 1 gaps between n steps.
     gap_count = max(1.0, step_count - 1)
@@ -323,7 +323,7 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     odds_per_byte_before = log(bytes_per_fold_before / bytes_per_fold)
     least_odds = -inf
     if odds_per_byte_before >= 0:
-        # By e-folds, growth is slower within the window than before, as after a large warm-up. Only
+        # Growth per e-fold is slower within the window than before, as after a large warm-up. Only
         # the growth within the window is compared in this case, because the growth before must not
         # lower the odds.
         odds_per_byte_before = 0.0
