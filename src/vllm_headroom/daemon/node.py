@@ -1,6 +1,7 @@
 """Watch several engines on one machine, each as if it were the only one."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import Context, copy_context
 from functools import lru_cache, partial
@@ -322,6 +323,8 @@ class NodeWatch:
         self._clock = clock
         self._interval_seconds = interval_seconds
         self._gpu_timeout_seconds = gpu_timeout_seconds
+        self._has_dropped_engines = False
+        """Whether an engine was dropped since the last tick began."""
         self._finding: asyncio.Task[None] | None = None
         self._finding_since_seconds = 0.0
         """When the search for engines began, on the monotonic clock."""
@@ -342,6 +345,11 @@ class NodeWatch:
 
         If no GPU could be read, the result is a Failure, but the engines are sampled anyway.
         """
+        if self._has_dropped_engines:
+            self._has_dropped_engines = False
+            # The threads of an engine's readers end when the readers are collected. Otherwise,
+            # Python would rarely collect them, because they have lived for long (YOUNG_OBJECTS).
+            gc.collect()
         await self._following_guard.run(self._follow_engines)
         began_seconds = self._clock.monotonic()
         self._gpus.begin(self._gpu_timeout_seconds)
@@ -564,6 +572,7 @@ class NodeWatch:
         """Stop watching an engine: save its state and end its series."""
         del self.engines[engine.located.key]
         await engine.close()
+        self._has_dropped_engines = True
         log.info("engine is no longer watched", of_engine=engine.name.text)
 
     def _report_others(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -458,6 +460,25 @@ def test_engines_that_come_and_go_leave_nothing_behind() -> None:
         assert len(asyncio.all_tasks()) < 6
 
     run(churn)
+
+
+def test_an_engine_that_is_gone_is_collected_at_the_next_tick_so_that_its_threads_end() -> None:
+    async def leave() -> None:
+        world = World(locate(1))
+        await world.tick()
+        (engine,) = world.node.engines.values()
+        watched = weakref.ref(engine)
+        del engine
+        world.found.engines = (locate(1, uid="uid-2"),)
+        world.found.pods = {"pod:uid-2"}
+        await world.tick(2)
+        assert watched() is None
+
+    gc.disable()
+    try:
+        run(leave)
+    finally:
+        gc.enable()
 
 
 def test_the_probe_of_an_engine_is_read_from_the_folder_with_its_pods_uid(tmp_path: Path) -> None:
