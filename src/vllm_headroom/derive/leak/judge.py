@@ -70,10 +70,10 @@ sufficient alone.
 """
 
 GROWING_ODDS_SUM: Final = 12.0
-"""A warning requires at least this much as the sum of the log odds from rises and pace."""
+"""A warning requires that the log odds from rises and pace add up to at least this."""
 
 LEAKING_ODDS_SUM: Final = 14.0
-"""An alarm requires at least this much as the sum of the log odds from rises and pace."""
+"""An alarm requires that the log odds from rises and pace add up to at least this."""
 
 LEAKING_ODDS_SUM_IF_FAR: Final = 18.0
 """An alarm requires at least this sum if the memory will last for longer than `FAR_SECONDS`."""
@@ -123,7 +123,7 @@ quarter of an hour.
 MISSED_SECONDS: Final = 960.0
 """Large steps are judged in a single ring: the one with the shortest blocks, of at least two
 minutes, that reaches back to the origin. Up to this much time after the origin may be missing from
-that ring, which is the length of one of the longest blocks.
+that ring. This is the length of one of the longest blocks.
 """
 
 
@@ -159,7 +159,8 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
     is_between = second_ring.parts > 0
     if is_between and is_slow:
         return _update_estimate(track, None, room_bytes)
-    # No verdict is judged during an alarm, which continues until its growth has ended.
+    # During an alarm, no verdict is reached, because the alarm continues until its growth has
+    # ended.
     if track.alarm is not None:
         alarm = _measure_stretch(track, track.alarm)
         track = replace(track, alarm=alarm)
@@ -182,8 +183,8 @@ least this many times the pause even if memory does not rise.
 """
 
 NEARLY_FULL_BYTES: Final = GIB
-"""If less room than this is left, torch's cache hides growth. The alarm then continues for longer,
-the less room there is. It does not end even if all of its growth is released.
+"""If less room than this is left, torch's cache hides growth. The less room there is, the longer
+the alarm then continues. It does not end even if all of its growth is released.
 """
 
 RETAINED_SHARE: Final = 0.5

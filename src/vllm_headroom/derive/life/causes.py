@@ -98,8 +98,7 @@ out, the samples show which of these causes applies.
 """
 
 LEAST_NEWCOMER_BYTES: Final = 256 * MIB
-"""A new process takes more than this on a GPU, because a CUDA context takes at least 300 to
-500 MiB.
+"""A new process takes more than this on a GPU, because its CUDA context alone takes 300 to 500 MiB.
 """
 
 SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
@@ -308,7 +307,7 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
 
 
 def is_over_budget(end: Ending) -> bool:
-    """Return whether an exit is likely because the engine was over its budget from the start."""
+    """Return whether the engine likely exited because it was over its budget from the start."""
     fit = _fit_over_budget(end)
     return fit is not None and fit.sureness is not Sureness.POSSIBLE
 
