@@ -52,8 +52,8 @@ average of 42 on two cores, it got ten seconds of CPU time per minute.
 """
 
 STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
-"""The process states in /proc/PID/stat that mean stopped by a signal or a debugger, or blocked in a
-driver.
+"""The process states in /proc/PID/stat for a process that is stopped by a signal or a debugger, or
+blocked in a driver.
 """
 
 SPAN_SECONDS: Final = 20.0

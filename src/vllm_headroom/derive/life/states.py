@@ -173,7 +173,7 @@ _FAILED_ANSWERS: Final = {
 """The kind of answer that follows from each failure reason. Any other reason means UNREADABLE."""
 
 _GATEWAY_STATUSES: Final = frozenset({502, 503, 504})
-"""With these HTTP statuses, a proxy reports that no server behind it answers."""
+"""With these HTTP statuses, a proxy reports that no server behind it responds."""
 
 
 class Presence(Enum):
@@ -249,7 +249,7 @@ def read_evidence(snapshot: Snapshot, runs: EngineRuns) -> Evidence:
     }
     if processes and are_visible is not False:
         presence = Presence.THERE
-    # The processes can be read, and none belongs to the engine.
+    # The processes can be read, and none of them is the engine's.
     elif processes is not None and are_visible is not False:
         presence = Presence.GONE
     elif processes is None and _is_sight_lost(snapshot, are_visible):
