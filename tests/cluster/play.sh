@@ -8,6 +8,7 @@ shift
 status=0
 "$pytest" -m cluster -n 0 -rP "$@" tests/cluster/test_lost_node.py >"$CLUSTER_FOLDER/lost-node.log" 2>&1 &
 lost_node=$!
+trap 'kill "$lost_node" 2>/dev/null || true' EXIT
 "$pytest" -m cluster -n 9 --dist loadfile -rP "$@" tests/cluster --ignore=tests/cluster/test_lost_node.py --ignore=tests/cluster/test_replicas.py || status=$?
 touch "$CLUSTER_FOLDER/others-have-ended"
 wait "$lost_node" || status=$?
