@@ -137,8 +137,8 @@ class Transitions:
     def log_reader_fault(self, source: Source, step: str, error: Exception | None) -> None:
         """Log an error, with its traceback, when a step of reading a source begins to fail.
 
-        `error` is None if the source responded. Do not call this while the source fails in another
-        way, because the same fault would be logged twice.
+        `error` is None if the source responded. Do not call this while the source is already
+        failing for another reason, because the fault would be logged twice.
         """
         is_faulty = error is not None
         is_change = self._note_change(f"{step} of {source}", is_faulty, usual_state=False)

@@ -54,8 +54,8 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     present_keys = {(uuid, metric.name) for uuid in uuids for metric in _COUNTERS}
     counts = dict(state.last)
     sums = limit_remembered(state.sums, present_keys)
-    # If there are too many counters, only those added last are kept, so running processes come
-    # last.
+    # If there are too many counters, only the last ones added are kept. Running processes are
+    # therefore added last.
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:

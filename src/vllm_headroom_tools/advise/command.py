@@ -108,7 +108,7 @@ def _render_text(assessment: Assessment) -> list[str]:
 
 
 def _render_log_text(assessment: LogAssessment) -> list[str]:
-    """Return the lines on a log: the advice or, if there is none, a breakdown of the memory."""
+    """Return the output lines for a log: the advice, or else a breakdown of the memory."""
     lines = [format_source(assessment)]
     for number, advice in enumerate(assessment.advice, start=1):
         lines.append("")

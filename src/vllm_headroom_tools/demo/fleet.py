@@ -72,9 +72,9 @@ class Fleet(app.Daemon):
     def build_handler(self, door: Door | None) -> Handler:
         """Return the handler for all requests.
 
-        /metrics serves the series of all engines. / and /snapshot.json respond as they do on a
-        sidecar that watches several engines. A request for any other path gets the response of the
-        first engine's daemon.
+        The path `/metrics` serves the series of all engines. The paths `/` and `/snapshot.json`
+        respond as they do on a sidecar that watches several engines. A request for any other path
+        gets the response of the first engine's daemon.
         """
         first_handler = super().build_handler(door)
         handlers = (first_handler, *(other.build_handler(None) for other in self._others))

@@ -31,7 +31,7 @@ ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfa
 
 
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
-    """Check whether a daemon already serves at this address, or whether one could listen on it.
+    """Check whether a daemon is already serving at this address, or whether one could listen on it.
 
     With TLS, the daemon is recognised by the certificate that `web_config` names. If the server
     requires a password or has a different certificate, the check is UNKNOWN. It is NOT_APPLICABLE

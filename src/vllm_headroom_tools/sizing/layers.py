@@ -61,8 +61,8 @@ given a name, and a billion names would fill the memory.
 def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
     """Return the kind of each layer, from the configuration's list, letters, pattern or window.
 
-    A Falcon-H1 layer is listed as two layers. Raises ValueError if the cache of a kind is not
-    understood, if a list has the wrong length, or if there are more layers than any model has.
+    A Falcon-H1 layer is listed as two layers. Raises ValueError if a layer kind's cache is not
+    supported, if a list has the wrong length, or if there are more layers than any model has.
     """
     if layer_count > LAYER_LIMIT:
         raise ValueError(f"{layer_count} layers are more than any model has")

@@ -856,7 +856,7 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
 
 
 def is_fading(track: Track, *, by_either: bool = False) -> bool:
-    """Return whether growth has slowed down since the first quarter, both by time and by requests.
+    """Return whether growth has slowed down, measured both per unit of time and per request.
 
     If `by_either`, it is sufficient that growth has slowed down by time or by requests.
 

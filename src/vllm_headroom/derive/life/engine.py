@@ -277,8 +277,8 @@ def _refine_reason(ending: Ending) -> ExitReason | None:
     """Return the reason for an exit, using its whole ending and the engine's log if there is one.
 
     Only the whole ending shows whether a shutdown was requested, or whether the engine was over its
-    budget from the start. In all other cases, the reason is kept unless the log states one. Returns
-    None for a stall, because a stall is not an exit and has no reason.
+    budget from the start. Otherwise, if the reason is GONE and the log states a reason, that reason
+    replaces it. Returns None for a stall, because a stall is not an exit and has no reason.
     """
     # A reason in the engine's log is better evidence than the memory.
     if ending.reason is ExitReason.GONE and ending.log is not None:
