@@ -34,6 +34,7 @@ LIBRARIES: Final = ("libnuma.so.1", "libgomp.so.1")
 """What vLLM's CPU build needs that the sidecar's image does not have."""
 
 ROLES: Final = {"api_server", "engine_core", "worker"}
+SAMPLES: Final = ('headroom_source_up{source="probe"} 1', 'headroom_engine_state{state="serving"} 1')
 FIND_FOLDERS: Final = "import json, sys; print(json.dumps([sys.base_prefix, *sys.path]))"
 
 OVERLAY: Final = """\
@@ -149,8 +150,7 @@ def test_each_process_of_a_real_vllm_reports_to_the_sidecar(tmp_path: Path, requ
 
     def read_page() -> str:
         text = httpx.get(page_url, timeout=30, verify=NO_TLS).text
-        return text if 'headroom_source_up{source="probe"} 1' in text else ""
+        return text if all(sample in text for sample in SAMPLES) else ""
 
-    page = eventually(read_page, "the sidecar reads the probe", START_SECONDS, LOOK_SECONDS)
+    eventually(read_page, "the sidecar reads the engine that serves, and the probe", START_SECONDS, LOOK_SECONDS)
     print(read_roles(workload))  # noqa: T201 - the result
-    assert 'headroom_engine_state{state="serving"} 1' in page
