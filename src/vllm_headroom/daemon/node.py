@@ -347,8 +347,8 @@ class NodeWatch:
         """
         if self._has_dropped_engines:
             self._has_dropped_engines = False
-            # The threads of an engine's readers end when the readers are collected. Otherwise,
-            # Python would rarely collect them, because they have lived for long (YOUNG_OBJECTS).
+            # The threads of an engine's readers end when the readers are collected. Python itself
+            # rarely collects objects that are as old as these (YOUNG_OBJECTS).
             gc.collect()
         await self._following_guard.run(self._follow_engines)
         began_seconds = self._clock.monotonic()
