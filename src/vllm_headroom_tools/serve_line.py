@@ -39,9 +39,11 @@ ARRAY: Final = re.compile(r"^\s*(\w+)\+?=\(([^()]*)\)", re.ASCII | re.MULTILINE)
 """A shell array, which may span several lines."""
 
 IMAGE: Final = re.compile(
-    r"(?![-/~.])[^=\s]*/[^=\s]*vllm[^=\s]*|vllm[\w.-]*:[^/\s]+", re.IGNORECASE
+    r"(?![-~.])[^=\s/]+/[^=\s]*vllm[^=\s]*|vllm[\w.-]*:[^/\s]+", re.IGNORECASE
 )
-"""The name of a vLLM container image, such as vllm/vllm-openai:v0.20.0."""
+"""The name of a vLLM container image, such as vllm/vllm-openai:v0.20.0. The part before the first
+slash contains no slash, so that the time taken is not quadratic in the number of slashes.
+"""
 
 RELEASE_OPTION: Final = "--vllm-version="
 ENVIRONMENT_OPTION: Final = "--vllm-env="
