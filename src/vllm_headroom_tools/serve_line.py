@@ -35,8 +35,10 @@ VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|\((\w+)\)|(\w+))", 
 WHOLE_VARIABLE: Final = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})", re.ASCII)
 """A word that consists of a single variable or of an entire shell array."""
 
-ARRAY: Final = re.compile(r"^\s*(\w+)\+?=\(([^()]*)\)", re.ASCII | re.MULTILINE)
-"""A shell array, which may span several lines."""
+ARRAY: Final = re.compile(r"^[^\S\n]*(\w+)\+?=\(([^()]*)\)", re.ASCII | re.MULTILINE)
+"""A shell array, which may span several lines. The indentation contains no line break, so that the
+time taken is not quadratic in the number of blank lines.
+"""
 
 IMAGE: Final = re.compile(
     r"(?![-~.])[^=\s/]+/[^=\s]*vllm[^=\s]*|vllm[\w.-]*:[^/\s]+", re.IGNORECASE
