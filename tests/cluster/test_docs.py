@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -72,6 +73,17 @@ def write_kustomization(folder: Path) -> None:
     )
 
 
+def await_page(forward: subprocess.Popen[bytes]) -> bool:
+    """Return whether the sidecar's page is served while a command forwards its port."""
+    ends = time.monotonic() + COMMAND_SECONDS
+    while forward.poll() is None and time.monotonic() < ends:
+        try:
+            return "headroom" in httpx.get("http://localhost:9839/", timeout=10, verify=NO_TLS).text
+        except httpx.TransportError:
+            time.sleep(0.2)
+    return False
+
+
 def test_the_commands_of_the_page_for_a_machine_of_ones_own_show_the_page(tmp_path: Path) -> None:
     create, wait, forward = (step.command for step in list_blocks()[0].steps)
     with ExitStack() as stack:
@@ -79,15 +91,15 @@ def test_the_commands_of_the_page_for_a_machine_of_ones_own_show_the_page(tmp_pa
         run(create, tmp_path)
         run(wait, tmp_path)
         log = stack.enter_context((tmp_path / "log").open("wb"))
-        process = subprocess.Popen([FOLDER / "kubectl", *forward.split()[1:]], stdout=log, stderr=log)
-        stack.callback(process.wait, 60)
-        stack.callback(process.terminate)
 
         def has_page() -> bool:
+            # The rollout completes before the daemon listens, and kubectl ends at the first refused connection.
+            process = subprocess.Popen([FOLDER / "kubectl", *forward.split()[1:]], stdout=log, stderr=log)
             try:
-                return "headroom" in httpx.get("http://localhost:9839/", timeout=10, verify=NO_TLS).text
-            except httpx.TransportError:
-                return False
+                return await_page(process)
+            finally:
+                process.terminate()
+                process.wait(60)
 
         eventually(has_page, "the page is there", START_SECONDS, 1.0)
 
