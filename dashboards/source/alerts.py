@@ -32,7 +32,8 @@ PLAIN: Final = (
     (re.compile(r" in about \{\{.*?\}\}"), ""),
     (re.compile(r" \{\{ or \(and .*?\}\}"), " soon"),
     (re.compile(r"\{\{ or [^}]*?\"([^\"]+)\" \}\}"), r"\1"),
-    (re.compile(r"\{\{ with .*?\{\{ else \}\}(.*?)\{\{ end \}\}"), r"\1"),
+    # A lookup may have a second one as its alternative; the words are in the last alternative.
+    (re.compile(r"\{\{ with .*?\{\{ else \}\}(?!\{\{ with)(.*?)(?:\{\{ end \}\})+"), r"\1"),
 )
 """What is left of a summary's templates: a table has one sentence for an alert, without the figures of one firing."""
 
