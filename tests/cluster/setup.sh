@@ -42,11 +42,13 @@ build_program() { # NAME PACKAGE VERSION [OPTION]...: two to seven minutes on tw
   install -D "$kept" "$folder/images/$1"
 }
 build_program helm helm.sh/helm/v3/cmd/helm v3.18.6
+build_program helm4 helm.sh/helm/v4/cmd/helm v4.3.2
 build_program kube-state-metrics k8s.io/kube-state-metrics/v2 v2.15.0
 build_program prometheus github.com/prometheus/prometheus/cmd/prometheus v0.313.5 -tags remove_all_sd,enable_kubernetes_sd
 build_program prometheus-operator github.com/prometheus-operator/prometheus-operator/cmd/operator v0.85.0
 build_program prometheus-config-reloader github.com/prometheus-operator/prometheus-operator/cmd/prometheus-config-reloader v0.85.0
 ln -sf images/helm "$folder/helm"
+ln -sf images/helm4 "$folder/helm4"
 # What NVIDIA's runtime mounts, here the fake library; its control file is in a volume of each pod.
 fake=$(cd ../.. && .venv/bin/python -c 'from tests.fakes.nvml.library import built; print(built())')
 install -D "$fake" "$folder/driver/libnvidia-ml.so.1"
