@@ -1,8 +1,7 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
-A size is a number with a unit of bytes. A number without a unit is in bytes. Such a number is
-accepted only from 1 MiB on, because a smaller number is unlikely to be meant in bytes: `80` may
-mean 80 GiB.
+A size is a number with a unit of bytes. A number without a unit is in bytes. Such a number must be
+at least 1 MiB, because a smaller one is probably not meant in bytes: `80` may mean 80 GiB.
 """
 
 import re
@@ -18,7 +17,7 @@ DAY_SECONDS: Final = 24 * HOUR_SECONDS
 FLOAT16_BYTES: Final = 2
 FLOAT32_BYTES: Final = 4
 PERCENT: Final = 100
-"""A share of 1, in percent."""
+"""The percentage that equals a share of 1."""
 
 LARGEST_EXACT_BYTES: Final = 2**53
 """The largest integer a float represents exactly."""
@@ -51,7 +50,7 @@ UNITS_SECONDS: Final = {
 """The number of seconds in each unit of duration."""
 
 PREFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
-"""The binary prefixes with which sizes are shown."""
+"""The binary prefixes in which sizes are shown."""
 
 SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
 """A number and its unit, which may be omitted."""
@@ -73,10 +72,10 @@ class RefusedError(ValueError):
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as `8MiB`, or a number of bytes from 1 MiB on, into bytes.
+    """Parse a size such as `8MiB` into bytes; a number without a unit is in bytes.
 
-    Raises RefusedError, a ValueError with the reason, for a smaller number without a unit, and for
-    an ambiguous unit. Raises a plain ValueError for anything else that is not a size.
+    Raises RefusedError if the unit is ambiguous, or if a number without a unit is less than 1 MiB.
+    Raises a plain ValueError for anything else that is not a size.
     """
     size = SIZE.fullmatch(text)
     if size is None:
@@ -102,8 +101,8 @@ def parse_size(text: str) -> int:
 def parse_vllm_number(text: str) -> int:
     """Parse a whole number as vLLM does: 32k is 32,000 and 32K is 32,768.
 
-    The result is the same as that of human_readable_int in vLLM's options. Raises ValueError or
-    InvalidOperation for text that vLLM does not accept.
+    vLLM's own function for this is called human_readable_int. Raises ValueError or InvalidOperation
+    for text that vLLM does not accept.
     """
     number = VLLM_NUMBER.fullmatch(text)
     if number is None:
@@ -155,8 +154,7 @@ def format_gib(n_bytes: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in its two largest units, such as "2 d 3 h", rounded to seconds."""
-    # The seconds are rounded before they are divided, because otherwise "59.7 s" would become "60
-    # s".
+    # The seconds are rounded first, so that 59.7 s becomes "1 min 0 s" and not "60 s".
     days, seconds_of_day = divmod(round(abs(seconds)), round(DAY_SECONDS))
     hours, seconds_of_hour = divmod(seconds_of_day, round(HOUR_SECONDS))
     minutes, seconds_of_minute = divmod(seconds_of_hour, 60)
@@ -181,8 +179,8 @@ def format_instant(seconds: float) -> str:
 def to_datetime(seconds: float) -> datetime:
     """Return seconds since the epoch as a date and time in UTC.
 
-    A time that no date can express, for example from a wrong clock, becomes the nearest possible
-    date.
+    If the time is out of range, for example from a wrong clock, the nearest possible date is
+    returned.
     """
     try:
         return datetime.fromtimestamp(seconds, UTC)

@@ -131,8 +131,8 @@ class Role(StrEnum):
 
 
 NECESSARY_ROLES: Final = (Role.ENGINE_CORE, Role.WORKER)
-"""If one of these processes is missing, the server cannot serve requests, even though its page may
-remain available for half a minute or indefinitely.
+"""If one of these processes is missing, the server cannot serve requests. Its page may still remain
+available for half a minute or indefinitely.
 """
 
 
@@ -147,7 +147,7 @@ class EngineKind(StrEnum):
 
 
 class HostBasis(StrEnum):
-    """The basis of the engine's host-memory figures, with the most reliable first."""
+    """The basis of the engine's host-memory figures, most reliable first."""
 
     CGROUP = "cgroup"
     MACHINE = "machine"
@@ -232,7 +232,7 @@ class EndCause(StrEnum):
 class Sureness(StrEnum):
     """How certain a cause is.
 
-    From most to least certain: "nothing else fits", "it fits best" and "it cannot be excluded".
+    How certain a cause is: "nothing else fits", "it fits best" or "it cannot be excluded".
     """
 
     SURE = "sure"
@@ -273,7 +273,7 @@ class Work(StrEnum):
 
 
 class StartPart(StrEnum):
-    """The uses of a GPU that the engine's log reports on startup; values of the label `part`."""
+    """What uses GPU memory according to the engine's startup log; values of the label `part`."""
 
     WEIGHTS = "weights"
     ACTIVATIONS = "activations"

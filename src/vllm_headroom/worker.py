@@ -29,9 +29,9 @@ class _Running(Generic[T]):
 class Worker(Generic[T]):
     """Runs blocking calls, one after another, on its own daemon thread.
 
-    asyncio's executor is not used. That executor keeps the process from exiting until its calls
-    have returned, but a call into a hung driver never returns. With a call that hung for 6 s,
-    exiting the loop took 6.1 s with asyncio.to_thread, and 0.6 s with a daemon thread (measured).
+    asyncio's executor is not used, because the process cannot exit until the executor's calls have
+    returned. A call into a hung driver never returns. In a measurement, a call hung for 6 s: the
+    loop exited after 6.1 s with asyncio.to_thread, and after 0.6 s with a daemon thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,7 +44,7 @@ class Worker(Generic[T]):
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Call `function` on the thread and return the future of its result.
+        """Call `function` on the thread and return a future for its result.
 
         Cancelling the future drops the call if it has not started. A call that has already started
         continues, but its result is dropped. Until that call returns, this method raises
@@ -52,7 +52,7 @@ class Worker(Generic[T]):
         started; the next call tries again.
         """
         # The value is read only once, because the thread may change it in the meantime. If the
-        # future of a running call is done, the call was cancelled and is hanging.
+        # future is done although its call is still running, the call was cancelled and is hanging.
         running = self._running.future
         if running is not None and running.done():
             raise TimeoutError
@@ -63,10 +63,11 @@ class Worker(Generic[T]):
         return future
 
     async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
-        """Return what `function` returns on the thread, or raise what it or `begin` raises.
+        """Call `function` on the thread and return its result; raise what it or `begin` raises.
 
         Raises TimeoutError after `timeout_seconds`, which includes the time spent waiting for
-        earlier calls. After a timeout or a cancellation, the call is dropped as in `begin`.
+        earlier calls. After a timeout or a cancellation, the call is dropped as described in
+        `begin`.
         """
         future = self.begin(function)
         async with asyncio.timeout(timeout_seconds):
@@ -75,7 +76,7 @@ class Worker(Generic[T]):
     async def attempt(
         self, function: Callable[[], T], timeout_seconds: float
     ) -> tuple[T | None, str | None]:
-        """Run a file operation on the thread; return its result and problem, one of which is None.
+        """Run a file operation on the thread; return its result and None, or None and the problem.
 
         A timeout, an OSError and a ValueError are returned as problems. Any other error is raised.
         """
@@ -87,7 +88,7 @@ class Worker(Generic[T]):
             return None, getattr(error, "strerror", None) or str(error)
 
     def stop(self) -> None:
-        """End the thread after the calls made so far, without waiting for it.
+        """Let the thread end after the calls made so far; return immediately.
 
         No more calls may be made.
         """
@@ -95,17 +96,17 @@ class Worker(Generic[T]):
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a call is running; its caller may have given up on it."""
+        """Return whether a call is running, even if its caller has stopped waiting for it."""
         return self._running.future is not None
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the thread is running; after `stop`, whether a call is still running."""
+        """Return whether the thread is running; `stop` lets it finish its calls first."""
         return self._thread is not None and self._thread.is_alive()
 
 
 def _run_jobs(jobs: "SimpleQueue[_Job[T] | None]", running: "_Running[T]") -> None:
-    """Make the calls one after another until None arrives; runs as the thread."""
+    """Make calls one after another until None arrives; this is the thread's main function."""
     while True:
         job = jobs.get()
         if job is None:
@@ -125,8 +126,8 @@ def _run_job(
         return
     running.future = future
     outcome = capture_outcome(function)
-    # This must happen before the loop settles the future, because `begin` considers a running call
-    # with a settled future to be cancelled.
+    # This must happen before the loop settles the future. Otherwise, `begin` would consider the
+    # call cancelled and still running.
     running.future = None
     with contextlib.suppress(RuntimeError):  # The future's loop has closed.
         future.get_loop().call_soon_threadsafe(_settle, future, outcome)

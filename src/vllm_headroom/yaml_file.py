@@ -16,8 +16,8 @@ MAX_FILE_BYTES: Final = 2**20
 /dev/zero never ends."""
 
 MOST_ENTRIES: Final = 10_000
-"""A file with more lines and commas than this is not read, because parsing this many takes two
-seconds. A file with a thousand users has a thousand lines.
+"""A file with more lines and commas than this is not read. Parsing this many takes two seconds. A
+file with a thousand users has a thousand lines.
 """
 
 NULL_TAG: Final = "tag:yaml.org,2002:null"
@@ -27,7 +27,7 @@ class AliasRefuser(yaml.parser.Parser, yaml.composer.Composer):
     """Refuses aliases, because a few nested ones can expand 400 bytes to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the base class's next node, or None at the end; raise for an alias."""
+        """Return the next node, or None after the last one; raise an error for an alias."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(
@@ -41,10 +41,10 @@ class PlainLoader(AliasRefuser, yaml.SafeLoader):
 
 
 class TextLoader(AliasRefuser, yaml.BaseLoader):
-    """Keeps all values except null as text: `yes` is not read as true, and 1:30 not as 90."""
+    """Keeps all values except null as text: `yes` is not read as true, nor `1:30` as 90."""
 
 
-# This is the pattern for null. PyYAML lists its patterns by the first character of a value, and `~`
+# PyYAML's pattern for null. The patterns are listed by the first character of a value, and `~`
 # always means null.
 NULL_PATTERN: Final = next(
     pattern for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers["~"] if tag == NULL_TAG
@@ -65,7 +65,7 @@ class YamlDocument(NamedTuple):
 class NotYamlError(ValueError):
     """A text is not YAML, or contains an alias.
 
-    `place` names the line; "" if unknown.
+    `place` names the line, and is empty if the line is unknown.
     """
 
     def __init__(self, place: str, problem: str) -> None:
@@ -111,7 +111,7 @@ def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
 
 
 def _find_repeated_keys(node: yaml.Node | None) -> Iterator[str]:
-    """Yield each key that occurs more than once in its mapping, once for each occurrence."""
+    """Yield every occurrence of each key that occurs more than once in its mapping."""
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
         counts = Counter(keys)

@@ -16,8 +16,8 @@ def register() -> None:
     try:
         folder = os.environ.get("HEADROOM_PROBE_DIR")
         if folder:
-            # The import is inside the function for two reasons: without a folder, the plugin costs
-            # nothing, and an error during the import is caught.
+            # The import is here so that an import error is caught, and so that the plugin costs
+            # nothing without a folder.
             from vllm_headroom_probe.hooks import begin  # noqa: PLC0415
 
             # The callers' frames hold the objects that vLLM is building.

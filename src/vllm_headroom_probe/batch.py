@@ -12,13 +12,13 @@ OTHER = "other"
 
 MAX_ADAPTERS = 1024
 """The maximum number of adapters remembered as loaded. If there are more, all are forgotten. The
-next step that uses a forgotten adapter then counts as loading it.
+next step that uses a forgotten adapter is then assumed to load it.
 """
 
 NEXT_LOGPROBS_SHARE = 0.4
-"""While vLLM computes the prompt logprobs of a request, it still holds this share of the memory
-that the previous request's prompt logprobs took. Of every ten bytes, the logprobs themselves take
-four (_get_prompt_logprobs_dict in vllm/v1/worker/gpu_model_runner.py). The measured share is 0.41.
+"""The share of a request's memory for prompt logprobs that vLLM still holds while it computes those
+of the next request. Of every ten bytes, the logprobs themselves take four
+(_get_prompt_logprobs_dict in vllm/v1/worker/gpu_model_runner.py). The measured share is 0.41.
 """
 
 COLOURS = 3
@@ -41,7 +41,7 @@ class Step(NamedTuple):
     """The number of requests with prompt logprobs."""
     logprobs_tokens: int
     """The tokens of the largest request with prompt logprobs. vLLM computes these requests one
-    after another, so only the largest counts.
+    after another, so only the largest matters.
     """
     logprobs_size: int
     """`logprobs_tokens` plus the share of the second largest request that vLLM may hold at the same
@@ -103,7 +103,7 @@ class Batch:
         """The adapters that have been loaded."""
 
     def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return what an ordered step computes; callers may skip a step like the last one."""
+        """Return what a scheduled step computes; callers may leave out a step like the last one."""
         scheduled_tokens: dict[str, int] = order.num_scheduled_tokens
         for request_id in order.finished_req_ids:
             self._prompts.pop(request_id, None)
@@ -201,8 +201,8 @@ class Batch:
     def _advance(self, request_id: str, prompt: Prompt, tokens: int, order: Any) -> bool:  # noqa: ANN401
         """Count a request's tokens in this step; return whether they belong to its prompt."""
         if prompt.tokens is None:
-            # In a decode, a request has one token, plus its drafted tokens. If it has more tokens,
-            # its prompt is being recomputed.
+            # A decoding request has one token, plus its drafted tokens. If a request has more
+            # tokens, its prompt is being recomputed.
             is_prompt = tokens > 1 and request_id not in order.scheduled_spec_decode_tokens
             if tokens and not is_prompt:
                 del self._prompts[request_id]

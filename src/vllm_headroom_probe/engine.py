@@ -30,7 +30,8 @@ release old tokens.
 """
 
 WAITING_QUEUES = ("waiting", "kv_holding_waiting", "skipped_waiting")
-"""The scheduler's queues of waiting requests. Only newer versions have the second and third ones.
+"""The scheduler's queues of waiting requests. Only newer versions of vLLM have the second and third
+queues.
 """
 
 DIVIDING_SIZES = (
@@ -48,7 +49,7 @@ ms.
 """
 
 AMOUNT_LIMIT = 1 << 63
-"""A number at or above this limit, which we chose, is not accepted as an amount."""
+"""Our choice: a number at or above this limit is not accepted as an amount."""
 
 
 def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
@@ -110,7 +111,7 @@ class EngineObjects:
 
     @property
     def core(self) -> Any:  # noqa: ANN401 - vLLM's
-        """Return the engine core, or None if this process has none or it has not been found yet."""
+        """Return the engine core, or None if it has not been found in this process."""
         return self._core()
 
     @property
@@ -128,7 +129,7 @@ class EngineObjects:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the worker or core has been found, so that the search is over."""
+        """Return whether the search is over because the worker or core has been found."""
         return self.core is not None or self._worker() is not None
 
 
@@ -150,8 +151,8 @@ def find_role(engine: EngineObjects, process_name: str) -> str:
 def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
     """Return the ranks of this process; a rank is None if unknown."""
     parallel = read_own(engine.worker or engine.core, "vllm_config.parallel_config")
-    # Without experts, data_parallel_rank is 0 in every data-parallel engine, so the index is
-    # preferred.
+    # The index is preferred, because for models without experts, data_parallel_rank is 0 in every
+    # data-parallel engine.
     data_parallel_rank = read_own(parallel, "data_parallel_index")
     if data_parallel_rank is None:
         data_parallel_rank = read_own(parallel, "data_parallel_rank")
@@ -163,7 +164,7 @@ def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
 
 
 def count_requests(core: object) -> dict[str, int | None]:
-    """Return the numbers of running and waiting requests, or None if unknown."""
+    """Return the numbers of running and waiting requests; a number is None if unknown."""
     scheduler = read_own(core, "scheduler")
     running = read_own(scheduler, "running")
     queues = [read_own(scheduler, name) for name in WAITING_QUEUES]
@@ -195,8 +196,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
-    # If a token's bytes depend on the layer, a block may lack its first tokens. In this case,
-    # tokens cannot be counted.
+    # If the layers differ in bytes per token, the first tokens of a block may have been dropped. In
+    # this case, tokens cannot be counted.
     live_tokens = None
     if live_later is not None and bytes_per_token is not None:
         live_tokens = live_later.tokens
@@ -272,7 +273,7 @@ def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int |
             return None
     spec = groups[0].kv_cache_spec
     specs = [spec] * len(groups[0].layer_names)
-    # Different layers may be in the same group.
+    # Layers of different kinds may be in the same group.
     specs_by_layer = read_own(spec, "kv_cache_specs")
     if specs_by_layer:
         specs = list(specs_by_layer.values())

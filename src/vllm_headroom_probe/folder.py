@@ -14,8 +14,8 @@ MAX_DOCUMENT_BYTES = 16 * 1024
 """The maximum size of a process's file; the sidecar does not read larger ones."""
 
 MAX_KEPT_FILES = 64
-"""The number of newest files kept. A file remains when its process exits, so without a limit, a
-crash loop would fill up the volume. A server has a few dozen files.
+"""The number of files kept; the oldest are removed first. A file remains when its process exits, so
+without a limit, a crash loop would fill up the volume. A server has a few dozen files.
 """
 
 FILE_NAME = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record)?\.json\.tmp")
@@ -44,7 +44,10 @@ def read_start() -> tuple[float, float]:
 
 
 def _read_boot_time() -> int:
-    """Return when the machine booted, in seconds since the epoch; raise OSError or ValueError."""
+    """Return when the machine booted, in seconds since the epoch.
+
+    Raises OSError or ValueError if /proc cannot be read.
+    """
     with open("/proc/stat", "rb") as file:  # noqa: PTH123
         for line in file:
             if line.startswith(b"btime "):

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from vllm_headroom_probe.engine import read_own, to_integer
 
 CALLBACK_OPTIONS = ("enable_sleep_mode", "enable_cumem_allocator")
-"""Options that make vLLM's allocator call Python while torch's allocator is locked. Another thread
-that reads torch's figures would wait for this lock while holding the GIL, which would deadlock the
-engine (vllm/csrc/cumem_allocator.cpp).
+"""Options that make vLLM's allocator call Python while torch's allocator is locked. A thread that
+reads torch's figures at that moment waits for the lock while holding the GIL. The engine would then
+deadlock (vllm/csrc/cumem_allocator.cpp).
 """
 
 ALLOCATOR_FIGURES = ("allocated", "reserved", "inactive_split")
@@ -114,7 +114,7 @@ class WorkerGpu:
         start_seconds = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - start_seconds
-        # torch has reported vLLM's CUDA graph pool since 2.13.
+        # Since torch 2.13, these statistics include vLLM's CUDA graph pool.
         pool = getattr(type(read_own(worker, "current_platform")), "_global_graph_pool", None)
         graphs = stats.get("reserved_bytes_by_private_pools", {}).get(pool)
         self._graphs_bytes = None if graphs is None else to_integer(graphs["all"]["current"])
@@ -148,8 +148,8 @@ class WorkerGpu:
     def _measure_weights(self, worker: object) -> int | None:
         """Return the model's memory as measured by vLLM or, failing that, the size of its tensors.
 
-        On a CPU, for example, vLLM does not measure it. Returns None if there is no model or its
-        tensors must not be read.
+        On a CPU, for example, vLLM does not measure the model's memory. Returns None if there is no
+        model or its tensors must not be read.
         """
         measured_bytes = to_integer(read_own(worker, "model_runner.model_memory_usage"))
         if measured_bytes:
@@ -167,7 +167,7 @@ class WorkerGpu:
 def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
     """Return a device's UUID in the notation of the driver's tools, or None before torch 2.5.
 
-    In the environment of a MIG instance, this is the instance's UUID.
+    If the process uses a MIG instance, this is the instance's UUID.
     """
     uuid = getattr(properties, "uuid", None)
     digits = bytes.fromhex(str(uuid or "").replace("-", ""))

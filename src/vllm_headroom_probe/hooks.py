@@ -24,9 +24,8 @@ _probe: Probe | None = None
 def begin(folder: str, frame: FrameType | None) -> None:
     """Start this process's probe on the first call; look for vLLM's worker or core on each call.
 
-    `frame` is the caller's frame. vLLM calls this function while it is building the worker or core,
-    so one of the frames on this stack holds that object. Nothing is started in an unsupported
-    version of vLLM.
+    `frame` is the caller's frame. vLLM calls this function while building the worker or core, which
+    one of the frames on the stack holds. Nothing is started in an unsupported version of vLLM.
     """
     global _probe  # noqa: PLW0603 - see above
     vllm = sys.modules.get("vllm")
@@ -65,7 +64,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    """Start a new probe in a forked process, because vLLM does not load its plugins again in it."""
+    """Start a new probe in a forked process, where vLLM does not load its plugins again."""
     global _probe  # noqa: PLW0603 - see above
     with contextlib.suppress(Exception):
         if _probe is not None:
@@ -77,8 +76,8 @@ def _after_in_child() -> None:
 def _watch_for_ooms() -> None:
     """Make torch call `_on_oom` before it raises an OutOfMemoryError."""
     with contextlib.suppress(Exception):
-        # The call is queued until vLLM has initialised CUDA, because attaching now would initialise
-        # it.
+        # The call is queued until vLLM has initialised CUDA. Attaching the observer now would
+        # initialise it.
         sys.modules["torch"].cuda._lazy_call(_attach_observer)  # noqa: SLF001
 
 

@@ -1,4 +1,4 @@
-"""Read the container's host memory. Only a process inside the container can read it."""
+"""Read the container's host memory, which only a process inside the container can do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class CgroupFiles(NamedTuple):
-    """The names of a cgroup version's files and of the entries in its memory.stat."""
+    """The file names in one cgroup version, and the names of two entries in memory.stat."""
 
     used: str
     limit: str

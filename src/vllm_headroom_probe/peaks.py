@@ -40,7 +40,7 @@ Call = Callable[..., Any]
 
 
 class Peak(NamedTuple):
-    """The highest transient memory of one half of a step, with the facts about this step."""
+    """The highest transient memory during one half of a step, with the facts about the step."""
 
     transient_bytes: int
     size: int
@@ -194,9 +194,9 @@ class Peaks:
     def attach(self, worker: object) -> None:
         """Measure the worker's steps from now on.
 
-        Does nothing before vLLM has its KV cache, because until then vLLM measures the same peaks
-        for its own profiling. Also does nothing if torch's figures must not be read, or if the hook
-        has failed.
+        Does nothing until vLLM has allocated its KV cache. Before that, vLLM measures the same
+        peaks for its own profiling. Also does nothing if torch's figures must not be read, or if
+        the hook has failed.
         """
         runner = read_own(worker, "model_runner")
         if runner is None or runner is self._runner or self._is_over:
@@ -224,7 +224,7 @@ class Peaks:
         """Stop measuring steps, and restore the runner's own methods."""
         self._is_over = True
         for name, wrapper in self._wrappers.items():
-            # If another plugin has wrapped the wrapper, the wrapper remains and only passes on
+            # If another plugin has wrapped this wrapper, it stays in place and only passes on
             # calls.
             if vars(self._runner).get(name) is wrapper:
                 delattr(self._runner, name)
@@ -237,11 +237,11 @@ class Peaks:
 
     # If the measurement raises an error, the wrapped methods still run, and their results and
     # errors are unchanged. Most steps repeat the previous one and are not measured. In such a step,
-    # the wrappers run as little code as possible: after vLLM's own work, their code is no longer in
+    # the wrappers run as little code as possible. After vLLM's own work, their code is no longer in
     # the CPU's caches and has to be fetched from memory.
 
     def _wrap_forward(self, call: Call) -> Call:
-        """Return the method for a step's first half, wrapped in the measurement."""
+        """Return a wrapper that also measures a step's first half."""
 
         def execute_model(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
             self._is_measured = False
@@ -271,7 +271,7 @@ class Peaks:
         return execute_model
 
     def _wrap_sampling(self, call: Call) -> Call:
-        """Return the method for a step's second half, wrapped in the measurement."""
+        """Return a wrapper that also measures a step's second half."""
 
         def sample_tokens(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
             self.kind = self._sampling_kind
@@ -295,14 +295,14 @@ class Peaks:
             logger.warning("headroom probe: peaks are not measured: %s", self._stop_reason)
 
     def _begin_forward(self, order: Any, *_arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        """Follow the scheduler's output, and start measuring the forward pass if `_is_due` says so.
+        """Follow the scheduler's output, and start measuring the forward pass if the step is due.
 
         If there are no tokens and no images, nothing is computed.
         """
         if self._is_over:
             return
-        # vLLM's second runner calls this method to profile itself, and then reads the same peak
-        # from torch.
+        # vLLM's second runner calls this method to profile itself. It then reads the same peak from
+        # torch, which must not be reset.
         if options.get("dummy_run"):
             self._forget_step()
             return
@@ -343,7 +343,7 @@ class Peaks:
         return True
 
     def _forget_step(self) -> None:
-        """Record that the runner is not computing anything that is measured."""
+        """Record that no measured step is running."""
         self.step = NO_STEP
         self._repeatable_tokens = None
         self._forward_kind = None
@@ -373,7 +373,7 @@ class Peaks:
         self._hook_ns += time.perf_counter_ns() - start_ns
 
     def _add_peak(self, kind: str, size: int) -> None:
-        """Add the peak since the last reset to the table of the kind of work that has ended."""
+        """Add the peak since the last reset to the table for this kind of work."""
         transient_bytes = max(0, self._read_memory().peak - self._resting.allocated)
         table = self._tables.get(kind)
         if table is None:
@@ -414,7 +414,7 @@ class Peaks:
         }
 
     def describe_current(self) -> dict[str, Any] | None:
-        """Return the step that is running now and its kind; None between two steps."""
+        """Return the current step and its kind, or None if no step is running."""
         kind = self.kind
         if kind is None:
             return None

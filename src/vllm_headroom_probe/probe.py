@@ -64,7 +64,7 @@ MAX_REASON_CHARACTERS = 200
 
 
 def read_or_none(read: Callable[[], T | None]) -> T | None:
-    """Return what `read` returns, or None if it raises, as in unknown versions of vLLM or torch."""
+    """Return what `read` returns, or None if it raises, for example in an unknown torch version."""
     try:
         return read()
     except Exception:  # noqa: BLE001 - with any error the fact is absent, and vLLM continues to serve
@@ -108,8 +108,8 @@ class Probe:
     def start(self) -> None:
         """Start the thread, or restart it after `pause`.
 
-        If the thread did not end in `pause`, it hangs. In this case, no other thread is started,
-        and the probe stops.
+        If the thread did not end during `pause`, it is hanging. The probe then stops instead of
+        starting another thread.
         """
         if self._thread is not None and self._thread.is_alive():
             self._mark_stopped("a write hung while vLLM forked")
@@ -129,8 +129,8 @@ class Probe:
     def begin_history(self, frame: FrameType | None) -> None:
         """Make torch record its memory history, if snapshots are requested.
 
-        torch calls this when it initialises CUDA. `frame` is the caller's frame. A frame further up
-        its stack holds the worker or core, which has the configuration.
+        torch calls this when it initialises CUDA. `frame` is the caller's frame. One of the frames
+        above it holds the worker or core, which has the configuration.
         """
         if self.snapshots is not None:
             self.engine.search(frame)
@@ -139,7 +139,7 @@ class Probe:
     def report_oom(
         self, device: int, requested_bytes: int, total_bytes: int, free_bytes: int
     ) -> None:
-        """Write the file with torch's figures before torch raises an OutOfMemoryError.
+        """Write torch's figures to the file before torch raises an OutOfMemoryError.
 
         torch calls this in the thread that needs the memory. This thread waits at most
         MAX_OOM_WAIT_SECONDS for the write. Nothing is written if the probe is not running.
@@ -234,7 +234,7 @@ class Probe:
             snapshot.is_settled.set()
 
     def _rate_reading(self, reading_seconds: float) -> None:
-        """Count a slow reading; let a fast reading reduce the count of slow ones a little."""
+        """Increase the count of slow readings, or reduce it a little after a fast reading."""
         self._longest_seconds = max(self._longest_seconds, reading_seconds)
         if reading_seconds > SLOW_READING_SECONDS:
             self._slow_readings += 1
@@ -307,7 +307,7 @@ class Probe:
                 write_document(self.folder, f"{self._name}.json", document)
 
     def _mark_stopped(self, reason: str) -> None:
-        """Set and log the reason, and end all recordings; setting the reason ends the thread."""
+        """Set the reason, which ends the thread; log it, and end all recordings."""
         self._stop_reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
         with contextlib.suppress(Exception):
             logger = logging.getLogger("vllm.headroom_probe")

@@ -23,8 +23,8 @@ MAX_RECORDING_SECONDS = 3600
 """The maximum duration of a recording, regardless of the request."""
 
 UNATTENDED_SECONDS = 60
-"""If a request's file has not been touched for this long, the request has lapsed, and its recording
-ends. The command touches its request every few seconds.
+"""A request lapses and its recording ends if the request's file has not been touched for this long.
+The command touches its request every few seconds.
 """
 
 MAX_RECORDED_FRAMES = 8
@@ -34,7 +34,7 @@ MAX_STACKS = 20
 """The number of stacks in an answer. These are the stacks that hold the most memory."""
 
 MAX_LINE_CHARACTERS = 200
-"""The number of characters kept from a frame, which are the end of its path and its line number."""
+"""The number of characters kept from a frame: the end of its path, and its line number."""
 
 MAX_ANSWER_BYTES = 256 * 1024
 """The maximum size of an answer file."""
@@ -161,13 +161,12 @@ class Recording:
         write_document(self._folder, f"{name}.record.json", answer, MAX_ANSWER_BYTES)
 
     def _end(self) -> dict[str, Any]:
-        """End the tracing; return the stacks that hold the most memory allocated since the start.
+        """End the tracing; return the stacks that allocated the most memory since it started.
 
         Memory that has been freed does not count.
         """
         start_cpu_seconds = time.thread_time()
-        # Copying the traced allocations holds the GIL, so the time that it takes is reported as the
-        # pause.
+        # Copying the traced allocations holds the GIL, so its duration is reported as the pause.
         start_seconds = time.perf_counter()
         tracer_bytes = tracemalloc.get_tracemalloc_memory() if self._is_host_traced else 0
         host_snapshot = tracemalloc.take_snapshot() if self._is_host_traced else None
@@ -192,7 +191,7 @@ class Recording:
 
 
 def is_history_on() -> bool:
-    """Return whether torch already records its memory history; False if it does not report this."""
+    """Return whether torch is known to be recording its memory history already."""
     is_on = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_isHistoryEnabled", None)
     return is_on is not None and bool(is_on())
 
@@ -246,7 +245,7 @@ def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
 
 
 def _list_gpu_stacks(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the stacks that hold the most memory in torch's blocks in use.
+    """Return the call stacks that allocated the most of torch's memory in use.
 
     A block allocated before the recording has no stack and is left out.
     """

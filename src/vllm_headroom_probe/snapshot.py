@@ -1,6 +1,7 @@
 """Make torch record its memory history, and write a snapshot when torch runs out of memory.
 
-The file is a pickle for memory_viz. This module is imported only if HEADROOM_PROBE_SNAPSHOT is set.
+The file is a pickle that torch's viewer memory_viz can read. This module is imported only if
+HEADROOM_PROBE_SNAPSHOT is set.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ bytes.
 """
 
 MAX_PROBLEM_CHARACTERS = 200
-"""The number of characters kept of an error's text."""
+"""The number of characters kept from an error's text."""
 
 TORCH_CODE = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
 """Matches the paths of torch itself and of the code that torch generates. Such lines are skipped,
@@ -122,7 +123,7 @@ class Snapshots:
         }
 
     def begin(self, owner: object) -> None:
-        """Make torch record its history, once CUDA is initialised and the configuration allows it.
+        """Make torch record its history if CUDA is initialised and the configuration allows it.
 
         `owner` is the worker or core, which has the configuration.
         """
@@ -136,8 +137,8 @@ class Snapshots:
             _warn("no history is kept: %s is no folder that vLLM can write", self._folder)
             return
         try:
-            # If vLLM's user already records a history, this history is left alone and used for the
-            # snapshots.
+            # If vLLM's user is already recording a history, that recording is used and left
+            # unchanged.
             if not is_history_on():
                 self._is_ours = True
                 torch_cuda.memory._record_memory_history(  # noqa: SLF001 - torch's documented name
@@ -150,7 +151,7 @@ class Snapshots:
         self._began_at = time.time()
 
     def end(self) -> None:
-        """Stop torch's history, unless vLLM's user started it."""
+        """Make torch stop recording its history, unless vLLM's user started the recording."""
         if self._is_ours:
             find_cuda().memory._record_memory_history(None)  # noqa: SLF001 - torch's documented name
         self._has_failed = True
@@ -160,8 +161,8 @@ class Snapshots:
         """Take the snapshot for an OutOfMemoryError; `tick` writes it later.
 
         Taking a snapshot here is safe, because torch calls its observers without holding the
-        allocator's lock. Returns None if no history is recorded, and for any OutOfMemoryError after
-        the first.
+        allocator's lock. Returns None if no history is being recorded, or if this is not the first
+        OutOfMemoryError.
         """
         if self._began_at is None or self._has_taken_oom or not can_read_torch(owner):
             return None
@@ -172,7 +173,7 @@ class Snapshots:
     def tick(
         self, probe_folder: str, name: str, rank: int | None, owner: object
     ) -> TakenSnapshot | None:
-        """Write the snapshot that was taken, or one requested by a command, and return it.
+        """Write and return the snapshot from `take_oom` or else one requested by a command.
 
         The file's name contains this process's `name` and `rank`. Returns None if there is nothing
         to write.
@@ -185,7 +186,7 @@ class Snapshots:
         return snapshot
 
     def _save(self, snapshot: TakenSnapshot, place: str) -> None:
-        """Write the file, and store the facts about it for the probe's file."""
+        """Write the snapshot, and keep the facts about it for the probe's file."""
         path = os.path.join(self._folder, f"{snapshot.kind}-{place}.pickle")  # noqa: PTH118
         report: dict[str, Any] = {
             "t": snapshot.taken_at,
@@ -222,7 +223,7 @@ class Snapshots:
 
 
 def find_torch_cuda() -> Any:  # noqa: ANN401 - torch's
-    """Return torch.cuda if CUDA is initialised, or being initialised by this thread; else None."""
+    """Return torch.cuda, or None if CUDA is not initialised and this thread is not doing so."""
     module = read_own(sys.modules.get("torch"), "cuda")
     # While torch initialises CUDA, it runs the calls that were queued until then, including ours.
     is_initialising = getattr(getattr(module, "_tls", None), "is_initializing", False)

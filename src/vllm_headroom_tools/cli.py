@@ -203,8 +203,8 @@ def _read_version() -> str:
 def _await(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on uvloop and return its result.
 
-    The loop is not closed, because closing it would wait for its threads, and the process is about
-    to exit anyway.
+    The loop is not closed, because closing it would wait for its threads. The process is about to
+    exit anyway.
     """
     import asyncio  # noqa: PLC0415 - only asynchronous commands need a loop
 

@@ -1,4 +1,4 @@
-"""The command `completion`: the script with which a shell completes commands and options."""
+"""The command `completion`, which prints a script that adds completion to a shell."""
 
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def _build_program_parser() -> ArgumentParser:
 
 
 def _build_completable(name: str) -> Parser:
-    """Build a command's parser, with the completions of each option set for shtab.
+    """Build a command's parser, and set the completions of each option for shtab.
 
     An option with a fixed set of values completes those values. Any other option that takes a value
     completes file names.
@@ -104,7 +104,7 @@ def _write_fish_flag(flag: str) -> str:
 
 
 def _write_fish_values(action: Action, values: list[str]) -> str:
-    """Return fish's flags for an option's value: complete fixed values, files or nothing."""
+    """Return fish's flags for completing an option's value: fixed values, files or nothing."""
     if values:
         return f" -xa {_quote(' '.join(values))}"
     return "" if action.nargs == 0 else " -r"

@@ -54,10 +54,10 @@ def exit_on_signals(status: int | None) -> None:
 
 
 def open_closed_streams() -> None:
-    """Connect each standard stream that was closed when the process started to /dev/null.
+    """Connect to /dev/null each standard stream that was closed when the process started.
 
-    Otherwise, the next file to be opened would get the closed stream's file descriptor, and output
-    to this stream would be written to that file.
+    Otherwise, the next file to be opened would get the closed stream's file descriptor. Output to
+    the stream would then be written to that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

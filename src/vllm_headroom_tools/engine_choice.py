@@ -22,7 +22,7 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
     """Return the engine that matches the wanted name or, if none is given, the only engine.
 
     `names` are full names: NAMESPACE/POD/CONTAINER, a unit or a URL. The wanted name may omit the
-    container. Raises BadInput with a list of names unless exactly one engine matches.
+    container. Raises BadInput with a list of names if no engine or several engines match.
     """
     # A name without a container is sufficient if only one engine matches.
     matches = [

@@ -15,7 +15,7 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
     """Return the wanted engine's folder if `place` contains several state folders, else `place`.
 
     If several pods have had the wanted name, the newest pod's folder is returned. Raises BadInput
-    if no engine or more than one has the wanted name, or if `place` cannot be read.
+    if not exactly one engine has the wanted name, or if `place` cannot be read.
     """
     newest_folders: dict[str, Path] = {}
     try:

@@ -27,9 +27,9 @@ def read_engine_log(name: str) -> EngineLog:
 def parse_engine_log(lines: Iterator[bytes], expected: str = "a log of an engine") -> EngineLog:
     """Parse the lines of a log.
 
-    Raises BadInput if the log is larger than LOG_LIMIT_BYTES, or if no line is from an engine; the
-    message for the latter contains `expected`. The message does not quote the file, which may
-    contain secrets.
+    Raises BadInput if the log is larger than LOG_LIMIT_BYTES. Also raises BadInput if no line is
+    from an engine; this message contains `expected`. No message quotes the file, which may contain
+    secrets.
     """
     lines = _limit_lines(lines)
     first_line = next(lines, b"")

@@ -43,8 +43,8 @@ comparison, with 18 requests of 80,800 tokens, collapses were 200 s apart (discu
 """
 
 SHORTEST_THRASH_SECONDS: Final = 120.0
-"""Our choice: a sequence of collapses that is shorter than this is treated as an accident. A longer
-sequence shows that the same requests fill the cache again and again.
+"""Our choice: a sequence of collapses that is shorter than this is treated as a coincidence. A
+longer sequence shows that the same requests fill the cache again and again.
 """
 
 
@@ -96,7 +96,7 @@ class CollapseHistory:
 
     @property
     def worst(self) -> ThrashFacts | None:
-        """Return the longest sequence of collapses, or None if below SHORTEST_THRASH_SECONDS."""
+        """Return the longest sequence of collapses, or None if even that is too short."""
         worst = self._worst
         if worst is None or worst.seconds < SHORTEST_THRASH_SECONDS:
             return None
@@ -163,8 +163,8 @@ def _count_returned(
     """Return how many requests were requeued since the previous sample because the cache was full.
 
     The result is the number of preemptions or, if larger, the number of requests that changed from
-    running to waiting. Returns None if the cache had room, or if the share of running requests that
-    were requeued is below COLLAPSE_RATIO.
+    running to waiting. Returns None if the cache had room, or if less than COLLAPSE_RATIO of the
+    running requests were requeued.
     """
     running = previous_reading.running
     used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
@@ -181,5 +181,5 @@ def _count_returned(
 
 
 def find_higher(earlier: float | None, now: float | None) -> float | None:
-    """Return the higher of two values, or the known one; None if neither is known."""
+    """Return the higher of two values, or the only known value, or None if both are unknown."""
     return earlier if now is None else max(earlier or 0.0, now)

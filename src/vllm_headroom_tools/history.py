@@ -198,7 +198,7 @@ class LeakCourse(Struct):
 
     @property
     def newest(self) -> Moment | None:
-        """Return the newest sample of an alarm, else of an open early warning, else None."""
+        """Return the newest sample of an alarm or, if there is none, of an open early warning."""
         return self.last_alarm or self.warning
 
     @property
@@ -376,7 +376,7 @@ class LeakReplay:
         return tuple((role, self._courses[role]) for role in Role if role in self._courses)
 
     def course(self, series: str) -> LeakCourse:
-        """Return the course of a GPU, by UUID, or of a host role.
+        """Return the course of a GPU (given by its UUID) or of a host role.
 
         The course is empty until the first sample of the series.
         """
@@ -487,10 +487,10 @@ class LeakReplay:
 
 
 def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:
-    """Return the one of two readings with the higher host memory usage, or None if both are None.
+    """Return the reading with the higher host memory usage, or None if both are None.
 
     The usage and the limit in the result are from the same sample. If the basis of the limit
-    changed, for example from the machine to a cgroup, only the newest reading counts. For the
+    changed, for example from the machine to a cgroup, only the newest reading is used. For the
     shared memory and the number of OOM kills, the result has the higher value of the two readings.
     """
     if newest is None or earlier is None:
@@ -514,7 +514,7 @@ def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMe
 
 
 def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
-    """Return a sort key: the usage ratio; if there is no limit, the bytes in use decide."""
+    """Return a sort key: the usage ratio and, for readings without a limit, the bytes in use."""
     used_bytes = memory.used_bytes or 0
     return used_bytes / (memory.limit_bytes or inf), used_bytes
 

@@ -1,4 +1,4 @@
-"""The flight record on disk: the last few hours as a trace in two files, and incidents."""
+"""The flight record on disk: a trace of the last few hours, and one file per incident."""
 
 import json
 import os
@@ -22,8 +22,8 @@ FLIGHT: Final = "flight.jsonl"
 """The name of the record's newer file. The older file has the suffix `.1`."""
 
 SPOILED: Final = f"spoiled-{FLIGHT}"
-"""The name given to a record file that is not a trace. The pattern flight.jsonl*, with which people
-join the record's two files, does not match this name.
+"""The name given to a record file that is not a trace. People join the record's two files with the
+pattern flight.jsonl*, which does not match this name.
 """
 
 INCIDENTS: Final = "incidents"
@@ -33,39 +33,38 @@ INCIDENT_KEY: Final = "incident"
 """The key of an incident's facts in the header of its trace."""
 
 INCIDENT_NAME: Final = "%Y-%m-%dT%H-%M-%SZ.jsonl"
-"""The file name of an incident, which is the time when it began, so that the names sort by time."""
+"""The file name of an incident: the time when it began, in a form that sorts by time."""
 
 FLIGHT_BYTES: Final = 22 * MIB
-"""The maximum size of each of the record's two files. They hold a day of one GPU with a sample
-every 5 s, or hours of eight GPUs with a sample every second.
+"""The maximum size of each of the record's two files. Together, they hold a day of samples taken
+every 5 s from one GPU, or hours of samples taken every second from eight GPUs.
 """
 
 INCIDENT_BYTES: Final = 2 * MIB
-"""The maximum size of an incident's file, so that MOST_INCIDENTS fit next to the record."""
+"""The maximum size of an incident's file. MOST_INCIDENTS of these files fit next to the record."""
 
 MOST_INCIDENTS: Final = 8
-"""The number of incidents kept. Together with the record, they take 60 MiB, so that a 64 MiB volume
-has room for an incident that is being written.
+"""The number of incidents kept. Together with the record, they take 60 MiB. On a 64 MiB volume,
+this leaves room for an incident that is being written.
 """
 
 ROOMY_BYTES: Final = 128 * MIB
-"""On a volume smaller than this, the maximum sizes of all files shrink proportionally, so that the
-record and the incidents take half of the volume. The volume in the Kustomize components has 16 MiB,
+"""On a volume smaller than this, the maximum sizes of all files shrink proportionally. The record
+and the incidents then take half of the volume. The volume in the Kustomize components has 16 MiB,
 enough for hours of one GPU with a sample every 5 s.
 """
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS
-"""The length of the period before an incident that is covered by the incident's file. The leak
-detector needs an hour or two, and the header contains any leak that was found before this period.
+"""How long before an incident the samples in its file begin. The leak detector needs an hour or two
+of samples. A leak found earlier is in the header.
 """
 
 DENSE_SECONDS: Final = 600.0
-"""The length of the period before an incident for which the incident's file contains every sample.
-"""
+"""For this long before an incident, the incident's file contains every sample."""
 
 SPARSE_SECONDS: Final = 15.0
-"""For the time before the last DENSE_SECONDS, an incident's file contains one sample per interval
-of this length. This shows how memory developed, and takes 1.5 MiB for six hours.
+"""Before the last DENSE_SECONDS, an incident's file contains one sample per interval of this
+length. This shows how memory developed, and takes 1.5 MiB for six hours.
 """
 
 _SAMPLE_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
@@ -130,9 +129,8 @@ def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
 def append_to_record(folder: Path, line: bytes) -> None:
     """Append a line to the record in a folder, creating the folder if needed.
 
-    A file that is not a trace is set aside; it may contain zeros after a machine crash, or
-    arbitrary data on a faulty disk. Raises OSError if writing fails, and ValueError if the file is
-    a link.
+    A file that is not a trace is renamed. After a machine crash, for example, a file may contain
+    NUL bytes. Raises OSError if writing fails, and ValueError if the file is a link.
     """
     make_folder(folder)
     file = folder / FLIGHT
@@ -149,11 +147,11 @@ def append_to_record(folder: Path, line: bytes) -> None:
 
 
 def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
-    """Create or replace the incident of that time from the current record, atomically.
+    """Write or replace the incident file for a time, atomically, from the current record.
 
-    At least half of the file's maximum size is for samples. If there are too many samples, the
-    oldest are left out. If there are too many incidents, one is deleted. Raises OSError if reading
-    or writing fails.
+    At least half of the file's maximum size is reserved for samples; if they need more space, the
+    oldest are left out. If the folder then has too many incidents, one is deleted. Raises OSError
+    if reading or writing fails.
     """
     max_bytes = int(find_size_share(folder) * INCIDENT_BYTES)
     # The facts get at most half of the size, so that they never displace all samples.
@@ -172,9 +170,8 @@ def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
 def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
     """Return the first line of an incident's file, which contains the facts.
 
-    While the line is longer than `max_bytes`, the longest remaining field of `before` is left out.
-    Even without any of these fields, the line may be too long. Readers read at most
-    LONGEST_LINE_BYTES of the line.
+    If the line is longer than `max_bytes`, fields of `before` are left out, longest first. Even
+    without them, the line may be too long. Programs that read it stop after LONGEST_LINE_BYTES.
     """
     before_fields = dict(facts.get("before", {}))
     while True:
@@ -187,7 +184,7 @@ def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
 
 
 def find_size_share(folder: Path) -> float:
-    """Return which share of the usual file sizes fits on a folder's volume, at most 1.
+    """Return the share of the usual file sizes that fits on a folder's volume; at most 1.
 
     Half of a small volume is left for the state files. Raises OSError if the volume cannot be
     examined.
@@ -199,8 +196,8 @@ def find_size_share(folder: Path) -> float:
 def _make_room(incidents: Path, newest: Path) -> None:
     """Delete incidents until there are at most MOST_INCIDENTS; `newest` is never deleted.
 
-    The incident with the shortest time since the previous incident is deleted first, so that the
-    first exits of a crash loop are kept.
+    The first to be deleted is the one that followed its predecessor most closely. This keeps the
+    first exits of a crash loop.
     """
     starts_seconds = {file: parse_start(file) or 0.0 for file in list_incidents(incidents)}
     while len(starts_seconds) > MOST_INCIDENTS:
@@ -228,10 +225,10 @@ def _read_lines(folder: Path) -> Iterator[bytes]:
 
 
 def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> Iterable[bytes]:
-    """Return the sample lines starting INCIDENT_LEAD_SECONDS before a time.
+    """Return the lines of the samples taken since INCIDENT_LEAD_SECONDS before a time.
 
-    Of the samples before the last DENSE_SECONDS, only one per SPARSE_SECONDS is selected. If the
-    samples exceed `max_bytes`, the oldest are left out.
+    Every sample of the last DENSE_SECONDS is selected, but earlier only one per SPARSE_SECONDS. If
+    the samples exceed `max_bytes`, the oldest are left out.
     """
     samples: deque[bytes] = deque()
     samples_bytes = 0
@@ -255,7 +252,7 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
 
 
 def _parse_sample_time(line: bytes) -> float | None:
-    """Return the time of a sample, or None for any other line, or for an incomplete one."""
+    """Return the time of a sample, or None if the line is incomplete or not a sample."""
     match = _SAMPLE_TIME.match(line)
     if match is None or not line.endswith(b"\n"):
         return None

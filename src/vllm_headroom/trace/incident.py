@@ -33,16 +33,16 @@ MOST_SHOWN_ENTRIES: Final = 100
 """If a list in a header is longer than this, only this many of its newest entries are shown."""
 
 LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
-"""The rank of a leak verdict. Any other state has rank 0. The verdict with the higher rank counts.
+"""The rank of a leak verdict. Any other state has rank 0. The verdict with the higher rank is used.
 """
 
 FATAL_ERROR_SECONDS: Final = 60.0
-"""An OutOfMemoryError counts as the one that ended the engine if it occurred within this time
-before the end. A core that raises it exits immediately, and its server exits within seconds.
+"""An OutOfMemoryError is taken as the cause of an exit if it occurred within this time of the exit.
+A core that raises it exits immediately, and its server exits within seconds.
 """
 
 PEAK_BEFORE_SECONDS: Final = 60.0
-"""The highest usage within this time before the newest sample counts as that sample's peak."""
+"""The highest usage within this time before the newest sample is used as that sample's peak."""
 
 
 class EngineEvent(Struct, frozen=True, kw_only=True):
@@ -108,7 +108,7 @@ class MappingGrowth(Struct, frozen=True, kw_only=True):
 
 
 class LastInService(Struct, frozen=True, kw_only=True):
-    """The facts from the last sample in service."""
+    """The facts from the last sample taken while the engine was in service."""
 
     verdicts: tuple[RecordedVerdict, ...] = ()
     leaks: tuple[GpuLeak, ...] = ()
@@ -164,7 +164,7 @@ class HeldLine(Struct, frozen=True, kw_only=True):
     """The end of the file's path, or None for memory allocated before torch recorded a history."""
     line: ByteCount | None = None
     count: ByteCount | None = None
-    """The number of the line's blocks."""
+    """The number of blocks that the line allocated."""
     since: EpochSeconds | None = None
     """When the oldest block was allocated, or None if the history no longer showed it."""
 
@@ -200,7 +200,7 @@ def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
     """Return the event that determines the cause of an incident; `events` must not be empty.
 
     This is usually the first event. If an exit for lack of memory follows within SAME_END_SECONDS,
-    this exit is the decisive event instead.
+    that exit is decisive instead.
     """
     earliest = events[0]
     exits = [event for event in events if event.what is IncidentKind.ENDED]
@@ -216,10 +216,10 @@ def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
 
 
 class Incident(EngineEvent, frozen=True, kw_only=True):
-    """The facts about an incident: its decisive event, the cause, and the facts before the event.
+    """An incident: its decisive event, its cause, and the facts from before the event.
 
-    The fields are the schema of the header. A field that is missing from the header, or has a
-    different type in it, gets its default, because other versions may write more or fewer fields.
+    The fields define the schema of the header. Other versions may write more or fewer fields, so a
+    field that is missing or has a different type gets its default.
     """
 
     version: str | None = None
@@ -239,7 +239,7 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     log: tuple[str, ...] = ()
 
 
-# The type is completed before a thread uses it: see StateFile.
+# This makes msgspec complete the type before any thread uses it: see StateFile.
 msgspec.json.Decoder(Incident)
 
 
@@ -266,9 +266,10 @@ def build_header(
 ) -> dict[str, Any]:
     """Return an incident's facts and its most likely cause, for JSON.
 
-    `ending` contains the decisive event among `events`, and what happened before it. `before`
-    contains the facts from the last sample in service. `xids` and `ooms` are the errors that may
-    explain the incident. `snapshots` describes what the allocator held when these errors occurred.
+    `ending` describes the decisive event of `events` and what the samples show before that event.
+    `before` contains the facts from the last sample in service. `xids` and `ooms` are the errors
+    that may explain the incident. `snapshots` describes what the allocator held when these errors
+    occurred.
     """
     header = {
         **drop_unknown(find_decisive(events)),
@@ -284,8 +285,8 @@ def build_header(
     if engine_log is not None:
         header["engine_log"] = drop_unknown(engine_log)
     header["log"] = list(log_lines)
-    # The cause is determined from the header itself, so that a command that reads the header finds
-    # the same cause.
+    # The cause is determined from the header itself. A command that reads the header will therefore
+    # find the same cause.
     facts = read_incident(header)
     if facts is not None:
         ending = add_evidence(ending, facts)
@@ -326,7 +327,7 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
         return _fit_values(value, inner_kinds[1])
     try:
         return msgspec.convert(value, kind)
-    # The second error is raised for a lone surrogate.
+    # UnicodeEncodeError is raised for a lone surrogate.
     except (msgspec.ValidationError, UnicodeEncodeError):
         return None
 
@@ -344,7 +345,7 @@ def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a v
                 fields[column.name] = fitting
     try:
         return kind(**fields)
-    except TypeError:  # A field without a default is missing.
+    except TypeError:  # A required field is missing.
         return None
 
 
@@ -357,7 +358,7 @@ def _fit_items(value: object, kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a
 
 
 def _fit_values(value: object, kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a type of the schema
-    """Return the entries of an object whose values fit, or none for any other value."""
+    """Return those entries of an object whose values fit, or {} for any other value."""
     if not isinstance(value, dict):
         return {}
     fitting_values = {name: _fit(item, kind) for name, item in value.items()}
@@ -370,7 +371,7 @@ def format_amount(n_bytes: int | None) -> str:
 
 
 def add_evidence(end: Ending, incident: Incident) -> Ending:
-    """Return the ending, extended by the facts from its incident that the samples do not show.
+    """Add to an ending those facts about its incident that the samples do not show.
 
     These facts are peaks between samples, leak verdicts, XIDs, failed allocations, and GPUs that
     could not be read.
@@ -396,7 +397,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
 
 
 def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None:
-    """Return the step that ran out of GPU memory shortly before the end, or None if unknown."""
+    """Return the step that ran out of GPU memory near the exit, or None if it is unknown."""
     for oom in reversed(ooms):
         if oom.t is not None and oom.step is not None:
             seconds_before = end_seconds - oom.t
@@ -406,7 +407,7 @@ def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None
 
 
 def _describe_highest_peak(context: LastInService) -> str | None:
-    """Return the highest peak in the last minute in service, or None if none was measured."""
+    """Return the highest peak of the last minute in service, or None if no peak was measured."""
     peaks = [
         (work.recent, work.work)
         for process in context.probe
@@ -422,7 +423,7 @@ def _describe_highest_peak(context: LastInService) -> str | None:
 
 
 def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
-    """Return a GPU with its peak after the last sample and the more certain leak verdict."""
+    """Add to a GPU its peak after the last sample, and the leak verdict if it is more certain."""
     peak_begin_seconds = gpu.newest_seconds - PEAK_BEFORE_SECONDS
     late_bytes = [
         used_bytes

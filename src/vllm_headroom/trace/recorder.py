@@ -64,7 +64,7 @@ class FileWriter:
         """Why the last operation failed, or None if it succeeded."""
 
     async def do(self, operation: Callable[[], None]) -> bool:
-        """Run the operation; return whether it succeeded, and log when that changes.
+        """Run the operation; return whether it succeeded, and log each failure and recovery.
 
         OSError, ValueError and a timeout count as failures. Any other error is raised.
         """
@@ -83,7 +83,7 @@ NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name a
 
 
 class Recorder:
-    """Appends snapshots to `file`. A file that reaches `max_bytes` is renamed to `file`.1."""
+    """Appends snapshots to `file`. A file that reaches `max_bytes` gets the suffix `.1`."""
 
     def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
         self._file = file
@@ -100,9 +100,9 @@ class Recorder:
 def append(file: Path, line: bytes, max_bytes: int) -> None:
     """Append a line to a trace, after the header if the file is new.
 
-    If the file would exceed `max_bytes`, it becomes `file`.1, and the line begins a new file. The
-    file is opened for each line, because it may be moved or deleted at any time. Raises OSError if
-    writing fails, and ValueError if the file is not a trace.
+    If the line would make the file larger than `max_bytes`, the file is first renamed with the
+    suffix `.1`. The file is opened for each line, because it may be moved or deleted at any time.
+    Raises OSError if writing fails, and ValueError if the file is not a trace.
     """
     with file.open("a+b") as stream:
         size_bytes = _cut_incomplete_line(stream)
@@ -133,7 +133,7 @@ def _cut_incomplete_line(stream: BinaryIO) -> int:
     stream.seek(size_bytes - 1)
     if stream.read() == b"\n":
         return size_bytes
-    # The last line is incomplete. No line is longer than the part that is read.
+    # The last line is incomplete. The part read below is at least as long as the longest line.
     tail_start = stream.seek(max(0, size_bytes - LONGEST_LINE_BYTES))
     end = tail_start + stream.read().rfind(b"\n") + 1
     return stream.truncate(end)

@@ -177,11 +177,11 @@ JSON_KEYS: Final = {
     Flag.LIMIT_MM_PER_PROMPT: "image",
     Flag.MM_PROCESSOR_KWARGS: "max_pixels",
 }
-"""For each option that takes a JSON object, the key whose value is changed in that object."""
+"""For each option that takes a JSON object, the key in that object whose value is changed."""
 
 
 def _format_number(value: float, flag: Flag) -> str:
-    """Return an option's value as typed: a share with decimals, any other value as an integer."""
+    """Return an option's value as a user types it: a share with decimals, or an integer."""
     if flag in JSON_KEYS:
         return f"'{{\"{JSON_KEYS[flag]}\": {value:.0f}}}'"
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
@@ -296,7 +296,7 @@ def _add_options(parser: Parser) -> None:
 
 
 def _read_version(text: str) -> Version:
-    """Return the release that a text names; raise ValueError if the text names no release."""
+    """Return the release named in a text; raise ValueError if there is none."""
     version = parse_version(text)
     if version is None:
         raise ValueError

@@ -19,16 +19,16 @@ class FullFacts(Struct, frozen=True, kw_only=True):
     # How long the cache was full during a trace. The field is None for a page, which only shows
     # current figures.
     seconds: float | None
-    # While the cache was full, how many requests finished, and how many preemptions there were. For
-    # a page, both numbers cover the time since the engine's start.
+    # The numbers of finished requests and of preemptions while the cache was full. For a page, both
+    # numbers cover the time since the engine's start.
     finished: float
     preemptions: float
     # The median number of running requests, and the median number of cached tokens per running
     # request.
     running: float
     tokens: float | None
-    # While the cache was full, the time during which at least WAITING_REQUESTS requests were
-    # waiting, and the median number of waiting requests in this time.
+    # How long at least WAITING_REQUESTS requests were waiting while the cache was full, and the
+    # median number of waiting requests during that time.
     queued_seconds: float = 0.0
     waiting: float | None = None
 
@@ -36,7 +36,7 @@ class FullFacts(Struct, frozen=True, kw_only=True):
 class CappedFacts(Struct, frozen=True, kw_only=True):
     """The period during which requests waited even though the KV cache had room.
 
-    The cause of this waiting is a limit on running requests.
+    These requests waited because of a limit on running requests.
     """
 
     seconds: float
@@ -84,8 +84,8 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     has_preemptions: bool = False
     highest_running: float | None = None
     finished: float | None = None
-    # The median and the 99th percentile of cached tokens per running request, for the time in which
-    # the cache was not full.
+    # The median and the 99th percentile of cached tokens per running request while the cache was
+    # not full.
     usual_tokens: float | None = None
     high_tokens: float | None = None
     # The highest number of requests that ran without a preemption while the cache was not full.
@@ -107,7 +107,7 @@ class FactsSource(StrEnum):
 
 
 class Shortage(StrEnum):
-    """The kind of memory shortage: lasting since the start, lasting after a slow rise, or brief."""
+    """The kind of memory shortage: lasting since startup, lasting after a slow rise, or brief."""
 
     LEVEL = "level"
     RISEN = "risen"
@@ -151,8 +151,8 @@ class Extent(Struct, frozen=True):
 
 
 UNATTRIBUTED_BYTES: Final = 200 * MIB
-"""Up to this amount, memory that no visible process accounts for is attributed to the driver
-(runbook HeadroomGpuMemoryLow).
+"""Memory without a visible process is attributed to the driver up to this amount (runbook
+HeadroomGpuMemoryLow).
 """
 
 
@@ -190,18 +190,18 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     # Whether growth on the GPU is known to come from the engine. If it is not, another process may
     # be growing.
     is_holder_known: bool = True
-    # The total minus the driver's reserve, as CUDA reports it.
+    # The total that CUDA reports, which excludes the driver's reserve.
     usable_bytes: float | None = None
     # The least free memory, which is the amount left at the highest peak.
     least_room_bytes: float | None = None
     # The memory of other processes, as returned by `measure_others`, or None if it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
-    # The bytes by which the engine exceeded its budget in the latest sample while it was serving.
+    # By how much the engine exceeded its budget in the latest sample taken while it was serving.
     excess: BudgetExcess | None = None
     # Processes that outlived their engine.
     leftovers: tuple[Leftover, ...] = ()
-    # The highest number of running requests while LOW_BYTES or more were left.
+    # The highest number of running requests while at least LOW_BYTES were free.
     roomy_running: float | None = None
     # The probe's measurements of steps, and the largest requests that fit according to these
     # measurements.
@@ -213,7 +213,7 @@ class GpuFacts(Device, frozen=True, kw_only=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
-    """The host memory of the engine's processes that share one role."""
+    """The host memory of all engine processes with the same role."""
 
     process: str
     leak: Leak
@@ -245,7 +245,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def failed_starts(self) -> tuple[Ending, ...]:
-        """Return the starts in which the engine exited before it served."""
+        """Return the starts in which the engine exited before it began to serve."""
         return tuple(end for end in self.ends if not end.has_served)
 
     @property

@@ -51,13 +51,13 @@ from vllm_headroom_tools.history import (
 from vllm_headroom_tools.versions import OLDEST_SUPPORTED, Version
 
 CAP_RUNNING_RATIO: Final = 0.97
-"""Our choice: a number of running requests within 3 % of the highest number is treated as having
-reached the limit.
+"""Our choice: the limit counts as reached if the number of running requests is within 3 % of the
+highest number.
 """
 
 CAP_TIME_RATIO: Final = 0.9
-"""Our choice: if the number of running requests was at its limit for nine tenths of the time in
-which requests waited, this limit made them wait.
+"""Our choice: a limit made requests wait if it was reached for this share of the time in which they
+waited.
 """
 
 
@@ -81,12 +81,11 @@ class EngineHistory:
         self._full_tokens = Histogram()
         self._full_waiting = Histogram()
         self._collapses = CollapseHistory()
-        # The time in which any requests waited, and the time in which at least WAITING_REQUESTS
-        # requests waited.
+        # How long any requests waited, and how long at least WAITING_REQUESTS requests waited.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
-        # For the time in which at least WAITING_REQUESTS waited even though the cache had room: the
-        # seconds spent at each number of running requests, and a histogram of the cache usage.
+        # How long at least WAITING_REQUESTS waited even though the cache had room, by number of
+        # running requests. The second field is a histogram of cache usage during that time.
         self._roomy_seconds: defaultdict[float, float] = defaultdict(float)
         self._roomy_used = Histogram()
 
@@ -143,14 +142,14 @@ class EngineHistory:
         if waiting < WAITING_REQUESTS or reading.kv_used_ratio is None or reading.running is None:
             return
         self._queued_seconds += seconds
-        # The requests wait even though the cache has room. Record the time by load, to find the
-        # limit that makes the requests wait.
+        # The requests wait even though the cache has room. Record how long they wait at each number
+        # of running requests, to find the limit that makes them wait.
         if reading.kv_used_ratio < ROOMY_RATIO:
             self._roomy_seconds[reading.running] += seconds
             self._roomy_used.add(reading.kv_used_ratio)
 
     def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
-        """Record a sample's load, separately for times with a full cache and times with room."""
+        """Record a sample's load, separately for a full cache and for a cache with room."""
         # The counts cover the time since the previous sample. Therefore, the first sample after a
         # full cache still covers time in which the cache was full.
         if is_full or self._was_full:
@@ -194,7 +193,7 @@ class EngineHistory:
         )
 
     def _build_full(self) -> FullFacts | None:
-        """Return the facts about a full cache, or None if no sample shows a load on it."""
+        """Return the facts about a full cache, or None if it was never full under load."""
         running = self._full_running.quantile(0.5)
         if running is None:
             return None
@@ -209,8 +208,8 @@ class EngineHistory:
         """Return the facts about a limit on running requests.
 
         Returns None if no requests waited while the cache had room. Also returns None if requests
-        waited even though fewer requests than the highest number were running, because the reason
-        for waiting was then not a limit.
+        often waited while fewer than the highest number were running. A limit was then not the
+        reason for waiting.
         """
         # The maximum is not used, because a single sample may be an outlier.
         kv_used_ratio = self._roomy_used.quantile(0.9)
@@ -244,8 +243,8 @@ def _step_stranded(
 ) -> StrandedFacts | None:
     """Update the facts with the share of the cache that is in use while the engine is idle.
 
-    If the share is unknown (None), the facts do not change. A falling share means that the engine
-    has freed the cache, so nothing had leaked, and the facts start over.
+    If the share is unknown (None), the facts do not change. If the share falls, the engine has
+    freed the cache and nothing had leaked, so the facts start over.
     """
     if stranded_ratio is None:
         return earlier
@@ -270,8 +269,7 @@ peaks.
 class GpuHistory:
     """Collects the facts about one GPU.
 
-    Memory that other processes hold counts as free, because the engine is not the cause if that
-    memory is missing.
+    Memory that other processes hold counts as free, because the engine cannot be blamed for it.
     """
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
@@ -285,7 +283,7 @@ class GpuHistory:
     def close_spell(self, now_seconds: float, *, has_engine_exited: bool) -> None:
         """Close any current spell when the engine exits or goes to sleep.
 
-        When the engine restarts or wakes up, it allocates its memory again.
+        The engine allocates its memory again when it restarts or wakes up.
         """
         self._facts = self._add_open_spell(has_engine_exited=has_engine_exited)
         self._open_spell = None
@@ -325,8 +323,8 @@ class GpuHistory:
         )
         # Until the engine serves requests, the free memory does not depend on its load.
         if is_serving:
-            # Memory that other processes hold counts as free, because the engine is not the cause
-            # if that memory is missing.
+            # Memory that other processes hold counts as free, because the engine cannot be blamed for
+            # it.
             own_room_bytes = room_bytes + (others_bytes or 0.0)
             self._step_room(own_room_bytes, now_seconds, seconds, running)
 
@@ -361,8 +359,8 @@ class GpuHistory:
         if self._open_spell is not None and roomy_seconds >= SPELL_GAP_SECONDS:
             self._facts = self._add_open_spell(has_engine_exited=False)
             self._open_spell = None
-        # Samples shortly after a shortage may still be part of the same spell, so they are not used
-        # as samples with enough room.
+        # Samples taken shortly after a shortage may still be part of the spell, so they do not
+        # count as samples with enough room.
         if running and self._open_spell is None:
             roomy_running = max(self._facts.roomy_running or 0.0, running)
             self._facts = replace(self._facts, roomy_running=roomy_running)
@@ -378,8 +376,8 @@ class GpuHistory:
         seconds = spell.seconds or 0.0
         began_seconds = spell.began_seconds or 0.0
         span_seconds = self._low_at_seconds - began_seconds
-        # If memory was short only now and then, the spell consists of peaks; otherwise, it is a
-        # lasting shortage.
+        # If memory was short only from time to time, the shortage consists of peaks. Otherwise, it
+        # is lasting.
         if seconds >= LASTING_SECONDS and seconds >= LOW_TIME_RATIO * span_seconds:
             roomy_start_seconds = began_seconds - self._held_since_seconds
             is_from_start = roomy_start_seconds <= LASTING_SECONDS
@@ -393,7 +391,7 @@ class GpuHistory:
 
 
 def _widen_extent(extent: Extent | None, others_bytes: float | None) -> Extent | None:
-    """Return the extent including another value, or the same extent if that value is unknown.
+    """Widen the extent to include a value; an unknown value changes nothing.
 
     Returns None if no value has been known so far.
     """
@@ -530,7 +528,7 @@ class TraceHistory:
             engines=tuple(history.build_facts() for history in self._engines.values()),
             hosts=tuple(hosts),
             host=self._replay.memory,
-            # Failed starts also count if the settings were different.
+            # Failed starts are included even if the settings were different.
             ends=tuple(end for end in exits if not end.has_served or end.seconds > since_seconds),
         )
 

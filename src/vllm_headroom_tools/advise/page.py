@@ -100,7 +100,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
 
 
 def _parse_page(text: str) -> Values:
-    """Return the page's finite values of the metrics that the catalogue contains.
+    """Return the page's finite values for the metrics in the catalogue.
 
     Raises BadInput for a page in another format.
     """
@@ -139,7 +139,7 @@ def _check_page(page: Values) -> None:
 
 
 def _read_host(page: Values) -> HostMemory:
-    """Return the host memory, in which figures that the page lacks are unknown."""
+    """Return the host memory; figures that the page lacks are unknown."""
     values = {fact: page.value(metric) for metric, fact in HOST_FACTS}
     known_values = {fact: int(value) for fact, value in values.items() if value is not None}
     return HostMemory(basis=None, **known_values)
@@ -155,8 +155,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
     sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         settings,
-        # The engine's version is at least the oldest version that exports all of the series on its
-        # page.
+        # The engine is at least as new as the oldest version that exports all series on its page.
         at_least=max((settings.at_least, *offered_versions)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
@@ -164,7 +163,7 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
 
 
 def _read_utilization(page: Values) -> float | None:
-    """Return the budget as a share of a GPU's total, or None if unknown or different per GPU."""
+    """Return the budget as a share of a GPU, or None if unknown or not the same on all GPUs."""
     ratios = set()
     for (*gpu, basis), budget_bytes in page.find_all(catalog.MEMORY_REPORTED).items():
         total_bytes = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
@@ -193,8 +192,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
     others_memory = None
     if others_bytes is not None:
         others_memory = Extent(others_bytes, others_bytes, others_bytes)
-    # Memory that other processes hold counts as free, because the engine is not the cause if that
-    # memory is missing.
+    # Memory that other processes hold counts as free, because the engine cannot be blamed for it.
     room_bytes = usable_bytes - used_bytes + (others_bytes or 0.0)
     room_at_peak_bytes = usable_bytes - peak_bytes + (others_bytes or 0.0)
     return replace(
@@ -250,7 +248,7 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
 def _judge_room(
     room_bytes: float, room_at_peak_bytes: float, running: float | None
 ) -> tuple[Spell, ...]:
-    """Return the current shortage, or else a shortage at the last minute's peak, if any."""
+    """Return the current shortage, if any, or else a shortage at the last minute's peak."""
     lowest_room_bytes = max(0.0, room_at_peak_bytes)
     if room_bytes < LOW_BYTES:
         level = Spell(kind=Shortage.LEVEL, lowest_room_bytes=lowest_room_bytes, running=running)
@@ -263,7 +261,7 @@ def _judge_room(
 def _read_leak(
     page: Values, state_metric: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]
 ) -> Leak:
-    """Return the detector's verdict on a series, with figures only while an alarm is active."""
+    """Return the detector's verdict on a series; figures are only given during an alarm."""
     state_name = page.state(state_metric, *labels)
     # A newer sidecar may report a state that this version does not know.
     state = LeakState(state_name) if state_name in set(LeakState) else LeakState.UNKNOWN
@@ -282,7 +280,7 @@ def _read_leak(
 
 
 def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
-    """Return the facts about an engine; its cache is full only if the current value is."""
+    """Return the facts about an engine; its cache counts as full only if it is full now."""
 
     def read(metric: Metric) -> float | None:
         """Return this engine's value of a metric, or None if the page lacks it."""
@@ -347,7 +345,7 @@ async def fetch_facts(
     """Fetch a sidecar's page and return its facts.
 
     If the sidecar watches several engines, the facts are those of `engine_name`. Raises BadInput if
-    the facts cannot be obtained; the message includes `advice` if there is no response.
+    the facts cannot be obtained. The message includes `advice` if the sidecar does not respond.
     """
     page = await _fetch_page(url, advice)
     names = list_node_engines(page)
@@ -368,7 +366,7 @@ async def _fetch_page(url: str, advice: str) -> str:
 def list_node_engines(text: str) -> list[str] | None:
     """Return the names of the engines on a page, if its sidecar watches several engines.
 
-    Returns None for any other text, because other pages lack the metric with the number of engines.
+    Returns None for any other page, because it lacks the metric with the number of engines.
     """
     lines = text.splitlines()
     # Only a page with several engines has this metric.
@@ -389,8 +387,8 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
     """Return the settings, with unknown settings filled in from the engine's page at `url`.
 
     The operator's settings take precedence. The version comes from vLLM's /version endpoint, which
-    needs no API key. It is None if this endpoint does not respond, or if the response is not a
-    release. Raises BadInput if the page cannot be fetched or has no engine.
+    needs no API key. The version is None if this endpoint does not respond, or if the response is
+    not a release. Raises BadInput if the page cannot be fetched or has no engine.
     """
     # Fetch the page and the version concurrently, because the operator is waiting.
     page, about = await asyncio.gather(

@@ -38,11 +38,11 @@ FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST_SUPPORTE
     Flag.DATA_PARALLEL_SIZE: (0, 8, 3),
     # vLLM's own guide mentions --kv-cache-memory, which no version has (vllm-project/vllm#55834).
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
-    # The option may be older than this.
+    # Older vLLM versions may also have this option.
     Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
-    # The option may be older than this.
+    # Older vLLM versions may also have this option.
     Flag.LIMIT_MM_PER_PROMPT: (0, 5, 5),
-    # The option may be older than this.
+    # Older vLLM versions may also have this option.
     Flag.MM_PROCESSOR_KWARGS: (0, 6, 3),
 }
 """The first version that has each option (vllm/engine/arg_utils.py in that version's wheel)."""
@@ -63,7 +63,7 @@ the engine runs this version or a newer one.
 
 
 class EngineArgs(Struct, frozen=True, kw_only=True):
-    """The version and the options with which the engine was started, with None for unknown ones."""
+    """The version and options with which the engine was started; unknown ones are None."""
 
     version: Version | None = None
     # A lower bound for the version, derived from the engine's page.

@@ -1,4 +1,4 @@
-"""The verdict of all rules together on the facts."""
+"""The combined verdict of all rules on the facts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -80,7 +80,7 @@ def judge_facts(facts: Facts) -> Assessment:
     is_growing = _is_growing(facts)
     notes = []
     advice = _apply_rules(EVEN_WITH_A_LEAK, facts)
-    # While memory grows, the causes are still true. The computed option values are not valid,
+    # While memory is growing, the causes are still valid. The computed option values are not,
     # because the growth distorts the figures behind them.
     if is_growing:
         advice = [_keep_changes(one_advice, _has_no_flag) for one_advice in advice]
@@ -255,8 +255,8 @@ buffers and kernels that load late account for a few hundred MiB.
 """
 
 UNUSED_CACHE_RATIO: Final = 0.2
-"""Our choice: a cache is reported as too large if a trace covers at least a day and never shows
-more than this share of the cache in use.
+"""Our choice: a cache is reported as too large if no more than this share of it was ever in use in
+a trace of at least a day.
 """
 
 
@@ -308,7 +308,7 @@ def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
 
 
 def _note_unused_cache(facts: Facts) -> Iterator[str]:
-    """Yield a note on a KV cache that stayed mostly unused during a day or more with requests."""
+    """Yield a note on a KV cache that stayed mostly unused for at least a day under load."""
     if facts.span_seconds < DAY_SECONDS or not any(engine.finished for engine in facts.engines):
         return
     used_ratios = [

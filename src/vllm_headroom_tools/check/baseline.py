@@ -25,8 +25,8 @@ from vllm_headroom_tools.check.record import (
 from vllm_headroom_tools.conclusion import Conclusion
 
 SAME_SIZE_RATIO: Final = 0.01
-"""If the sizes of two GPUs differ by at most this share, the GPUs are considered the same kind,
-because the memory that drivers reserve varies.
+"""Two GPUs are considered the same kind if their sizes differ by at most this share. The memory
+that drivers reserve varies.
 """
 
 COMPARED_PARTS: Final = (
@@ -44,7 +44,7 @@ compared either, because it varies with load.
 def judge_growths(
     record: TraceRecord, baseline: TraceRecord | None, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge how far the memory of each GPU, role and part exceeds the baseline at the same load.
+    """Judge how far each GPU, role and part exceeds the baseline's memory at the same load.
 
     Also judge by how much each KV cache shrank. A role or an engine that occurs in only one of the
     traces cannot be judged. Yields nothing if there is no baseline.
@@ -101,8 +101,8 @@ def _find_doubt(
         return ONLY_BASELINE
     if baseline_series is None:
         return NOT_IN_BASELINE
-    # Doubts about the series are checked before doubts about the whole trace, so that the first
-    # doubt found is the most specific.
+    # Doubts about the series are more specific than doubts about the whole trace, so they are
+    # checked first.
     doubt = _find_size_mismatch(series, baseline_series)
     if doubt is not None:
         return doubt
@@ -172,7 +172,7 @@ def _judge_growth(
 def _find_largest_growth(
     series: MemorySeries, baseline_series: MemorySeries
 ) -> tuple[Cost, Cost] | None:
-    """Return the costs in both traces at the load at which the cost grew most.
+    """Return the costs in both traces at the load with the largest growth.
 
     If several loads have the same growth, the highest load is used. Returns None if the two series
     have no load in common.
@@ -234,7 +234,7 @@ def _judge_capacity(
 
 
 def _format_change(value: float | None, baseline: float | None, unit: Unit) -> str | None:
-    """Return a figure and its change in percent, or None if that cannot be computed."""
+    """Return a figure and its change in percent, or None if the change cannot be computed."""
     if value is None or not baseline:
         return None
     return f"{format_figure(value, unit)}, {value / baseline - 1:+.2%}"

@@ -320,7 +320,7 @@ def _run(options: Namespace) -> Report:
                 record.step(snapshot)
         except BadInput as error:
             problem = f"{flag}: {error}"
-            # otherwise, CI would show the result in the file that an earlier build left behind
+            # otherwise, CI would show the result of an earlier build, whose file is still there
             suite = build_suite([("trace", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=inputs)
             raise BadInput(problem) from error

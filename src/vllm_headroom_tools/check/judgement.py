@@ -45,7 +45,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
     bound_text: str | None = None
     baseline_text: str | None = None
     reason: str = ""  # What the verdict is based on, or what is missing for a verdict.
-    # The detector's result for the whole trace in the case of a leak limit, otherwise None.
+    # The detector's result for the whole trace, or None if this is not a leak limit.
     leak_verdict: LeakVerdict | None = None
 
     @property
@@ -61,7 +61,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """Return the value, bound and baseline as text, where unknown ones are empty."""
+        """Return the value, bound and baseline as text; an unknown one is an empty string."""
         return (
             self.value_text or format_figure(self.value, self.unit) or "unknown",
             self.bound_text or format_figure(self.highest_allowed, self.unit),
@@ -89,7 +89,7 @@ def format_figure(figure: float | None, unit: Unit) -> str:
 def compare_with_limit(
     value: float | None, highest_allowed: float | None, doubt: str | None
 ) -> Conclusion:
-    """Compare a value with its limit, with the result "cannot tell" if either is unknown.
+    """Compare a value with its limit; the result is "cannot tell" if either is unknown.
 
     A value above the limit fails even if there is a doubt. A value within the limit passes only if
     there is no doubt, because a missing part of the trace may contain a higher value.

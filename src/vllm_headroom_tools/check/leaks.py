@@ -112,7 +112,7 @@ def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgeme
 
 
 def _judge_warning(draft: Judgement, course: LeakCourse, reason: str) -> Judgement:
-    """Judge early warnings, which neither pass nor fail, whatever the limit is."""
+    """Judge a series with early warnings, which neither passes nor fails at any limit."""
     if course.warning is not None:
         reason = "an early warning; steady growth takes an hour or more to become an alarm"
     return replace(
@@ -166,7 +166,7 @@ def _describe_course(course: LeakCourse) -> str:
 def _compute_per_thousand(moment: Moment | None) -> float | None:
     """Return the leak in bytes per thousand requests.
 
-    Returns None if there is no moment, or if the leak per request is unknown or not above 0.
+    Returns None if `moment` is None, or if the leak per request is unknown or not above 0.
     """
     if moment is None or moment.bytes_per_request is None or moment.bytes_per_request <= 0:
         return None
@@ -187,10 +187,10 @@ def find_smallest_visible(
 ) -> float | None:
     """Return the smallest leak per request that the detector would find in these readings.
 
-    A steady leak is added to the readings, and the detector is run on the result. The first leak is
-    `bytes_per_request`, and each further leak is twice as large. The drift in the second half of
-    the readings is subtracted from the added leak, because it may be a missed leak or may hide a
-    leak. Returns None if the detector does not find any such leak, or if the drift is unknown.
+    A steady leak is added to the readings, and the detector is run on the result. The leaks that
+    are tried begin at `bytes_per_request` and double each time. The drift in the second half of the
+    readings is subtracted from the added leak, because it may itself be a leak or may hide one.
+    Returns None if the detector does not find any such leak, or if the drift is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:
@@ -203,15 +203,14 @@ def find_smallest_visible(
 
 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
-    """Return how far the floor rose or fell in the second half of the readings, per request.
+    """Return how far the floor rose or fell per request in the second half of the readings.
 
     A floor is the lowest memory within an eighth of the readings. Returns None if there are no
     memory readings or no requests.
     """
     eighth = len(readings) // 8
     half = len(readings) // 2
-    # Only the second half is used, because the floor also moves during warm-up, which is in the
-    # first half.
+    # Only the second half is used. In the first half, the floor also moves because of the warm-up.
     middle_floor_bytes = _find_floor(readings[half - eighth : half])
     last_floor_bytes = _find_floor(readings[len(readings) - eighth :])
     if middle_floor_bytes is None or last_floor_bytes is None:

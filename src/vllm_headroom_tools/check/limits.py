@@ -69,7 +69,7 @@ def _has_budget(record: TraceRecord) -> bool:
 
 
 def _describe_discrepancy(discrepancy: SignedDiscrepancy | None) -> str:
-    """Return the highest discrepancy in bytes and its time, or an empty string."""
+    """Return the highest discrepancy and its time as text, or "" if there is none."""
     if discrepancy is None:
         return ""
     size = format_size(abs(discrepancy.n_bytes))
@@ -126,8 +126,8 @@ def judge_preemptions(
 ) -> Iterator[Judgement]:
     """Judge the preemptions per thousand requests.
 
-    A trace with too few requests for a verdict may still fail. It fails if the rate would be too
-    high even if the missing requests finished without another preemption.
+    A trace with too few requests for a verdict may still fail. It fails if the rate would remain
+    too high even if enough further requests finished without a preemption.
     """
     doubt = find_doubt(record, record.engine_coverage, "the engine")
     value = compute_preemption_rate(record)

@@ -23,7 +23,7 @@ from vllm_headroom.vocabulary import MemoryPart, Role
 from vllm_headroom_tools.history import LONGEST_INTERVAL_SECONDS, LeakCourse, LeakReplay, Rise
 
 DetectorInput = tuple[Observation, float]
-"""An observation that the detector received, and the number of requests finished until then."""
+"""An observation that the detector received, and the number of requests finished by then."""
 
 
 class Budget(Struct, frozen=True, kw_only=True):
@@ -50,8 +50,8 @@ def find_discrepancies(
 ) -> Iterator[tuple[str, SignedDiscrepancy]]:
     """Yield the UUID and the discrepancy of each GPU that has a budget.
 
-    The discrepancy is computed in the same way as in the daemon. On the page from which it is
-    computed, the operator's budget replaces the engine's own.
+    As in the daemon, the discrepancy is computed from the engine's page. On this page, the
+    operator's budget replaces the engine's own.
     """
     # The computation reads the engine's page, so put the operator's budget on that page.
     page = snapshot.engines
@@ -83,7 +83,7 @@ def find_discrepancies(
 
 
 class Coverage(Struct):
-    """The total time during which something could be read, excluding gaps."""
+    """The total time during which a source could be read, excluding gaps."""
 
     seconds: float = 0.0
     newest_seconds: float | None = None  # the time of the newest reading
@@ -147,7 +147,7 @@ class MemorySeries:
         requests: float,
         running: float | None,
     ) -> None:
-        """Add a reading, along with the observation that the detector received from it.
+        """Add a reading, and the observation that the detector received for it.
 
         `detector_observation` is None if the detector did not receive this reading. `requests` is
         the detector's count. `running` is the load; if it is None, the reading is not used for the
@@ -260,7 +260,7 @@ class TraceRecord:
         detector_observation: Observation | None,
         running: float | None,
     ) -> None:
-        """Add a GPU reading to its series, which the first reading creates."""
+        """Add a GPU reading to its series; create the series for the first reading."""
         uuid = gpu.reading.uuid
         if uuid not in self._gpus:
             self._gpus[uuid] = self._build_series(uuid, gpu.reading.display_name)
@@ -279,7 +279,7 @@ class TraceRecord:
         detector_observation: Observation | None,
         running: float | None,
     ) -> None:
-        """Add a role's reading to its series, which the first reading creates."""
+        """Add a role's reading to its series; create the series for the first reading."""
         if role not in self.host:
             self.host[role] = self._build_series(role, role)
         requests = self.replay.requests(role)
@@ -303,14 +303,15 @@ class TraceRecord:
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
                 tokens = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
-                # Keep the smallest size over all starts, because some start may have had less room.
+                # Keep the smallest size of all starts, because one start may have had less room
+                # than another.
                 self.capacity_tokens[engine.engine] = min(tokens, engine.kv_capacity_tokens)
 
 
 def pair_gpus(
     record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
-    """Yield each GPU in a trace with the baseline's matching GPU, or with None.
+    """Yield each GPU in a trace with its match in the baseline, or with None if it has no match.
 
     A matching GPU has the same UUID. If no UUIDs match, for example because the machines differ,
     GPUs are matched by their position in index order.
@@ -338,7 +339,7 @@ def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> 
     """Return why a subject cannot be judged, or None if it can be.
 
     There are two possible reasons. One reason is that the trace is too short. Another reason is
-    that the engine's page or the subject itself was read for too small a part of the time.
+    that the engine's page or the subject itself could not be read for too much of the time.
     `coverage` is the time during which the subject was read, or None if it was never read.
     """
     return (

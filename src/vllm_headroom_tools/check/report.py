@@ -217,8 +217,8 @@ ANNOTATION_LEVELS: Final = {Conclusion.NOT_GOOD: "error", Conclusion.CANNOT_TELL
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
     """Yield an error for each exceeded limit and a warning for each that cannot be judged.
 
-    If no limit was exceeded or undecided, yields a single notice for all of them, because GitHub
-    shows at most ten annotations of each level per step.
+    If no limit was exceeded or undecided, a single notice covers all of them. GitHub shows at most
+    ten annotations of each level per step.
     """
     is_all_kept = True
     for judgement in judgements:

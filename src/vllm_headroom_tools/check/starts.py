@@ -40,8 +40,8 @@ SETTINGS: Final = (
     "enforce_eager",
     "cpu_offload_gb",
 )
-"""Options that affect the memory of a start. If two starts differ in any of these options, they are
-not judged.
+"""Options that affect how much memory an engine uses. If two starts differ in any of these options,
+they are not judged.
 """
 
 EQUAL_CARDS_BYTES: Final = GIB // 8
@@ -55,8 +55,8 @@ def judge_starts(
 ) -> tuple[Judgement, ...]:
     """Return the judgements on the newer start's memory, compared with the older start's.
 
-    A part may grow, and the KV cache may shrink, by the share `limit_ratio`. Without a limit, the
-    figures are only shown.
+    `limit_ratio` is the share by which a part may grow or the KV cache may shrink. Without a limit,
+    the figures are only shown.
     """
     failure = newer.root_failure
     if failure is not None and not newer.has_served:
@@ -82,7 +82,7 @@ def judge_starts(
 
 
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
-    """Return the largest value on any rank of the first of these fields that is known.
+    """Return the largest value on any rank for the first of these fields with known values.
 
     Returns None if no field is known.
     """
@@ -158,7 +158,7 @@ def _conclude(
     *,
     is_over: bool,
 ) -> Conclusion:
-    """Return the verdict on one figure, which is "good" for a figure that is only shown."""
+    """Return the verdict on one figure: "good" if the figure is only shown."""
     if limit_ratio is None:
         return Conclusion.GOOD
     if doubt or older_size is None or newer_size is None:
@@ -183,7 +183,7 @@ def _explain_missing(older_size: float | None, newer_size: float | None) -> str:
 
 
 def list_differences(older: EngineStart, newer: EngineStart) -> Iterator[str]:
-    """Yield a text for each setting in which the starts differ, and for a different card."""
+    """Yield a text for each setting in which the starts differ, and one if the cards differ."""
     older_bytes = older.find_largest("total_bytes")
     newer_bytes = newer.find_largest("total_bytes")
     are_known = older_bytes is not None and newer_bytes is not None

@@ -62,7 +62,7 @@ async def _run(arguments: Namespace) -> int:
     if gpu_count is None:
         gpu_count = 1
     else:
-        # The value is a number of GPUs, not the index of a GPU to watch: all of them are watched.
+        # In the demo, the value is the number of GPUs and not an index. All GPUs are watched.
         settings = settings.model_copy(update={"gpus": AUTO})
     # The line is written only for a person at a terminal, not for a log collector. With port 0, it
     # is not written either, because the port is not known yet.

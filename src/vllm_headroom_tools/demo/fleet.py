@@ -81,7 +81,7 @@ class Fleet(app.Daemon):
         page_request = Request(method="GET", path="/metrics", headers={})
 
         def answer(request: Request) -> Response:
-            """Return a page for the whole fleet or, for other paths, the first engine's page."""
+            """Return a page for the whole fleet, or the first engine's page for other paths."""
             if request.method not in {"GET", "HEAD"}:
                 return first_handler(request)
             if request.path == "/":
@@ -96,7 +96,7 @@ class Fleet(app.Daemon):
         return answer
 
     def _build_fleet_view(self) -> NodeView:
-        """Return the data for the page and for /snapshot.json; each engine has its pod's name."""
+        """Return the data for the page and for /snapshot.json, with engines named after pods."""
         engines = []
         for place, daemon in enumerate((self, *self._others)):
             name = name_fleet_engine(place)

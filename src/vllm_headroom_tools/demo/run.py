@@ -143,7 +143,7 @@ class SimulatedGpus(Simulated):
         self,
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
     ) -> GpuReadings:
-        """Return a reading of each GPU or, with MIG, of both instances; the second is empty."""
+        """Return a reading of each GPU or, with MIG, of both instances (the second is empty)."""
         world = self._look()
         used_bytes = world.used_bytes
         power_watts = IDLE_WATTS
@@ -210,7 +210,7 @@ class SimulatedProcesses(Simulated):
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
         page: object = None,  # noqa: ARG002 - the world knows its engine
     ) -> ProcessReadings:
-        """Return all visible pids, and the engine's processes unless the engine is down."""
+        """Return all visible pids and, unless the engine is down, the engine's processes."""
         world = self._now()
         engine = world.engine
         served_seconds = max(0.0, world.seconds - engine.serving_seconds)
@@ -244,7 +244,7 @@ class SimulatedProcesses(Simulated):
 
 
 def _build_cgroup(world: World, used_bytes: int) -> Cgroup:
-    """Return the engine's container: its limit and its processes' memory."""
+    """Return the cgroup of the engine's container, with its limit and its processes' memory."""
     return Cgroup(
         identity="simulated",
         used_bytes=used_bytes,
@@ -293,7 +293,7 @@ def find_process_name(pid: int) -> str | None:
 
 
 class ScaledClock(SystemClock):
-    """A clock that starts at the machine's time and runs `speed` times (above 0) as fast."""
+    """A clock that starts at the machine's time and runs faster by a factor of `speed`."""
 
     def __init__(self, speed: float) -> None:
         self.speed = speed

@@ -59,7 +59,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """GPU memory that the engine takes beyond its budget after its first finished request."""
 
     excess_after_seconds: float = -inf
-    """How long the engine stays within its budget after the start of the demo."""
+    """How long after the start of the demo the engine stays within its budget."""
 
     host_leak_bytes_per_request: float = 0.0
 
@@ -171,7 +171,7 @@ class Recurring:
         self._visits = visits
 
     def advance(self, seconds: float) -> None:
-        """Advance to a time that is not in the past, and plan the next visit when one is over."""
+        """Advance to a time that is not in the past; plan the next visit when one has ended."""
         self._seconds = seconds
         if self._visits is None:
             return
@@ -197,7 +197,7 @@ MAX_RUNNING: Final = 256
 
 BLOCK_TOKENS: Final = 16
 KV_BLOCKS: Final = 28_849
-"""The number of KV cache blocks, of 2 MiB each (an 8B model, 128 KiB per token).
+"""The number of KV cache blocks. A block takes 2 MiB (for an 8B model with 128 KiB per token).
 
 This many blocks fit in the budget alongside the weights, graphs and activations.
 """
@@ -219,8 +219,8 @@ WEIGHTS_MIB: Final = 15_316
 KV_MIB: Final = 2 * KV_BLOCKS
 GRAPHS_MIB: Final = 620
 BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
-"""The budget, which is 0.92 (gpu_memory_utilization) of 81,559 MiB. The KV cache gets what the
-other parts leave.
+"""The budget: 92 % (gpu_memory_utilization) of 81,559 MiB. The KV cache gets what the other parts
+leave.
 """
 
 OUTSIDE_MIB: Final = 560 + 220
@@ -321,7 +321,7 @@ class SimulatedRun:
         host_leak_bytes_per_request: float = 0.0,
         offloaded_bytes_per_request: float = 0.0,
     ) -> None:
-        """Serve for one second in which `arrived` requests arrive; refuse these during sleep."""
+        """Serve for one second in which `arrived` requests arrive, unless the engine is asleep."""
         if self.is_asleep:
             return
         # The latency is 8 s at the normal load of 80 running requests.
@@ -456,7 +456,7 @@ class World:
 
     @property
     def neighbour_bytes(self) -> int:
-        """Return the neighbour's GPU memory, which grows early in a visit; 0 between visits."""
+        """Return the neighbour's GPU memory, which grows at the start of each visit."""
         visit = self.neighbours
         if not visit.is_here:
             return 0

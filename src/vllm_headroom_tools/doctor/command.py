@@ -44,7 +44,7 @@ PROBE_SECONDS: Final = 2.0
 
 
 def find_place(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the words in a fix's `where` that match the environment of this process.
+    """Return the words that name this process's environment in the `where` of a fix.
 
     The environment is a pod, a container or a machine.
     """
@@ -101,7 +101,7 @@ def _build_finding(name: str, check: Check) -> Finding:
 
 
 def _describe_check(name: str, check: Check) -> dict[str, Any]:
-    """Return a check for the JSON document; `ok` is None for an unknown or inapplicable check."""
+    """Return a check for the JSON document; `ok` is None if it is unknown or does not apply."""
     # A check's text is in the field for its state; the other two are null.
     texts: dict[str, str | None] = {"found": None, "missing": None, "reason": None}
     is_ok = None

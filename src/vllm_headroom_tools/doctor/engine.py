@@ -81,7 +81,7 @@ def check_engine(survey: Survey) -> Check:
     # The server responds but is of an unknown kind, so the address is most likely wrong.
     details: tuple[str, ...] = ()
     ways: tuple[Fix, ...] = (_fix_address(survey),)
-    # The engine is vLLM, but its page has none of vLLM's series, so they have been turned off.
+    # The page of this vLLM engine has none of vLLM's series, so they have been turned off.
     if survey.version is not None:
         details = (f"the server calls itself version {survey.version}",)
         ways = (put(f"{fixes.VLLM}, to take out", "--disable-log-stats"), *ways)
@@ -108,9 +108,9 @@ def _describe_engines(survey: Survey, page: EnginePage) -> str:
 
 
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
-    """Return the check of a page that cannot be read.
+    """Return the result for a page that cannot be read.
 
-    The check is MISSING or, after a timeout that is shorter than the daemon's, UNKNOWN.
+    The result is MISSING. It is UNKNOWN after a timeout if the daemon would wait longer.
     """
     ways = fixes.find_engine_fixes(failure.reason, _fix_address(survey))
     hints: list[str] = []
@@ -214,8 +214,8 @@ def check_engine_inputs(survey: Survey) -> Check:
     """Check which inputs are missing on the page, and which series are absent as a result.
 
     The check is UNKNOWN if there is no page. It is OK if no series needs the missing inputs, or if
-    this kind of engine never exports them. Until the first request, the check is UNKNOWN if inputs
-    are missing.
+    this kind of engine never exports them. If inputs are missing before the first request, the
+    check is UNKNOWN.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -325,8 +325,8 @@ def check_kv_bytes(
 ) -> Check:
     """Check whether the KV cache size in bytes is known.
 
-    The daemon's derivation computes the size from the configured bytes per token or, without this
-    setting, from a model. If neither works and no model is configured, the check is NOT_APPLICABLE
+    The daemon computes the size from the configured bytes per token or, without this setting, from
+    the configured model. If neither works and no model is configured, the check is NOT_APPLICABLE
     rather than MISSING, because the size is optional. The check is UNKNOWN if there is no page.
     """
     if bytes_per_token is not None:
@@ -411,8 +411,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
         return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
     if isinstance(probe, Failure):
         return Check(Status.MISSING, probe.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
-    # If a file's process started before the processes that are present, the file belongs to an
-    # earlier run.
+    # A file is from an earlier run if its process started before all processes that are present.
     run_start_seconds = min((process.started_at_seconds for process in probe.present), default=0.0)
     stopped = [
         process
@@ -424,7 +423,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
     ways = RESTART if probe.silent or stopped else INSTALL_PROBE
     if probe.present:
         text = _describe_present(probe.present)
-        # Some processes write, but the check fails if the probe of a single process is stopped or
+        # Some processes write, but the check fails if even one process's probe is stopped or
         # silent.
         details += [f"{_name_process(process)} writes no longer" for process in probe.silent]
         if not details:
@@ -545,7 +544,7 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
 
 
 def check_faults(survey: Survey) -> Check:
-    """List the known faults of the engine's version that its options make possible.
+    """List the known faults in the engine's version that can occur with its options.
 
     The check is always OK, because the doctor cannot fix a known fault. It is NOT_APPLICABLE if the
     version is unknown.

@@ -25,7 +25,7 @@ READ_LOG: Final = (
 
 
 def check_log(reading: LogReading | Failure | None) -> Check:
-    """Check whether the engine's log can be read and is an engine's log.
+    """Check whether the configured log can be read, and whether it is from an engine.
 
     The check is NOT_APPLICABLE if no log is configured.
     """

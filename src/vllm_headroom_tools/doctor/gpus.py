@@ -85,7 +85,7 @@ def check_gpus(survey: Survey) -> Check:
 
 
 def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
-    """Return the fixes for unreadable GPUs; there is none for NVIDIA GPUs with unknown memory."""
+    """Return the fixes for unreadable GPUs; NVIDIA GPUs with unknown memory have none."""
     failures = [device.failure for device in devices if device.failure]
     if failures:
         if failures[0].reason is Reason.NO_PERMISSION:
@@ -118,8 +118,8 @@ def _describe_memory(device: GpuReading) -> str:
         return ""
     total = format_gib(device.memory.total_bytes)
     free = format_gib(device.memory.free_bytes)
-    # When a GPU that uses the machine's memory is full, the machine's memory is full too, so the
-    # machine swaps and then hangs.
+    # This GPU uses the machine's memory. When that memory is full, the machine swaps and then
+    # hangs.
     return (
         f", unified memory: {free} left of the {total} that it may take of the machine's,"
         " by /proc/meminfo"
@@ -348,7 +348,7 @@ def _judge_attribution(survey: Survey, selection: Selection) -> tuple[Status, st
     is_single = owned[0].attribution is Attribution.SINGLE
     is_up = not isinstance(survey.page, Failure)
     if is_single and is_up and _can_match(survey):
-        # No engine process is on the GPU, because the attribution would otherwise be PROCESS.
+        # If an engine process were on the GPU, the attribution would be PROCESS.
         text = (
             "the only visible GPU is attributed to the engine, but none of the engine's processes"
             " is on it"
@@ -436,7 +436,7 @@ def _is_unlisted_amd(device: GpuReading) -> bool:
 
 
 def _name_gpus(survey: Survey) -> Fix:
-    """Return the fix that names all visible GPUs, each by its index or, if not unique, its UUID."""
+    """Return the fix that names all visible GPUs, by index or, if it is ambiguous, by UUID."""
     devices = [gpu.reading for gpu in survey.gpus]
     # MIG instances and AMD partitions share their GPU's index, so only their UUIDs identify them.
     index_counts = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))

@@ -1,4 +1,4 @@
-"""Checks for a daemon that watches several engines: of all engines, and of each engine's page."""
+"""Checks for a daemon that watches several engines, both of all engines and of each page."""
 
 import asyncio
 from collections import Counter
@@ -158,8 +158,7 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
             pids_by_owner.setdefault(owner.key, []).append(pid)
     hidden_names = []
     for engine in engines:
-        # The cgroup of any process is sufficient, because all processes of a pod or unit are in the
-        # same cgroup tree.
+        # Any process will do, because all processes of a pod or unit are in the same cgroup tree.
         pids = pids_by_owner.get(engine.owner_key, [])
         if not any(read_cgroup(proc, pid, machine_bytes=UNLIMITED_BYTES) for pid in pids):
             hidden_names.append(engine.name.text)

@@ -31,7 +31,7 @@ ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfa
 
 
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
-    """Check whether a daemon is already serving at this address, or whether one could listen on it.
+    """Check whether a daemon is already serving at this address, or could do so.
 
     With TLS, the daemon is recognised by the certificate that `web_config` names. If the server
     requires a password or has a different certificate, the check is UNKNOWN. It is NOT_APPLICABLE
@@ -69,7 +69,7 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
 
 
 async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check | None:
-    """Return the check's result if a daemon, or a server that may be one, is at this address.
+    """Return the check's result if the server at this address is, or may be, a daemon.
 
     Returns None if nothing responds, or if the server is not vllm-headroom.
     """
@@ -213,7 +213,7 @@ def _write_into(folder: Path) -> None:
 def _record_in(file: Path) -> None:
     """Try the operations that the daemon performs on its trace, without changing the file.
 
-    Raises OSError if that fails, or ValueError if the file is not a trace.
+    Raises OSError if one of them fails, or ValueError if the file is not a trace.
     """
     file.parent.stat()
     _write_into(file.parent)

@@ -16,13 +16,13 @@ and the trace.
 """
 
 STREAM_BYTES: Final = 16 * 2**10
-"""The memory per stream over http, which is twice the sum of 6 KiB in this process (measured) and
-the kernel's memory for a socket.
+"""The memory for a stream over http: twice the 6 KiB measured in this process plus the kernel's
+memory for a socket.
 """
 
 TLS_STREAM_BYTES: Final = 128 * 2**10
-"""The memory per stream over https, which is twice the sum of 47 KiB in this process (measured) and
-the kernel's memory for a socket. Each connection has encryption buffers.
+"""The memory for a stream over https: twice the 47 KiB measured in this process plus the kernel's
+memory for a socket. Each connection has encryption buffers.
 """
 
 UNLIMITED_DESCRIPTORS: Final = 2**31
@@ -43,7 +43,7 @@ def raise_descriptors() -> int:
 def list_limits(
     descriptors: int, *, uses_tls: bool, proc: Path = Path("/proc")
 ) -> list[tuple[int, str]]:
-    """Return the limits, lowest first, each as a number of streams to one address and a name.
+    """Return the limits, lowest first: how many streams to one address each allows, and its name.
 
     Limits that cannot be read are left out. The limit on open files is always included.
     """

@@ -19,10 +19,10 @@ refuses requests.
 class Clients:
     """Runs the clients of each step.
 
-    Requests that are still open `grace_seconds` after the end of a step are cancelled, and `stop`
+    Requests that are still open `grace_seconds` after the end of a step are cancelled. `stop`
     cancels all requests immediately. `most_requests` is the maximum number of requests in all steps
     together, or None for no maximum. With `requests_per_second`, requests begin as a Poisson
-    process, without waiting for answers to earlier requests (an open loop).
+    process and do not wait for earlier answers (an open loop).
     """
 
     def __init__(

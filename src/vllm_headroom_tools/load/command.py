@@ -169,7 +169,7 @@ def _add_pace_options(parser: Parser) -> None:
 
 
 def _add_gate_options(parser: Parser) -> None:
-    """Add the options for latency limits that make the verdict "not good" if exceeded."""
+    """Add the options for latency limits; if one is exceeded, the verdict is "not good"."""
     for name, field, meaning in (
         ("--max-ttft-p99", "most_first_token_seconds", "the time to the first token"),
         ("--max-latency-p99", "most_request_seconds", "the time of a whole request"),

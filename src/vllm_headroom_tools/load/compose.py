@@ -36,7 +36,7 @@ from vllm_headroom_tools.load.sender import RequestSender
 from vllm_headroom_tools.load.target import Target, fetch_model, find_target
 
 SAMPLE_SECONDS: Final = 1.0
-"""Our choice: the interval between samples during a load, in which a step takes a minute."""
+"""Our choice: the interval between samples during a load. A step of the load takes a minute."""
 
 PAGE_TIMEOUT_SECONDS: Final = 10.0
 """This is longer than the daemon's timeout, because an overloaded server responds slowly."""
@@ -167,7 +167,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
 def _build_body_maker(order: LoadOrder, model: str, prompts: Sequence[str]) -> Callable[[], bytes]:
     """Return a function that builds the body of a request.
 
-    The prompt is picked at random from `prompts` or, if there are none, consists of random words.
+    The prompt is picked at random from `prompts`. If there are none, it consists of random words.
     """
     # Seed from the system's entropy, so that two loads never send the same prompts.
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets

@@ -76,7 +76,7 @@ def join_path(url: httpx.URL, path: str) -> httpx.URL:
 
 
 class LoadOrder(Struct, frozen=True, kw_only=True):
-    """The options of a load, which are None if they have no default and were not given."""
+    """The options of a load; an option without a default is None if it was not given."""
 
     url: httpx.URL
     metrics_url: str | None
@@ -99,7 +99,7 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     probe_dir: Path | None
     trace: Path
     most_first_token_seconds: float | None = None  # Limit for 99 % of requests, up to 100 % load.
-    most_request_seconds: float | None = None  # Limit for the whole request, in the same way.
+    most_request_seconds: float | None = None  # The same for the whole request.
 
     @property
     def page_url(self) -> httpx.URL:

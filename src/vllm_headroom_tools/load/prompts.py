@@ -88,13 +88,13 @@ _TEXT: Final = (
 )
 WORDS: Final = tuple(_TEXT.split())
 """Words that are so common that most tokenizers turn a word and its leading space into a single
-token. 1,000 of these words are 1,000 tokens in all of Mistral's tokenizers, SentencePiece and
-Tekken (measured).
+token. In all of Mistral's tokenizers (SentencePiece and Tekken), 1,000 of these words are 1,000
+tokens (measured).
 """
 
 RING_WORDS: Final = 8192
-"""Our choice: the number of words that are drawn once, so that each prompt can be a slice of them.
-Drawing every word of a long prompt would take too long.
+"""Our choice: the number of words that are drawn once. Each prompt is a slice of them. Drawing
+every word of a long prompt would take too long.
 """
 
 FRESH_WORDS: Final = 5
@@ -104,7 +104,7 @@ beginnings, so prompts do not hit a prefix cache.
 
 
 def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], str]:
-    """Return a function that builds a prompt of a given number of words, with about a token each.
+    """Return a function that builds a prompt of a given number of words (about a token each).
 
     The first `shared_ratio` of each prompt is the same in all prompts. The rest begins with words
     that are new in each prompt.

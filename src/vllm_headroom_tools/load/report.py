@@ -21,8 +21,8 @@ GATED_QUANTILE: Final = 0.99
 """The quantile limited by --max-ttft-p99 and --max-latency-p99."""
 
 TOLERATED_RATIO: Final = 0.01
-"""Our choice: the share of requests that may fail. A higher share is a fault, but a lower one is
-not, because one broken connection among hundreds is not the server's fault.
+"""Our choice: the share of requests that may fail. A higher share is a fault. A lower share is not,
+because one broken connection among hundreds is not the server's fault.
 """
 
 
@@ -123,8 +123,7 @@ def list_load_faults(
         yield f"{out_of_memory} answers were out of memory"
     if engine_end is not None:
         yield engine_end
-    # It is not a fault if this machine could not send a request, or if the request was cancelled by
-    # a stop.
+    # A request that this machine could not send is not a fault, nor is one cancelled by a stop.
     served_or_failed = outcomes.total() - outcomes[Outcome.NOT_SENT]
     if is_interrupted:
         served_or_failed -= outcomes[Outcome.UNFINISHED]
@@ -140,7 +139,7 @@ def list_load_faults(
 
 
 def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
-    """Yield a text for each step up to 100 % whose requests were slower than the order allows.
+    """Yield a text for each step up to 100 % in which requests were too slow for the order.
 
     A step without a successful request is left out, because it is already reported as a fault or as
     incomplete.
@@ -185,7 +184,7 @@ def _judge_load(
 
 
 def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> str:
-    """Return the headline if there are no faults: what succeeded, or why there is no verdict."""
+    """Return the headline of a load without faults: what succeeded, or why it is not judged."""
     succeeded = outcomes[Outcome.SUCCEEDED]
     not_sent = outcomes[Outcome.NOT_SENT]
     if not_sent:
@@ -274,7 +273,7 @@ def _divide(count: float | None, divisor: float | None) -> float | None:
 
 
 def _describe_engine(observation: LoadObservation) -> dict[str, float | None]:
-    """Return the engine's highest figures under load for the JSON."""
+    """Return the engine's highest figures under load, as data for --json."""
     return {
         "running_most": _find_highest(observation, catalog.ENGINE_RUNNING),
         "waiting_most": _find_highest(observation, catalog.ENGINE_WAITING),
@@ -290,7 +289,7 @@ def _find_highest(observation: LoadObservation, metric: Metric) -> float | None:
 
 
 def _describe_gpus(overall: LoadObservation, detector: LeakReplay) -> list[dict[str, Any]]:
-    """Return each GPU's memory under load for the JSON."""
+    """Return each GPU's memory under load, as data for --json."""
     return [
         {
             "gpu": int(index),

@@ -38,7 +38,7 @@ LATENCY_LABELS: Final = {
 
 GROWTH_LABELS: Final = {"leaking": "LEAKING", "growing": "growing", "no_leak": "no leak"}
 TIME_UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
-"""The units of time. Each unit has the shortest time that is shown in it, its length in seconds,
+"""The units of time. For each unit, the shortest time that is shown in it, its length in seconds,
 and its name.
 """
 
@@ -72,7 +72,7 @@ def render_document(document: ReportDocument) -> Iterator[str]:
 
 
 def _list_texts(texts: Sequence[ReportDocument]) -> list[str]:
-    """Return a heading and a line for each error text, or nothing if there are no error texts."""
+    """Return a heading and a line for each error text, or an empty list if there are none."""
     if not texts:
         return []
     return [
@@ -98,8 +98,8 @@ def _list_rows(document: ReportDocument) -> Iterator[Row]:
             yield f"{label}, {quantile}", [_format_latency(step[field][quantile]) for step in steps]
     yield "tokens of a request, in + out", [_format_tokens(step) for step in steps]
     yield _build_row("tokens generated per second", steps, "generation_tokens_per_second")
-    # The table has an offered rate only if the load has a given rate. Otherwise, each client sends
-    # its next request after an answer.
+    # The table has an offered rate only if a rate was given. Otherwise, each client sends its next
+    # request after an answer.
     if any(step["offered_requests_per_second"] for step in steps):
         yield _build_row("requests offered per second", steps, "offered_requests_per_second")
     yield _build_row("requests per second", steps, "requests_per_second")
@@ -221,7 +221,7 @@ def _name_series(series: ReportDocument) -> str:
 
 
 def _format_growth(series: ReportDocument) -> str:
-    """Return the detector's verdict on a GPU or role, without the name if it "cannot tell"."""
+    """Return the detector's verdict on a GPU or role; "cannot tell" does not name the series."""
     if series["verdict"] == "cannot_tell":
         return f"Cannot tell whether it leaks: {series['reason']}"
     growth = GROWTH_LABELS[series["verdict"]]

@@ -47,7 +47,7 @@ class Stage(Struct, frozen=True, kw_only=True):
 
 
 def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
-    """Return how many streams a step with this share opens, by default for the largest step."""
+    """Return how many streams a step with this share opens; the default is the largest step."""
     # round first, because a product of floats may be slightly above a whole number
     return ceil(round(concurrency * share, 6))
 
@@ -113,8 +113,8 @@ class LoadRun:
     async def _finish_sample(self, sample: Coroutine[Any, Any, None]) -> None:
         """Wait for a sample; after a stop, cancel it within two seconds.
 
-        If the server hangs, it does not return its page, and an operator who stops the load should
-        not have to wait for the timeout.
+        A hung server does not return its page. An operator who stops the load should not have to
+        wait for the timeout.
         """
         task = asyncio.create_task(sample)
         may_wait = True
@@ -126,7 +126,7 @@ class LoadRun:
         task.cancel()
 
     async def _measure_delays(self) -> None:
-        """Measure how late this process's loop runs, because such delays look like the server's.
+        """Measure how late this process's loop runs; its delays could be mistaken for the server's.
 
         Runs until cancelled.
         """

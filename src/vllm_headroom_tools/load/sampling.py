@@ -45,7 +45,7 @@ class SeriesSummary(Struct):
     newest: float
     highest: float
     has_fallen: bool = False
-    """Whether a value was ever below the previous one, because a counter was reset."""
+    """Whether a value was ever below the previous one, which shows that a counter was reset."""
 
 
 class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
@@ -127,11 +127,13 @@ class LoadObservation:
 
     @property
     def engine_end(self) -> str | None:
-        """Return how the engine ended during the load: it disappeared, or it was restarted.
+        """Return how the engine ended during the load: whether it disappeared or was restarted.
 
-        Returns None if the engine is still running. Also returns None if this cannot be determined,
-        because the first page was not read, or because the latest page failed for a reason other
-        than a refused connection.
+        Returns None in these cases:
+
+        - The engine is still running.
+        - The first page was not read.
+        - The latest page failed for a reason other than a refused connection.
         """
         if self.first_snapshot is None or self.newest_snapshot is None:
             return None

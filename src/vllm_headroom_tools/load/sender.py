@@ -1,4 +1,4 @@
-"""Send requests one after another, each over a new connection or over an idle one."""
+"""Send requests one after another, each over an idle or a new connection."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ overflow the queue of the server's listening socket, and connecting would then t
 
 KEEP_SECONDS: Final = 4.0
 """How long an idle connection is kept. vLLM's uvicorn closes idle connections after 5 s
-(VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and a request that is sent just then is lost.
+(VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A request sent at that moment would be lost.
 """
 
 OK: Final = 200
@@ -228,7 +228,7 @@ class ClientConnection(asyncio.Protocol):
         self._complete(self._stream.build_completion())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the request when the connection ends.
+        """End the request, because the connection has ended.
 
         In HTTP/1.0, the end of the connection normally marks the end of the answer. In other
         versions, it means that the answer was cut off.

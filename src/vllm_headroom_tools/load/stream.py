@@ -13,8 +13,8 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.openai import find_error, parse_object
 
 OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
-"""Matches errors that mean that memory ran out: torch's "CUDA out of memory", HIP's message, the
-name of torch's exception, and CUDA's own "out of memory".
+"""Matches errors that report a lack of memory: torch's "CUDA out of memory", HIP's message, CUDA's
+own "out of memory", and the name of torch's exception.
 """
 
 ENGINE_DEAD: Final = re.compile(
@@ -105,9 +105,9 @@ class StreamError(Exception):
 class Stream:
     """The part of an answer that has arrived so far.
 
-    For every event with a choice, `add_gap` is called with the seconds since the previous such
-    event, or with 0 if both arrived together. vLLM's own benchmark counts the same events
-    (vllm/benchmarks/lib/endpoint_request_func.py).
+    `add_gap` is called for every event with a choice. Its argument is the number of seconds since
+    the previous such event, or 0 if both arrived together. vLLM's own benchmark counts the same
+    events (vllm/benchmarks/lib/endpoint_request_func.py).
     """
 
     # avoid a dictionary per object, because 10,000 streams may be open at once

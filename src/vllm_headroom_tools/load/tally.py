@@ -22,8 +22,8 @@ QUANTILES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 class Tally:
     """Counts the requests of a step and collects their times in seconds.
 
-    The times between two tokens are taken from all requests, and all other times only from
-    successful requests.
+    The times between tokens come from all requests. All other times come only from successful
+    requests.
     """
 
     def __init__(self, start_seconds: float) -> None:

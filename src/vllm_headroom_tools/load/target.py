@@ -17,8 +17,8 @@ from vllm_headroom_tools.load.prompts import PATHS, CompletionApi
 from vllm_headroom_tools.openai import ListedModel, parse_first_model
 
 FIRST_ANSWER_SECONDS: Final = 15.0
-"""The timeout for the first connection and for the model list, which is long because a busy server
-is slow.
+"""The timeout for the first connection and for the model list. It is long, because a busy server is
+slow.
 """
 
 MOST_LIST_BYTES: Final = 2**20

@@ -1,4 +1,4 @@
-"""The facts about one start of an engine, taken from its log, for the rules on logs."""
+"""The facts about one engine start, read from the engine's log."""
 
 from math import ceil, floor
 from typing import Final
@@ -31,7 +31,7 @@ VLLM: Final = "vllm"
 
 
 class StartFacts(Struct, frozen=True, kw_only=True):
-    """What the log shows about one start, per GPU, with None for anything that it lacks."""
+    """What the log shows about one start; amounts are per GPU, and missing values are None."""
 
     start: EngineStart
     failure: LogFailure | None
@@ -199,7 +199,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
     Until the cache is allocated, vLLM logs the GPU's size only at level DEBUG. If the size is
     unknown and the current share is below vLLM's default, the proposed value is the default.
     Returns None if the share is unknown. Also returns None if the new share would exceed the safe
-    share, or the memory that was free before the start.
+    share, or would need more memory than was free before the start.
     """
     settings = start_facts.settings
     total_bytes = start_facts.total_bytes
@@ -233,8 +233,8 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
     """Return the length of the longest request that fits in a cache, in whole blocks.
 
-    Returns None if the size of a token or the current limit is unknown, or if requests of the
-    current maximum length already fit.
+    Returns None if the bytes per token or the current limit is unknown, or if requests of the
+    maximum length already fit.
     """
     context_tokens = start_facts.context_tokens
     bytes_per_token = start_facts.bytes_per_token

@@ -71,7 +71,7 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
 
 
 def _find_remark(failure: LogFailure) -> str | None:
-    """Return a sentence that distinguishes a failure from a similar one, or None."""
+    """Return how to distinguish a failure from a similar one, or None if there is none."""
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
         # Once the cache is allocated, further allocations lie outside vLLM's share. Therefore, a
         # larger share does not help.
@@ -139,7 +139,7 @@ def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _is_fragmented(refusal: Refusal) -> bool:
-    """Return whether the memory that was free or cached by torch covered the refused bytes."""
+    """Return whether free memory plus torch's cached memory covered the refused bytes."""
     if refusal.asked_bytes is None or not refusal.cached_bytes:
         return False
     return refusal.asked_bytes <= refusal.cached_bytes + (refusal.free_bytes or 0)
@@ -164,7 +164,7 @@ def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ..
     if smaller_share is None or start_facts.kv_cache_bytes is None:
         return drop_none(smaller_share)
     shorter_context = None
-    # Rounding the share down can cost the cache another hundredth of the GPU.
+    # Rounding the share down can take another hundredth of the GPU away from the cache.
     cache_bytes = start_facts.kv_cache_bytes - freed_bytes - total_bytes / 100
     fitting_tokens = fit_context(start_facts, cache_bytes)
     if fitting_tokens is not None:
@@ -258,7 +258,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
 
 
 def _find_cache_bytes(start_facts: StartFacts) -> float:
-    """Return the bytes left for the cache, computed from the other parts if they are not logged."""
+    """Return the bytes left for the cache; if they are not logged, subtract the other parts."""
     if start_facts.kv_cache_bytes is not None:
         return start_facts.kv_cache_bytes
     requested_bytes = start_facts.requested_bytes
@@ -270,7 +270,7 @@ def _find_cache_bytes(start_facts: StartFacts) -> float:
 
 
 def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a larger cache if there is room, and a limit equal to the longest fitting request."""
+    """Return a larger cache if there is room, the longest length that fits, and more GPUs."""
     needed_bytes = failure.figures.get("needed_bytes")
     cache_bytes = failure.figures.get("kv_cache_bytes")
     larger_share = None
@@ -296,7 +296,7 @@ def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _find_fitting_tokens(failure: LogFailure) -> int:
-    """Return the longest request that fits, preferably from vLLM's message, or 0 if unknown."""
+    """Return the length of the longest request that fits, as logged or computed; 0 if unknown."""
     figures = failure.figures
     if "fitting_tokens" in figures:
         return int(figures["fitting_tokens"])
@@ -307,8 +307,8 @@ def _find_fitting_tokens(failure: LogFailure) -> int:
     cache_bytes = figures.get("kv_cache_bytes")
     if not context_tokens or not needed_bytes or cache_bytes is None:
         return 0
-    # The needed bytes are for the whole context, so the length that fits is proportional to the
-    # available bytes.
+    # The whole context needs `needed_bytes`, so the length that fits is proportional to
+    # `cache_bytes`.
     return floor(context_tokens * cache_bytes / needed_bytes)
 
 
@@ -331,7 +331,7 @@ def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tu
 
 
 def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return the changes: move other processes away, or request only the share that was free."""
+    """Return two changes: move other processes away, or request only the share that was free."""
     total_bytes = failure.figures.get("total_bytes") or start_facts.total_bytes
     free_bytes = start_facts.free_bytes
     lower_share = None

@@ -35,8 +35,8 @@ NOTED_BYTES: Final = GIB // 2
 """Our choice: a note is only written if at least this much memory is wasted."""
 
 UNEVEN_CACHES_BYTES: Final = GIB
-"""Our choice: if the caches of two ranks differ by more than this, the report says so, because vLLM
-gives all ranks the smaller cache.
+"""Our choice: a larger difference between the caches of two ranks is reported. vLLM gives all ranks
+the smaller cache.
 """
 
 GRAPHS_IN_BUDGET: Final[Version] = (0, 21, 0)
@@ -151,7 +151,7 @@ def _drop_absent_flags(advice: Advice, start_facts: StartFacts) -> Advice:
 
 
 def _note_absent_flags(advice: Advice, start_facts: StartFacts) -> Iterator[str]:
-    """Yield notes on options that this version lacks, without dashes so that nobody copies them."""
+    """Yield notes on options that this version lacks, without dashes to prevent copying."""
     version = start_facts.settings.version
     for flag in _list_absent_flags(advice, start_facts):
         first_version = format_version(FIRST_VERSIONS[flag])
@@ -206,7 +206,7 @@ def _note_requests(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
-    """Yield a note on how far vLLM's share is below the safe share, and what would fit there."""
+    """Yield a note on how far vLLM's share is below the safe share, and what would fit in it."""
     utilization = start_facts.settings.gpu_memory_utilization
     total_bytes = start_facts.total_bytes
     if utilization is None or not total_bytes or start_facts.settings.sizes_cache_in_bytes:
@@ -339,7 +339,7 @@ def build_log_data(assessment: LogAssessment) -> dict[str, Any]:
 
 
 def _build_failure(failure: LogFailure) -> dict[str, Any]:
-    """Return a failure from the log in the form used in the JSON."""
+    """Return a failure from the log as data for --json."""
     return {
         "kind": failure.kind,
         "text": describe_failure(failure),

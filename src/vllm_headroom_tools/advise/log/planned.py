@@ -31,7 +31,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
     settings = start_facts.settings
     release = _find_release(start_facts)
     gpu_memory_bytes = round(total_bytes)
-    # Figures that the log lacks fall back to vLLM's defaults for this card and version.
+    # If the log lacks a figure, vLLM's default for this card and version is used.
     defaults = choose_defaults(gpu_memory_bytes, release)
     options: dict[str, Any] = {
         "shape": shape,
@@ -52,7 +52,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
 
 
 def _find_release(start_facts: StartFacts) -> Release:
-    """Return the log's release, or the newest known release if the log's is unknown."""
+    """Return vLLM's release from the log, or the newest known release if the log has none."""
     try:
         return parse_release(start_facts.start.version or "")
     except ValueError:
@@ -64,7 +64,7 @@ MOST_GPUS: Final = 8
 
 
 def find_enough_gpus(start_facts: StartFacts) -> int | None:
-    """Return the fewest GPUs with which vLLM would start, trying at least twice as many as now.
+    """Return how many GPUs vLLM needs to start; the current number is doubled until it fits.
 
     `plan` makes the estimate. Returns None if `plan` does not predict a successful start for any
     number of GPUs.

@@ -49,9 +49,9 @@ def change_share(
 ) -> Change | None:
     """Return the change that adds `added_bytes` to vLLM's memory on a GPU.
 
-    `added_bytes` is negative if memory is taken away. The option is vLLM's share of the GPU or, if
-    the KV cache's size is set in bytes, that size. The new value is rounded down. Returns None if
-    rounding leaves no change, or if the change would leave vLLM no memory.
+    `added_bytes` is negative if memory is taken away. The option is vLLM's share of the GPU, or the
+    KV cache's size if it is set in bytes. The new value is rounded down. Returns None if rounding
+    leaves no change, or if the change would leave vLLM no memory.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -218,7 +218,7 @@ for a full cache. Otherwise, their number is the reason.
 
 FEWEST_REQUESTS: Final = 4
 """Our choice: if fewer requests of the usual size than this fit at the same time, the model is too
-large for the GPU, because vLLM can then hardly batch requests.
+large for the GPU. vLLM can then hardly batch requests.
 """
 
 CONCURRENCY_KEPT_RATIO: Final = 0.9
@@ -240,8 +240,8 @@ class PressedCache(Struct, frozen=True, kw_only=True):
 
     engine: EngineFacts
     full: FullFacts
-    # The collapses on which the verdict is based, or None if the cache was full for so long that
-    # the verdict does not need them.
+    # The collapses on which the verdict is based, or None if it is based on how long the cache was
+    # full.
     thrash: ThrashFacts | None = None
 
 
@@ -261,9 +261,13 @@ def find_full_cache(facts: Facts) -> Advice | None:
     while the cache was full. In a trace, the cache must have been full for at least
     LASTING_SECONDS. Less time is enough if most running requests returned to the queue several
     times within a few minutes. The first proposal is to give unused memory to the cache, which
-    costs least. The second proposal depends on the cause: more GPUs if the cache is too small for
-    any load, a limit on request length if requests are longer than usual, and otherwise a limit on
-    concurrent requests. Returns None if the rule does not apply.
+    costs least. The second proposal depends on the cause:
+
+    - More GPUs if the cache is too small for any load.
+    - A limit on request length if requests are longer than usual.
+    - Otherwise, a limit on concurrent requests.
+
+    Returns None if the rule does not apply.
     """
     pressed = find_pressed(facts)
     if pressed is None:
@@ -495,7 +499,7 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
     The size of a request is the number of tokens that the request held while the cache was full. If
     the size or the capacity is unknown, the limit is CONCURRENCY_KEPT_RATIO of the number of
     requests that filled the cache. The largest number of requests that ran without a preemption is
-    not used as an upper bound, because there may simply have been no more requests.
+    not an upper bound, because there may simply have been no more requests.
 
     Returns None if the limit is not below the current one.
     """
@@ -510,8 +514,8 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
             f"as many as {percent} of its {capacity_tokens:,.0f} tokens hold, at {tokens:,.0f} for"
             " each"
         )
-        # During a series of collapses, the samples may miss the moment when the cache is fullest,
-        # and the number of tokens is then too low.
+        # During a series of collapses, samples may miss the moment when the cache is fullest. The
+        # number of tokens is then too low.
         is_bounded = pressed.thrash is not None
         requests = min(requests, fitting_requests) if is_bounded else fitting_requests
     cost = "the rest waits in the queue, where no work is lost; a restart"
@@ -537,10 +541,10 @@ times. If vLLM uses more of the GPU, it is normal that requests wait because the
 def find_unused_memory(facts: Facts) -> Advice | None:
     """Judge memory that was never used even though requests waited because of a full cache.
 
-    The rule applies if a full cache made requests wait for at least LASTING_SECONDS, and at least
-    UNUSED_RATIO of each GPU was free at all times. It does not apply if requests are also
-    preempted, which `find_full_cache` judges. It proposes giving the unused memory to the cache, or
-    adding a replica. Returns None if the rule does not apply.
+    The rule applies if a full cache made requests wait for at least LASTING_SECONDS. In addition,
+    at least UNUSED_RATIO of each GPU must have been free at all times. If requests are also
+    preempted, `find_full_cache` judges them instead. It proposes giving the unused memory to the
+    cache, or adding a replica. Returns None if the rule does not apply.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -572,25 +576,25 @@ def find_unused_memory(facts: Facts) -> Advice | None:
 # A KV cache that has room even though requests wait.
 
 CONCURRENCY_FACTOR_LIMIT: Final = 2.0
-"""Our choice, not vLLM's: the limit on running requests is raised by at most this factor, or to
-vLLM's default for large cards if that is higher. Each sequence also takes sampler memory.
+"""Our choice: the limit on running requests is raised by at most this factor, or to vLLM's default
+for large cards if that is higher. Each sequence also takes sampler memory.
 """
 
 CACHE_FILL_RATIO: Final = 0.8
-"""Our choice, not vLLM's: the limit on running requests is raised at most until this share of the
-cache is in use.
+"""Our choice: the limit on running requests is raised at most until this share of the cache is in
+use.
 """
 
 
 def find_too_few_requests(facts: Facts) -> Advice | None:
     """Judge a limit on running requests that leaves the KV cache unused.
 
-    The rule applies if requests waited for at least LASTING_SECONDS while the cache had room and
-    while the number of running requests stayed the same. More requests also take more memory
-    outside the cache, so the rule does not apply if less than AIM_BYTES was left at any peak. The
-    rule does not apply either if another rank preempts requests. The proposed limit would use
-    CACHE_FILL_RATIO of the cache, computed from the tokens that running requests held. Returns None
-    if the rule does not apply.
+    The rule applies if requests waited for at least LASTING_SECONDS while the cache had room.
+    During that time, the number of running requests must have stayed the same. The rule does not
+    apply if less than AIM_BYTES was left at any peak, because more requests also take more memory
+    outside the cache. The rule does not apply either if another rank preempts requests. The
+    proposed limit would use CACHE_FILL_RATIO of the cache, computed from the tokens that running
+    requests held. Returns None if the rule does not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -679,17 +683,18 @@ BLOCKED_RATIO: Final = 0.05
 """Our choice: if requests wait for more than this share of the time, the hit ratio of the prefix
 cache is meaningless.
 
-Before 0.27, vLLM repeats the lookup of a waiting request in each step (vllm-project/vllm#43736).
+Before version 0.27, vLLM repeats the lookup of a waiting request in each step
+(vllm-project/vllm#43736).
 """
 
 
 def find_poor_prefix_cache(facts: Facts) -> Advice | None:
     """Judge a prefix cache that rarely hits.
 
-    The rule applies if fewer than PAYING_RATIO of the looked-up tokens were cached. For the rule to
-    apply, at least PREFIX_TOKENS_PER_SECOND must have been looked up over PREFIX_SECONDS. It
-    proposes prompts with a common beginning or, to save the lookups, turning off the prefix cache.
-    Returns None if the rule does not apply.
+    The rule applies if fewer than PAYING_RATIO of the looked-up tokens were cached. In addition, at
+    least PREFIX_TOKENS_PER_SECOND must have been looked up over PREFIX_SECONDS. It proposes prompts
+    with a common beginning or, to save the lookups, turning off the prefix cache. Returns None if
+    the rule does not apply.
     """
     for engine in facts.engines:
         judgement = judge_prefix_cache(facts, engine)
@@ -708,7 +713,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not show since when the engine has been counting. The time is derived from
+    # A page does not show how long the engine has been counting. The time is derived from
     # PREFIX_TOKENS_PER_SECOND, the lowest traffic that is judged.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
@@ -748,7 +753,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
 
 
 def _hits_rarely(prefix: PrefixFacts) -> bool:
-    """Return whether the hit ratio is low, for a page also over the last five minutes."""
+    """Return whether the hit ratio is low; for a page, the recent ratio must also be low."""
     if prefix.recent_ratio is not None and prefix.recent_ratio >= PAYING_RATIO:
         return False
     return prefix.hits < PAYING_RATIO * prefix.queries

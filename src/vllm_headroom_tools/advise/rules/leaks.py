@@ -1,4 +1,4 @@
-"""Rules for leaks of memory or cache blocks, which a restart fixes, and for shortages."""
+"""Rules for memory shortages, and for leaks of memory or cache blocks."""
 
 from collections.abc import Iterable
 from math import floor
@@ -83,7 +83,7 @@ FIND_HOLDER: Final = Change(
 
 
 class WorstLeak(Struct, frozen=True, kw_only=True):
-    """The fastest ongoing leak or, if all leaks have ended, the fastest of these."""
+    """The fastest ongoing leak or, if none is ongoing, the fastest ended leak."""
 
     # The names of all series that leaked, for the summary.
     names: str
@@ -136,7 +136,7 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
 def find_straight_growth(facts: Facts) -> Advice | None:
     """Judge growth that filled a GPU within minutes, which is too fast for the leak detector.
 
-    The rule applies if memory grew in a straight line under a constant load before an exit and the
+    The rule applies if memory grew in a straight line under constant load before an exit, and the
     detector raised no alarm. The proposed fix is not a vLLM option, because no option stops a leak.
     Returns None if the rule does not apply.
     """
@@ -200,7 +200,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
 def _list_known_cures(facts: Facts, role: str) -> list[str]:
     """Return the fixes for known leaks in this role that affect this version of vLLM.
 
-    Returns an empty list if the version is unknown, or if it has no known leak.
+    Returns an empty list if the version is unknown, or if no leak is known in it.
     """
     version = facts.settings.version
     if not version:
@@ -284,8 +284,8 @@ def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
 # KV cache block leaks.
 
 LOST_RATIO: Final = 0.01
-"""Blocks are considered lost if more than this share of the KV cache is in use even though no
-request holds it, and the share has risen LOST_RISES times (alert HeadroomKvBlocksLeak).
+"""Blocks are considered lost if more than this share of the KV cache is in use without any request.
+The share must also have risen LOST_RISES times (alert HeadroomKvBlocksLeak).
 """
 
 LOST_RISES: Final = 3
@@ -300,8 +300,8 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
     The rule concerns the share of the cache that is in use while the engine is idle. It applies if
     this share exceeds STRANDED_RATIO. It also applies if this share exceeds LOST_RATIO and has
     risen LOST_RISES times from one idle period to the next. It proposes a restart, followed by an
-    upgrade or by running without the KV connector, which may lose blocks in failed transfers.
-    Returns None if the rule does not apply.
+    upgrade or by running without the KV connector. The connector may lose blocks in failed
+    transfers. Returns None if the rule does not apply.
     """
     leaking_engines = []
     evidence: list[Figure] = []
@@ -330,7 +330,7 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
 
 
 def _loses_blocks(stranded: StrandedFacts) -> bool:
-    """Return whether the share in use while idle is large enough or has risen often enough."""
+    """Return whether the share in use while idle is too large or has risen too often."""
     if stranded.ratio > STRANDED_RATIO:
         return True
     return stranded.rises >= LOST_RISES and stranded.ratio > LOST_RATIO
@@ -366,13 +366,13 @@ SHORTAGE_CAUSES: Final = {
     # vLLM's share leaves too little for the memory outside it: the CUDA context, NCCL, and kernels
     # that load late (DESIGN.md, 7).
     Shortage.LEVEL: (Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {} than it can spare"),
-    # The allocator does not return memory that a request once needed, so its usage never falls
-    # below the highest need so far (DESIGN.md, 20).
+    # The allocator does not return memory that a request once needed. Its usage therefore never
+    # falls below the highest need so far (DESIGN.md, 20).
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
     Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
 }
-"""The cause and the beginning of the summary for each kind of shortage, where {} is replaced by the
-GPU.
+"""For each kind of shortage, its cause and the beginning of its summary, in which {} is replaced by
+the GPU.
 """
 
 SHORTAGE_REMARK: Final = (
@@ -389,9 +389,12 @@ def find_over_budget(facts: Facts) -> Advice | None:
     """Judge an engine that has exceeded its budget ever since its first traffic.
 
     The excess is the memory that the engine holds beyond its budget while at rest. The rule applies
-    in the same cases as the sidecar's verdict: if little memory was left for OVER_BUDGET_SECONDS
-    because of the excess, or if the excess explains an exit. It proposes reducing vLLM's share by
-    the excess. Returns None if the rule does not apply.
+    in the same cases as the sidecar's verdict:
+
+    - Because of the excess, little memory was left for OVER_BUDGET_SECONDS.
+    - The excess explains an exit.
+
+    It proposes reducing vLLM's share by the excess. Returns None if the rule does not apply.
     """
     gpus = _list_over_budget(facts)
     if not gpus:
@@ -573,7 +576,7 @@ def _halve_steps(facts: Facts) -> Change | None:
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
     """Return a limit at the highest number of requests that ran with enough memory left.
 
-    Returns None if that number is unknown, or if no more requests than that ran in the burst.
+    Returns None if that number is unknown, or if no more requests than that ran during the burst.
     """
     if not facts.engines or not gpu.roomy_running or spell.running is None:
         return None

@@ -25,10 +25,10 @@ REMARK = (
 def find_unsafe_peaks(facts: Facts) -> Advice | None:
     """Judge the last minute's peaks and the largest safe requests, both measured by the probe.
 
-    The rule applies if another peak of the same kind of work would not fit, allowing for the spread
-    of such peaks. It also applies if fewer tokens are safe with prompt logprobs than without. It
-    proposes limiting that kind of work to a value that is safe according to the probe's fit, and
-    then a smaller share. Returns None if the rule does not apply.
+    The rule applies if the next peak of the same kind of work might not fit, given how much such
+    peaks vary. It also applies if fewer tokens are safe with prompt logprobs than without. It first
+    proposes a limit on that kind of work, computed from the probe's fit. It then proposes a smaller
+    share. Returns None if the rule does not apply.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]

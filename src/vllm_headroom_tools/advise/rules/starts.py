@@ -49,18 +49,21 @@ def find_failing_starts(facts: Facts) -> Advice | None:
 
     The rule applies if there were at least FAILED_STARTS failed starts. The cause is determined
     from two figures at each exit: the room on the engine's GPUs, and the memory that the engine and
-    other processes held on these GPUs. The advice is for the first cause that fits: other processes
-    on the GPU, a full /dev/shm, a full GPU, a model that leaves no room for the KV cache, or a
-    cause other than memory.
+    other processes held on these GPUs. The advice is for the first of these causes that fits:
+
+    - other processes on the GPU
+    - a full /dev/shm
+    - a full GPU
+    - a model that leaves no room for the KV cache
+    - a cause other than memory
 
     Returns None if there were fewer failed starts, or if the cause is unknown. The cause is unknown
-    if no start shows the room on a GPU and fewer than FAILED_STARTS starts had loaded the model.
+    if no start shows the room on a GPU, and fewer than FAILED_STARTS starts had loaded the model.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    # Use the median, because a single start at a time when other processes held memory proves
-    # nothing.
+    # Use the median, because other processes may have held memory by chance during a single start.
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
     # A full /dev/shm makes a start fail no matter how much room the GPU has, so check it first.
@@ -174,17 +177,17 @@ def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice |
 
 
 def _find_others_bytes(start: Ending) -> float:
-    """Return the most bytes that other processes held on a GPU when a start ended, or 0."""
+    """Return the most bytes that other processes held on a GPU when a start failed; 0 if none."""
     return max((gpu.last_other_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _find_held_bytes(start: Ending) -> float:
-    """Return the most bytes that the engine held on a GPU when a start ended, or 0."""
+    """Return the most bytes that the engine held on a GPU when a start failed; 0 if none."""
     return max((gpu.last_engine_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
-    """Return, for each start with a known value, the least room on any GPU when it ended."""
+    """Return the room on the fullest GPU when each start failed, where it is known."""
     # The room on the fullest GPU is always known, because only GPUs with known room can be the
     # fullest.
     gpus = [start.fullest_gpu for start in starts]
@@ -192,7 +195,7 @@ def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
 
 
 def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
-    """Return the starts that had loaded the model, or nothing if no GPU's size is known."""
+    """Return the starts that had loaded the model, or an empty list if no GPU's size is known."""
     usable_bytes = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
     return [
         start for start in starts if _find_held_bytes(start) >= MODEL_LOADED_RATIO * usable_bytes
@@ -213,11 +216,14 @@ def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
 
 
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
-    """Return the changes: move other processes off the GPU, and lower vLLM's share.
+    """Return two changes: move other processes off the GPU, and lower vLLM's share.
 
     The new share is the share of memory that was free before the starts. The new share is left out
-    if the free memory is unknown, if the KV cache's size is set in bytes, or if the new share would
-    not be lower than the current one.
+    in these cases:
+
+    - The free memory is unknown.
+    - The KV cache's size is set in bytes.
+    - The new share would not be lower than the current share.
     """
     move = Change(
         text=(
@@ -232,7 +238,7 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     # The same share takes the most bytes on the largest GPU. Therefore, compute it for that GPU,
     # and round it down to a hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
-    # If the current share is unknown, it is probably vLLM's default, which is not above `share`.
+    # An unknown share is probably vLLM's default, which is not above `share`.
     if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
         return (move,)
     lower_share = lower_option(
@@ -316,11 +322,10 @@ def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
 def find_crash(facts: Facts) -> Advice | None:
     """Judge exits of a serving engine that GPU memory does not explain.
 
-    Of the exits from `find_crashes`, only those with known room on the GPUs are used. The rule
-    applies if there are at least FAILED_STARTS such exits, or if engine processes outlived one of
-    them. It proposes reading the logs, which show whether an allocation failed. If no allocation
-    failed, changing the options for memory sizes does not help. Returns None if the rule does not
-    apply.
+    Exits from `find_crashes` are only used if the room on the GPUs is known. The rule applies if
+    there are at least FAILED_STARTS such exits, or if engine processes outlived one of them. It
+    proposes reading the logs, which show whether an allocation failed. If no allocation failed,
+    changing the options for memory sizes does not help. Returns None if the rule does not apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
@@ -366,7 +371,7 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
     """Return the exits in which a serving engine crashed while GPU memory was left.
 
     At such an exit, requests were running, or some of the engine's processes did not exit. An exit
-    counts even if the room on the GPUs is unknown.
+    is included even if the room on the GPUs is unknown.
     """
     crashes = []
     for end in facts.ends:
@@ -380,7 +385,7 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
 
 
 def _is_crash(end: Ending) -> bool:
-    """Return whether an exit was a crash, or perhaps an allocation failure without evidence."""
+    """Return whether an exit was a crash, or a possible allocation failure on GPUs with room."""
     answer = judge_ending(end)[0]
     if answer.cause is EndCause.CRASH:
         return True
@@ -389,15 +394,15 @@ def _is_crash(end: Ending) -> bool:
 
 
 def _is_surely_a_crash(end: Ending) -> bool:
-    """Return whether the most likely cause of an exit is rated as more than possible."""
+    """Return whether the most likely cause of an exit is more than a possibility."""
     return judge_ending(end)[0].sureness is not Sureness.POSSIBLE
 
 
 # Host memory.
 
 HOST_LOW_RATIO: Final = 0.05
-"""Our choice: if less than this share of the limit is left, host memory is short, because a single
-request with a large video can use up the rest.
+"""Our choice: host memory is short if less than this share of the limit is left. A single request
+with a large video can use up the rest.
 """
 
 PROCESSOR_CACHE_GB: Final = 1.0
@@ -472,12 +477,12 @@ def find_other_tenant(facts: Facts) -> Advice | None:
     """Judge memory held by processes that do not belong to the engine.
 
     The rule applies if other processes hold more than NEIGHBOUR_BYTES on one of the engine's GPUs.
-    In addition, these processes must have allocated that much during the trace, or leave less than
-    AIM_BYTES. Other processes that use a constant amount and leave the engine enough room are not a
-    problem (runbook HeadroomNeighbourGrowing, "Do nothing when"). A page has no history, so the
-    rule only uses the memory that other processes currently hold. The rule proposes moving the
-    other processes or, if that is impossible, a smaller share for vLLM. Returns None if the rule
-    does not apply.
+    In addition, these processes must have allocated that much during the trace, or must leave less
+    than AIM_BYTES free. Other processes are not a problem if their memory is constant and leaves
+    the engine enough room (runbook HeadroomNeighbourGrowing, "Do nothing when"). A page has no
+    history, so the rule only uses the memory that other processes currently hold. The rule proposes
+    moving the other processes or, if that is impossible, a smaller share for vLLM. Returns None if
+    the rule does not apply.
     """
     gpu = None
     others_memory = None
@@ -531,7 +536,7 @@ def find_other_tenant(facts: Facts) -> Advice | None:
 
 
 def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
-    """Return whether other processes allocated much memory in the trace or leave too little.
+    """Return whether other processes allocated a lot during the trace, or leave too little.
 
     For a page, return whether other processes currently hold much memory.
     """
@@ -548,7 +553,7 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
     """Return a smaller share, or None if the current share is unknown or leaves enough.
 
     The new share leaves AIM_BYTES at peaks. It is at most the memory that other processes leave
-    free, because vLLM otherwise refuses to start (worker/utils.py).
+    free. Otherwise, vLLM would refuse to start (worker/utils.py).
     """
     missing_bytes = 0.0
     if gpu.least_room_bytes is not None:
