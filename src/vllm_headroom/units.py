@@ -24,7 +24,7 @@ LARGEST_EXACT_BYTES: Final = 2**53
 
 
 def _list_size_units() -> dict[str, int]:
-    """Return the number of bytes in each unit of size, in lower case.
+    """Return the number of bytes in each unit of size; the unit names are in lower case.
 
     kB is 1000 bytes, while KiB and Ki are 1024. A bare K is ambiguous and is refused.
     """

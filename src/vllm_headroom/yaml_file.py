@@ -95,7 +95,8 @@ def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
     """
     loader_class = TextLoader if as_text else PlainLoader
     try:
-        # The nodes are used to find repeated keys, which the document no longer contains.
+        # Repeated keys can only be found in the nodes, because the document no longer contains
+        # them.
         loader = loader_class(content.decode())
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)

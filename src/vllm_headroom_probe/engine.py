@@ -15,7 +15,9 @@ HOLDERS = {
     "worker_main": "worker",
     "run_engine_core": "engine_core",
 }
-"""vLLM functions that hold the process's worker or core in a variable, and that variable's name."""
+"""vLLM functions that hold the process's worker or core in a variable, each with the variable's
+name.
+"""
 
 LOOPS = {"worker_main", "run_engine_core"}
 """The functions in HOLDERS that do not return until the process exits. Another thread can read
@@ -64,7 +66,7 @@ def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of v
 
 
 def to_integer(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
-    """Return a number as an integer, or None if it is negative, too large or not a number."""
+    """Convert a value to an integer; return None if it is negative, too large or not a number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return int(value) if 0 <= value < AMOUNT_LIMIT else None
@@ -178,15 +180,15 @@ def count_requests(core: object) -> dict[str, int | None]:
 
 
 def read_scheduler(core: object) -> dict[str, int | None] | None:
-    """Return the state and limits of the scheduler, or None before there is one."""
+    """Return the state and limits of the scheduler, or None if there is no scheduler yet."""
     scheduler = read_own(core, "scheduler")
     if scheduler is None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
     # The scheduler keeps running during these readings, so live blocks are read before and after
-    # the free blocks. A block that the scheduler moves in the meantime counts as free, or is live
-    # in one of the two readings.
+    # the free blocks. A block that the scheduler moves in the meantime is therefore either counted
+    # as free or live in one of the two readings.
     live_earlier = _find_live_blocks(scheduler)
     free_blocks = to_integer(read_own(pool, "free_block_queue.num_free_blocks"))
     live_later = _find_live_blocks(scheduler)

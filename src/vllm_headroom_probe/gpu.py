@@ -31,7 +31,7 @@ def find_sleep_pool() -> Any:  # noqa: ANN401 - vLLM's
 
 
 def can_read_torch(worker: object) -> bool:
-    """Return whether torch's allocator never calls Python, so that reading it is safe.
+    """Return whether reading torch's allocator is safe because it never calls Python.
 
     Returns False if the worker's configuration is unknown.
     """

@@ -24,8 +24,9 @@ _probe: Probe | None = None
 def begin(folder: str, frame: FrameType | None) -> None:
     """Start this process's probe on the first call; look for vLLM's worker or core on each call.
 
-    `frame` is the caller's frame. vLLM calls this function while building the worker or core, which
-    one of the frames on the stack holds. Nothing is started in an unsupported version of vLLM.
+    `frame` is the caller's frame. vLLM calls this function while building the worker or core. One
+    of the frames on this stack holds that object. Nothing is started in an unsupported version of
+    vLLM.
     """
     global _probe  # noqa: PLW0603 - see above
     vllm = sys.modules.get("vllm")
@@ -51,7 +52,7 @@ def _warn_too_old(version: str) -> None:
 
 
 def _before_fork() -> None:
-    """End the probe's thread, because a child process would inherit the locks that it holds."""
+    """End the probe's thread, because a child process would inherit the thread's locks."""
     with contextlib.suppress(Exception):
         if _probe is not None:
             _probe.pause()

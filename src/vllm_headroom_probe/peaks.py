@@ -241,7 +241,7 @@ class Peaks:
     # the CPU's caches and has to be fetched from memory.
 
     def _wrap_forward(self, call: Call) -> Call:
-        """Return a wrapper that also measures a step's first half."""
+        """Return a wrapper that runs and measures a step's first half."""
 
         def execute_model(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
             self._is_measured = False
@@ -271,7 +271,7 @@ class Peaks:
         return execute_model
 
     def _wrap_sampling(self, call: Call) -> Call:
-        """Return a wrapper that also measures a step's second half."""
+        """Return a wrapper that runs and measures a step's second half."""
 
         def sample_tokens(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
             self.kind = self._sampling_kind
@@ -330,7 +330,7 @@ class Peaks:
         self._hook_ns += time.perf_counter_ns() - start_ns
 
     def _is_due(self, step: Step, now_ns: int) -> bool:
-        """Return whether to measure a step; record the size of a step that is to be measured."""
+        """Return whether to measure a step; if so, record its size."""
         rows = step.requests + step.drafts
         largest_tokens = self._largest_tokens.get(step.kind, 0)
         is_larger = step.total_tokens > largest_tokens or rows > self._largest_rows

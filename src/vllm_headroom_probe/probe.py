@@ -34,7 +34,7 @@ longer than this. Both hold the GIL.
 """
 
 MAX_SLOW_READINGS = 2.5
-"""The probe stops if the count of slow readings exceeds this number, so it stops at the third slow
+"""The probe stops when the count of slow readings exceeds this number, that is, at the third slow
 reading.
 """
 

@@ -197,7 +197,7 @@ def is_history_on() -> bool:
 
 
 def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
-    """Return the request in a file in the folder.
+    """Return the request from a file in the folder.
 
     The result is empty if there is no valid request, or if its file has not been touched for
     UNATTENDED_SECONDS.

@@ -30,8 +30,8 @@ FORMAT_FIELD = "headroom_snapshot"
 """The field that identifies a request for a snapshot; its value is the version of the format."""
 
 MAX_HISTORY_EVENTS = 10_000
-"""The number of newest allocations and releases that torch keeps per GPU. We chose it to limit the
-memory that the history takes and the time that a snapshot takes.
+"""The number of newest allocations and releases that torch keeps per GPU. Our choice: it limits the
+memory for the history and the time for a snapshot.
 """
 
 MAX_SNAPSHOT_BYTES = 64 << 20
@@ -173,7 +173,7 @@ class Snapshots:
     def tick(
         self, probe_folder: str, name: str, rank: int | None, owner: object
     ) -> TakenSnapshot | None:
-        """Write and return the snapshot from `take_oom` or else one requested by a command.
+        """Write and return the snapshot from `take_oom` or, failing that, one that was requested.
 
         The file's name contains this process's `name` and `rank`. Returns None if there is nothing
         to write.
@@ -223,7 +223,7 @@ class Snapshots:
 
 
 def find_torch_cuda() -> Any:  # noqa: ANN401 - torch's
-    """Return torch.cuda, or None if CUDA is not initialised and this thread is not doing so."""
+    """Return torch.cuda if CUDA is initialised or this thread is initialising it, else None."""
     module = read_own(sys.modules.get("torch"), "cuda")
     # While torch initialises CUDA, it runs the calls that were queued until then, including ours.
     is_initialising = getattr(getattr(module, "_tls", None), "is_initializing", False)
@@ -289,7 +289,7 @@ def list_largest(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _list_allocation_times(snapshot: dict[str, Any]) -> dict[int | None, float]:
-    """Return when each address was last allocated, in seconds since the epoch."""
+    """Return the time at which each address was last allocated, in seconds since the epoch."""
     times: dict[int | None, float] = {}
     for trace in snapshot["device_traces"]:
         for event in trace:
@@ -299,7 +299,11 @@ def _list_allocation_times(snapshot: dict[str, Any]) -> dict[int | None, float]:
 
 
 def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 - torch's
-    """Return the path and number of the innermost line outside torch, or None if there is none."""
+    """Return the path and line number of the innermost frame outside torch.
+
+    If all frames are in torch, the innermost of these is used. Both values are None if there are no
+    frames.
+    """
     own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))
     frame = next(own_frames, frames[0] if frames else None)
     if frame is None:

@@ -86,9 +86,9 @@ class Command(Struct, frozen=True, kw_only=True):
 def start(name: str, argv: Sequence[str]) -> NoReturn:
     """Run the named command, and exit the process with the command's exit status.
 
-    An exception escapes from this function only if the program has a bug. The process exits without
-    waiting for its threads, because SIGTERM must not be delayed by a thread that hangs. For
-    example, a DNS resolver that did not respond blocked a thread for 10 s.
+    This function raises an exception only if the program has a bug. The process exits without
+    waiting for its threads, because SIGTERM must not be delayed by a thread that hangs. In one
+    case, a DNS resolver that did not respond blocked a thread for 10 s.
     """
     status = _find_and_execute(name, argv)
     logging.shutdown()
@@ -255,7 +255,7 @@ def _is_one_of(file: Path, inputs: Iterable[str | Path | None]) -> bool:
 def write_result(text: str) -> None:
     """Write a text and a newline to standard output.
 
-    Once the reader of a pipe, such as `head`, has exited, nothing more is written. Raises
+    Nothing more is written after the reader of a pipe, such as `head`, has exited. Raises
     SystemExit with status 2 for any other error.
     """
     if isinstance(sys.stdout, TextIOWrapper):

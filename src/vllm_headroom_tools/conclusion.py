@@ -29,7 +29,7 @@ class Conclusion(StrEnum):
 
 
 def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
-    """Return the worst verdict ("not good" is the worst), or "good" if there are none."""
+    """Return the worst verdict ("not good" is the worst), or "good" if there are no verdicts."""
     worst_first = [Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.GOOD]
     return min(verdicts, key=worst_first.index, default=Conclusion.GOOD)
 

@@ -87,7 +87,7 @@ class Histogram(Struct):
 class Curves:
     """The curves of free and held memory per GPU, of free host memory, and of running requests.
 
-    A sample takes only eight bytes per curve, because a trace may cover weeks; NaN marks an unknown
+    A sample takes only eight bytes per curve, because a trace may cover weeks. NaN marks an unknown
     value. A GPU's curves start at the first sample that contains the GPU.
     """
 

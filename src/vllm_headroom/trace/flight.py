@@ -107,7 +107,7 @@ def _is_time(value: object) -> bool:
 
 
 def parse_start(file: Path) -> float | None:
-    """Return the time of an incident from its file name, or None for other files."""
+    """Return the time of an incident from its file name, or None for any other name."""
     try:
         return datetime.strptime(file.name, INCIDENT_NAME).replace(tzinfo=UTC).timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Build and read an incident's header: the facts that its samples do not show."""
+"""Build and read an incident's header, which holds the facts that its samples do not show."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, get_args, get_origin
@@ -169,7 +169,7 @@ class HeldLine(Struct, frozen=True, kw_only=True):
     """When the oldest block was allocated, or None if the history no longer showed it."""
 
     def describe(self) -> str:
-        """Return a phrase that names the line of code, how much memory it holds and since when."""
+        """Return a phrase that names the line of code, its memory, and the age of that memory."""
         place = "allocated before the history began"
         if self.file is not None:
             place = f"{self.file}:{self.line or 0}"
@@ -207,7 +207,7 @@ def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
     if not exits:
         return earliest
     seconds_between = exits[0].t - earliest.t
-    # A server keeps responding for some seconds after its core has exited, which may look like a
+    # After its core has exited, a server keeps responding for some seconds. This may look like a
     # stall.
     is_same_end = 0 <= seconds_between <= SAME_END_SECONDS
     if is_same_end and exits[0].reason in MEMORY_REASONS:

@@ -21,7 +21,7 @@ delayed by this time, but later ticks are not.
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder if it is missing; raise OSError on failure or if it is a link."""
+    """Create a folder if it is missing; raise OSError if that fails or if the path is a link."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "a link is in the place of the folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class FileWriter:
         """Why the last operation failed, or None if it succeeded."""
 
     async def do(self, operation: Callable[[], None]) -> bool:
-        """Run the operation; return whether it succeeded, and log each failure and recovery.
+        """Run the operation; return whether it succeeded, and log when failures begin or end.
 
         OSError, ValueError and a timeout count as failures. Any other error is raised.
         """
@@ -79,7 +79,7 @@ class FileWriter:
 
 
 NOT_A_TRACE: Final = "the file is there and is no trace: move it away, or name another"
-"""The message if a file exists that cannot be continued as a trace."""
+"""The message for an existing file that cannot be continued as a trace."""
 
 
 class Recorder:
@@ -98,7 +98,7 @@ class Recorder:
 
 
 def append(file: Path, line: bytes, max_bytes: int) -> None:
-    """Append a line to a trace, after the header if the file is new.
+    """Append a line to a trace; if the file is new, write the header first.
 
     If the line would make the file larger than `max_bytes`, the file is first renamed with the
     suffix `.1`. The file is opened for each line, because it may be moved or deleted at any time.

@@ -133,7 +133,8 @@ class Spell(Struct, frozen=True, kw_only=True):
 
     kind: Shortage
     lowest_room_bytes: float
-    # When the spell began, and how long memory was short during the spell, or None for a page.
+    # When the spell began, and for how long memory was short during the spell. Both are None for a
+    # page.
     began_seconds: float | None = None
     seconds: float | None = None
     # The number of running requests when the room was lowest.

@@ -256,8 +256,8 @@ def _step_stranded(
 
 
 SPELL_GAP_SECONDS: Final = 300.0
-"""Two shortages are separate spells if at least this much time lies between them (the alert
-HeadroomGpuMemoryLow looks back five minutes).
+"""Two shortages are separate spells if at least this much time lies between them. The alert
+HeadroomGpuMemoryLow looks back equally far.
 """
 
 LOW_TIME_RATIO: Final = 0.5
@@ -269,7 +269,7 @@ peaks.
 class GpuHistory:
     """Collects the facts about one GPU.
 
-    Memory that other processes hold counts as free, because the engine cannot be blamed for it.
+    Memory held by other processes counts as free, because the engine cannot be blamed for it.
     """
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
@@ -323,8 +323,7 @@ class GpuHistory:
         )
         # Until the engine serves requests, the free memory does not depend on its load.
         if is_serving:
-            # Memory that other processes hold counts as free, because the engine cannot be blamed for
-            # it.
+            # Memory held by other processes counts as free: the engine cannot be blamed for it.
             own_room_bytes = room_bytes + (others_bytes or 0.0)
             self._step_room(own_room_bytes, now_seconds, seconds, running)
 

@@ -57,14 +57,15 @@ GPU_LEAK_FIGURES: Final = {
     "time_to_oom_seconds": catalog.TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.TIME_TO_OOM_LOWER,
 }
-"""The metric for each figure of an alarm on a GPU, by its field in Moment."""
+"""The metric for each figure of an alarm on a GPU, keyed by the figure's field in Moment."""
 
 HOST_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.HOST_LEAK_RATE,
     "time_to_oom_seconds": catalog.HOST_TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.HOST_TIME_TO_OOM_LOWER,
 }
-"""The metric for each figure of an alarm on a process role, by its field in Moment."""
+"""The metric for each figure of an alarm on a process role, keyed by the figure's field in Moment.
+"""
 
 
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
@@ -212,7 +213,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
 
 
 def _read_peaks(page: Values, gpu: tuple[str, str]) -> tuple[PeakFacts, ...]:
-    """Return the last minute's peaks of those kinds of work that occurred often enough."""
+    """Return the last minute's peak for each kind of work that occurred often enough."""
     peaks = []
     for work in Work:
         transient_bytes = page.value(catalog.ENGINE_PEAK, *gpu, work)
@@ -270,7 +271,7 @@ def _read_leak(
         return Leak(state=state, verdict=verdict)
     location_name = page.state(catalog.LEAK_LOCATION, *labels)
     location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
-    # A figure that applies to several series has fewer labels than a series, or no labels.
+    # A figure that is shared by several series has only some of their labels, or none.
     values: dict[str, Any] = {
         field: page.value(metric, *labels[: len(metric.labels)])
         for field, metric in figures.items()

@@ -224,7 +224,7 @@ def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
 
 
 def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
-    """Yield why a series may leak, from the verdict on the trace or the state at its end.
+    """Yield why a series may be leaking, based on the verdict on the trace or its final state.
 
     Yields nothing if both the verdict and the state are certain.
     """
@@ -279,7 +279,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
         yield HOST_NOT_JUDGED
     yield from _note_unjudged_prefix_caches(facts)
     version = facts.settings.version
-    # The last note applies only to releases whose options may differ.
+    # The last note is only for releases newer than the last one whose options were checked.
     if version is None or version <= NEWEST_CHECKED:
         return
     if any(change.flag for change in changes):
@@ -344,7 +344,7 @@ def _note_single_exit(facts: Facts) -> Iterator[str]:
 
 
 def _note_unjudged_prefix_caches(facts: Facts) -> Iterator[str]:
-    """Yield notes on why prefix caches were not judged, without repeating a reason."""
+    """Yield notes on why prefix caches were not judged, with each reason only once."""
     judgements = [capacity.judge_prefix_cache(facts, engine) for engine in facts.engines]
     reasons = [judgement for judgement in judgements if isinstance(judgement, str)]
     yield from dict.fromkeys(reasons)

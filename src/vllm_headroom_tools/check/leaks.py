@@ -50,7 +50,7 @@ def _judge_leak(
     baseline_series: MemorySeries | None,
     limit_bytes: float,
 ) -> Judgement:
-    """Judge a series by its alarm or, if there is none, by the smallest leak that is detectable."""
+    """Judge a series by its alarm or, if there is none, by the smallest detectable leak."""
     begin_seconds, end_seconds = record.replay.span
     leak_verdict, leak_reason = judge_course(series.course, end_seconds - begin_seconds)
     draft = Judgement(

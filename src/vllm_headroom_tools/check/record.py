@@ -313,8 +313,8 @@ def pair_gpus(
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
     """Yield each GPU in a trace with its match in the baseline, or with None if it has no match.
 
-    A matching GPU has the same UUID. If no UUIDs match, for example because the machines differ,
-    GPUs are matched by their position in index order.
+    A matching GPU has the same UUID. If no UUIDs match, for example on different machines, GPUs are
+    matched in the order of their indices.
     """
     baseline_gpus = () if baseline is None else baseline.gpus
     baseline_by_uuid = {gpu.key: gpu for gpu in baseline_gpus}
@@ -339,8 +339,8 @@ def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> 
     """Return why a subject cannot be judged, or None if it can be.
 
     There are two possible reasons. One reason is that the trace is too short. Another reason is
-    that the engine's page or the subject itself could not be read for too much of the time.
-    `coverage` is the time during which the subject was read, or None if it was never read.
+    that the engine's page or the subject itself was unreadable for too long. `coverage` is the time
+    during which the subject was read, or None if it was never read.
     """
     return (
         find_shortfall(record)

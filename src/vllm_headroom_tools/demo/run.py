@@ -257,7 +257,7 @@ def _build_cgroup(world: World, used_bytes: int) -> Cgroup:
 def _count_resident_bytes(world: World, role: Role, healthy_mib: float) -> int:
     """Return a process's resident memory in whole pages.
 
-    The engine core holds the leaked memory, and the worker holds the offload.
+    The engine core holds the leaked memory, and the worker holds the offloaded KV cache.
     """
     resident_bytes = healthy_mib * MIB
     if role is Role.ENGINE_CORE:
@@ -293,7 +293,7 @@ def find_process_name(pid: int) -> str | None:
 
 
 class ScaledClock(SystemClock):
-    """A clock that starts at the machine's time and runs faster by a factor of `speed`."""
+    """A clock that starts at the machine's time and runs `speed` times as fast."""
 
     def __init__(self, speed: float) -> None:
         self.speed = speed

@@ -115,8 +115,8 @@ TABLE: Final[dict[str, Scenario]] = {
 def make_random(seed: int, purpose: str) -> Random:
     """Return a random number generator for one purpose.
 
-    With a separate generator per purpose, an additional draw for one purpose does not change the
-    draws for the others.
+    Each purpose has a separate generator. An additional draw for one purpose therefore does not
+    change the draws for the others.
     """
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
@@ -321,7 +321,7 @@ class SimulatedRun:
         host_leak_bytes_per_request: float = 0.0,
         offloaded_bytes_per_request: float = 0.0,
     ) -> None:
-        """Serve for one second in which `arrived` requests arrive, unless the engine is asleep."""
+        """Serve for one second in which `arrived` requests arrive, or refuse them during sleep."""
         if self.is_asleep:
             return
         # The latency is 8 s at the normal load of 80 running requests.

@@ -153,7 +153,7 @@ def _render_text(
 
 async def _run(arguments: Namespace) -> Report:
     settings = arguments.settings
-    # The readers would also log the problems that the checks report.
+    # Otherwise, the readers would also log the problems that the checks report.
     logs.configure(settings.log_format, "error")
     checks = await examine(settings)
     return build_report(checks, read_version(), find_place(os.environ))

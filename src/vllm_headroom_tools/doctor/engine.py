@@ -60,8 +60,8 @@ WITHOUT_AN_ANSWER: Final = (
     "headroom_leaked_bytes",
     "headroom_time_to_oom_*",
 )
-"""The series that are absent if the engine does not respond: those that need the page, and the leak
-series, which appear only after the engine has served requests.
+"""The series that are absent if the engine does not respond. Some need its page. The leak series
+appear only after it has served requests.
 """
 
 SET_ENGINE_URL: Final = fix_setting(
@@ -326,8 +326,8 @@ def check_kv_bytes(
     """Check whether the KV cache size in bytes is known.
 
     The daemon computes the size from the configured bytes per token or, without this setting, from
-    the configured model. If neither works and no model is configured, the check is NOT_APPLICABLE
-    rather than MISSING, because the size is optional. The check is UNKNOWN if there is no page.
+    the configured model. If neither works and no model is configured, the check is NOT_APPLICABLE.
+    It is not MISSING, because the size is optional. The check is UNKNOWN if there is no page.
     """
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")

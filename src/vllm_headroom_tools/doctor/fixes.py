@@ -210,8 +210,8 @@ class Survey(Machine, frozen=True, kw_only=True):
     host_limit_bytes: int | None = None
     """The configured limit for vLLM's host memory, or None if no limit is set."""
     token_bytes: TokenBytes | None = None
-    """Computes the bytes per token of the model in the engine's processes, or None if the model is
-    not visible.
+    """The function that computes the bytes per token for the engine's model, or None if the model
+    is not visible.
     """
 
     @property

@@ -199,7 +199,7 @@ async def _check_writable(
 def _write_into(folder: Path) -> None:
     """Write a temporary file to a folder; raise OSError if that fails.
 
-    If the folder does not exist, the file is written to its nearest existing parent, in which the
+    If the folder does not exist, the file is written to the nearest existing parent, where the
     daemon would create the folder.
     """
     while not folder.exists():

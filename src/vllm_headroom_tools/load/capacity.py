@@ -16,13 +16,13 @@ and the trace.
 """
 
 STREAM_BYTES: Final = 16 * 2**10
-"""The memory for a stream over http: twice the 6 KiB measured in this process plus the kernel's
-memory for a socket.
+"""The memory reserved per stream over http. This is twice the actual amount: 6 KiB in this process
+(measured), plus the kernel's memory for a socket.
 """
 
 TLS_STREAM_BYTES: Final = 128 * 2**10
-"""The memory for a stream over https: twice the 47 KiB measured in this process plus the kernel's
-memory for a socket. Each connection has encryption buffers.
+"""The memory reserved per stream over https. This is twice the actual amount: 47 KiB in this
+process (measured), plus the kernel's memory for a socket. Each connection has encryption buffers.
 """
 
 UNLIMITED_DESCRIPTORS: Final = 2**31

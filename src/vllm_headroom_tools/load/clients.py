@@ -1,4 +1,4 @@
-"""Concurrent clients, which send a request after each answer or at the times of a given rate."""
+"""Concurrent clients, which send each request after the previous answer or at a given rate."""
 
 import asyncio
 import contextlib

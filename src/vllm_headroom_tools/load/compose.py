@@ -63,8 +63,8 @@ async def run_load(order: LoadOrder) -> Report:
     target = await find_target(order.url, order.api, tls, bearer)
     check_capacity(order.concurrency, count_streams(order.concurrency), uses_tls=tls is not None)
     model = await _choose_model(order, target)
-    # Create the trace before the first request. Otherwise, the results of an hour could be lost
-    # because the trace cannot be written.
+    # Create the trace before the first request. Otherwise, an hour of results could be lost because
+    # the trace cannot be written.
     create_trace(order.trace)
     sampling = Sampling(
         parts=_build_parts(order, target, SystemClock()),

@@ -99,7 +99,7 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     probe_dir: Path | None
     trace: Path
     most_first_token_seconds: float | None = None  # Limit for 99 % of requests, up to 100 % load.
-    most_request_seconds: float | None = None  # The same for the whole request.
+    most_request_seconds: float | None = None  # The same limit for a whole request.
 
     @property
     def page_url(self) -> httpx.URL:

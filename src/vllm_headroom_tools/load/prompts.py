@@ -135,7 +135,7 @@ BLOCK_PIXELS: Final = 32
 
 
 def draw_image(size: tuple[int, int], random: Random) -> bytes:
-    """Return a PNG of randomly coloured squares, so that none of the server's caches contains it.
+    """Return a PNG of randomly coloured squares, which is new to all of the server's caches.
 
     `size` is the width and height in pixels.
     """

@@ -26,7 +26,7 @@ and AsyncEngineDeadError (V0).
 
 BUSY_STATUSES: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 LONGEST_TEXT: Final = 160
-"""Our choice: the maximum number of characters to show of a server's text."""
+"""Our choice: the maximum number of characters of a server's text that are shown."""
 
 
 class Outcome(StrEnum):

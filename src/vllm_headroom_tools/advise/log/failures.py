@@ -385,7 +385,7 @@ def _change_for_model_limit(start_facts: StartFacts, failure: LogFailure) -> tup
 
 
 def _change_for_gpus(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return options with which the engine uses at most as many GPUs as it sees."""
+    """Return options with which the engine uses no more GPUs than it sees."""
     start = start_facts.start
     changes = [Change(text="Give the container all GPUs that the options name", cost=RESTART)]
     available_gpus = failure.figures.get("available_gpus")

@@ -227,7 +227,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
-    """Yield notes on CUDA graphs that took less than was reserved or are outside vLLM's share."""
+    """Yield notes on CUDA graphs that took less than reserved or are outside vLLM's share."""
     start = start_facts.start
     estimated_bytes = start.find_largest("graphs_estimated_bytes")
     graphs_bytes = start.find_largest("graphs_bytes")

@@ -1,4 +1,4 @@
-"""Use plan's own estimate to determine whether a start would succeed with other options."""
+"""Use the estimate of `plan` to determine whether other options would make a start succeed."""
 
 import json
 from typing import Any, Final

@@ -151,7 +151,7 @@ least this long. With a shorter trace, vLLM's share is not raised.
 def take_more(facts: Facts) -> Change | None:
     """Return the change that gives unused memory to the KV cache.
 
-    Unused memory is the room at the highest peak of a trace, less AIM_BYTES. Returns None for a
+    Unused memory is the room at the highest peak of a trace, minus AIM_BYTES. Returns None for a
     page, or for a trace that is shorter than PEAKS_SECONDS. Also returns None if memory ran short
     during a start or later, or if other processes took memory.
     """
@@ -494,7 +494,7 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
 
 
 def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
-    """Return a limit on running requests so that they fill CONCURRENCY_KEPT_RATIO of the cache.
+    """Return a limit at which the running requests fill CONCURRENCY_KEPT_RATIO of the cache.
 
     The size of a request is the number of tokens that the request held while the cache was full. If
     the size or the capacity is unknown, the limit is CONCURRENCY_KEPT_RATIO of the number of
@@ -534,7 +534,7 @@ def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
 
 UNUSED_RATIO: Final = 0.15
 """Our choice: memory is considered unused only if at least this share of each GPU was free at all
-times. If vLLM uses more of the GPU, it is normal that requests wait because the cache is full.
+times. If less is free, it is normal for requests to wait because of a full cache.
 """
 
 
@@ -543,8 +543,8 @@ def find_unused_memory(facts: Facts) -> Advice | None:
 
     The rule applies if a full cache made requests wait for at least LASTING_SECONDS. In addition,
     at least UNUSED_RATIO of each GPU must have been free at all times. If requests are also
-    preempted, `find_full_cache` judges them instead. It proposes giving the unused memory to the
-    cache, or adding a replica. Returns None if the rule does not apply.
+    preempted, `find_full_cache` judges them instead. The rule proposes giving the unused memory to
+    the cache, or adding a replica. Returns None if the rule does not apply.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -592,9 +592,9 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     The rule applies if requests waited for at least LASTING_SECONDS while the cache had room.
     During that time, the number of running requests must have stayed the same. The rule does not
     apply if less than AIM_BYTES was left at any peak, because more requests also take more memory
-    outside the cache. The rule does not apply either if another rank preempts requests. The
-    proposed limit would use CACHE_FILL_RATIO of the cache, computed from the tokens that running
-    requests held. Returns None if the rule does not apply.
+    outside the cache. Nor does it apply if another rank preempts requests. The proposed limit would
+    use CACHE_FILL_RATIO of the cache, computed from the tokens that running requests held. Returns
+    None if the rule does not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -692,9 +692,9 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
     """Judge a prefix cache that rarely hits.
 
     The rule applies if fewer than PAYING_RATIO of the looked-up tokens were cached. In addition, at
-    least PREFIX_TOKENS_PER_SECOND must have been looked up over PREFIX_SECONDS. It proposes prompts
-    with a common beginning or, to save the lookups, turning off the prefix cache. Returns None if
-    the rule does not apply.
+    least PREFIX_TOKENS_PER_SECOND must have been looked up over PREFIX_SECONDS. The rule proposes
+    prompts with a common beginning or, to save the lookups, turning off the prefix cache. Returns
+    None if the rule does not apply.
     """
     for engine in facts.engines:
         judgement = judge_prefix_cache(facts, engine)
@@ -713,8 +713,8 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
         return None
-    # A page does not show how long the engine has been counting. The time is derived from
-    # PREFIX_TOKENS_PER_SECOND, the lowest traffic that is judged.
+    # A page does not show how long the engine has been counting. The longest possible time is used,
+    # at a rate of PREFIX_TOKENS_PER_SECOND.
     judged_seconds = prefix.seconds
     if judged_seconds is None:
         judged_seconds = prefix.queries / PREFIX_TOKENS_PER_SECOND

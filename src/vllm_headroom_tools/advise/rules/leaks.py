@@ -110,7 +110,7 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     first_changes: tuple[Change, ...] = ()
     unknown_names = {gpu.display_name for gpu in facts.gpus if not gpu.is_holder_known}
     # The probe measures only the engine's memory. If the location of the growth is known, the
-    # engine itself is therefore growing.
+    # growth is therefore in the engine.
     if worst.name in unknown_names and location is None:
         summary = (
             f"{worst.names} fills, by whom is not known; every process on the card is affected."
@@ -169,7 +169,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
     """Judge the growth of host memory in the engine's processes.
 
     The rule applies if the leak detector raised an alarm on a process role. It proposes a restart
-    before the kernel kills the engine, and then an upgrade. If a leak in this role is known, the
+    before the kernel kills the engine, and then an upgrade. If a known leak affects this role, the
     advice is to upgrade to the version that fixes it. Returns None if the rule does not apply.
     """
     worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
@@ -394,7 +394,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     - Because of the excess, little memory was left for OVER_BUDGET_SECONDS.
     - The excess explains an exit.
 
-    It proposes reducing vLLM's share by the excess. Returns None if the rule does not apply.
+    The rule proposes reducing vLLM's share by the excess. Returns None if the rule does not apply.
     """
     gpus = _list_over_budget(facts)
     if not gpus:
@@ -468,7 +468,7 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
         (gpu, spell)
         for gpu in facts.gpus
         for spell in gpu.spells
-        # A shortage that a leak or other processes explain is not judged a second time.
+        # A shortage that is explained by a leak or by other processes is not judged again.
         if spell.kind is kind and gpu.uuid not in explained_uuids
     ]
     if not spells:
@@ -574,7 +574,7 @@ def _halve_steps(facts: Facts) -> Change | None:
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
-    """Return a limit at the highest number of requests that ran with enough memory left.
+    """Return a limit equal to the highest number of requests that ran with enough memory left.
 
     Returns None if that number is unknown, or if no more requests than that ran during the burst.
     """

@@ -323,9 +323,10 @@ def find_crash(facts: Facts) -> Advice | None:
     """Judge exits of a serving engine that GPU memory does not explain.
 
     Exits from `find_crashes` are only used if the room on the GPUs is known. The rule applies if
-    there are at least FAILED_STARTS such exits, or if engine processes outlived one of them. It
-    proposes reading the logs, which show whether an allocation failed. If no allocation failed,
-    changing the options for memory sizes does not help. Returns None if the rule does not apply.
+    there are at least FAILED_STARTS such exits, or if engine processes outlived one of them. The
+    rule proposes reading the logs, which show whether an allocation failed. If no allocation
+    failed, changing the options for memory sizes does not help. Returns None if the rule does not
+    apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
@@ -385,7 +386,7 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
 
 
 def _is_crash(end: Ending) -> bool:
-    """Return whether an exit was a crash, or a possible allocation failure on GPUs with room."""
+    """Return whether an exit was a crash, or possibly a failed allocation without a full GPU."""
     answer = judge_ending(end)[0]
     if answer.cause is EndCause.CRASH:
         return True
