@@ -19,8 +19,8 @@ def main() -> None:
         arguments = arguments[1:]
     open_closed_streams()
     require_open_files()
-    # The handlers are installed before the imports, because a signal may arrive during these.
-    # Ending the daemon with a signal is not a failure, so its exit status is 0.
+    # The handlers are installed first, because a signal may arrive during the imports. Ending the
+    # daemon with a signal is not a failure, so its exit status is 0.
     exit_on_signals(0 if name in {"run", "demo"} else None)
     from vllm_headroom_tools.cli import start  # noqa: PLC0415 - see above
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _is_command_name(word: str) -> bool:
-    """Return whether the first word is a command's name, and not an option or the engine's URL."""
+    """Return whether `word` is a command's name, as opposed to an option or the engine's URL."""
     return not word.startswith("-") and "://" not in word
 
 

@@ -41,7 +41,8 @@ def _declare_counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
     return metric
 
 
-# The metrics follow in the order of the page. Each declaration also adds the metric to METRICS.
+# The metrics below are in the order in which the page lists them. Each declaration also adds the
+# metric to METRICS.
 
 BUILD_INFO: Final = _declare_gauge(
     "build_info",

@@ -15,11 +15,11 @@ class Clock(Protocol):
         """Return a time in seconds that never goes backwards."""
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until at least the given time; if this has passed, only yield to other tasks."""
+        """Wait until the given time; if it has already passed, only yield to other tasks."""
 
 
 class SystemClock:
-    """The machine's clock, which may be set to run `speed` times as fast."""
+    """The machine's clock, optionally sped up by the factor `speed`."""
 
     speed = 1.0
 
@@ -32,7 +32,7 @@ class SystemClock:
         return time.monotonic()
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
-        """Wait until at least the given time; if this has passed, only yield to other tasks."""
+        """Wait until the given time; if it has already passed, only yield to other tasks."""
         # uvloop's timers count whole milliseconds and may fire early. If this method returned
         # early, a step would run twice.
         while True:

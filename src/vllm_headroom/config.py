@@ -32,7 +32,7 @@ PROFILE_NAMES: Final = (AUTO, *(profile.name for profile in PROFILES))
 
 
 def from_text(parse: Callable[[str], object]) -> BeforeValidator:
-    """Return a validator that parses text, and does not change other values, such as defaults."""
+    """Return a validator that parses text and leaves other values, such as defaults, unchanged."""
 
     def validate(value: object) -> object:
         if isinstance(value, str):
@@ -43,7 +43,7 @@ def from_text(parse: Callable[[str], object]) -> BeforeValidator:
 
 
 def parse_mapping(text: str) -> object:
-    """Parse YAML, which includes JSON; raise NotYamlError."""
+    """Parse YAML, including JSON; raise NotYamlError if this fails."""
     from vllm_headroom.yaml_file import parse_yaml  # noqa: PLC0415 - YAML costs 25 ms of the start
 
     return parse_yaml(text.encode(errors="replace"), as_text=True).document
@@ -78,7 +78,7 @@ WholeNumber = Annotated[int, from_text(inputs.parse_whole_number)]
 
 
 class Display(NamedTuple):
-    """How a setting is shown in --help and in the message that refuses a value."""
+    """How a setting is shown in --help and in the error message for an invalid value."""
 
     metavar: str
     """The placeholder that --help shows for the value."""
@@ -319,7 +319,7 @@ class Settings(BaseSettings):
         gt=0,
         le=10**9,
     )
-    # pydantic uses the name `model_config` itself.
+    # pydantic reserves the name `model_config`.
     model_config_: FilePath | None = setting(
         None,
         "The configuration of the model that the engine serves, for the bytes per token; without"
@@ -428,8 +428,8 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Make pydantic use only the values that are passed to the constructor.
 
-        `read_settings` reads the sources itself, because it validates each source separately,
-        including values that another source overrides.
+        `read_settings` reads the sources itself. It validates each source separately, including
+        values that another source overrides.
         """
         return (sources["init_settings"],)
 
@@ -456,7 +456,7 @@ process that looks like an engine would receive the secret.
 
 
 def list_conflicts(settings: Settings) -> tuple[str, ...]:
-    """Return one line for each setting that cannot be used with several engines."""
+    """Return one line for each setting that is set but cannot be used with several engines."""
     if settings.engines is None:
         return ()
     # A setting counts as set if its value differs from its default.
@@ -479,7 +479,7 @@ def list_conflicts(settings: Settings) -> tuple[str, ...]:
 
 
 def find_display(field: FieldInfo) -> Display:
-    """Return how a field is shown in --help and refusals, as declared by `setting`."""
+    """Return how a field is shown in --help and in error messages, as declared by `setting`."""
     extra = cast("dict[str, Display]", field.json_schema_extra)
     return extra["display"]
 
