@@ -72,7 +72,7 @@ MMAP_THRESHOLD_BYTES: Final = 128 * 2**10
 """glibc's default threshold. The text of vLLM's page takes 67 kB."""
 
 
-@cache  # The version is read from the distribution's files and shown on every page.
+@cache  # Reading the version opens files, and every page shows it.
 def read_version() -> str:
     """Return the version of the installed distribution."""
     return metadata.version("vllm-headroom")
@@ -98,16 +98,16 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     status = runner.run(run(build_real_parts(settings, model), settings, model))
     logging.shutdown()
-    # The exit does not wait for threads, because a resolver that does not respond blocks a thread
-    # for 10 s (measured).
+    # Exit without waiting for threads: a DNS resolver that does not respond blocks a thread for
+    # 10 s (measured).
     os._exit(status)
 
 
 def prepare_process() -> None:
     """Configure the process: who may write to its files, and how it frees memory."""
     forbid_writing_by_others()
-    # Only glibc has this function. By default, glibc raises the threshold when a large block is
-    # freed. Because of this, a single page of 4 MiB left 13 MiB in use. An explicitly set threshold
+    # Only glibc has this function. By default, glibc raises its mmap threshold when a large block
+    # is freed. As a result, a single 4 MiB page left 13 MiB in use. An explicitly set threshold
     # does not change.
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
@@ -135,14 +135,14 @@ async def run(
     model: ModelReader = NO_MODEL,
     build_daemon: Callable[..., Service] | None = None,
 ) -> int:
-    """Run a daemon over `parts` until it is stopped, close the parts, and return the exit status.
+    """Run a daemon with `parts` until it is stopped, close the parts, and return the exit status.
 
     The status is CANNOT_LISTEN if the port or the web configuration file cannot be used.
     `build_daemon` builds the daemon. The demo uses it to replace the class Daemon. Raises an
     ExceptionGroup if a loop raises.
     """
-    # The port is opened and the web configuration is read before anything is started, so that a
-    # mistake leads only to a log line and an exit.
+    # The port is opened and the web configuration is read first. A mistake in either then leads
+    # only to a log line and an exit.
     door = None
     try:
         listener = listen(settings.listen_host, settings.listen_port)
@@ -183,7 +183,8 @@ async def run(
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
-            # The Lease is given back after the loops have ended, so that no turn takes it again.
+            # The Lease is given back after the loops have ended, because a loop could otherwise
+            # take it again.
             if isinstance(parts, Parts) and parts.evictor is not None:
                 await parts.evictor.give_lease_back()
             await close_all(*parts.list_resources())
@@ -192,7 +193,7 @@ async def run(
 def build_engine_watch(
     parts: Parts, settings: Settings, model: ModelReader, pod: EnginePod | None
 ) -> EngineWatch:
-    """Build the watch that samples the engine in `parts` and, if configured, saves and records it.
+    """Build the watch that samples the engine in `parts` and, if configured, saves its state.
 
     `pod` is the engine's pod, or None if unknown.
     """
@@ -204,7 +205,7 @@ def build_engine_watch(
     lock = None
     recent_lines = None
     if settings.state_dir is not None:
-        # The state and the flight record have one lock, because they share the folder.
+        # The state and the flight record share a lock, because they are in the same folder.
         lock = FolderLock()
         keeper = StateKeeper(
             folder=settings.state_dir, clock=clock, version=read_version(), lock=lock
@@ -228,7 +229,7 @@ def build_engine_watch(
             parts.canary_request.ask,
             settings.canary_interval_seconds,
             clock,
-            # If a pause lasts longer than a slow tick, the daemon itself was stopped.
+            # A pause that is longer than a slow tick means that the daemon itself was stopped.
             pause_seconds=max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds),
         )
     server_pages = None
@@ -308,8 +309,7 @@ class Daemon:
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
         loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
-        # This loop reads GPU memory more often than the other sources are read, so that short peaks
-        # are noticed.
+        # GPU memory is read more often than the other sources, so that short peaks are noticed.
         if self._gpu_interval_seconds < self._interval_seconds:
             timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._gpu_interval_seconds)
             sample_gpu_memory = partial(self._watch.sample_gpu_memory, timeout_seconds)
@@ -374,7 +374,7 @@ class Daemon:
             await evictor.turn(latest.gate.due)
 
     def _build_view(self) -> View:
-        """Return what the page shows now, without a snapshot before the first sample."""
+        """Return what the page shows now; before the first sample, the view has no snapshot."""
         view = View(
             version=read_version(),
             interval_seconds=self._interval_seconds,
@@ -392,7 +392,7 @@ class Daemon:
 
 
 def add_newest_tick(view: View, watch: EngineWatch, now_seconds: float) -> View:
-    """Return `view` with an engine's newest tick, or unchanged before the engine's first sample.
+    """Return `view` with an engine's newest tick added, or unchanged before the first sample.
 
     `now_seconds` is on the monotonic clock.
     """

@@ -40,8 +40,8 @@ class Canary:
         """Build a canary that has not sent anything yet.
 
         `ask` sends the request and returns whether the engine responded, or None if no request can
-        be sent. If more than `pause_seconds` pass between two ticks, the daemon itself was stopped
-        and could not receive a response.
+        be sent. If more than `pause_seconds` pass between two ticks, the daemon itself was stopped,
+        so it could not receive a response.
         """
         self._ask = ask
         self._clock = clock
@@ -107,17 +107,18 @@ class Canary:
 
 
 def _find_idle_model(snapshot: Snapshot) -> str | None:
-    """Return the name of a model on the server while all its engines are awake and idle.
+    """Return a model's name if all of the server's engines are awake and idle.
 
-    Returns None while an engine has a request, is asleep or is missing, and also if the page or the
-    engine's state is unknown.
+    Returns None if:
+
+    - an engine has a request, is asleep or is missing
+    - the page or the engine's state is unknown
     """
     if isinstance(snapshot.engines, Failure) or snapshot.engine_status is None:
         return None
     if is_page_awake(snapshot.engines) is False:
         return None
-    # A sign of a hang may change the state, but requests must still be sent to detect when the hang
-    # ends.
+    # Hang signs may change the state. Requests are still sent then, to detect when the hang ends.
     is_up = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED)
     is_doubted = snapshot.engine_status.are_gauges_doubted
     if not is_up and not is_doubted and not snapshot.engine_status.hang_signs:

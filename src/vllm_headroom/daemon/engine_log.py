@@ -1,4 +1,4 @@
-"""Follow the engine's log: fetch and read additions, and remember how each run ended."""
+"""Follow the engine's log: fetch and read new lines, and remember how each run ended."""
 
 from functools import partial
 from typing import Final
@@ -66,9 +66,8 @@ class EngineLogFollower:
         self._worker = Worker[LogReading]("engine log")
 
     async def read(self, timeout_seconds: float) -> LogReading | Failure:
-        """Return what the log shows so far, or a Failure with the reason if it cannot be read."""
-        # While a batch is being read, no other batch is fetched, because the other batch would be
-        # lost.
+        """Return what the log shows so far, or a Failure if the log cannot be read."""
+        # No batch is fetched while another one is being read, because the new batch would be lost.
         if self._worker.is_busy:
             return SLOW
         batch = await self._source.fetch(timeout_seconds)
@@ -95,8 +94,8 @@ class EngineLogFollower:
                 # A line without a timestamp gets the time at which it was read, which is
                 # meaningless for an old file.
                 seconds = read_seconds if event.time.seconds is None else event.time.seconds
-                # A line about the engine's load does not end the start, but may show that the
-                # engine has survived a failure.
+                # A line that reports the engine's request load does not end the start. It may show
+                # that the engine has survived a failure.
                 number = self._reader.start_count
                 if event.kind is not LogEventKind.LOAD:
                     touched_seconds[number] = seconds
@@ -111,7 +110,7 @@ class EngineLogFollower:
         )
 
     def _update_ending(self, number: int, seconds: float | None) -> None:
-        """Store how a start ended, if it did, after a batch of its lines was read."""
+        """Store how a start ended, if it has ended, after reading a batch of its lines."""
         self._endings.pop(number, None)
         start = self._find_start(number)
         ending = None if start is None else _describe_ending(start, seconds)
@@ -131,7 +130,7 @@ class EngineLogFollower:
 
 
 def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | None:
-    """Return how a start ended, or None while it is running or if it survived its failures."""
+    """Return how a start ended, or None if it is still running or survived its failures."""
     failure = start.root_failure
     if failure is None and not start.is_stopped:
         return None
@@ -139,7 +138,7 @@ def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | N
 
 
 class Unreadable:
-    """A placeholder for a log that cannot be read from here, for a reason that does not change."""
+    """A placeholder for a log that cannot be read from here, for a permanent reason."""
 
     def __init__(self, problem: str) -> None:
         message = f"the engine's log: {problem} (HEADROOM_ENGINE_LOG)"

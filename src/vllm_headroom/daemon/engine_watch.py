@@ -117,8 +117,8 @@ class Sampler:
     async def tick(self) -> TickResult:
         """Read all sources in parallel, evaluate the readings, and publish the result.
 
-        If a source or an evaluation step raises an error, the error is logged, and only the samples
-        from that part are missing.
+        An error in a source or an evaluation step is logged; only the samples from that part are
+        missing.
         """
         snapshot = self._evaluation.build_snapshot(await self._read_sources())
         # The states are recalled before the run is updated, so that this sample continues the saved
@@ -136,7 +136,7 @@ class Sampler:
         return result
 
     async def _recall_guarded(self, recall: Recall, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the states to continue from; after an error, log it and return no states."""
+        """Return the states to continue from; on an error, log it and return an empty mapping."""
         try:
             states = await recall(snapshot)
         except Exception as error:  # noqa: BLE001 - any error: the states start over
@@ -195,10 +195,9 @@ class Sampler:
         )
 
     async def _read_engine(self) -> Timed[EnginePage | Failure]:
-        """Return the parsed page, or a Failure, and how long fetching the page took.
+        """Return the parsed page or a Failure, together with the time that fetching the page took.
 
-        A large page is parsed on a thread, because a page designed to parse slowly must not delay
-        scrapes or GPU samples.
+        A large page is parsed on a thread, so that it cannot delay scrapes or GPU samples.
         """
         text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch)
         if isinstance(text, Failure):
@@ -208,7 +207,7 @@ class Sampler:
 
     async def _parse_page(self, text: str) -> EnginePage | Failure:
         # For a small page, a thread would cost more than parsing the page here.
-        """Return the engines on a page, or a Failure if it takes too long or cannot be parsed."""
+        """Return the engines on a page, or a Failure if parsing it fails or takes too long."""
         if len(text) <= SMALL_PAGE:
             return self._parse(text)
         try:
@@ -245,7 +244,7 @@ class Sampler:
         source: Source,
         read: Callable[[float], Awaitable[T | Failure]] | None,
     ) -> asyncio.Task[Timed[T | Failure]] | None:
-        """Begin to read an optional source; return None if it is not configured."""
+        """Begin reading an optional source; return None if it is not configured."""
         if read is None:
             return None
         return group.create_task(
@@ -255,7 +254,7 @@ class Sampler:
     async def _time_reading(
         self, source: Source, read: Callable[[], Awaitable[T | Failure]]
     ) -> Timed[T | Failure]:
-        """Return what a reader returns, or a Failure if it raises, and how long it took."""
+        """Return a reader's result, or a Failure if it raises, together with the time it took."""
         # The time is measured on the machine's clock, because the clock of the demo's daemon runs
         # faster.
         read_machine_seconds = asyncio.get_running_loop().time
@@ -274,8 +273,8 @@ class Sampler:
         """Return what a reader returns; if it raises, log the error and return a Failure.
 
         Every call to a reader goes through this method, so that the content of a single source
-        cannot end the daemon. Even a MemoryError affects only that source, so a source that is too
-        large cannot stop the ticks.
+        cannot end the daemon. Even a MemoryError, for example because a source is too large,
+        affects only that source.
         """
         try:
             value = await read()

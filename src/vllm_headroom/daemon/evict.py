@@ -94,7 +94,7 @@ class Evictor:
         uid: str = "",
         clock: Clock,
     ) -> None:
-        """`uid` is the pod's UID, or "" for this process's own pod, whose name is certain."""
+        """`uid` is the pod's UID, or "" for this process's own pod, where the name is enough."""
         self._api = api
         self._policy = policy
         self._clock = clock
@@ -140,16 +140,15 @@ class Evictor:
     async def close(self) -> None:
         """Close the connection.
 
-        If this pod holds a Lease, the Lease expires.
+        A Lease that this pod holds is left to expire.
         """
         await self._api.close()
 
     async def give_lease_back(self) -> None:
         """Give the Lease to the next pod at shutdown if that is safe; otherwise, let it expire.
 
-        Giving it back is safe once the status of the PodDisruptionBudget counts this pod as
-        missing, because the next pod then waits for the replacement. Giving the Lease back takes at
-        most GIVE_BACK_SECONDS.
+        This is safe once the PodDisruptionBudget's status counts this pod as missing. The next pod
+        then waits for the replacement. Giving the Lease back takes at most GIVE_BACK_SECONDS.
         """
         if not (self._has_evicted and self._is_holder):
             return
@@ -157,7 +156,8 @@ class Evictor:
             async with asyncio.timeout(GIVE_BACK_SECONDS):
                 if not _counts_missing_pods(await self._find_budget()):
                     return
-                # The shutdown may have cancelled a turn that had renewed the Lease.
+                # The shutdown may have cancelled a turn after it renewed the Lease, so the Lease is
+                # read again.
                 lease = await self._read_lease()
                 if lease.get("spec", {}).get("holderIdentity") == self._identity:
                     self._lease = lease
@@ -166,7 +166,7 @@ class Evictor:
                         log.info("Lease given back to the next pod", lease=self._lease_name)
 
     async def turn(self, due: str | None) -> None:
-        """Try to evict this pod, or renew or release its Lease, and log any problem; never raise.
+        """Try to evict this pod, or renew or release its Lease; log any problem instead of raising.
 
         `due` is the reason why this pod should be evicted now, or None if it should not be. During
         the pause after a refusal, this method does nothing.
@@ -219,13 +219,13 @@ class Evictor:
         if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
             return
-        # The Lease is taken only if nobody else has taken it since it was read, so no other pod of
-        # the workload has been evicted since the budget was checked.
+        # The Lease is taken only if nobody else has taken it since it was read. Therefore, no other
+        # pod of the workload has been evicted since the budget was checked.
         await self._take_lease(lease, began_seconds)
         try:
             await self._evict()
         except NotNowError as error:
-            # If there was no response, the eviction may be under way, and the Lease keeps other
+            # Without a response, the eviction may be under way. The Lease therefore keeps other
             # pods waiting.
             if error.status != 0:
                 await self._release()
@@ -250,11 +250,11 @@ class Evictor:
         """Return this pod's object, and set the names of the Lease and of its holder.
 
         Raises NotNowError if no controller would replace the pod, or if the pod has no
-        readinessProbe to show when a replacement is serving.
+        readinessProbe. Without the probe, nothing shows when a replacement is serving.
         """
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
         metadata = pod["metadata"]
-        # A StatefulSet gives the replacement the same name.
+        # A StatefulSet gives a replacement the name of the pod that it replaces.
         if self._uid and metadata["uid"] != self._uid:
             raise NotNowError("another pod has its name now")
         owners = metadata.get("ownerReferences", ())
@@ -315,9 +315,9 @@ class Evictor:
     async def _read_lease(self) -> Object:
         """Return the Lease if it is free or held by this pod, or {} if there is no Lease.
 
-        A Lease counts as expired if this pod has seen no change to it during its entire duration.
-        The clocks of two machines are therefore never compared. Raises NotNowError while another
-        pod holds the Lease.
+        A Lease counts as expired if this pod has seen it unchanged for its full duration. The
+        clocks of two machines are therefore never compared. Raises NotNowError while another pod
+        holds the Lease.
         """
         try:
             lease = await self._ask("GET", f"{self._leases_path}/{self._lease_name}")
@@ -362,7 +362,7 @@ class Evictor:
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> bool:
-        """Give the Lease to the next pod, or let it expire and return False if writing fails."""
+        """Give the Lease to the next pod; if writing fails, let it expire and return False."""
         self._lease_held_until = 0.0
         try:
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})
@@ -428,8 +428,7 @@ class Evictor:
     async def _ask(self, method: str, path: str, body: Object | None = None) -> Object:
         """Return the object in the API server's response.
 
-        Raises NotNowError if there is no response, if the status does not indicate success, or if
-        the response reports a failure or is not an object.
+        Raises NotNowError if there is no response, or if it reports a failure or is not an object.
         """
         reply = await self._api.send(method, path, body)
         if isinstance(reply, Failure):

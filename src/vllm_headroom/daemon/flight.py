@@ -110,7 +110,7 @@ machine. The samples take 260 kB in the header.
 
 
 class RecentReadings:
-    """Keeps the newest samples of memory in use between ticks, and the driver's newest errors."""
+    """Keeps recent samples of used memory between ticks, and the newest errors of the driver."""
 
     def __init__(self) -> None:
         self.xids: deque[Xid] = deque(maxlen=MOST_XIDS)
@@ -120,14 +120,13 @@ class RecentReadings:
         """The driver's counts, keyed by UUID and XID, or None before the first reading of GPUs."""
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
-        """Add each GPU's memory in use, keyed by UUID, at a time in seconds since the epoch.
+        """Add each GPU's used memory, keyed by UUID; `seconds` is the time since the epoch.
 
         A reading that is empty, or comes too soon after the last one, is left out.
         """
         if not used_bytes:
             return
-        # The absolute difference is used, so that setting the clock back does not stop the samples
-        # for an hour.
+        # The absolute difference is used, so that samples continue if the clock is set back.
         if not self._samples or abs(seconds - self._samples[-1][0]) >= USE_STEP_SECONDS:
             self._samples.append((round(seconds, 1), used_bytes))
 
@@ -182,8 +181,8 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 class Flight:
     """Owns the flight record in `folder` once this daemon holds `lock`.
 
-    `lines` returns the daemon's last log lines. Volume errors affect only the record. They are
-    logged when they begin and when they end.
+    `lines` returns the daemon's last log lines. Errors on the volume affect only the record. They
+    are logged when they begin and when they end.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class Flight:
             self._engine_log = snapshot.log
         event = self._take_event(snapshot.engine_status)
         if not self._lock.is_ours:
-            return  # The daemon with the lock records the tick.
+            return  # Another daemon holds the lock and records the tick.
         # The last incident is read only once, after the lock has been taken.
         if self._recorded_seconds is None:
             await self._writer.do(self._find_last_incident)
@@ -262,7 +261,7 @@ class Flight:
     ) -> None:
         """Store this tick's context.
 
-        If the engine has served before but is out of service now, the stored context does not
+        While an engine that has served before is out of service, the stored context does not
         change. That context describes the last tick in service, so it explains how the service
         ended.
         """
@@ -284,14 +283,14 @@ class Flight:
     def _take_event(self, status: EngineStatus | None) -> Ending | None:
         """Return the tick's event, or None if there is none.
 
-        If the engine has served again, the event begins another incident, and the open one is
-        closed.
+        If the engine has served since the open incident, the event closes that incident and begins
+        another.
         """
         if status is None:
             return None
         if status.event is not None and self._last_known_state is EngineState.SERVING:
             self._incident = None
-        # The state may be unknown for a while during a stall, which still counts as one stall.
+        # A stall counts as one stall even if the state is unknown for a while during it.
         if status.state is not EngineState.UNKNOWN:
             self._last_known_state = status.state
         return status.event
@@ -313,7 +312,7 @@ class Flight:
         incident = self._incident
         if incident is None:
             # Memory may fill up between two lines of the record, so the header contains the samples
-            # in between.
+            # taken in between.
             leaks = self._last_context.get("leaks", ())
             used = self.recent.list_used(leak["uuid"] for leak in leaks)
             self._incident = OpenIncident(
@@ -336,11 +335,11 @@ class Flight:
         )
 
     async def _write(self, incident: OpenIncident, now: float) -> OpenIncident | None:
-        """Write the incident so far, and return it with the time at which to write it next.
+        """Write the incident so far, and return it with the time of the next write.
 
-        An incident is written immediately. Once it is complete, it is written again with all events
-        that followed. Returns None once the complete incident is written, or if writing still fails
-        INCIDENT_SECONDS after the end of the incident.
+        An incident is written immediately. Once the incident is complete, it is written again with
+        all later events. Returns None once the complete incident is written, or if writing still
+        fails INCIDENT_SECONDS after the end of the incident.
         """
         # XIDs and failed allocations in the minutes before the incident may be its cause.
         oldest_seconds = incident.seconds - ERROR_SECONDS
@@ -376,7 +375,7 @@ class Flight:
                 log.warning(
                     "an incident was set aside", look_at=look_at, engine_log=self._pod.log_command
                 )
-        # Until the incident closes, later events are added when it is next written.
+        # Until the incident closes, each later event is added at the next write.
         if now >= closes_at_seconds:
             return None
         return replace(incident, write_at_seconds=max(now + RETRY_SECONDS, closes_at_seconds))
@@ -448,7 +447,7 @@ def _list_holders(snapshot: Snapshot) -> list[MemoryHolder]:
 
 
 def list_ooms(snapshot: Snapshot) -> tuple[Oom, ...]:
-    """Return the newest OutOfMemoryError of each probed process, running or exited."""
+    """Return the newest OutOfMemoryError of each probed process, including exited processes."""
     return tuple(
         Oom(
             t=round(process.oom.at_seconds, 3),
@@ -465,7 +464,7 @@ def list_ooms(snapshot: Snapshot) -> tuple[Oom, ...]:
 
 
 def list_snapshots(snapshot: Snapshot) -> tuple[SnapshotFile, ...]:
-    """Return torch's snapshot at the first OutOfMemoryError of each process, running or exited.
+    """Return the torch snapshot that each process, running or exited, took at its first OOM error.
 
     The newest snapshot comes last. If there are many ranks, only the newest snapshots are listed.
     """
@@ -501,7 +500,7 @@ def _describe_snapshot(pid: int, snapshot: AllocatorSnapshot) -> SnapshotFile:
 
 
 def _drop_sizes(process: ProbedProcess) -> ProbedProcess:
-    """Return a process without its peaks by size, because an incident needs only the highest."""
+    """Return a process without its peaks by size; an incident needs only the highest peak."""
     if process.peaks is None:
         return process
     works = tuple([replace(work, sizes=()) for work in process.peaks.works])

@@ -40,8 +40,8 @@ second.
 class Background(logging.Handler):
     """Writes to stderr from a separate thread, so that an unread pipe does not block the daemon.
 
-    Lines that do not fit in the queue are dropped and counted. The next line that is written is
-    followed by a line that reports how many were dropped.
+    Lines that do not fit in the queue are dropped and counted. The next line is followed by one
+    that reports how many were dropped.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class Background(logging.Handler):
         except Full:
             self._dropped += 1
         if self._thread is None:
-            with contextlib.suppress(OSError):  # If no thread can be started, the lines wait.
+            with contextlib.suppress(OSError):  # If no thread can be started, lines stay queued.
                 self._thread = start_thread(self._run, "log")
 
     def flush(self) -> None:
-        """Wait until all lines are written, but at most LOG_SHUTDOWN_SECONDS."""
+        """Wait until all lines are written, but for at most LOG_SHUTDOWN_SECONDS."""
         with self._waiting.all_tasks_done:
             self._waiting.all_tasks_done.wait_for(
                 lambda: not self._waiting.unfinished_tasks, LOG_SHUTDOWN_SECONDS
@@ -146,7 +146,7 @@ def _read_fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 class Json(logging.Formatter):
-    """Formats a line as JSON; a traceback is its field `exception`."""
+    """Formats a line as JSON, with any traceback in the field `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""

@@ -64,9 +64,9 @@ async def run_every(
 ) -> None:
     """Run `step` immediately, and then once per interval until cancelled.
 
-    The times form a grid. If a step takes longer than the interval, the missed points of the grid
-    are skipped. Errors in a step are logged, and the loop continues. If every step of the sampling
-    loop raises, the health check reports it.
+    The times form a grid. If a step takes longer than the interval, the runs that were due
+    meanwhile are skipped. Errors in a step are logged, and the loop continues. If every step of the
+    sampling loop raises, the health check reports it.
     """
     began_seconds = clock.monotonic()
     guard = StepGuard()
@@ -110,8 +110,8 @@ class Heartbeat:
     def find_stall(self) -> str | None:
         """Return why the loop is unhealthy, or None while it is healthy.
 
-        The loop is unhealthy if it has not run for three intervals and, by the machine's clock, for
-        more than LEAST_SILENCE_SECONDS.
+        The loop is unhealthy if its last run was more than three intervals ago and, on the
+        machine's clock, more than LEAST_SILENCE_SECONDS ago.
         """
         silent_seconds = self._clock.monotonic() - self._beat_seconds
         silent_machine_seconds = self._read_machine_seconds() - self._beat_machine_seconds

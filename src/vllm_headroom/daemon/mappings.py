@@ -100,7 +100,7 @@ class Mappings:
             if not reading.done():
                 return  # Only one process is read at a time.
             self._running = None
-            # The process still exists, so the pid was its own during the whole reading.
+            # The process still exists, so the PID belonged to it during the whole reading.
             if name in processes:
                 # After an error, such as a missing permission, the process counts as unreadable.
                 sizes = None if reading.exception() else reading.result()
@@ -114,8 +114,8 @@ class Mappings:
     def describe(self) -> list[dict[str, Any]]:
         """Return the growth of each process that was read at least twice, as a record for JSON.
 
-        `kinds` contains bytes by kind of mapping. `since` and `t` are the times of the first and
-        newest readings, in seconds since the epoch.
+        `kinds` contains the growth in bytes of each kind of mapping. `since` and `t` are the times
+        of the first and newest readings, in seconds since the epoch.
         """
         return [
             {
@@ -135,7 +135,7 @@ class Mappings:
         """Return the next process to read, or None if no reading is due.
 
         The largest process that has never been read comes first. If all have been read, the result
-        is a process that may be read again now and has a role whose memory is growing.
+        is a process that may be read again and whose role's memory is growing.
         """
         # The largest process is the most likely to leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)

@@ -125,7 +125,7 @@ class SharedGpus:
         return readings
 
     async def begin_used(self, timeout_seconds: float) -> None:
-        """Read the memory in use on all GPUs, which `sample_used` returns to each engine."""
+        """Read the memory in use on all GPUs; `sample_used` then returns it to each engine."""
         self._used_bytes = await self._gpus.sample_used(timeout_seconds)
 
     async def sample_used(
@@ -206,13 +206,14 @@ class WatchedEngine:
         return self._samples
 
     async def close(self) -> None:
-        """End the engine's tasks, which saves its state, and close its sources."""
+        """End the engine's tasks, so that they save its state, and close its sources."""
         started_tasks = (self._loops, self._sampling, self._evicting)
         tasks = [task for task in started_tasks if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # The Lease is given back after the evictor's last turn, so that no turn takes it again.
+        # The Lease is given back after the evictor's last turn, because a later turn could
+        # otherwise take it again.
         if self._evictor is not None:
             await self._evictor.give_lease_back()
         self.watch.close()
@@ -249,7 +250,7 @@ class WatchedEngine:
             self._is_faulty = False
 
     def _label_samples(self, published: Published) -> tuple[Sample, ...]:
-        """Return this engine's samples, with the engine's labels before their own.
+        """Return this engine's samples, with the engine's labels added in front.
 
         Samples of GPUs that the engine does not hold are left out. So are the driver's samples,
         because they describe the machine.
@@ -292,8 +293,8 @@ class NodeReadings(Struct, frozen=True, kw_only=True):
 class NodeWatch:
     """Follows the engines of a machine as they start and exit, and samples all of them.
 
-    A tick begins a sample of each engine without waiting for it, so that an engine that responds
-    slowly does not make the others miss a sample.
+    A tick begins a sample of each engine without waiting for it. An engine that responds slowly
+    therefore does not make the others miss a sample.
     """
 
     def __init__(
@@ -309,7 +310,7 @@ class NodeWatch:
     ) -> None:
         """Build a watch that has not read anything yet.
 
-        `processes` finds the engines. If it is None, the engines are always `engines`.
+        `processes` finds the engines. If `processes` is None, the engines are always `engines`.
         """
         self.located: tuple[LocatedEngine, ...] = engines
         """Every engine that was found, whether or not it is watched."""
@@ -347,8 +348,8 @@ class NodeWatch:
         """
         if self._has_dropped_engines:
             self._has_dropped_engines = False
-            # The threads of an engine's readers end when the readers are collected. Python itself
-            # rarely collects objects that are as old as these (YOUNG_OBJECTS).
+            # The threads of an engine's readers end when the readers are garbage-collected. Python
+            # itself rarely collects objects this old (YOUNG_OBJECTS).
             gc.collect()
         await self._following_guard.run(self._follow_engines)
         began_seconds = self._clock.monotonic()
@@ -416,7 +417,7 @@ class NodeWatch:
         engines: list[WatchedEngine],
         engine_samples: list[tuple[Sample, ...]],
     ) -> Published:
-        """Return all samples; a GPU held by an engine has samples only with the engine's labels."""
+        """Return all samples; a GPU held by an engine gets only those with the engine's labels."""
         owned_uuids = set[str]()
         for engine in engines:
             owned_uuids |= engine.list_owned()
@@ -495,7 +496,8 @@ class NodeWatch:
             self._finding_since_seconds = self._clock.monotonic()
             find = partial(self._find, self._processes)
             self._finding = asyncio.create_task(self._finding_guard.run(find))
-        # Unlike `wait_for`, `wait` does not cancel the search, so it continues in the next tick.
+        # Unlike `wait_for`, `wait` does not cancel the search after the timeout. The search
+        # continues in the next tick.
         await asyncio.wait((self._finding,), timeout=FIND_SECONDS)
         if not self._finding.done():
             if self._clock.monotonic() - self._finding_since_seconds > LONG_SEARCH_SECONDS:
@@ -515,12 +517,12 @@ class NodeWatch:
             self._report("search", "")
 
     async def _apply(self, located: Mapping[str, LocatedEngine]) -> None:
-        """Start and stop watching engines according to what was found."""
+        """Start and stop watching engines, depending on which were found."""
         for key, watched in tuple(self.engines.items()):
             present = located.get(key)
             if present is None or present.kind is EngineKind.UNREADABLE:
-                # The engine's server has exited or is about to. The engine is still watched after
-                # its run has ended.
+                # The engine's server has exited or is about to exit. The engine stays watched for a
+                # while.
                 await self._drop_if_gone(watched, is_present=present is not None)
             elif present != watched.located:
                 # The engine now has its own sidecar, or a different address or name.
@@ -544,7 +546,7 @@ class NodeWatch:
         if engine.absent_since_seconds is None:
             engine.absent_since_seconds = now_seconds
         absent_seconds = now_seconds - engine.absent_since_seconds
-        # By this time, a sample that began after the engine's end has been published.
+        # By then, a sample that began after the engine disappeared has been published.
         last_sample_seconds = engine.absent_since_seconds + 2 * self._interval_seconds
         is_scraped = self._scraped_seconds > last_sample_seconds
         if is_in_pod and (is_scraped or absent_seconds > LAST_SAMPLE_SECONDS):
@@ -576,7 +578,7 @@ class NodeWatch:
         log.info("engine is no longer watched", of_engine=engine.name.text)
 
     def _report_others(self) -> None:
-        """Log each engine that is not watched when it is found and when the reason changes."""
+        """Log each unwatched engine once, and again if the reason changes."""
         problems = {
             engine.key: "it has its own sidecar"
             for engine in self.list_others(EngineKind.OWN_SIDECAR)

@@ -85,7 +85,7 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
         log.warning("engines of other pods cannot be found", problem=NO_HOST_PIDS)
     status = runner.run(app.run(parts, settings, model, NodeDaemon))
     logging.shutdown()
-    # As in app.serve, a thread waiting for a resolver must not delay the exit.
+    # As in app.serve, a thread that waits for a DNS resolver must not delay the exit.
     os._exit(status)
 
 
@@ -119,7 +119,7 @@ def list_folder_parts(located: LocatedEngine) -> tuple[str, ...]:
 
 
 def find_pod(name: EngineName) -> EnginePod | None:
-    """Return an engine's pod, for texts that show commands, or None if its names are unknown."""
+    """Return an engine's pod, for use in shown commands, or None if its names are unknown."""
     if name.namespace is None or name.pod is None or name.container is None:
         return None
     return EnginePod(namespace=name.namespace, pod=name.pod, container=name.container)
@@ -254,7 +254,7 @@ class NodeDaemon:
     def _is_gone(self, located: LocatedEngine) -> bool:
         """Return whether an engine's pod or unit no longer has any processes.
 
-        If it has none, the engine's address may belong to another engine, because pod addresses are
+        If it has none, its address may already belong to another engine, because pod addresses are
         reused.
         """
         return self._processes is not None and not self._processes.has_processes(located.owner_key)
@@ -294,7 +294,7 @@ class NodeDaemon:
             name_folder(*list_folder_parts(engine.located))
             for engine in self._node.engines.values()
         }
-        with contextlib.suppress(OSError):  # The state files themselves report what is wrong.
+        with contextlib.suppress(OSError):  # The state files report the same problem.
             remove_unused(state_dir, {*used_names, folder.name})
         return folder
 
@@ -330,7 +330,7 @@ class NodeDaemon:
         )
 
     def _build_engine_view(self, engine: WatchedEngine, stall_reason: str | None) -> View:
-        """Return what an engine's own page shows, without a snapshot before its first sample."""
+        """Return the view for an engine's own page; before the first sample, it has no snapshot."""
         view = View(
             version=app.read_version(),
             interval_seconds=self._settings.sample_interval_seconds,

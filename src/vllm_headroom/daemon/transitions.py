@@ -90,7 +90,7 @@ class Transitions:
             self._report_engine(snapshot.engine_status)
 
     def report_leaks(self, values: Values) -> None:
-        """Log when the leak detector begins or ceases to find growth in a GPU or host memory.
+        """Log when the leak detector begins or stops finding growth in GPU or host memory.
 
         While the detector cannot reach a verdict, nothing is logged, and the last state is kept.
         """
@@ -98,8 +98,7 @@ class Transitions:
         host_states = values.find_all(catalog.HOST_LEAK_STATE)
         for labels, is_current in (gpu_states | host_states).items():
             *device, state = labels
-            # An alarm may resume after a period in which no verdict was possible, and is not logged
-            # twice.
+            # An alarm that resumes after a period without a verdict must not be logged twice.
             if not is_current or state in (LeakState.UNKNOWN, LeakState.ASLEEP):
                 continue
             # A GPU has two labels, index and UUID. Host memory has one label, the role.
@@ -138,7 +137,7 @@ class Transitions:
         """Log an error, with its traceback, when a step of reading a source begins to fail.
 
         `error` is None if the source responded. Do not call this while the source is already
-        failing for another reason, because the fault would be logged twice.
+        failing for another reason; the fault would be logged twice.
         """
         is_faulty = error is not None
         is_change = self._note_change(f"{step} of {source}", is_faulty, usual_state=False)
@@ -235,7 +234,7 @@ class Transitions:
             )
 
     def _report_inputs(self, page: EnginePage) -> None:
-        """Log when the page begins or ceases to offer at least one of the profile's inputs."""
+        """Log when the page begins or stops offering at least one of the profile's inputs."""
         missing_inputs = [name for name, is_offered in page.inputs if not is_offered]
         # A page that offers at least one of the inputs is the engine's; a page that offers none is
         # not.

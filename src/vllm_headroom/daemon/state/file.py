@@ -48,9 +48,9 @@ class StateFile(Generic[T]):
         self.loss = loss
         """What the operator loses if the file is unusable, as a clause for the log."""
         self._value_type = value_type
-        # msgspec completes a type when it is first used. If two threads do this at the same time,
-        # as for the files of two engines, the process crashes with SIGSEGV (0.22). Therefore, the
-        # types are completed here, when the module is imported.
+        # msgspec prepares a type when it is first used. If two threads do this at the same time,
+        # for example for two engines' files, msgspec 0.22 crashes with SIGSEGV. Therefore, the
+        # types are prepared here, when the module is imported.
         msgspec.json.Decoder(value_type)
         self._format_number = format_number
 
@@ -90,8 +90,8 @@ class StateFile(Generic[T]):
     def read(self, folder: Path) -> T | None:
         """Return the saved value, or None if the file does not exist.
 
-        Raises UnusableState if the file is a link, pipe, socket or device, is too large, or has
-        content that `decode` rejects. Raises OSError if the file cannot be read.
+        Raises UnusableState if the file is not a regular file, is too large, or has content that
+        `decode` rejects. Raises OSError if the file cannot be read.
         """
         try:
             # With O_NONBLOCK, opening a pipe does not wait for a writer.

@@ -38,7 +38,7 @@ def name_folder(*parts: str) -> str:
 def remove_unused(state_dir: Path, used_names: Collection[str]) -> None:
     """Remove the folders of engines that are not watched, except the newest ones.
 
-    At most MOST_RECENT folders are kept. Those that have not changed for UNUSED_SECONDS are kept
+    At most MOST_RECENT folders are kept. Folders that have not changed for UNUSED_SECONDS are kept
     only if they are among the newest MOST_UNUSED. Raises OSError if `state_dir` cannot be read.
     """
     newest_seconds: dict[Path, float] = {}

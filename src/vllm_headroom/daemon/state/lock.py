@@ -11,10 +11,9 @@ from vllm_headroom.trace.recorder import make_folder
 class FolderLock:
     """Locks a folder for this process, as soon as no other process holds the lock.
 
-    The folder itself is locked rather than a file in it, because a lock file could be replaced and
-    needs space on the volume. If the folder cannot be opened, or its file system does not support
-    locks, this process counts as the folder's owner. Keeping the state is more important than the
-    lock.
+    The folder itself is locked, because a lock file in it could be replaced and would need space.
+    If the folder cannot be opened, or its file system does not support locks, this process counts
+    as the folder's owner. Saving the state is more important than the lock.
     """
 
     def __init__(self) -> None:

@@ -92,8 +92,8 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
     """Return why the running engine is not the saved one, or None if it is the same run.
 
     `gap_seconds` is the time since the state was saved. If the engine does not report its start
-    time, the gap must be short, and the number of finished requests must not be lower than the
-    saved number.
+    time, the gap must be short. The number of finished requests must also be at least the saved
+    number.
     """
     if current.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"
@@ -117,8 +117,8 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     """Return why the saved state must not be restored, or None if it may belong to this engine.
 
-    While the page does not name an engine, or a GPU has not been opened yet, the state may belong
-    to the engine.
+    The answer is also None while the page names no engine or a saved GPU may not have been opened
+    yet.
     """
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
     if age_seconds > STALE_STATE_SECONDS:
@@ -140,7 +140,7 @@ def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
 
 
 def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
-    """Return whether each saved GPU is known to be present or known to be missing."""
+    """Return whether each saved GPU is known to be either present or missing."""
     visible_uuids = list_visible(snapshot)
     if saved.memory.leak.gpus.keys() <= visible_uuids:
         return True
@@ -154,7 +154,7 @@ def list_visible(snapshot: Snapshot) -> set[str]:
 
 
 def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
-    """Return the saved states on this machine's clock, without GPUs that are not visible.
+    """Return the saved states, moved to this machine's clock and without invisible GPUs.
 
     All monotonic times are shifted, so that the time since the state was saved becomes a gap
     without samples.

@@ -38,8 +38,10 @@ volume counts as hung.
 class StateKeeper:
     """Reads the state files in a folder, and writes them once this daemon holds `lock`.
 
-    A file is not overwritten while it cannot be read or set aside, or while its state is still
-    waiting for its engine.
+    A file is not overwritten while:
+
+    - it cannot be read or set aside
+    - its state is still waiting for its engine
     """
 
     def __init__(self, *, folder: Path, clock: Clock, version: str, lock: FolderLock) -> None:
@@ -104,8 +106,8 @@ class StateKeeper:
         """Return the waiting states of the detector and the baseline if they can be restored now.
 
         The result is empty if no state is waiting, or while it is unknown whether the engine and
-        its GPUs are the saved ones. If they are not the saved ones, the file is set aside, and the
-        result contains at most the precedents from an earlier run of the same models.
+        its GPUs are the saved ones. If they are not, the file is set aside. The result then
+        contains at most the precedents from an earlier run of the same models.
         """
         identity = identify_engine(snapshot.engines)
         if identity is not None:
@@ -138,9 +140,9 @@ class StateKeeper:
     ) -> None:
         """Write the states of this engine, each file within `timeout_seconds`.
 
-        Nothing is written while another daemon has the folder. The leak detector's state is written
-        only after a page has named the engine, and if no older state is waiting. Failures are
-        logged when they begin and when they end. Never raises OSError.
+        Nothing is written while another daemon holds the folder's lock. The leak detector's state
+        is written only after a page has named the engine, and if no older state is waiting.
+        Failures are logged when they begin and when they end. Never raises OSError.
         """
         if self._owns_folder:
             # Another daemon may have deleted and recreated the folder.
@@ -220,8 +222,8 @@ class StateKeeper:
     async def _refuse(self, file: StateFile[T], problem: str) -> None:
         """Set a file aside because of `problem`.
 
-        If that fails, the file counts as unread: it is not overwritten, and is read and set aside
-        in a later tick.
+        If that fails, the file counts as unread. It is not overwritten, and a later tick reads it
+        and sets it aside.
         """
         if not self._owns_folder:
             self._unread_names.discard(file.name)
@@ -247,7 +249,7 @@ class StateKeeper:
         return value
 
     def _report(self, name: str, problem: str | None) -> None:
-        """Record the problem of a file's last operation, which is None if the operation succeeded.
+        """Record the problem of a file's last operation, or None if the operation succeeded.
 
         A line is logged when the first file begins to fail, and when no file fails any more.
         """
