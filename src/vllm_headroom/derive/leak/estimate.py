@@ -111,8 +111,8 @@ def estimate_growth(
         by_time = _limit_half_width(by_time, growth)
         by_request = _limit_half_width(by_request, growth)
     has_rates = by_request.rate > 0 and track.work.requests_per_second > 0
-    # Along the true cause, the batches differ less. If a leak grows with requests, its growth per
-    # second varies with load.
+    # On the axis of the true cause, the batches differ less. If a leak grows with requests, its
+    # growth per second varies with load.
     by_requests = has_rates and by_request.spread <= UNLIKE * by_time.spread
 
     pace = by_time.rate
@@ -153,7 +153,7 @@ def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, 
     """Return the retained memory of the growth with its largest rise clipped.
 
     Clipping keeps a single large demand from shortening the time left. The largest rise is clipped
-    to the second largest, but not below three median rises, nor below LARGE_BYTES. Steps that
+    to the largest of these: the second largest rise, three median rises and LARGE_BYTES. Steps that
     repeat are therefore not clipped.
     """
     *_, second_bytes, largest_bytes = sorted(growth.rises_bytes)
@@ -170,10 +170,10 @@ def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, 
 def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) -> Estimate:
     """Return the estimate, using the rate of the newest stretch of growth if that rate is higher.
 
-    After a release or a pause, the rate of the growth as a whole is too low, because it includes
-    them. If the stretch is not expected to last until the room is full, the estimate uses the mean
-    rate since the alarm's growth began, including pauses. The highest plausible rate assumes that
-    the stretch does not end.
+    The rate of the growth as a whole includes pauses and releases, so it may be too low. If the
+    stretch is not expected to fill the room, the estimate uses the mean rate since the alarm's
+    growth began, including pauses. The highest plausible rate assumes that the stretch does not
+    end.
     """
     if track.alarm is None or track.alarm.stretch is None:
         return estimate
@@ -209,7 +209,7 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
 def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> bool:
     """Return whether the stretch is still growing and is expected to last until the room is full.
 
-    The stretch is expected to last, from now on, for as long as the longest stretch so far.
+    The stretch is expected to continue for as long as the longest stretch so far lasted.
     """
     if track.clock.now_seconds - stretch.ended_seconds > QUIET_SECONDS:
         return False
@@ -221,7 +221,7 @@ def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
     """Return the slope of growth that has no pauses, with its half width limited by Poisson's law.
 
     The law is applied to steps of the growth's typical size, as in `weigh_pace`. The five batches
-    may have only two or three blocks each, and may then differ so much by chance that their
+    may have only two or three blocks each. They may then differ so much by chance that their
     interval is meaningless.
     """
     step_count = growth.grown_bytes / growth.typical_step_bytes
@@ -243,9 +243,9 @@ def _is_load_known(track: Track, *, by_requests: bool) -> bool:
 def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estimate:
     """Return the estimate with the time left in `room_bytes`, and a lower bound on that time.
 
-    Memory runs out at a peak rather than in the current valley, so the lower bound is the time
-    until the next peak fills the room. At the next peak, memory that follows load or is collected
-    occasionally returns to its old height, plus what has leaked since. In addition, there may be a
+    Memory runs out at a peak rather than in the current valley. The lower bound is therefore the
+    time until the next peak fills the room. At the next peak, memory that follows load or is rarely
+    collected returns to its old height, plus what has leaked since. In addition, there may be a
     demand as large as the largest recent one. Both times are None if the estimate has no pace.
     """
     floors_bytes = [block.floor_bytes for block in track.history.rings[0].blocks]
@@ -293,12 +293,11 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
     """Return the slope of retained memory along an axis of seconds or requests.
 
     The slope is the Theil-Sen estimator over the later half: the median of the slopes between all
-    pairs of blocks, which is robust against single benign steps. If the median is zero, memory grew
-    in a few large steps, and the slope is taken between the first and the last block. The interval
-    is computed from batch means over the last three quarters, because single rises are not
-    independent of each other. One allocator step is added to the interval, because memory is not
-    known more precisely. If the axis spans no time or no requests, the rate is 0 and the spread is
-    infinite.
+    pairs of blocks. Single benign steps hardly affect it. If the median is zero, memory grew in a
+    few large steps, and the slope is taken between the first and the last block. The interval is
+    computed from batch means over the last three quarters, because single rises are not independent
+    of each other. One allocator step is added to the interval, because memory is not known more
+    precisely. If the axis spans no time or no requests, the rate is 0 and the spread is infinite.
     """
     length = axis[-1] - axis[0]
     if length <= 0:
@@ -312,7 +311,7 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
         if later > at
     ]
     rate = median(slopes) if slopes else 0.0
-    if rate == 0.0:  # Most pairs of blocks lie between the same two steps.
+    if rate == 0.0:  # Most pairs of blocks lie between the same two steps, with a slope of 0.
         rate = (values[-1] - values[0]) / length
 
     batch_rates = _measure_batches(axis, values)
@@ -345,9 +344,9 @@ def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float
 def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon.
 
-    The rate is the mean over the most recent past, going back as far as the horizon lies ahead, or
-    over all known data if that is shorter. If the horizon or the known past is shorter than
-    SHORTEST_MEAN_SECONDS, the rate is the average of the last few minutes.
+    The rate is the mean over the last `horizon_seconds`, or over all known data if that is shorter.
+    If the horizon or the known past is shorter than SHORTEST_MEAN_SECONDS, the rate is the average
+    of the last few minutes.
     """
     recent_rate = track.work.requests_per_second
     longest_blocks = track.history.rings[-1].blocks

@@ -89,13 +89,12 @@ evidence.
 
 
 def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float], list[float]]:
-    """Return what a rise in each block, and what its absence, adds to the odds of a leak.
+    """Return what a rise in each block adds to the odds of a leak, and what its absence adds.
 
     The first block has no entry: entry i is for the rise from block i to block i + 1. The entries
-    are log likelihood ratios of a leak versus benign rises (records and first uses). A block is not
-    evidence if the number of running requests reached a new maximum in that block or in the
-    previous one. Higher load explains the rise, which may not show up until the floor of the next
-    block.
+    are log likelihood ratios of a leak versus benign rises (new maxima and first uses). A block is
+    not evidence if the running requests reached a new maximum in it or in the previous block.
+    Higher load explains the rise, which may not show up until the floor of the next block.
     """
     odds_of_rise: list[float] = []
     odds_of_none: list[float] = []
@@ -237,7 +236,8 @@ def is_over(
 
     The time must exceed both `quiet_seconds` and `quiet_gaps` times the usual gap between steps.
     The usual gap is computed from `step_count`, the number of steps since `began`. The condition on
-    gaps must also hold when they are measured in requests, so that idle time does not end growth.
+    gaps must also hold when the gaps are measured in requests, so that idle time does not end
+    growth.
     """
     # There are n - 1 gaps between n steps.
     gap_count = max(1.0, step_count - 1)
@@ -261,7 +261,7 @@ squared mean.
 
 
 def is_steady(growth: Growth) -> bool:
-    """Return whether all blocks of the window, at least 11, rose by nearly the same amount."""
+    """Return whether the window has at least 11 blocks, all with nearly the same rise."""
     has_paused = growth.rise_count < len(growth.rises_bytes)
     if has_paused or growth.rise_count < STEADY_BLOCKS:
         return False
@@ -306,9 +306,9 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
     Benign rises occur at a constant or falling rate per e-fold of work since `origin`. A leak grows
     at a constant rate per second or per request. Both are modelled as Poisson processes whose steps
-    have the same size. Each byte of growth in a block therefore adds the logarithm of the ratio of
-    the two intensities there, and the sum over all bytes is divided by the step size. If the growth
-    is a leak, its pace by e-folds may have been different before the window.
+    have the same size. For each byte of growth, the logarithm of the ratio of the two intensities
+    in its block is added. The sum is then divided by the step size. If the growth is a leak, its
+    pace by e-folds may have been different before the window.
     """
     opened = growth.blocks[0]
     now = growth.blocks[-1]
@@ -324,7 +324,7 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     least_odds = -inf
     if odds_per_byte_before >= 0:
         # Growth per e-fold is slower within the window than before, as after a large warm-up. Only
-        # the growth within the window is compared in this case, because the growth before must not
+        # the growth within the window is compared in this case, because the earlier growth must not
         # lower the odds.
         odds_per_byte_before = 0.0
         least_odds = 0.0
@@ -397,9 +397,9 @@ ended within the window, so it is uneven.
 def is_even(growth: Growth) -> bool:
     """Return whether growth is spread over the window, by requests or by busy time.
 
-    The later half, the first quarter and the last quarter must each have their minimum share, and
-    each of the other two quarters must have some growth. The condition on the half may be met by
-    requests while the condition on the quarters is met by busy time, or vice versa.
+    The later half, the first quarter and the last quarter must each have their minimum share. Each
+    of the two middle quarters must have some growth. The half may meet its condition by requests
+    and the quarters theirs by busy time, or vice versa.
     """
     clipped_bytes = clip_rises(growth)
     later_half_share = 0.0
@@ -485,7 +485,7 @@ def compute_patience(left_seconds: float, *, is_room_known: bool, is_straight: b
     if not is_straight:
         uneven_seconds = max(UNEVEN_PATIENCE_SHARE * left_seconds, HASTE_SECONDS)
         return min(uneven_seconds, longest_seconds)
-    # If the device will soon be full, a share of the time left is shorter than an hour.
+    # If the device will soon be full, this share of the time left is shorter than LEAKING_SECONDS.
     haste_seconds = max(HASTE_SHARE * left_seconds, HASTE_SECONDS)
     if is_room_known:
         patience_seconds = max(PATIENCE_SHARE * left_seconds, LEAKING_SECONDS)
@@ -501,10 +501,10 @@ share of a fill like 1 - exp(-t / tau) deviates by about t / (8 tau).
 
 
 def measure_deviation(growth: Growth) -> float:
-    """Return how far the share of the growth deviates from a straight line, by time or by requests.
+    """Return how far the growth deviates from a straight line, by time or by requests.
 
     This is Kolmogorov's distance, between 0 and 1, on the axis on which it is smaller. The rises
-    are clipped, because a single large demand does not bend a leak.
+    are clipped, because a single large demand does not change the shape of a leak.
     """
     rises_bytes = clip_rises(growth)
     sum_bytes = sum(rises_bytes)
@@ -529,7 +529,7 @@ def has_lasted(growth: Growth, left_seconds: float, *, is_room_known: bool) -> b
 
     if growth.lasted_seconds >= find_patience(is_straight=False):
         return True
-    # The deviation is measured last, because this reads all blocks.
+    # The deviation is measured last, because measuring it reads all blocks.
     return (
         growth.lasted_seconds >= find_patience(is_straight=True)
         and measure_deviation(growth) <= LINE_DEVIATION
@@ -720,10 +720,9 @@ def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
 def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     """Return the next step if a buffer keeps doubling.
 
-    The step is expected once twice the last interval has passed. A list, a hash table or a buffer
-    that grows by concatenation doubles whenever it is full, and lasts about twice as long after
-    each doubling. Returns None if the newest three steps do not double, or if the newest step is
-    below LEAST_STEPS_BYTES.
+    The step is expected after twice the last interval. A list, a hash table or a growing buffer
+    doubles whenever it is full. It then lasts about twice as long until the next doubling. Returns
+    None if the newest three steps do not double, or if the newest step is below LEAST_STEPS_BYTES.
     """
     joined_steps = _join_steps(steps, REALLOCATED_SECONDS)
     if not joined_steps or joined_steps[-1].size_bytes < LEAST_STEPS_BYTES:
@@ -807,8 +806,8 @@ def judge_steps(
 
     GROWING requires that growth does not slow down, and that the device would be full within a day.
     It also requires that growth has lasted for a quarter of the time left. LEAKING additionally
-    requires that the sizes of the steps repeat, and that enough of the room is gone. If the room is
-    unknown, it is assumed to be as large as the memory that was held initially.
+    requires that the sizes of the steps repeat, and that growth has used enough of the room. If the
+    room is unknown, it is assumed to be as large as the memory that was held initially.
     """
     odds = weigh_pace(growth, origin)
     grown_bytes = growth.grown_bytes
@@ -823,8 +822,8 @@ def judge_steps(
     # In the first hour, the engine holds large temporary buffers that it will release later.
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
     is_late = is_late and age_seconds >= LEAKING_SECONDS
-    # If another step as large as the largest one would not fit, less evidence is sufficient,
-    # because bounded growth rarely fills memory that far.
+    # Less evidence is sufficient if another step of the largest size would not fit. Bounded growth
+    # rarely fills memory that far.
     is_full = room_bytes is not None and assumed_room_bytes <= max(growth.rises_bytes)
     leaking_odds = LEAKING_ODDS
     sure_odds = SURE_OF_STEPS

@@ -104,8 +104,8 @@ def update_insides(
 def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
     """Return the memory in each place on a GPU.
 
-    Returns None if the engine's memory is unknown, or if it is unknown how much of it torch has
-    allocated or reserved.
+    Returns None if the engine's memory, or how much of it torch has allocated or reserved, is
+    unknown.
     """
     inside = gpu.inside
     if inside is None or gpu.held_bytes is None:
@@ -134,7 +134,7 @@ def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> Insid
         least_bytes = tuple(map(min, open_mark.held_bytes, mark.held_bytes))
         return replace(track, open_mark=replace(open_mark, held_bytes=least_bytes))
     marks = (*track.marks, open_mark)
-    # The newest mark is kept, and every second one of all earlier marks.
+    # The newest mark and every second earlier mark are kept.
     if len(marks) > MOST_MARKS:
         marks = (*marks[0:-1:2], open_mark)
     in_use = _observe_in_use(track.in_use, open_mark, observation)
@@ -159,9 +159,8 @@ def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None
     """Return the track of held memory with the most certain of three verdicts.
 
     The three verdicts are those on held memory, on memory kept during sleep, and on memory in use.
-    If several are equally certain, the verdict on held memory is used, because only its time to
-    out-of-memory includes the next peak. The figures on held memory are omitted while the engine
-    rests.
+    If several are equally certain, the one on held memory is used. Only its time to out-of-memory
+    includes the next peak. The figures on held memory are omitted while the engine rests.
     """
     if track.presence.rested_seconds is not None:
         track = replace(track, estimate=None)

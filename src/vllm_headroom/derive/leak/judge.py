@@ -130,10 +130,11 @@ that ring. This is the length of one of the longest blocks.
 def judge_track(track: Track, room_bytes: int | None) -> Track:
     """Return the track with its verdict, alarm and estimate.
 
-    This must be called when a shortest block ends. The verdict is computed only every two minutes,
-    when a block of the second ring ends, because it costs more than everything else. At other
-    times, only the time left is updated. The verdict is based on the room when other processes held
-    least. The time left is based on the actual room. If `room_bytes` is None, the room is unknown.
+    Call this whenever a block of the shortest length ends. Computing the verdict is expensive, so
+    it is computed only every two minutes, when a block of the second ring ends. At other times,
+    only the time left is updated. The verdict uses the room that was available when other processes
+    held the least memory. The time left uses the current room. If `room_bytes` is None, the room is
+    unknown.
     """
     origin = track.history.origin
     newest = track.history.rings[0].blocks[-1] if track.history.rings[0].blocks else None
@@ -141,8 +142,8 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
         return track  # The block that ended was idle, so it is not in the ring.
     own_room_bytes = None
     if room_bytes is not None:
-        # The highest capacity so far is used. Otherwise, little growth could be judged as a leak
-        # because a neighbour takes room.
+        # The highest capacity so far is used. Otherwise, a little growth could be judged as a leak
+        # only because a neighbour takes room.
         capacity_bytes = (track.history.held_bytes or 0.0) + room_bytes
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
         track = replace(track, history=replace(track.history, capacity_bytes=capacity_bytes))
@@ -228,11 +229,15 @@ LEAST_BREATH_BLOCKS: Final = 6
 
 
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
-    """Return the track with its alarm updated by the newest block, or without it if it has ended.
+    """Return the track with its alarm updated by the newest block, or removed if it has ended.
 
-    The alarm ends if memory has not risen for a long time, if most of its growth was released, or
-    if a full cache is merely released and refilled. When the alarm ends, the evidence starts over
-    too.
+    The alarm ends if:
+
+    - memory has not risen for a long time
+    - most of its growth was released
+    - a full cache is merely released and refilled
+
+    When the alarm ends, the evidence starts over too.
     """
     alarm = _update_peak(alarm, newest)
     track = replace(track, alarm=alarm)
@@ -293,10 +298,10 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 
 
 def _has_faded(track: Track) -> bool:
-    """Return whether memory was lower for half a day, or would take a year to fill the room.
+    """Return whether memory has been lower for half a day, or would take a year to fill the room.
 
-    Returns False until the series has been observed for half a day. If load was lower in that half
-    day, nothing is proven, because memory may follow load.
+    Returns False until the series has been observed for half a day. If load was also lower, this
+    proves nothing, because memory may follow load.
     """
     longest_ring = track.history.rings[-1]
     if not _has_just_ended(longest_ring, track):
@@ -340,8 +345,7 @@ def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
     """Return the growth expected between two blocks at the pace that the alarm had until its peak.
 
-    The paces by time and by requests are both computed and the lower one is used, because a leak
-    may follow either.
+    The lower of the paces by time and by requests is used, because a leak may follow either.
     """
     grown_bytes = alarm.peak.floor_bytes - alarm.began.floor_bytes
     share = (end.seconds - begin.seconds) / max(1.0, alarm.peak.seconds - alarm.began.seconds)
@@ -385,7 +389,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     released_bytes = peak.floor_bytes - min(earlier_low_bytes, later_low_bytes)
     if not LARGE_BYTES < released_bytes < _expect_rise(alarm, peak, newest):
         return False
-    # The two low points are half the time since the peak apart.
+    # The two low points are separated by half the time since the peak.
     rise_bytes = SLOWED_SHARE * _expect_rise(alarm, peak, newest) / 2
     return later_low_bytes < earlier_low_bytes + rise_bytes
 
@@ -431,8 +435,8 @@ def _end_alarm(track: Track, newest_rise: Block) -> Track:
         alarm=None,
         verdict=Certainty.NONE,
         is_excused=False,
-        # The time of the alarm's last rise is kept rather than the current time, because the length
-        # of the pause shows that a leak has pauses.
+        # The time of the alarm's last rise is kept, not the current time. The length of the pause
+        # shows whether a leak has pauses.
         previous_alarm_seconds=newest_rise.seconds,
     )
 
@@ -483,7 +487,7 @@ memory fluctuates by a few MiB during a pause.
 
 
 def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
-    """Return the alarm with the newest stretch of growth, without a pause or a large release.
+    """Return the alarm with its newest stretch of growth that has no pause or large release.
 
     The previous stretch is kept if the newest blocks have fewer than LEAST_RISES rises.
     """
@@ -579,10 +583,10 @@ def _judge_rings(
     """Judge the rings in which a block has just ended.
 
     Returns the track and the growth with the most certain verdict. The track's verdict is the
-    highest verdict of all rings. If it is LEAKING, it raises an alarm. The surest growth is taken
-    from the window whose verdict is now the most certain. The surest growth is None if no window
-    has a verdict. It is also None if another ring has an older, more certain verdict, because the
-    growth of that verdict has already been estimated.
+    highest verdict of all rings. If it is LEAKING, it raises an alarm. The returned growth is from
+    the window whose verdict is now the most certain. It is None if no window has a verdict. It is
+    also None if another ring has an older, more certain verdict, because the growth for that
+    verdict has already been estimated.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
     excused_bytes = find_excused_bytes(track)
@@ -620,7 +624,7 @@ def _judge_rings(
     history = replace(track.history, rings=tuple(rings))
     track = replace(track, history=history, verdict=verdict, is_excused=is_excused)
     urgent_growth = None
-    # An alarm is also raised, regardless of the windows, if another step of a repeating size would
+    # Regardless of the windows, an alarm is also raised if another step of a repeating size would
     # not fit, or if most of the room is gone.
     if verdict is not Certainty.LEAKING and room_bytes is not None:
         urgent_growth = _find_growth_without_next_step(track, room_bytes)
@@ -668,8 +672,8 @@ def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | 
 def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     """Return the run's growth if it took most of the room, has not slowed down, and continues.
 
-    Growth with a bound has slowed down by the time it gets this far. Returns None in the first
-    hour, because memory grows fast during startup.
+    Bounded growth slows down before it gets this far. Returns None in the first hour, because
+    memory grows fast during startup.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -682,7 +686,7 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     if is_young or newest.floor_bytes < _find_full_pools(track):
         return None
     survey = survey_ring(_find_reaching_ring(track.history.rings, anchor.seconds), anchor)
-    # No odds are used here. A cache that grows at each new maximum is excluded by this, because its
+    # No odds are used here. This excludes a cache that grows at each new maximum, because its
     # growth slows down over time.
     if survey is None or is_fading(track, by_either=True):
         return None
@@ -705,7 +709,7 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
 def _judge_straight_line(
     ring: Ring, track: Track, room_bytes: float | None
 ) -> WindowJudgement | None:
-    """Return the alarm on a straight line that fills the room within minutes, or None if none does.
+    """Return an alarm if growth in a straight line fills the room within minutes, otherwise None.
 
     Growth is measured from the start of the stretch, whatever the load, because a burst of requests
     may double the load in each block.
@@ -783,8 +787,8 @@ def _judge_windows(
         if growth.rise_count < LEAST_RISES or has_ended(growth):
             continue
         if growth.rise_odds >= LEAST_RISE_ODDS or is_steady(growth):
-            # E-folds are counted from the start of the stretch, even after load has doubled, so
-            # that an earlier warm-up still makes an alarm less likely.
+            # E-folds are counted from the start of the stretch, even after load has doubled. An
+            # earlier warm-up therefore still makes an alarm less likely.
             odds = min(WITNESS_ODDS_LIMIT, growth.rise_odds)
             odds += min(WITNESS_ODDS_LIMIT, weigh_pace(growth, anchor))
             verdict = _judge_even(growth, odds, track, room_bytes)
@@ -811,7 +815,7 @@ def _judge_windows(
 
 
 def is_busiest(growth: Growth, track: Track) -> bool:
-    """Return whether load is a new maximum, which explains growth of less than an hour.
+    """Return whether load is at a new maximum that explains growth lasting less than an hour.
 
     Returns False for steady growth, because memory that follows load slows down. Also returns False
     if the engine has served for less time than the growth lasted.
@@ -834,8 +838,8 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
 
     `odds` is the sum of the log odds of rises and pace. If growth has lasted for longer than the
     time left until the device is full, an alarm is raised, whatever the cause. A single large rise
-    does not shorten that time. In the first minutes of a run, when new demands are likely, this
-    requires steady growth.
+    does not shorten that time. In the first minutes of a run, new demands are likely, so the growth
+    must also be steady.
     """
     # A single large demand must not shorten the time left, so the rises are clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
@@ -858,13 +862,13 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
 def is_fading(track: Track, *, by_either: bool = False) -> bool:
     """Return whether growth has slowed down, measured both per unit of time and per request.
 
-    If `by_either`, it is sufficient that growth has slowed down by time or by requests.
+    If `by_either` is true, slowing down by one of the two measures is sufficient.
 
     The time since the first quarter of the run is divided into thirds. The growth in the last two
-    thirds is compared with the growth in the first third. On a straight line, growth in the last
-    two thirds is twice as large, and on a logarithmic curve, it is equally large. Memory that fills
-    up to a bound grows less in the last two thirds once the run has lasted about as long as the
-    filling takes. The first quarter of the run is ignored, because it is the warm-up.
+    thirds is compared with the growth in the first third. On a straight line, the growth in the
+    last two thirds is twice as large. On a logarithmic curve, both are equal. Memory with a bound
+    grows less in the last two thirds, once the run has lasted about as long as filling up takes.
+    The first quarter of the run is ignored, because it is the warm-up.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block

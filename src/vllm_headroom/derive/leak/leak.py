@@ -82,8 +82,8 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     """Return the detector's new state and all its samples.
 
     The samples show the memory kept during sleep, whether load is level, and the leaks on every GPU
-    and in every role. Leaks are looked for only in runs in service, while sleep is tracked in every
-    run.
+    and in every role. Leaks are searched for only while the engine is in service; sleep is always
+    tracked.
     """
     # The original snapshot is used, because a run that goes to sleep before any request is not in
     # service.
@@ -214,14 +214,14 @@ def derive_gpu_leaks(
     `is_settled` is whether load is level. `inside` has the tracks of the probe's figures, and
     `asleep` those of the memory kept during sleep. The most certain of the three verdicts is
     exported. While another process comes and goes on a GPU, the verdict on that GPU does not
-    change. A verdict only states that memory fills up; `is_alone` states whether the engine is the
-    cause.
+    change. A verdict only states that memory is filling up; `is_alone` states whether the engine is
+    the cause.
     """
     tracks = keep_recent(tracks, {gpu.reading.uuid for gpu, _ in observations})
     samples: list[Sample] = []
     for gpu, observation in observations:
         # The saved track keeps the verdict on held memory. The most certain of the three verdicts
-        # is only exported.
+        # is exported but not saved.
         uuid = gpu.reading.uuid
         labels = label_gpu(gpu)
         track = observe(tracks.get(uuid) or start_track(observation.seconds), observation)
@@ -241,7 +241,8 @@ def derive_gpu_leaks(
 def is_alone(gpu: Gpu) -> bool:
     """Return whether growth on a GPU is known to be the engine's.
 
-    It is if the driver reports the engine's memory, or if there is no other process on the GPU.
+    This is the case if the driver reports the engine's memory, or if there is no other process on
+    the GPU.
     """
     return gpu.engine_bytes is not None or gpu.process_count == 1
 

@@ -75,7 +75,7 @@ NEAR_HOURS: Final = 2
 
 
 def note_reached(track: Track, newest: Block) -> Track:
-    """Return the track, with what this run has reached updated by the newest block.
+    """Return the track, with `reached` updated by the newest block.
 
     When an hour ends, the growth so far becomes a precedent if it was not a leak.
     """
@@ -124,8 +124,8 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
 def settle_precedent(track: Track, newest: Block) -> Track:
     """Return the track; if this run's growth was not a leak, it becomes the track's precedent.
 
-    The growth was not a leak if memory has levelled off or has fallen together with load, while
-    there was room left and no alarm.
+    The growth was not a leak if memory has levelled off or has fallen together with load. There
+    must also have been room left and no alarm.
     """
     reached = track.reached
     if reached is None or track.alarm is not None:
@@ -166,7 +166,7 @@ def settle_precedent(track: Track, newest: Block) -> Track:
 
 
 def _find_room(track: Track, block: Block) -> float | None:
-    """Return the room that a block left, or None if unknown."""
+    """Return the room that was left at a block, or None if unknown."""
     if not track.history.capacity_bytes:
         return None
     return track.history.capacity_bytes - block.floor_bytes
@@ -206,7 +206,7 @@ def _is_similar(precedent: Precedent, reached: Reached) -> bool:
 
 
 def end_run(track: Track) -> Precedent | None:
-    """Return the precedent for the next run, or None if this run ended in an alarm or nearly full.
+    """Return the precedent for the next run, or None after an alarm or with memory nearly full.
 
     If a run may have ended out of memory, it excuses no growth, and neither do the runs before it.
     """
@@ -228,8 +228,8 @@ def end_run(track: Track) -> Precedent | None:
 def find_excused_bytes(track: Track) -> float:
     """Return the height up to which the precedent excuses growth, or 0 if there is no precedent.
 
-    Within the run that set the precedent, the growth during the same hours of earlier days is used.
-    In a later run, the growth that the earlier run had reached after a similar time is used.
+    The run that set the precedent uses the growth during the same hours of earlier days. A later
+    run uses the growth that the earlier run had reached after a similar time.
     """
     precedent = track.precedent
     reached = track.reached

@@ -275,8 +275,7 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
     presence = track.presence
     rested_seconds = presence.rested_seconds
     peak_bytes = track.history.peak_bytes
-    # The two shares differ, so that a rest does not begin and end again and again near a single
-    # limit.
+    # The two shares differ, so that a rest does not begin and end repeatedly near a single limit.
     present_share = REST_SHARE if rested_seconds is None else WAKE_SHARE
     is_present = held_bytes >= present_share * peak_bytes
     has_doubled = 0 < peak_bytes < REST_SHARE * held_bytes
@@ -407,8 +406,8 @@ def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
         blocks = (*ring.blocks, replace(closed, floor_bytes=floor_bytes))
         highest_bytes = ring.highest_bytes
         if len(blocks) > RING_BLOCKS:
-            # A dropped block is still taken into account, because memory that returns to its height
-            # has not grown.
+            # A dropped block is still taken into account, because memory that returns to its
+            # earlier height has not grown.
             highest_bytes = max(highest_bytes, blocks[0].floor_bytes)
             blocks = blocks[1:]
         updated[number] = Ring(blocks=blocks, highest_bytes=highest_bytes, verdict=ring.verdict)
