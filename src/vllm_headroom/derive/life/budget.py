@@ -161,7 +161,7 @@ def _update_budget(
 def _add_level(
     levels: tuple[tuple[float, int], ...], now: float, held_bytes: int
 ) -> tuple[tuple[float, int], ...]:
-    """Return the levels of the last few minutes, with a new level if a slot has passed."""
+    """Return the levels of the last few minutes; add `held_bytes` at most once per slot."""
     if levels and 0 <= now - levels[-1][0] < REST_SLOT_SECONDS:
         return levels
     recent_levels = [level for level in levels if 0 <= now - level[0] <= REST_SECONDS]
@@ -169,7 +169,7 @@ def _add_level(
 
 
 def _find_level(levels: tuple[tuple[float, int], ...], since_seconds: float) -> float:
-    """Return the level at rest since a given time, or the newest level if none is that recent."""
+    """Return the median level since a given time, or the newest level if none is that recent."""
     sizes = [held_bytes for at_seconds, held_bytes in levels if at_seconds >= since_seconds]
     return median(sizes or [levels[-1][1]])
 
@@ -183,7 +183,7 @@ def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
 
 
 def _are_requests_running(snapshot: Snapshot) -> bool:
-    """Return whether any request is running, or True if no page shows whether one is."""
+    """Return whether any request is running, or True if this is unknown."""
     return any(engine.running != 0 for engine in list_engines(snapshot.page))
 
 

@@ -239,7 +239,7 @@ def _fit_kill(end: Ending) -> CauseFit | None:
 
 
 def _fit_failed_start(end: Ending) -> CauseFit | None:
-    """Judge whether the engine exited before it served because it did not fit into memory.
+    """Judge whether the engine exited before serving because it did not fit into memory.
 
     Returns None if the engine has served. Also returns None if the fullest GPU had plenty of free
     memory and other processes held little of its memory. The cause is certain if the GPU was full.
@@ -296,8 +296,8 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
     share = gpu.share_of_lost_room(other_growth_bytes)
     if share < LIKELY_SHARE:
         return None
-    # A failed allocation takes no memory, so without a full GPU, it may have failed for another
-    # reason.
+    # A failed allocation takes no memory. If the GPU is not full, the allocation may have failed
+    # for another reason.
     is_sure = is_gpu_full(gpu) and share >= SURE_SHARE
     size = format_size(other_growth_bytes)
     return CauseFit(
@@ -513,7 +513,8 @@ def _fit_burst(end: Ending) -> CauseFit | None:
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
     """Return whether the engine alone filled the GPU within minutes, after a level phase.
 
-    Also returns True if the probe observed the step that raised the error just before the end.
+    Also returns True if the probe observed the step that raised an OutOfMemoryError just before the
+    end.
     """
     if gpu.leak in GROWING_STATES:
         return False
@@ -561,14 +562,14 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
 
 
 def _describe_failed_allocation(end: Ending) -> str:
-    """Return the sentence that an allocation failed, naming the step that needed it if known."""
+    """Return the sentence on a failed allocation, naming the step that needed it if known."""
     if end.failed_step is None:
         return FAILED_ALLOCATION
     return f"{FAILED_ALLOCATION.removesuffix('.')} in a step of {end.failed_step}."
 
 
 def _may_allocation_have_failed(end: Ending, room_bytes: int) -> bool:
-    """Return whether requests ran and a larger allocation than this may have failed unobserved."""
+    """Return whether, with requests running, an allocation above `room_bytes` may have failed."""
     # A probe would have recorded the failed allocation.
     return bool(end.running) and not end.is_probed and room_bytes < LARGE_ALLOCATION_BYTES
 
@@ -628,8 +629,11 @@ def _fit_shutdown(end: Ending) -> CauseFit | None:
 def _fit_idle_exit(end: Ending) -> CauseFit | None:
     """Judge whether all processes of an idle engine exited together, for no visible reason.
 
-    Returns None if the engine was working, if its processes exited one after another, if a GPU was
-    full or had a fault, or if the engine had hung.
+    Returns None if:
+
+    - the engine was working or had hung
+    - its processes exited one after another
+    - a GPU was full or had a fault
     """
     if end.kind is not IncidentKind.ENDED or not end.has_served or end.idle_seconds is None:
         return None
@@ -698,7 +702,7 @@ def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
 
 
 def _describe_crash(end: Ending, room_bytes: int | None) -> str:
-    """Return the sentence on an exit that no cause explains, given what was free (`room_bytes`)."""
+    """Return the sentence on an exit that no cause explains; `room_bytes` was free at the exit."""
     crash = "A crash"
     crashed = "crashed"
     if not end.has_served:
@@ -862,7 +866,7 @@ def _add_failure(
     if cause is not None:
         sentence = f"{describe_failure(failure)}."
         return _conclude_by_log(cause, Sureness.SURE, sentence, evidence, diagnoses)
-    # Any other failure proves nothing: an exception without a known cause may affect only a single
+    # Any other failure proves nothing. An exception without a known cause may affect only a single
     # request, and the core may exit for any cause.
     return _append_evidence(evidence, diagnoses)
 
@@ -903,7 +907,7 @@ def _add_refusal(
 
 
 def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
-    """Return what other processes took after the engine began to serve, from torch's message.
+    """Return how much memory other processes took while the engine served, from torch's message.
 
     Unlike the samples, torch's message includes a process that started after the last sample.
     Returns None if the refused allocation would not have fitted even without the new process, or if

@@ -347,8 +347,8 @@ def build_ending(
     # a hang.
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
-        # At an exit, it is unknown how long ago the last progress was, so the time since the last
-        # sign of work is used.
+        # At an exit, the time of the last progress is unknown, so the time since the last sign of
+        # work is used.
         hung_seconds = progress_age_seconds or now - _find_silence(record)
     observed_seconds = 0.0
     unobserved_seconds = None
@@ -651,7 +651,7 @@ def _describe_engine(
 
 
 def _find_log(runs: EngineRuns, snapshot: Snapshot, state: EngineState) -> LogEnding | None:
-    """Return what the log reports about the last exit; None once the engine serves again."""
+    """Return what the log reports about the last exit, or None once the engine serves again."""
     if state is EngineState.SERVING or not runs.ends_seconds:
         return None
     if not isinstance(snapshot.log, LogReading):

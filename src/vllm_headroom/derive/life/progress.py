@@ -342,10 +342,10 @@ def _find_age(
 
     Returns None if no work is visible.
 
-    A request that the daemon sent at `unanswered_since_seconds` and that is still unanswered is
-    also treated as work, because the gauges of a hung core do not change. In that case, the time
-    without progress begins when the request was sent or at the last progress of any engine,
-    whichever is later.
+    A request that the daemon sent at `unanswered_since_seconds` also counts as work while it is
+    unanswered, because the gauges of a hung core do not change. In that case, the time without
+    progress begins when the request was sent or at the last progress of any engine, whichever is
+    later.
     """
     ages = [
         now - engine.moved_seconds
@@ -381,7 +381,7 @@ def update_cpu_use(
 
 
 def sum_waiting_requests(processes: Collection[EngineProcess] | None) -> int | None:
-    """Return how many requests wait on the engine's connections, or None if that is unknown."""
+    """Return how many requests are waiting on the engine's connections, or None if unknown."""
     counts = [
         process.waiting_requests
         for process in processes or ()
@@ -520,7 +520,7 @@ def _begin_span(
 
 
 def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | None:
-    """Return the CPU time of core and workers, or None if there are none, or if any is unknown."""
+    """Return the CPU time of core and workers, or None if there are none or any time is unknown."""
     total_seconds = None
     for process in processes or ():
         if process.role not in NECESSARY_ROLES:

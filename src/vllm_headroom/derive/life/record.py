@@ -176,8 +176,8 @@ def update_record(
 def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[str, GpuRecord]:
     """Return the memory of the GPUs, updated with this sample.
 
-    Once a necessary process has exited, the record is not updated, because memory released by an
-    exiting process says nothing about why the engine ended.
+    Once a necessary process has exited, the record is not updated. Memory released by an exiting
+    process does not show why the engine ended.
     """
     if run.lost_roles:
         return record.gpus
@@ -235,7 +235,7 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
 def _add_extremes(
     slots: tuple[MemoryExtremes, ...], sample: MemoryExtremes
 ) -> tuple[MemoryExtremes, ...]:
-    """Return the slots of the last minutes after one more sample, possibly in the newest slot."""
+    """Return the slots of the last minutes after adding one sample, possibly to the newest slot."""
     now = sample.newest_seconds
     # In a trace, time may jump back, in which case a new slot starts.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
@@ -322,7 +322,7 @@ def _add_load(
 ) -> tuple[tuple[float, float], ...]:
     """Return the loads.
 
-    The number of running requests is added once a slot's length has passed since the last pair.
+    The number of running requests is added at most once per slot.
     """
     if running is None or (loads and now - loads[-1][0] < SLOT_SECONDS):
         return loads
@@ -352,8 +352,8 @@ def _name_processes(processes: Iterable[EngineProcess]) -> list[Lost]:
 def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineProcess]:
     """Return the engine's processes that hold GPU memory even though their server has exited.
 
-    A trace has no pids. The result then has as many workers as there are processes left on the
-    GPUs. If the engine has no workers, cores are returned instead.
+    A trace has no pids. For a trace, the result has as many workers as there are processes left on
+    the GPUs. If the engine has no workers, cores are returned instead.
     """
     pids = [
         leftover.pid
@@ -383,7 +383,7 @@ def _count_orphans(snapshot: Snapshot) -> int:
 def list_lost_at_end(
     processes: ProcessRecord, run: EngineRun, snapshot: Snapshot, kind: IncidentKind
 ) -> tuple[Lost, ...]:
-    """Return the necessary processes that had exited before the others by this sample."""
+    """Return the necessary processes that, by this sample, had exited before the others."""
     if processes.lost:
         return processes.lost
     if kind is IncidentKind.STALLED:

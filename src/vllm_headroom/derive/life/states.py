@@ -328,7 +328,7 @@ def _judge_held_memory(
     are_all_gpus_read = 0 < len(held_bytes) == len(gpus)
     if are_all_gpus_read and not run.was_asleep:
         return Presence.GONE
-    # A run that is still loading also held memory, but not yet while its page was served.
+    # A run that is still loading also held memory, but its page has not been served yet.
     is_loading = run is runs.newest and not run.is_ready
     if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
         return Presence.OUT_OF_SIGHT
@@ -407,9 +407,9 @@ def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> 
 
 
 def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
-    """Return whether any process has the pid and nearly the start time of one of `names`.
+    """Return whether any process has the pid and nearly the start time of an entry in `names`.
 
-    In a trace, there are no pids, so all processes have the same one.
+    A trace has no pids, so all its processes have the same pid here.
     """
     return any(
         pid == other_pid and abs(started_seconds - other_started_seconds) <= SAME_START_SECONDS
@@ -950,12 +950,12 @@ def _read_hang_signs(signs: tuple[HangSign, ...]) -> Symptom:
 
 
 def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
-    """Return what work without progress on the page means, according to the table."""
+    """Return what it means if the page shows work without progress, according to the table."""
     has_hang_sign = bool(progress.hang_signs) or _is_canary_unanswered(evidence)
     requests = _find_requests(evidence, progress)
     activity = progress.activity.judge()
     server = _find_server_answer(evidence)
-    # The first matching row decides. None in a row matches anything.
+    # The first matching row decides. A None in a row matches any value.
     for row in STANDSTILL:
         if (
             row.has_hang_sign in {None, has_hang_sign}
@@ -970,7 +970,7 @@ def find_standstill_symptom(evidence: Evidence, progress: Progress) -> Symptom:
 def find_absence_symptom(evidence: Evidence, *, was_ready: bool, is_computing: bool) -> Symptom:
     """Return what a missing page means, according to the table."""
     server = _find_server_answer(evidence)
-    # The first matching row decides. None in a row matches anything.
+    # The first matching row decides. A None in a row matches any value.
     for row in ABSENCE:
         if (
             row.was_ready in {None, was_ready}
@@ -1012,9 +1012,9 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
     """Return whether the API server uses CPU time and may still respond.
 
-    If the server answers with an error, it is also considered whether the core, the workers and the
-    GPUs are busy. If the server is silent, their activity proves nothing, because hung processes
-    may spin, as in NCCL.
+    If the server answers with an error, the activity of the core, the workers and the GPUs is also
+    considered. If the server is silent, their activity proves nothing, because hung processes may
+    spin, as in NCCL.
     """
     if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
         return True
@@ -1022,9 +1022,9 @@ def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -
     cpu_use = progress.cpu_use
     if cpu_use is None or now - cpu_use.monotonic_seconds >= STALLED_SECONDS:
         return False
-    # A server that is short of CPU may deliver every page late, and a server that has closed its
-    # port may be finishing its last requests. A server is therefore spinning only if neither is the
-    # case and it still does not answer.
+    # A server that is short of CPU may deliver every page late. A server that has closed its port
+    # may be finishing its last requests. A server is therefore spinning only if neither is the case
+    # and it still does not answer.
     is_spinning = (
         evidence.answer is PageAnswer.SILENT
         and away_seconds >= SPINNING_SECONDS
