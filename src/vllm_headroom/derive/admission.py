@@ -47,11 +47,11 @@ class Batches(Struct, frozen=True, kw_only=True):
 def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
     """Return how many more requests each engine can run, given its KV cache and `max_num_seqs`.
 
-    vLLM's metrics page does not expose `max_num_seqs`. If the setting is unknown, the highest
-    number of running requests so far is used as the limit, provided that requests were waiting at
-    that number even though the KV cache had room. There is no sample while nothing is running.
-    There is also no sample while the engine is not serving, because the gauges of a sleeping or
-    stalled engine do not change.
+    vLLM's metrics page does not expose `max_num_seqs`. If the setting is unknown, the limit is the
+    highest number of running requests so far. This applies only if requests were waiting at that
+    number although the KV cache had room. There is no sample while nothing is running. There is
+    also no sample while the engine is not serving, because the gauges of a sleeping or stalled
+    engine do not change.
     """
     status = snapshot.engine_status
     if snapshot.page is None:
@@ -103,14 +103,14 @@ def _count_additional(engine: EngineReading, batch: BatchEvidence) -> float | No
     limit = None
     if batch.is_reported:
         limit = engine.max_num_seqs
-        # The engine has reported its limit before but does not report it now. The highest load must
-        # not replace the reported limit.
+        # The engine has reported its limit before but does not report it now. The highest number of
+        # running requests must not replace the reported limit.
         if limit is None:
             return None
     elif batch.waited_samples >= FULL_BATCH_SAMPLES:
         limit = batch.most_running
-    # The running requests occupy the used share of the cache, so the free share has room for a
-    # proportional number of additional requests.
+    # The running requests occupy the used share of the cache, so the free share has room for
+    # proportionally many more.
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     # If the used share is tiny, the division yields infinity.
     if isfinite(fitting):

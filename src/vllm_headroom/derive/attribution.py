@@ -171,7 +171,7 @@ def attribute(
     processes: ProcessReadings | Failure,
     selection: Selection,
 ) -> tuple[AttributionState, tuple[Gpu, ...]]:
-    """Return every device with whether it is the engine's and which processes hold its memory.
+    """Return every device, whether it is the engine's, and which processes hold its memory.
 
     Automatic attribution selects the devices on which the engine's processes hold memory. These
     devices are remembered while the engine is down, until a new engine holds memory. Before any
@@ -195,8 +195,8 @@ def attribute(
     }
     state = _follow_engine(replace(state, indices=indices), readings, processes)
     is_memory_reliable = is_process_memory_reliable(readings, processes)
-    # To split memory, and to find out what became of a process, a pid must refer to the same
-    # process in NVML and /proc.
+    # To split memory and to find a process's fate, a pid must refer to the same process in NVML and
+    # /proc.
     splitting_processes = None
     if state.device_uuids and is_memory_reliable and not state.is_ambiguous:
         splitting_processes = processes
@@ -287,9 +287,9 @@ def _follow_engine(
 ) -> AttributionState:
     """Return the state, updated with the devices that the engine's processes use now.
 
-    If any engine process from the last reading is still on a device, it is the same engine. Devices
-    that this engine has already freed are then kept, because an exiting engine frees its devices
-    one by one.
+    If any engine process from the last reading is still on a device, the engine has not changed.
+    Devices that this engine has already freed are then kept, because an exiting engine frees its
+    devices one by one.
     """
     if isinstance(processes, Failure):
         return state
@@ -409,10 +409,10 @@ def _split_memory(
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     """Attribute GPUs that cannot be opened to the engine if they must be its missing GPUs.
 
-    A GPU that cannot be opened has neither a UUID nor a process list. If some of the engine's GPUs
-    are missing, the unopened GPUs are attributed to the engine, provided that they do not outnumber
-    the missing ones. While GPUs are missing, no readable GPU is assumed to be the engine's, even if
-    it is the only GPU. If no GPU is missing, the snapshot is returned unchanged.
+    A GPU that cannot be opened has neither a UUID nor a process list. Unopened GPUs are attributed
+    to the engine if at least as many of its GPUs are missing. While GPUs are missing, no readable
+    GPU is assumed to be the engine's, even if it is the only GPU. If no GPU is missing, the
+    snapshot is returned unchanged.
     """
     if snapshot.engine_status is None or not snapshot.devices:
         return snapshot

@@ -81,8 +81,8 @@ def complete_page(
     Facts from the probe replace those on the page. An option adds a fact only if neither the page
     nor the probe has it. While an engine core's probe is silent, the facts that it reported last
     are kept. In some models, groups of layers share the cache's blocks. If `model` or the model's
-    name in the options shows such groups, a capacity that was computed from the number of blocks is
-    dropped. A failure is returned unchanged.
+    name in the options shows such groups, a capacity computed from the number of blocks is dropped.
+    A failure is returned unchanged.
     """
     if isinstance(page, Failure):
         return page
@@ -120,7 +120,7 @@ def _list_scheduler_facts(scheduler: SchedulerReading | None) -> dict[str, Any]:
 
 
 def _list_option_facts(engine: EngineReading, options: EngineOptions | None) -> dict[str, Any]:
-    """Return facts that the page lacks but options set, keyed by field of EngineReading."""
+    """Return the facts that options set but the page lacks, keyed by field of EngineReading."""
     facts = {}
     for fact, option in _OPTIONS.items():
         value = getattr(options, option, None)
@@ -198,7 +198,7 @@ def _size_multimodal_caches(
 def _find_multimodal_cache_gb(
     engines: Collection[EngineReading], options: EngineOptions
 ) -> float | None:
-    """Return the size of one cache in GiB, or None if there is none or a file may set its size."""
+    """Return one cache's size in GiB, or None if there is no cache or a file may set its size."""
     if options.mm_processor_cache_gb is not None:
         return options.mm_processor_cache_gb
     is_used = any(engine.multimodal_cache_queries_total for engine in engines)

@@ -47,7 +47,7 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
 def _find_reported(
     page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: float | None
 ) -> tuple[str, float] | None:
-    """Return the basis of the reported memory and its bytes on a GPU, or None if there is no basis.
+    """Return the reported bytes on a GPU and their basis, or None if there is no basis.
 
     A basis is skipped if the page's engines disagree on it, or if it gives 0 bytes.
     """

@@ -69,10 +69,9 @@ def derive_gate(
 ) -> tuple[Gate, tuple[Sample, ...]]:
     """Return the gate and its samples, computed from the `values` of all derivations of this tick.
 
-    The gate is closed while the engine is stalled. If this pod holds its workload's Lease, the gate
-    is also closed while the memory of a GPU or the host may be full within `gate_seconds`. Unknown
-    values never close the gate. If `gate_seconds` is None, the gate is always open and has no
-    series.
+    The gate is closed while the engine is stalled. While this pod holds its workload's Lease, the
+    gate is also closed if GPU or host memory may be full within `gate_seconds`. Unknown values
+    never close the gate. If `gate_seconds` is None, the gate is always open and has no series.
     """
     reason = None
     due = None
@@ -130,7 +129,7 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
 
 
 def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
-    """Return which GPUs are known to leak, and whether the host is, by their names in sentences.
+    """Return the owners that are known to leak (GPUs or the host), named as in sentences.
 
     A GPU whose growth may come from another process is omitted, because an eviction would not stop
     that growth.

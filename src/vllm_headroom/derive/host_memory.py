@@ -99,8 +99,8 @@ def update_container(
     - the sum of the processes' memory and /dev/shm.
 
     `limit_bytes`, from the settings, is used as the limit if the kernel reports none. The host
-    memory is None if nothing is known. If a source is less reliable than an earlier one of the same
-    run, its figures are dropped, because they would describe something else.
+    memory is None if nothing is known. Figures from a source that is less reliable than an earlier
+    one of the same run are dropped, because they are not comparable.
     """
     probed_cgroup, probed_shm = _find_probed_host(probe)
     reading = HostReading()
@@ -260,8 +260,8 @@ def _measure_processes(
     if private_bytes is None:
         return HostMemory()
     shm_bytes = None if shm is None else shm.used_bytes
-    # The size of /dev/shm may be unknown, or include files that no process has mapped. The larger
-    # of the two figures is used.
+    # The size of /dev/shm may be unknown, or include files that no process has mapped. Therefore,
+    # the larger of this size and the processes' shared memory is used.
     shared_bytes = max(shm_bytes or 0, count_shared(engine, shm_bytes))
     return HostMemory(
         basis=HostBasis.PROCESSES,
@@ -276,8 +276,8 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 
     `shm_bytes` is how much of /dev/shm is in use, or None if that is unknown. Memory in /dev/shm
     counts once, no matter how many processes map it. Memory pinned by CUDA counts for each process,
-    because processes cannot share it. In vllm-project/vllm#53042, the four workers had 192 GiB of
-    shared memory each, and the whole machine had 769 GiB of it.
+    because processes cannot share it. In vllm-project/vllm#53042, the four workers reported 192 GiB
+    of shared memory each, but the whole machine had only 769 GiB.
     """
     shared_sizes = [process.shared_bytes or 0 for process in processes]
     if shm_bytes is None:
@@ -289,11 +289,11 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 def _count_kills(
     state: ContainerState, cgroup: Cgroup | None, machine: MachineMemory | None, root: str | None
 ) -> ContainerState:
-    """Return the state with the kernel's OOM kills since the last reading added.
+    """Return the state after adding the kernel's OOM kills since the last reading.
 
     Each kill counts once, even if several sources show it. `root` identifies the container that is
-    read now. If the previous reading had another root, the previous run has ended, and its
-    container may be gone along with its kill counter. If that container was at least half full, the
+    read now. If the previous reading had another root, the previous run has ended. Its container
+    may be gone, along with its kill counter. If that container was at least half full, the
     machine's counter is used instead. If the container becomes visible again later, these kills are
     not counted twice.
     """
@@ -316,7 +316,7 @@ def _was_full(memory: HostMemory) -> bool:
 
 
 def _count_machine_kills(state: ContainerState, machine: MachineMemory | None) -> ContainerState:
-    """Return the state with the machine's new kills, attributed to the container read last.
+    """Return the state with the machine's new kills added to the last container that was read.
 
     Nothing is counted if the previous or the current value of the machine's counter is unknown.
     """

@@ -60,8 +60,11 @@ def add_inside(
 def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     """Return what the engine's processes report about a GPU.
 
-    Returns None if the GPU is not the engine's, if no process reports about it, or if the reported
-    memory exceeds the memory of the GPU.
+    Returns None if:
+
+    - the GPU is not the engine's
+    - no process reports about it
+    - the reported memory exceeds the GPU's memory
     """
     if gpu.attribution is None:
         return None
@@ -108,7 +111,7 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
     uuid = gpu.reading.uuid.casefold()
     reports = []
     for process in probe.present:
-        # A process on several devices does not say on which of them it took its measurements.
+        # A process on several devices does not report which of them it measured.
         parts = process.parts if len(process.devices) == 1 else None
         reports += [
             ProbedDevice(device, parts)

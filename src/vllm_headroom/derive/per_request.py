@@ -66,8 +66,8 @@ def derive_baseline(
     `configured_bytes` is the baseline: the memory per running request on each GPU at full load. If
     it is set, there is a sample only near the highest load, because at lower load the memory per
     request is higher. If it is None, the baseline is the mean of the first readings at comparable
-    load, and there is no sample until it has been learned. There is no sample while nothing is
-    running.
+    load. There is no sample until the baseline has been learned. There is no sample while nothing
+    is running.
     """
     page = snapshot.page
     if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):

@@ -96,7 +96,7 @@ def _update_counts(
 
 
 def _measure_hit_ratio(counts: tuple[Count, ...]) -> float | None:
-    """Return hits divided by queries from the first count to the last, or None if none came."""
+    """Return hits divided by queries from the first count to the last, or None without queries."""
     queries = counts[-1].queries - counts[0].queries
     hits = counts[-1].hits - counts[0].hits
     if queries <= 0:

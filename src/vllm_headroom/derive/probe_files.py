@@ -31,10 +31,10 @@ def classify_probe(
 ) -> ProbeReadings | Failure | None:
     """Sort the probe's files, as of `now` in epoch seconds, into present, silent and others.
 
-    If /proc shows engine processes, a file belongs to this run if its writer started at the same
-    time as one of these processes. Pids are not compared, because they may belong to another PID
-    namespace. If /proc shows no engine process, a file belongs to this run if it is fresh. A
-    failure or None is returned unchanged.
+    While /proc shows engine processes, a file belongs to this run if its writer has the same start
+    time as one of them. Pids are not compared, because they may belong to another PID namespace.
+    While /proc shows no engine process, a file belongs to this run if it is fresh. A failure or
+    None is returned unchanged.
     """
     if files is None or isinstance(files, Failure):
         return files

@@ -57,8 +57,8 @@ def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
 def _derive_gpu(gpu: Gpu) -> tuple[Sample, ...]:
     """Return the samples of one GPU, no matter which process uses it.
 
-    The result is cached, because a daemon that watches several engines reads each GPU once per
-    tick, and the data differs only for the engine that holds the GPU.
+    The result is cached. A daemon that watches several engines reads each GPU once per tick, and
+    the data differs only for the engine that holds the GPU.
     """
     return tuple(_list_gpu_samples(gpu))
 

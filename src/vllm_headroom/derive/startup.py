@@ -21,8 +21,8 @@ value is used.
 def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the part sizes from the newest start, each from the rank where it is largest.
 
-    A part has no sample if its size is missing from the log, or if the start failed and the size in
-    the log is negative.
+    A part has no sample if the log does not contain its size, or contains a negative size from a
+    failed start.
     """
     if not isinstance(snapshot.log, LogReading) or snapshot.log.start is None:
         return ()

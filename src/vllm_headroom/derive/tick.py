@@ -118,7 +118,7 @@ def build_derivations(
     model: TokenBytes | None = None,
     baseline_bytes_per_request: float | None = None,
 ) -> tuple[Derivation[Any], ...]:
-    """Return every derivation, in the order of the page.
+    """Return every derivation, in the order in which the page shows them.
 
     Add new derivations here. An argument is None if the operator has not configured it.
     `reported_bytes` is the memory that the engine should use on each GPU. `kv_bytes_per_token` is

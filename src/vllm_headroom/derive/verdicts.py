@@ -333,8 +333,8 @@ def judge_snapshot(
     """Return a tick's verdicts: alarms first, then warnings, then all others.
 
     Within each group, the worst situation comes first. There is at least one verdict. `values` has
-    the samples of all derivations. `watches` gives the seconds for which the detector has watched
-    each GPU, by UUID, and the host memory of each role. `excused` contains the UUIDs and roles
+    the samples of all derivations. `watches` contains how many seconds the detector has watched
+    each GPU, by UUID, and each role's host memory, by role. `excused` contains the UUIDs and roles
     whose memory grows as it once did without a leak. If the declared `role` shares its GPUs, other
     processes on these GPUs do not cause a warning.
     """
@@ -424,8 +424,8 @@ def _judge_gpus(
             yield _judge_left_out_gpu(gpu)
     for gpu in sorted(snapshot.owned_gpus, key=lambda gpu: gpu.reading.index):
         yield _judge_gpu(gpu, snapshot, values, watches=watches, role=role, excused=excused)
-        # This is in addition to the verdict on the GPU, because memory left behind by an exited
-        # engine is a separate problem with a different remedy.
+        # This is a separate verdict, because memory left behind by an exited engine has a different
+        # remedy.
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.display_name,
@@ -602,8 +602,8 @@ def _find_low_memory(
     first_free_bytes = 0
     if status is not None:
         first_free_bytes = dict(status.first_room_bytes).get(uuid, 0)
-    # Memory is never reported as low before an engine has served, because an engine takes its
-    # granted memory while it starts.
+    # Memory is never reported as low before an engine has served, because a starting engine takes
+    # its granted memory.
     is_low = free_bytes < min(LOW_BYTES, LOW_FREE_SHARE * first_free_bytes)
     if not is_low and free_bytes >= wake_bytes:
         return None
@@ -797,7 +797,7 @@ def _measure_host_growth(
 def _judge_growth(growth: GrowingMemory, *, is_excused: bool) -> Verdict:
     """Return the verdict on growing memory: a leak, a possible leak, or a filling pool.
 
-    If `is_excused`, the memory grew to the same level before and was not leaking.
+    `is_excused` is True if the memory once grew to the same level without leaking.
     """
     # A pool with room left explains an early warning. An alarm is always reported.
     if growth.bound_bytes and not growth.is_leaking:
@@ -854,7 +854,7 @@ def _describe_usual_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:
-    """Return a statement that memory fills up, possibly because of another process."""
+    """Return a statement that memory is filling up, possibly because of another process."""
     verb = "fills" if growth.is_leaking else "may fill"
     rate = _describe_rate(growth)
     if rate:
@@ -883,7 +883,7 @@ def _describe_time_to_oom(growth: GrowingMemory) -> str:
 
 
 def _describe_full_pools(growth: GrowingMemory) -> str:
-    """Return a clause that full offload pools may exceed their size, or "" if no pool is full."""
+    """Return a note that full offload pools may exceed their size, or "" if no pool is full."""
     # Only offload pools have been observed to exceed their configured size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
@@ -1180,7 +1180,7 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     """Return a text with the planned and actual size of offloads, or "" if there are none.
 
     Offloads are in shared memory, so their actual size is that of the shared memory. If the actual
-    size is below the planned one, offloads may still grow, so the text states how large they may
+    size is below the planned one, offloads may still grow. The text then states how large they may
     become.
     """
     planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
@@ -1190,8 +1190,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if not offload_bytes:
         return ""
     shm_bytes = None
-    # If another engine runs on this machine, parts of /dev/shm may be in use by that engine, so the
-    # size of /dev/shm is not used.
+    # The size of /dev/shm is not used if another engine runs on this machine, because it may
+    # include that engine's files.
     if snapshot.host is not None and not snapshot.neighbours:
         shm_bytes = snapshot.host.shm_used_bytes
     shared_bytes = count_shared(snapshot.engine_processes, shm_bytes)
