@@ -450,8 +450,8 @@ FOUND_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
 """The settings that cannot be used if the engines are given by URL, with the reason for each."""
 
 SECRET_SETTINGS: Final = ("engine_bearer_token_file", "engine_headers")
-"""Settings that cannot be used if the daemon finds the engines itself, because anyone who starts a
-process that looks like an engine would receive the secret.
+"""Settings that cannot be used if the daemon finds the engines itself. Any process that looks like
+an engine would receive the secret.
 """
 
 

@@ -60,8 +60,8 @@ stopped or did not get any CPU.
 """
 
 OTHERS_WRITE_BITS: Final = 0o022
-"""The permission bits that the daemon never sets on its files, because other users could then
-change the daemon's state.
+"""The permission bits that the daemon never sets on its files, so that other users cannot change
+its state.
 """
 
 

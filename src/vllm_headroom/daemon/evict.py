@@ -27,8 +27,8 @@ TURN_SECONDS: Final = 10.0
 """The interval at which the evictor takes a turn and renews the Lease."""
 
 LEASE_SECONDS: Final = 120
-"""How long a Lease that is not renewed stays taken. This is longer than a request may take, and
-longer than the milliseconds in which the API server counts an evicted pod as missing.
+"""How long a Lease stays valid without renewal. This is longer than a request may take. It is also
+much longer than the milliseconds that the API server needs to count an evicted pod as missing.
 """
 
 EVICTION_REQUEST_SECONDS: Final = 15.0
@@ -41,7 +41,7 @@ LONGEST_PAUSE_SECONDS: Final = 320.0
 """
 
 SHOWN_CHARACTERS: Final = 300
-"""The number of characters of the API server's message that are logged."""
+"""The maximum number of characters that are logged from an API server message."""
 
 GIVE_BACK_SECONDS: Final = 2.0
 """The time limit for giving the Lease back at shutdown, which takes three requests. An evicted
@@ -73,8 +73,8 @@ class EvictionPolicy(Struct, frozen=True, kw_only=True):
     near_seconds: float
     """The pod is evicted if less than this time is left until its memory runs out."""
     quiet_hour: int | None
-    """The hour of the day in UTC during which any leak is a sufficient reason, or None if there is
-    none.
+    """The hour of the day in UTC during which any leak is a sufficient reason for eviction, or None
+    if there is none.
     """
 
 

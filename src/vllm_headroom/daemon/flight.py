@@ -79,8 +79,8 @@ ERROR_SECONDS: Final = 900.0
 """Only XIDs and OutOfMemoryErrors from this period before an incident may be its cause."""
 
 MOST_RECORDED_HOLDERS: Final = 64
-"""The maximum number of GPU processes in an incident's header, and also the maximum number of
-probed processes there (our choice).
+"""The maximum number of GPU processes in an incident's header, and the maximum number of probed
+processes (our choice).
 """
 
 LEAK_FIGURES: Final = (
@@ -92,8 +92,8 @@ LEAK_FIGURES: Final = (
 """The leak detector's results for a GPU, other than its state."""
 
 MOST_USE_SAMPLES: Final = 600
-"""The number of memory samples that are kept from between ticks, which is enough for ten minutes.
-With eight GPUs, they take 0.5 MB.
+"""The number of memory samples between ticks that are kept, which is enough for ten minutes. With
+eight GPUs, they take 0.5 MB.
 """
 
 USE_STEP_SECONDS: Final = 0.9

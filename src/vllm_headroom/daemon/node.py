@@ -58,7 +58,7 @@ LAST_SAMPLE_SECONDS: Final = 300.0
 
 UNIT_SECONDS: Final = 3600.0
 """How long an engine without a pod is watched after its last process has exited. It is unknown
-whether systemd will restart the engine, and a crash must stay visible until every alert has had
+whether systemd will restart the engine. A crash must also stay visible until every alert has had
 time to fire.
 """
 

@@ -66,7 +66,7 @@ class Parts(Sources, frozen=True, kw_only=True):
     """Returns a process's resident bytes by kind of mapping, or None if they are not visible."""
 
     find_process_name: Callable[[int], str | None] = find_no_name
-    """Returns the name of a process for people, or None if it is not visible."""
+    """Returns a process's name for display, or None if it is not visible."""
 
     def list_resources(self) -> tuple[Closable | None, ...]:
         """Return the resources to close on shutdown."""

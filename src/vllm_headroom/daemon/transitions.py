@@ -41,16 +41,16 @@ state's name.
 """
 
 MOST_LOGGED_PROBES: Final = 64
-"""The maximum number of stopped probes logged within FORGET_PROBES_SECONDS, because files written
-by the engine's container must not fill the log.
+"""The maximum number of stopped probes logged within FORGET_PROBES_SECONDS. Files written by the
+engine's container must not fill the log.
 """
 
 FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
 """The time after which a logged probe is forgotten if its file is gone."""
 
 DISAGREEING_SECONDS: Final = 60.0
-"""The log must disagree with the probe or the page for this long before the disagreement is
-reported, because each source is read at a different moment after a restart.
+"""A disagreement between the log and the probe or the page is reported only after this time. After
+a restart, each source is read at a different moment.
 """
 
 NOTHING_YET: Final = "nothing yet"

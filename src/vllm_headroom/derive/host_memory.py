@@ -374,7 +374,7 @@ PROCESS_FACTS: Final[tuple[tuple[Metric, tuple[str, ...], str], ...]] = (
     (catalog.HOST_SWAP, (), "swap_bytes"),
     *((catalog.HOST_MEMORY_KIND, (kind,), f"{kind}_bytes") for kind in HOST_KINDS),
 )
-"""Each metric of process memory, with its labels besides the role and the field of EngineProcess
+"""Each metric of process memory, its labels other than the role, and the field of EngineProcess
 that it sums up.
 """
 

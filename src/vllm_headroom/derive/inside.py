@@ -19,8 +19,8 @@ from vllm_headroom.vocabulary import MemoryPart
 
 PROBE_RACE_BYTES: Final = 64 * MIB
 """This much memory may be freed between the probe's reading and NVML's. If the engine seems to hold
-less than torch has reserved, and the difference is at most this much, the engine holds nothing
-outside torch. A larger difference has no explanation, so the memory outside torch is then unknown.
+less than torch has reserved, by at most this much, it holds nothing outside torch. A larger
+difference has no explanation, so the memory outside torch is then unknown.
 """
 
 _GRAPH_HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TORCH)

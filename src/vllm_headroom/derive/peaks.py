@@ -34,8 +34,8 @@ FEWEST_STEPS: Final = 8
 """With fewer steps, a kind of work has been observed too rarely to fit a line."""
 
 SMALLEST_DEVIATION_BYTES: Final = MIB
-"""The smallest standard deviation that is assumed for a peak, because torch hands out blocks that
-are up to 1 MiB larger than requested (c10/cuda/CUDACachingAllocator.cpp, should_split).
+"""The smallest standard deviation that is assumed for a peak. torch hands out blocks that are up to
+1 MiB larger than requested (c10/cuda/CUDACachingAllocator.cpp, should_split).
 """
 
 UNUSABLE_CACHED_SHARE: Final = 0.3

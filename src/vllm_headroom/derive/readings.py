@@ -27,8 +27,8 @@ _INSIDE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.ALLOCATOR_RESERVED, "reserved_bytes"),
 )
 _MOST_CACHED_GPUS: Final = 64
-"""The number of cached GPUs: 16 on the largest machine, in two versions (for the engine that holds
-the GPU and for all others), over two ticks. They take 0.2 MB.
+"""The number of cached GPUs. The largest machine has 16 GPUs, each in two versions (for its engine
+and for all others), over two ticks. They take 0.2 MB.
 """
 
 _ENGINE_FACTS: Final = tuple(

@@ -61,15 +61,19 @@ was free initially. The alert HeadroomGpuMemoryLow uses the same limits.
 """
 
 LOW_FREE_SHARE: Final = 0.5
-"""Free memory is low only if it is also below this share of the memory that was free on that GPU or
-host when the engine became ready. A GPU is therefore not reported as short of memory just because
-its engine is configured to leave little free.
+"""Free memory is low only if it is also below this share of what was free on the GPU or host when
+the engine became ready. A GPU is therefore not reported as short of memory just because its engine
+is configured to leave little free.
 """
 
 LOW_HOST_BYTES: Final = 4 * GIB
-"""The host's free memory is low if it is below each of three limits: this size, LOW_HOST_SHARE of
-the host's limit, and LOW_FREE_SHARE of the memory that was free initially. The alert
-HeadroomHostMemoryLow uses the same limits.
+"""The host's free memory is low if it is below all of these limits:
+
+- this size
+- LOW_HOST_SHARE of the host's limit
+- LOW_FREE_SHARE of the memory that was free initially
+
+The alert HeadroomHostMemoryLow uses the same limits.
 """
 
 LOW_HOST_SHARE: Final = 0.05
@@ -97,8 +101,8 @@ size. The factor leaves room for vLLM's buffers and queues, which are also in sh
 """
 
 STRANDED_RATIO: Final = 0.05
-"""A KV cache is reported as stranded if more than this share of it is in use even though no request
-holds it, as in HeadroomKvCacheStranded.
+"""A KV cache is reported as stranded if more than this share of it is in use but not held by any
+request, as in HeadroomKvCacheStranded.
 """
 
 CRASH_LOOP_EXITS: Final = 3

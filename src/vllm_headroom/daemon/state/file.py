@@ -145,8 +145,8 @@ STATE: Final = StateFile("state.json", SavedState, STATE_FORMAT, "the leak detec
 RUNS: Final = StateFile(
     "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted from zero"
 )
-"""The counts of the engine's runs. They are kept in a separate file, because they continue when the
-leak detector's state, which belongs to a single run, is set aside.
+"""The counts of the engine's runs. They are kept in a separate file. They continue when the leak
+detector's state is set aside, because that state belongs to a single run.
 """
 
 HISTORY: Final = StateFile(

@@ -18,12 +18,12 @@ limits of the flight record cap each folder at 38 MiB.
 """
 
 UNUSED_SECONDS: Final = 7 * DAY_SECONDS
-"""More folders are kept if they changed within this time: see MOST_RECENT."""
+"""For folders that changed within this time, the limit is MOST_RECENT instead of MOST_UNUSED."""
 
 MOST_RECENT: Final = 64
 """The maximum number of folders of former engines that are kept at all (our choice). Each new pod
-of a crashing workload has a separate folder, so that without this limit the folders would fill the
-node's disk.
+of a crashing workload has a separate folder. Without this limit, the folders would fill the node's
+disk.
 """
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")

@@ -48,7 +48,7 @@ as much as their rates per second.
 
 UNSEEN_SHARE: Final = 0.6
 """Load has a daily cycle. Until a whole day has been observed, load may still exceed its observed
-peak, and memory may then be full after this share of the estimated time.
+peak. Memory may then be full after this share of the estimated time.
 """
 
 PEAK_MARGIN: Final = 1.1
@@ -65,8 +65,10 @@ a whole. In an even leak, the rates of any two parts differ by less.
 """
 
 MARGIN_SECONDS: Final = 300.0
-"""This time is subtracted from the lower bound of the time left, for two reasons: an estimate is
-made only every two minutes, and a peak of a few minutes does not show in a block's floor.
+"""This time is subtracted from the lower bound of the time left, for two reasons:
+
+- An estimate is made only every two minutes.
+- A peak of a few minutes does not show in a block's floor.
 """
 
 

@@ -47,7 +47,7 @@ class Observation(Struct, frozen=True, kw_only=True):
 
     neighbours: int | None = None
     """The number of processes on the device, including the engine's. It is None if the memory of
-    the engine's processes is known, because it does not matter in that case.
+    the engine's processes is known, because the number then does not matter.
     """
 
     awake: bool | None = None
@@ -155,8 +155,8 @@ class Growth(Struct, frozen=True, kw_only=True):
     """The number of blocks in which memory rose by at least RISE_BYTES."""
 
     rise_odds: float
-    """The log likelihood ratio of a leak versus benign rises (records of demand and first uses),
-    judged by how often memory rose.
+    """The log likelihood ratio of a leak versus benign rises (new maxima and first uses), judged by
+    how often memory rose.
     """
 
 
@@ -367,12 +367,12 @@ class Estimate(Struct, frozen=True, kw_only=True):
     leaked_bytes: float
     """How much the memory has grown so far."""
     pace: float | None
-    """The expected growth until the device is full, in bytes per second under the expected load, or
-    None if the estimate shows no growth.
+    """The expected growth rate until the device is full, in bytes per second, or None if the
+    estimate shows no growth.
     """
 
     fastest: float | None
-    """The fastest plausible growth until the device is full, in bytes per second."""
+    """The highest plausible growth rate until the device is full, in bytes per second."""
 
     oom_seconds: float | None = None
     """The expected time until out-of-memory."""

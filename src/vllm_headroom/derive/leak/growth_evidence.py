@@ -455,9 +455,9 @@ Nobody needs to be paged about out-of-memory that is days away, and most slow fi
 """
 
 UNEVEN_PATIENCE_SHARE: Final = 0.36
-"""Growth that is not straight must have lasted for this share of the time left. Memory that fills
-up to a bound like 1 - exp(-t / tau) never lasts for 1/e (0.37) of its time left, unless the bound
-is as large as the room.
+"""Growth that is not straight must have lasted for this share of the time left. Growth toward a
+bound, like 1 - exp(-t / tau), never lasts for 1/e (0.37) of the time left, unless the bound is as
+large as the room.
 """
 
 LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
@@ -672,8 +672,7 @@ segments.
 
 REALLOCATED_SECONDS: Final = 120.0
 """For a buffer that doubles, rises within this time are joined into a single step. The time is
-short, because the buffer's contents are copied immediately, and a small buffer doubles again within
-minutes.
+short, because a small buffer is copied immediately and doubles again within minutes.
 """
 
 
@@ -778,8 +777,8 @@ COMPARED_SHARE: Final = 0.05
 """A step smaller than this share of the growth is not compared with other steps."""
 
 YOUNG_SECONDS: Final = 4 * HOUR_SECONDS
-"""Caches also fill evenly, so no alarm is raised until this time has passed since the origin, and
-no warning until half of it has passed.
+"""Caches also fill evenly. No alarm is therefore raised until this time has passed since the
+origin, and no warning until half of it has passed.
 """
 
 LATE_SHARE: Final = 2.0

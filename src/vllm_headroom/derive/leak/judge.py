@@ -91,8 +91,8 @@ GONE_RATIO: Final = 6.0
 """
 
 CLIPPED_GONE_RATIO: Final = 4.0
-"""Our choice: growth must also have taken this many times what would be left if its largest rise
-had only been as large as the second largest.
+"""Our choice: with its largest rise clipped, the growth must still have taken this many times the
+room that would then be left.
 """
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
@@ -111,7 +111,7 @@ POOL_OVERHEAD: Final = 1.15
 KEPT_PACE: Final = 1.5
 """Our choice: the time since the first quarter of the run is divided into thirds. Growth keeps its
 pace if it was at least this many times as large in the last two thirds as in the first third. On a
-straight line, it is twice as large in the last two thirds; on a logarithmic curve, it is equally
+straight line, it is twice as large in the last two thirds. On a logarithmic curve, it is equally
 large.
 """
 
@@ -121,9 +121,9 @@ quarter of an hour.
 """
 
 MISSED_SECONDS: Final = 960.0
-"""Large steps are judged in a single ring: the one with the shortest blocks, of at least two
-minutes, that reaches back to the origin. Up to this much time after the origin may be missing from
-that ring. This is the length of one of the longest blocks.
+"""Large steps are judged in a single ring. Of the rings that reach back to the origin, it is the
+one with the shortest blocks of at least two minutes. Up to this much time after the origin may be
+missing from that ring. This is the length of one of the longest blocks.
 """
 
 
@@ -180,7 +180,7 @@ HOLD_GAPS: Final = 3.0
 PAUSE_FACTOR: Final = 1.5
 """A leak has pauses if an alarm began within a day of the last rise of the previous alarm. The
 pause is the time between that rise and the start of the alarm. The alarm then continues for at
-least this many times the pause even if memory does not rise.
+least this many times the length of the pause, even if memory does not rise.
 """
 
 NEARLY_FULL_BYTES: Final = GIB
@@ -476,8 +476,8 @@ pause.
 """
 
 REFILL_FACTOR: Final = 1.5
-"""Our choice: while memory is below the alarm's peak, the rate of a stretch is limited to this many
-times the rate of the growth up to the peak, as in DILUTED_RATIO.
+"""Our choice, as for DILUTED_RATIO: while memory is below the alarm's peak, the rate of a stretch
+is at most this many times the rate of the growth up to the peak.
 """
 
 LEAST_RISE_SHARE: Final = 0.1

@@ -28,17 +28,17 @@ half as long as the growth took.
 
 LEVEL_SHARE: Final = 0.5
 """How long memory must be level, as a share of the time that the growth took (see LEVEL_SECONDS).
-The same share applies to requests, because the memory of an idle engine does not grow: compared
-with the requests that finished during the growth, at least this share must have finished since the
-peak.
+The same share applies to requests, because the memory of an idle engine does not grow. Since the
+peak, at least this share of the number of requests during the growth must have finished.
 """
 
 FALLEN_SHARE: Final = 0.5
 """Memory has followed load if this share of the growth was released."""
 
 LOWER_LOAD: Final = 2 / 3
-"""Load has fallen if the request rate in any hour since the peak was at most this share of the rate
-in the busiest hour before the peak. torch releases its cache at any load, while a leak continues.
+"""Load has fallen if, in any hour since the peak, the request rate was at most this share of the
+rate in the busiest hour before it. A release without lower load proves nothing, because torch may
+release its cache even during a leak.
 """
 
 LEAST_ROOM_SHARE: Final = 0.1

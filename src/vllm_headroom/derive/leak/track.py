@@ -38,8 +38,8 @@ and 16 hours.
 """
 
 DOUBTED_SECONDS: Final = DAY_SECONDS
-"""If a snapshot is dated this much later than the previous one, or earlier than it, its time is not
-trusted until a second reading confirms it.
+"""If a snapshot's time is before the previous one or this much after it, the time is not trusted
+until a second reading confirms it.
 """
 
 REST_SHARE: Final = 0.5
@@ -52,8 +52,8 @@ WAKE_SHARE: Final = 0.8
 """A rest ends when this share of the usual memory is held again."""
 
 LONGEST_REST_SECONDS: Final = 1800.0
-"""Once the engine has been awake and working for this long, a rest ends in any case: either it
-needs no more memory than it holds now, or it will not release its backup. A new stretch of
+"""Once the engine has been awake and working for this long, a rest ends in any case. Either the
+engine needs no more memory than it holds now, or it will not release its backup. A new stretch of
 comparable readings then begins.
 """
 

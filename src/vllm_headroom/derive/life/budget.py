@@ -57,9 +57,9 @@ ended; instead, the engine fell asleep or another process exited.
 """
 
 LARGEST_EXCESS_RATIO: Final = 0.25
-"""Our choice: if an engine exceeds its budget by more than this share, the size of its KV cache
-must have been set by another option, such as --num-gpu-blocks-override. The engine's real budget is
-then unknown. On a MIG slice, exceeding the budget by a fifth is usual.
+"""Our choice: a larger excess means that another option, such as --num-gpu-blocks-override, has set
+the size of the KV cache. The engine's real budget is then unknown. On a MIG slice, exceeding the
+budget by a fifth is usual.
 """
 
 WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryPart.CACHED)

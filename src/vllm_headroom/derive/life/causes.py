@@ -25,9 +25,9 @@ from vllm_headroom.vocabulary import (
 )
 
 FULL_ROOM_BYTES: Final = 256 * MIB
-"""A GPU was full if at its lowest, its free memory was at most this, which is a dozen of torch's
-segments of 20 MiB. In addition, the lowest free memory must have been at most FULL_ROOM_RATIO of
-the memory that was free when the engine started to serve.
+"""A GPU was full if its lowest free memory was at most this, which is about a dozen of torch's
+20 MiB segments. In addition, the lowest free memory must have been at most FULL_ROOM_RATIO of the
+memory that was free when the engine started to serve.
 """
 
 FULL_ROOM_RATIO: Final = 0.5
@@ -36,8 +36,8 @@ memory from the start is therefore not considered full.
 """
 
 FILL_SECONDS: Final = 30.0
-"""Growth in a straight line is taken to have filled the GPU if, at its rate, it would have used up
-the remaining memory within this time. At the exit, the newest sample may be up to this old.
+"""Growth in a straight line counts as having filled the GPU if it would have used up the remaining
+memory within this time. At the exit, the newest sample may be up to this old.
 """
 
 REFUSING_SECONDS: Final = 15.0

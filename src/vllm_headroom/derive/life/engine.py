@@ -86,9 +86,9 @@ is not applied.
 """
 
 LONGEST_LOAD_SECONDS: Final = 2400.0
-"""Our choice: if an engine was younger than this at its first sample, and its memory has since
-grown by more than contexts take, it was still loading at that sample. Loading a large model took 33
-minutes.
+"""Our choice: an engine that was younger than this at its first sample may still have been loading.
+It was loading if its memory has since grown by more than contexts take. Loading a large model took
+33 minutes.
 """
 
 SAME_END_SECONDS: Final = 15.0

@@ -60,14 +60,14 @@ pressure was 0.05 at a load average of 2, and 0.95 at a load average of 5.
 SPINNING_SECONDS: Final = 180.0
 """A server that uses CPU time for longer than this without answering is considered to be spinning.
 This does not apply while the machine is short of CPU, or while the server has closed its port and
-finishes its last requests.
+is finishing its last requests.
 """
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
 """The time over which exits are counted, as in HeadroomEngineCrashLoop."""
 
 MOST_ENDS: Final = 64
-"""At most this many exit times are kept, namely the newest. Keeping more would not change any
+"""Only the newest exit times are kept, at most this many. Keeping more would not change any
 verdict.
 """
 
@@ -666,8 +666,8 @@ class StandstillRow(NamedTuple):
     requests: Requests | None = None
     activity: Activity | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The answers of the server with which the row matches. If None is one of them, the row also
-    matches if no request was sent to the server.
+    """The server's answers that the row matches. If None is one of them, the row also matches if no
+    request was sent to the server.
     """
 
 
@@ -721,7 +721,7 @@ class AbsenceRow(NamedTuple):
     """Whether the page has ever been served in this run."""
     answer: PageAnswer | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The answers of the server with which the row matches, as in StandstillRow."""
+    """The server's answers that the row matches, as in StandstillRow."""
     is_computing: bool | None = None
     """Whether the API server uses CPU time but is not spinning. If the server answers with an
     error, it is sufficient that the core, the workers or a GPU is busy.
