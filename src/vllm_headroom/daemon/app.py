@@ -54,7 +54,7 @@ CANNOT_LISTEN: Final = 2
 """The exit status if the daemon cannot start until an operator changes a setting."""
 
 LONGEST_TICK_SECONDS: Final = 30.0
-"""The longest time between two ticks. A source that hangs does not delay the next tick for longer,
+"""The longest time between two ticks. A source that hangs does not delay the next tick by more,
 because each source has a timeout of a few seconds. If more time passes, the daemon itself was
 stopped or did not get any CPU.
 """
@@ -360,8 +360,8 @@ class Daemon:
     async def _tick(self) -> None:
         """Take a sample and write it to files; end the daemon if the GPUs stay unreadable."""
         result = await self._watch.sample()
-        # The tick is noted before the files are written, so that a hung volume does not make the
-        # daemon unhealthy.
+        # The tick is noted before the files are written, so that a hung volume does not fail the
+        # health check.
         self._monitor.note_tick(result.snapshot.gpus)
         await self._watch.record()
 

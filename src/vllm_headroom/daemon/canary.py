@@ -88,7 +88,7 @@ class Canary:
         if model_name is None:
             self.unanswered_since_seconds = None
             return
-        # A request that is waiting for its response counts as silence from the time it was sent.
+        # A request without a response counts as silence from the time it was sent.
         if self.unanswered_since_seconds is None:
             self.unanswered_since_seconds = self._clock.monotonic()
         try:

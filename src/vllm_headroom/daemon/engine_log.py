@@ -91,8 +91,8 @@ class EngineLogFollower:
             for event in self._reader.feed(line):
                 if event.kind not in ENDING_KINDS:
                     continue
-                # A line without a timestamp gets the time at which it was read, which is
-                # meaningless for an old file.
+                # A line without a timestamp gets the time at which it was read. For an old file,
+                # this time is meaningless.
                 seconds = read_seconds if event.time.seconds is None else event.time.seconds
                 # A line that reports the engine's request load does not end the start. It may show
                 # that the engine has survived a failure.

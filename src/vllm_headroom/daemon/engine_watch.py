@@ -121,13 +121,11 @@ class Sampler:
         missing.
         """
         snapshot = self._evaluation.build_snapshot(await self._read_sources())
-        # The states are recalled before the run is updated, so that this sample continues the saved
-        # run.
+        # The states are recalled first, so that this sample continues the saved run.
         if self._recall is not None:
             self._evaluation.states.update(await self._recall_guarded(self._recall, snapshot))
         snapshot = self._evaluation.follow_run(snapshot)
-        # Changes are logged before the verdicts are computed, so that an error in a verdict does
-        # not hide a change.
+        # Changes are logged first, so that an error in a verdict does not hide a change.
         self._run_guarded("log of changes", partial(self._transitions.report, snapshot), None)
         result = self._evaluation.judge(snapshot)
         report_leaks = partial(self._transitions.report_leaks, result.values)
@@ -272,9 +270,9 @@ class Sampler:
     ) -> T | Failure:
         """Return what a reader returns; if it raises, log the error and return a Failure.
 
-        Every call to a reader goes through this method, so that the content of a single source
-        cannot end the daemon. Even a MemoryError, for example because a source is too large,
-        affects only that source.
+        Every call to a reader goes through this method, so that bad content from one source cannot
+        end the daemon. Even a MemoryError, for example because a source is too large, affects only
+        that source.
         """
         try:
             value = await read()
@@ -358,7 +356,7 @@ class EngineWatch:
 
     @property
     def last_incident(self) -> LastIncident | None:
-        """The newest incident on disk, or None if there is none or no folder is configured."""
+        """The newest incident on disk, or None without an incident or a configured folder."""
         return None if self._flight is None else self._flight.last
 
     async def sample(self) -> TickResult:

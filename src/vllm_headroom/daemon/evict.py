@@ -213,8 +213,7 @@ class Evictor:
         if self._has_evicted:
             await self._take_lease(lease, began_seconds)
             return
-        # The budget is also checked in a dry run, so that the dry run shows what would prevent the
-        # eviction.
+        # A dry run also checks the budget, so that it shows what would prevent the eviction.
         await self._check_budget()
         if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
@@ -281,8 +280,7 @@ class Evictor:
     async def _find_budget(self) -> Object:
         """Return the pod's PodDisruptionBudget.
 
-        Raises NotNowError if the pod is not selected by exactly one budget, or if that budget does
-        not count missing pods.
+        Raises NotNowError unless exactly one budget selects the pod and counts missing pods.
         """
         path = f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets"
         budgets = (await self._ask("GET", path))["items"]
@@ -356,9 +354,9 @@ class Evictor:
             transitions = former_spec.get("leaseTransitions", 0)
             spec["leaseTransitions"] = transitions + 1 if lease else transitions
         self._lease = await self._write_lease(lease, spec)
-        # This pod counts the duration from a time before it read the Lease. Another pod counts from
-        # the time when it reads the renewed Lease, which is later. Therefore, the two never hold
-        # the Lease at the same time.
+        # For this pod, the duration starts before the pod reads the Lease. For another pod, it
+        # starts later, when that pod reads the renewed Lease. Therefore, two pods never hold the
+        # Lease at the same time.
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> bool:
@@ -376,7 +374,7 @@ class Evictor:
         Raises NotNowError if another pod has changed the Lease since `lease` was read, or if the
         API server refuses the request.
         """
-        # The Lease contains the version that was read, so the API server refuses to overwrite a
+        # The request contains the Lease's version as read, so the API server refuses to overwrite a
         # newer one.
         if lease:
             method = "PUT"

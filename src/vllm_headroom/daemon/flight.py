@@ -58,15 +58,15 @@ from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 log = Log(__name__)
 
 RECORD_STEP_SECONDS: Final = 0.9
-"""The minimum time between two lines of the record. It is a tenth less than one second, so that a
-tick that comes early is recorded too. With a line for every tick at the shortest interval, 0.1 s,
-the record would cover only minutes.
+"""The minimum time between two lines of the record. It is a tenth less than one second, so that an
+early tick is recorded too. If every tick had a line at the shortest interval (0.1 s), the record
+would cover only minutes.
 """
 
 INCIDENT_SECONDS: Final = 300.0
-"""How long an incident accepts further events, such as failing starts, or a restart by the kubelet
-that ends a hang. The incident closes earlier if another event occurs after the engine has served
-again.
+"""How long an incident accepts further events. Examples are failing starts, or a restart by the
+kubelet that ends a hang. The incident closes earlier if another event occurs after the engine has
+served again.
 """
 
 RETRY_SECONDS: Final = 60.0
@@ -122,7 +122,7 @@ class RecentReadings:
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
         """Add each GPU's used memory, keyed by UUID; `seconds` is the time since the epoch.
 
-        A reading that is empty, or comes too soon after the last one, is left out.
+        An empty reading, or one that comes too soon after the last, is ignored.
         """
         if not used_bytes:
             return
@@ -181,8 +181,8 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 class Flight:
     """Owns the flight record in `folder` once this daemon holds `lock`.
 
-    `lines` returns the daemon's last log lines. Errors on the volume affect only the record. They
-    are logged when they begin and when they end.
+    `lines` returns the daemon's last log lines. Errors on the volume affect only the record. Such
+    errors are logged when they begin and when they end.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ class Flight:
         now = snapshot.monotonic_seconds
         self.recent.add_xids(snapshot)
         self._mappings.step(snapshot, values)
-        # If this snapshot contains no errors, for example because the probe's files are missing,
-        # the last known errors are kept.
+        # If this snapshot has no errors, perhaps because the probe's files are missing, the last
+        # known errors are kept.
         self._ooms = list_ooms(snapshot) or self._ooms
         self._snapshots = list_snapshots(snapshot) or self._snapshots
         self._now_seconds = snapshot.time_seconds
@@ -338,8 +338,8 @@ class Flight:
         """Write the incident so far, and return it with the time of the next write.
 
         An incident is written immediately. Once the incident is complete, it is written again with
-        all later events. Returns None once the complete incident is written, or if writing still
-        fails INCIDENT_SECONDS after the end of the incident.
+        all later events. Returns None once the complete incident is written. Also returns None if
+        writing still fails INCIDENT_SECONDS after the end of the incident.
         """
         # XIDs and failed allocations in the minutes before the incident may be its cause.
         oldest_seconds = incident.seconds - ERROR_SECONDS

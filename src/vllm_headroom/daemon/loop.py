@@ -18,8 +18,8 @@ STOPPED: Final = 0
 """The exit status after a signal to stop."""
 
 NEEDS_NEW_CONTAINER: Final = 3
-"""The exit status if only a new container can help, because a process cannot load the driver's
-library twice.
+"""The exit status if only a new container can help. A process cannot load the driver's library
+twice.
 """
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})

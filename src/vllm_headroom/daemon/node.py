@@ -173,7 +173,7 @@ class WatchedEngine:
         return self.located.name
 
     def begin_sample(self) -> None:
-        """Begin a sample, unless the last one is still running."""
+        """Begin a sample, unless the previous one is still running."""
         if self._sampling is None or self._sampling.done():
             self._sampling = self._start(self._guard(self._sample))
 
@@ -401,8 +401,8 @@ class NodeWatch:
     def list_others(self, kind: EngineKind) -> list[LocatedEngine]:
         """Return the engines of this kind that are not watched.
 
-        Engines with the name of a watched engine are left out, because a watched engine's server
-        may briefly have no port while it restarts.
+        Engines with the name of a watched engine are left out. While a watched engine restarts, its
+        server may briefly have no port.
         """
         watched_names = {engine.name for engine in self.engines.values()}
         return [

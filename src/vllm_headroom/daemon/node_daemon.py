@@ -194,7 +194,7 @@ class NodeDaemon:
             return respond_node_snapshot(self._build_view(), request)
 
         def build_metrics(read_published: Callable[[], Published | None]) -> MetricsPage:
-            """Return a metrics page whose samples `read_published` returns on each scrape."""
+            """Return a metrics page; on each scrape, `read_published` returns its samples."""
             return MetricsPage(
                 HeadroomCollector(
                     read_published,

@@ -39,7 +39,7 @@ class GpuSource(Closable, Protocol):
     """The source of GPU readings."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every device, or a Failure if that fails; never raise."""
+        """Return one reading of every device, or a Failure if reading fails; never raise."""
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the used bytes of each readable GPU, keyed by UUID, and update the peaks."""

@@ -187,8 +187,8 @@ class Transitions:
             for process in probe.others
             if process.stopped
         }
-        # The files of exited probes remain for a while, so a probe that is forgotten too early
-        # would be logged twice.
+        # The files of exited probes remain for a while. A probe that is forgotten too early would
+        # be logged twice.
         if now_seconds >= self._forget_probes_at_seconds:
             self._logged_probes &= stopped_probes.keys()
             self._forget_probes_at_seconds = now_seconds + FORGET_PROBES_SECONDS
@@ -264,8 +264,7 @@ class Transitions:
         attributions = [
             (gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution is not None
         ]
-        # The attributions are compared as a set, because NVML may number the GPUs in a different
-        # order after a loss.
+        # The attributions are compared as a set, because NVML may renumber the GPUs after a loss.
         if not self._note_change("owners", frozenset(attributions)):
             return
         for uuid, attribution in attributions:

@@ -60,8 +60,7 @@ class StateFile(Generic[T]):
         Raises ValueError if the value contains a number that is not finite.
         """
         document = msgspec.to_builtins(value, str_keys=True)
-        # The format number is set before the checksum is computed, so that a change to it is
-        # detected too.
+        # The format number is set first, so that the checksum also detects a change to it.
         document["format"] = self._format_number
         document["checksum"] = _compute_checksum(document)
         return _encode_canonical(document)
@@ -152,6 +151,6 @@ detector's state is set aside, because that state belongs to a single run.
 HISTORY: Final = StateFile(
     "history.json", SavedHistory, HISTORY_FORMAT, "the page draws its curves from now on"
 )
-"""The curves of the page's last day. They are kept in a separate file, because they are only
-displayed, and remain valid when another engine is running.
+"""The curves of the page's last day. They are kept in a separate file. They are only displayed, and
+remain valid when another engine is running.
 """

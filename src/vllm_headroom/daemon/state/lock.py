@@ -1,4 +1,4 @@
-"""The lock on a folder that belongs to one daemon at a time."""
+"""The lock that reserves a folder for one daemon at a time."""
 
 import fcntl
 import os

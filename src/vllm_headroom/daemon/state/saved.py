@@ -23,7 +23,7 @@ finish as many requests as the former one did in ten minutes.
 """
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
-"""The load is averaged per minute, so after a gap longer than a minute it is unknown whether the
+"""The load is averaged per minute. After a gap of more than a minute, it is unknown whether the
 load was steady.
 """
 
@@ -33,8 +33,8 @@ this long.
 """
 
 FUTURE_SECONDS: Final = 300.0
-"""The maximum expected difference between the clocks of two machines. If a file is from further in
-the future, it is refused, because its age is unknown.
+"""The maximum expected difference between the clocks of two machines. A file from further in the
+future is refused, because its age is unknown.
 """
 
 UNUSABLE_COUNT: Final = (
@@ -130,8 +130,7 @@ def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
         mismatch = explain_mismatch(saved.identity, identity, age_seconds)
         if mismatch is not None:
             return mismatch
-    # It is enough that one of the saved GPUs is visible, because the others may not have been
-    # opened yet.
+    # One visible saved GPU is enough, because the others may not have been opened yet.
     saved_uuids = saved.memory.leak.gpus.keys()
     is_any_visible = not saved_uuids.isdisjoint(list_visible(snapshot))
     if saved_uuids and not is_any_visible and is_gpu_list_known(saved, snapshot):

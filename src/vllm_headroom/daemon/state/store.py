@@ -105,9 +105,9 @@ class StateKeeper:
     async def _restore_waiting(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return the waiting states of the detector and the baseline if they can be restored now.
 
-        The result is empty if no state is waiting, or while it is unknown whether the engine and
-        its GPUs are the saved ones. If they are not, the file is set aside. The result then
-        contains at most the precedents from an earlier run of the same models.
+        The result is empty if no state is waiting. It is also empty while it is unknown whether the
+        engine and its GPUs are the saved ones. If they are not, the file is set aside. The result
+        then contains at most the precedents from an earlier run of the same models.
         """
         identity = identify_engine(snapshot.engines)
         if identity is not None:
@@ -141,8 +141,8 @@ class StateKeeper:
         """Write the states of this engine, each file within `timeout_seconds`.
 
         Nothing is written while another daemon holds the folder's lock. The leak detector's state
-        is written only after a page has named the engine, and if no older state is waiting.
-        Failures are logged when they begin and when they end. Never raises OSError.
+        is written only if a page has named the engine and no older state is waiting. Failures are
+        logged when they begin and when they end. Never raises OSError.
         """
         if self._owns_folder:
             # Another daemon may have deleted and recreated the folder.
