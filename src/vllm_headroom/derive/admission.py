@@ -13,8 +13,8 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState
 
 FULL_BATCH_SAMPLES: Final = 3
-"""The highest observed number of running requests is taken as the engine's limit once this many
-samples show requests waiting at that number. A queue in a single sample proves nothing.
+"""If this many samples show requests waiting at the highest number of running requests, that number
+is taken as the engine's limit. A queue in a single sample proves nothing.
 """
 
 
@@ -25,12 +25,12 @@ class BatchEvidence(Struct, frozen=True, kw_only=True):
     """The highest number of running requests so far."""
 
     waited_samples: int = 0
-    """How many samples showed requests waiting at the highest load even though the KV cache had
-    room for one more request.
+    """How many samples showed requests waiting at the highest load although the KV cache had room
+    for one more.
     """
 
     is_reported: bool = False
-    """Whether the engine has ever reported its limit. If it has, the limit is never estimated; it
+    """Whether the engine has ever reported its limit. If it has, the limit is never estimated. It
     is unknown whenever the engine stops reporting it.
     """
 

@@ -16,7 +16,7 @@ from vllm_headroom.model import (
 )
 
 MOST_COUNTS: Final = 512
-"""At most this many per-process counters are kept, which is four times the number of probe files
+"""The maximum number of per-process counters that are kept: four times the number of probe files
 that are read at once.
 """
 

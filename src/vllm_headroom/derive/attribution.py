@@ -69,7 +69,7 @@ def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None
 
 
 def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int]) -> Fate | None:
-    """Return what became of a process that the driver lists, or None if it is or may be alive.
+    """Return what became of a process that the driver lists, or None if it may be alive.
 
     The pid must refer to the same process in NVML and in /proc. `engine_pids` are the pids of the
     engine's former processes. A process that /proc does not show counts as vanished if it belonged
@@ -102,8 +102,8 @@ to 560 list the right pids, but with another process's memory.
 """
 
 _NVML_RACE_BYTES: Final = 64 * MIB
-"""A process may free this much memory between two NVML calls. If the processes' memory adds up to
-more than the memory in use plus this margin, the driver has listed memory on another device.
+"""A process may free this much memory between two NVML calls. If the processes' memory exceeds the
+memory in use by more than this, the driver has listed memory on another device.
 """
 
 
@@ -265,7 +265,7 @@ def _find_leftovers(
     leftovers = []
     for process in device.processes or ():
         fate = find_fate(process.pid, processes, engine_pids)
-        # If the fate is unknown, the process is or may be alive, so it is not a leftover.
+        # If the fate is unknown, the process may be alive, so it is not a leftover.
         if fate is not None:
             used_bytes = process.used_bytes if is_memory_reliable else None
             leftovers.append(Leftover(pid=process.pid, fate=fate, used_bytes=used_bytes))
@@ -340,7 +340,7 @@ def _has_same_pids(
         return False
     if processes.sees_host_pids:
         return True
-    # The processes listed for AMD GPUs are only those that /proc shows under the same pid.
+    # For AMD GPUs, only processes that /proc shows under the same pid are listed.
     if all(device.vendor is Vendor.AMD for device in readings.devices):
         return True
     try:

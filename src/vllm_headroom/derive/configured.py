@@ -166,7 +166,8 @@ def _size_kv_offload(
 ) -> Pool:
     """Return the host-memory pool for KV cache: every engine's tier plus every worker's LMCache."""
     tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
-    # If the page does not show a tier, each engine is assumed to have one of the configured size.
+    # If the page does not show a tier, each engine is assumed to have a tier of the configured
+    # size.
     if not tiers_bytes:
         option_bytes = (options.kv_offloading_size or 0) * GIB
         tier_bytes = option_bytes or options.kv_connector_bytes or 0

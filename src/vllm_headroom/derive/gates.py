@@ -47,7 +47,7 @@ class Guardrail(Struct, frozen=True, kw_only=True):
 
 
 class TimeToOom(Struct, frozen=True, order=True):
-    """A lower bound on the time until the memory of a GPU or the host is full.
+    """A lower bound on the time until GPU or host memory is full.
 
     The shortest time sorts first.
     """

@@ -33,8 +33,8 @@ INITIAL: Final = HealthState(
     last_success_seconds={},
 )
 """The counts of all sources except the probe and the log start at 0. The counts of the probe and
-the log are added when each is first read, so they are exported only if a probe folder or a log is
-configured.
+the log are added when each is first read. They are therefore exported only if a probe folder or a
+log is configured.
 """
 
 PROBE_ZEROS: Final = _list_zeros(Source.PROBE)
@@ -67,8 +67,7 @@ def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, 
 def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | None:
     """Return the time between reading the engine and the GPUs, or None if either reading failed."""
     ends_seconds = {}
-    # A failed reading may have waited for its timeout, so the time at which it ended is
-    # meaningless.
+    # A failed reading may have waited for its timeout, so its end time is meaningless.
     for reading in snapshot.reading_times:
         if reading.source not in failed_sources:
             ends_seconds[reading.source] = reading.ended_monotonic_seconds

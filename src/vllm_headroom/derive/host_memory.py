@@ -59,13 +59,13 @@ class ContainerState(Struct, frozen=True, kw_only=True):
     """The last reading; a figure is None if it is unknown."""
 
     root: str | None = None
-    """Identifies the run: by the engine's root process or, if only the probe can read the
-    container, by the container.
+    """Identifies the run by the engine's root process. If only the probe can read the container,
+    the container identifies the run.
     """
 
     scope: HostMemory = field(default_factory=HostMemory)
     """The reading with the most reliable basis in this run. Figures with a less reliable basis
-    would describe something else, such as the memory of the machine instead of the container.
+    would describe something else, such as the machine instead of the container.
     """
 
     kills: int | None = None
@@ -310,7 +310,7 @@ def _count_kills(
 
 
 def _was_full(memory: HostMemory) -> bool:
-    """Return whether the container was so full that it may have been killed; False if unknown."""
+    """Return whether the container may have been full enough to be killed, or False if unknown."""
     full_bytes = FULL_SHARE * (memory.limit_bytes or inf)
     return (memory.used_bytes or 0) >= full_bytes
 

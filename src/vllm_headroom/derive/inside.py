@@ -86,7 +86,7 @@ def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
 
 
 def _exceeds_device(sums: Sums, gpu: Gpu) -> bool:
-    """Return whether the processes report more than the GPU's memory; False if that is unknown."""
+    """Return whether the processes report more than the GPU's memory, or False if unknown."""
     if gpu.reading.memory is None:
         return False
     largest_bytes = max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0)

@@ -5,7 +5,7 @@ from vllm_headroom.model import EnginePage, EngineReading
 
 
 def list_engines(page: EnginePage | None) -> tuple[EngineReading, ...]:
-    """Return the engines of the page; empty if the page could not be read."""
+    """Return the engines of the page, or () if the page could not be read."""
     return () if page is None else page.engines
 
 

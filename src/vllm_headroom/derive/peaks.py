@@ -53,7 +53,7 @@ T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.2
 """The 97.5 % quantiles of Student's t-distribution with 1, 2, … degrees of freedom."""
 
 LARGEST_T: Final = 2.2
-"""The quantile for 11 degrees of freedom, which is also used when there are more."""
+"""The quantile for 11 degrees of freedom, also used for more."""
 
 
 class PeakLine(Struct, frozen=True, kw_only=True):
@@ -207,7 +207,7 @@ def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> PeakRoom | None:
 
 
 def derive_peaks(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the samples of each GPU of the engine whose worker reports its peaks."""
+    """Return the samples of each of the engine's GPUs for which a worker reports peaks."""
     samples: list[Sample] = []
     for gpu in snapshot.owned_gpus:
         process = find_worker(gpu, snapshot)

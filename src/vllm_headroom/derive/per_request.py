@@ -64,10 +64,10 @@ def derive_baseline(
     """Return each GPU's memory per running request as a ratio of its baseline.
 
     `configured_bytes` is the baseline: the memory per running request on each GPU at full load. If
-    it is set, there is a sample only near the highest load, because at lower load the memory per
-    request is higher. If it is None, the baseline is the mean of the first readings at comparable
-    load. There is no sample until the baseline has been learned. There is no sample while nothing
-    is running.
+    it is set, there is a sample only near the highest load. At lower load, the memory per request
+    is higher. If it is None, the baseline is the mean of the first readings at comparable load.
+    There is no sample until the baseline has been learned. There is no sample while nothing is
+    running.
     """
     page = snapshot.page
     if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):
@@ -88,8 +88,8 @@ def derive_baseline(
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
     band = find_load_band(running)
     for gpu in snapshot.gpus:
-        # The memory is None if it is unknown, and 0 if the engine exited between the readings of
-        # the page and the GPU.
+        # The memory is None if unknown. It is 0 if the engine exited between the readings of the
+        # page and the GPU.
         if not gpu.held_bytes:
             continue
         ratio = None

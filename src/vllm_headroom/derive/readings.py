@@ -68,7 +68,8 @@ def _list_gpu_samples(gpu: Gpu) -> Iterator[Sample]:
     labels = label_gpu(gpu)
     reading = gpu.reading
     name = reading.name
-    # The figures of a GPU with unified memory describe the machine's memory, so its name is marked.
+    # The figures of a GPU with unified memory describe the machine's memory, so the GPU's name is
+    # marked.
     if reading.memory is not None and reading.memory.is_unified:
         name += " (unified memory)"
     yield Sample(catalog.GPU_INFO, (*labels, name, gpu.attribution or ""), 1.0)

@@ -17,13 +17,13 @@ devices, this takes seconds (vllm-project/vllm#37533).
 """
 
 LEAST_RELEASED_SHARE: Final = 0.1
-"""If a sleep releases less than this share of the memory, no residue is reported, because sleep
-level 0 only pauses the scheduler.
+"""If a sleep releases less than this share of the memory, no residue is reported. Sleep level 0,
+for example, only pauses the scheduler.
 """
 
 
 class SleepState(Struct, frozen=True, kw_only=True):
-    """The newest sleep in a run, and the memory that the engine kept on each GPU meanwhile."""
+    """The newest sleep in a run, and the memory that the engine kept on each GPU during it."""
 
     run_id: str | None = None
     since_seconds: float | None = None
@@ -88,7 +88,7 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
-    """Return the memory held now on each GPU where the sleep released enough of it, by UUID.
+    """Return the memory now held on each GPU on which the sleep released enough, by UUID.
 
     A GPU is also included if it is unknown how much was released there.
     """

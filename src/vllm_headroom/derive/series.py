@@ -19,7 +19,7 @@ V = TypeVar("V")
 def limit_remembered(entries: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
     """Return the entries.
 
-    Return the entries; if there are more than MOST_REMEMBERED, only those named in `present`.
+    Return the entries, or only those named in `present` if there are more than MOST_REMEMBERED.
     """
     if len(entries) <= MOST_REMEMBERED:
         return dict(entries)

@@ -7,7 +7,7 @@ N = TypeVar("N", int, float)
 
 
 def sum_known(values: Iterable[N | None]) -> N | None:
-    """Return the sum, or None if any value is unknown, or if there are no values."""
+    """Return the sum, or None if there are no values or any value is unknown."""
     numbers: list[N] = []
     for value in values:
         if value is None:

@@ -70,7 +70,7 @@ UNEXPECTED: Final = {
     )
     for source in Source
 }
-"""The failure that is used for a source if an error is raised while it is read or evaluated."""
+"""The failure used for a source if reading or evaluating it raises an error."""
 
 State = TypeVar("State")
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class TickRules(Struct, frozen=True, kw_only=True):
     """
     role: str = SERVING
     gate_ready_seconds: float | None = None
-    """The gate closes if less than this time is left until out-of-memory; None disables the gate.
+    """The gate closes if less than this time is left until out-of-memory, or never if this is None.
     """
     read_guardrail: Callable[[], Guardrail] | None = None
     """Returns the guardrail's settings and state, or None if this pod must never be evicted."""
@@ -207,7 +207,7 @@ class TickReadings(Struct, frozen=True, kw_only=True):
 class TickResult(Struct, frozen=True, kw_only=True):
     """What was read, derived and judged in one tick.
 
-    It contains everything that is shown, published and recorded.
+    The result contains everything that is shown, published and recorded.
     """
 
     snapshot: Snapshot
@@ -307,7 +307,7 @@ class Evaluation:
 
         outcome = self._border(ENGINE_RUN, follow, None)
         if outcome is None:
-            # The error may come from the remembered data of the run, and would then recur at every
+            # The error may come from the remembered data of the run. It would then recur at every
             # tick.
             self.states[ENGINE_RUN] = forget_run(memory)
             return snapshot

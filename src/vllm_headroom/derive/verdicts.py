@@ -87,7 +87,7 @@ takes to measure the memory that the engine holds between bursts.
 SCARCE_BLOCKS_BYTES: Final = GIB
 """Allocations of unified memory may fail if less than this much is free in blocks of 2 MiB. Some
 failed while 22.5 GiB were available (vllm-project/vllm#54200). While no model is being loaded and
-no task waits for memory, few such blocks are normal, because the page cache takes free memory.
+no task waits for memory, few such blocks are normal. The page cache takes the free memory.
 """
 
 WAITING_RATIO: Final = 0.05
@@ -274,7 +274,7 @@ NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.ASLEEP: (Level.GOOD, "the engine sleeps"),
     LeakState.WARMING_UP: (Level.UNKNOWN, "too early to tell whether it leaks"),
 }
-"""The level and the text for memory that does not grow, by leak state. If the memory has several
+"""The level and the text for memory that is not growing, by leak state. If the memory has several
 leak states, the first of them in this order is used.
 """
 
@@ -322,7 +322,7 @@ def measure_watches(state: LeakMemory) -> dict[str, float]:
 
 
 def list_excused(state: LeakMemory) -> frozenset[str]:
-    """Return the UUIDs and roles whose memory grows as it once did without a leak."""
+    """Return the UUIDs and roles whose memory is growing as it did before without a leak."""
     tracks = {**state.gpus, **state.host}.items()
     return frozenset(name for name, track in tracks if track.is_excused)
 
@@ -339,8 +339,8 @@ def judge_snapshot(
     Within each group, the worst situation comes first. There is at least one verdict. `values` has
     the samples of all derivations. `watches` contains how many seconds the detector has watched
     each GPU, by UUID, and each role's host memory, by role. `excused` contains the UUIDs and roles
-    whose memory grows as it once did without a leak. If the declared `role` shares its GPUs, other
-    processes on these GPUs do not cause a warning.
+    whose memory is growing as it did before without a leak. If the declared `role` shares its GPUs,
+    other processes on these GPUs do not cause a warning.
     """
     gpu_verdicts = list(_judge_gpus(snapshot, values, watches, role, excused))
     verdicts = [
@@ -468,7 +468,7 @@ def _judge_gpu(
 
     - The GPU cannot be read.
     - Its memory is unknown.
-    - Its memory grows.
+    - Its memory is growing.
     - It has another problem.
     - It has no problem.
     """
@@ -512,7 +512,7 @@ def _judge_quiet_gpu(
     watches: Mapping[str, float],
     role: str,
 ) -> Verdict:
-    """Return the verdict on a GPU whose memory does not grow: its problem, or that it has none."""
+    """Return the verdict on a GPU whose memory is not growing: its problem, or that it has none."""
     labels = label_gpu(gpu)
     uuid = gpu.reading.uuid
     name = gpu.reading.display_name
@@ -561,7 +561,7 @@ def _judge_quiet_gpu(
 
 
 class Trouble(Struct, frozen=True, kw_only=True):
-    """A problem on a GPU whose memory does not grow."""
+    """A problem on a GPU whose memory is not growing."""
 
     situation: Situation
     text: str
@@ -584,8 +584,7 @@ def _find_trouble(
 ) -> Trouble | None:
     """Return the worst problem of a GPU, or None if it has none.
 
-    `wake_bytes` is the memory that a sleeping engine needs to wake up; 0 if the engine is not
-    asleep.
+    `wake_bytes` is the memory that a sleeping engine needs to wake up, or 0 if the engine is awake.
     """
     return (
         _find_excess(labels, status, values, free_bytes)
@@ -851,7 +850,7 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_usual_growth(growth: GrowingMemory) -> str:
-    """Return a statement that memory grows as it once did without a leak, with the rate."""
+    """Return a statement, with the rate, that memory is growing as it did before without a leak."""
     rate = _describe_rate(growth)
     text = f"grows by {rate}" if rate else "grows"
     return f"{text}, up to now as in an earlier run or on an earlier day without a leak"
@@ -867,14 +866,14 @@ def _describe_foreign_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_rate(growth: GrowingMemory) -> str:
-    """Return the growth per hour, such as "3 GiB an hour"; empty if it is unknown."""
+    """Return the growth per hour, such as "3 GiB an hour", or "" if it is unknown."""
     if growth.bytes_per_second is None:
         return ""
     return f"{format_size(HOUR_SECONDS * growth.bytes_per_second)} an hour"
 
 
 def _describe_time_to_oom(growth: GrowingMemory) -> str:
-    """Return the time until out-of-memory, as the end of a sentence; empty if it is unknown."""
+    """Return the time until out-of-memory as the end of a sentence, or "" if it is unknown."""
     if growth.oom_seconds is None:
         return ""
     if growth.oom_seconds < 1:
@@ -1053,7 +1052,7 @@ def _describe_hang(hang_signs: Iterable[HangSign]) -> str:
 
 
 def _describe_stuck_requests(values: Values) -> str:
-    """Return the requests of a stalled engine as a clause; empty if they are unknown."""
+    """Return the requests of a stalled engine as a clause, or "" if they are unknown."""
     running = values.find_all(catalog.ENGINE_RUNNING).values()
     waiting = values.find_all(catalog.ENGINE_WAITING).values()
     if not running or not waiting:
@@ -1062,7 +1061,7 @@ def _describe_stuck_requests(values: Values) -> str:
 
 
 def _describe_load(values: Values, *, is_memory_low: bool) -> str:
-    """Return the current load as a clause, such as ": 3 running"; empty if it is unknown."""
+    """Return the current load as a clause, such as ": 3 running", or "" if it is unknown."""
     running = values.find_all(catalog.ENGINE_RUNNING).values()
     waiting = values.find_all(catalog.ENGINE_WAITING).values()
     used_ratios = values.find_all(catalog.ENGINE_KV_USED).values()
@@ -1089,9 +1088,9 @@ def _judge_host(
 ) -> Iterator[Verdict]:
     """Yield the verdicts on processes that an exited engine left behind, and on host memory.
 
-    There is one verdict on host memory for each role whose memory grows. If no role's memory grows,
-    there is a single verdict on all roles. If no role has a leak state, there is no verdict on host
-    memory.
+    There is one verdict on host memory for each role whose memory is growing. If no role's memory
+    is growing, there is a single verdict on all roles. If no role has a leak state, there is no
+    verdict on host memory.
     """
     orphans = describe_orphans(snapshot.left_behind, snapshot.owned_gpus)
     if orphans is not None:
@@ -1122,8 +1121,8 @@ def _judge_quiet_host(
     leak_states: Mapping[str, str],
     watches: Mapping[str, float],
 ) -> Verdict:
-    """Return the verdict on host memory that does not grow, given each role's leak state."""
-    # The sentence covers all roles, so the shortest time for which any role was watched is used.
+    """Return the verdict on host memory that is not growing, given each role's leak state."""
+    # The sentence covers all roles, so the role that was watched for the shortest time counts.
     watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
     level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)
     use = _describe_host_use(snapshot, values) + _describe_offloads(snapshot, values)
@@ -1203,8 +1202,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if shared_bytes < offload_bytes:
         return f"{planned} may take up to {OFFLOAD_FACTOR} times that"
     text = f"{planned} take {format_size(shared_bytes)}"
-    # A small offload may exceed its planned size by a large factor without harm, so the excess must
-    # also be large in bytes.
+    # A small offload may exceed its planned size by a large factor without harm. The excess must
+    # therefore also be large in bytes.
     is_far_over = shared_bytes > OVERSHOOT_FACTOR * offload_bytes
     if is_far_over and shared_bytes > offload_bytes + NEIGHBOUR_BYTES:
         factor = shared_bytes / offload_bytes

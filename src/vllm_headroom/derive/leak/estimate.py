@@ -97,8 +97,8 @@ def estimate_growth(
     """Return the rates of the growth, and the rates expected under future load (`pace`).
 
     The estimate does not include the time left yet; `set_time_left` adds it. `began_bytes` is the
-    memory that was held when the growth began. If `room_bytes` is None, the room is unknown, and
-    the expected rates equal the rates per second.
+    memory that was held when the growth began. If `room_bytes` is None, the room is unknown. The
+    expected rates then equal the rates per second.
     """
     seconds = [block.seconds for block in growth.blocks]
     requests = [block.requests for block in growth.blocks]
@@ -132,8 +132,8 @@ def estimate_growth(
         )
         fastest = PEAK_MARGIN * highest_rate * (by_request.rate + by_request.half_width)
     if room_bytes is not None and not _is_load_known(track, by_requests=by_requests):
-        # Load hardly changes within a short time, so this applies only if the room lasts for more
-        # than half of the observed time.
+        # Load hardly changes within a short time. The rate is therefore raised only if the room
+        # lasts for more than half of the observed time.
         now_seconds = track.clock.now_seconds
         if fastest * now_seconds / 2 < room_bytes:
             fastest /= UNSEEN_SHARE
@@ -296,9 +296,9 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
 
     The slope is the Theil-Sen estimator over the later half: the median of the slopes between all
     pairs of blocks. Single benign steps hardly affect it. If the median is zero, memory grew in a
-    few large steps, and the slope is taken between the first and the last block. The interval is
-    computed from batch means over the last three quarters, because single rises are not independent
-    of each other. One allocator step is added to the interval, because memory is not known more
+    few large steps. The slope is then taken between the first and the last block. The interval is
+    computed from batch means over the last three quarters, because single rises are not
+    independent. One allocator step is added to the interval, because memory is not known more
     precisely. If the axis spans no time or no requests, the rate is 0 and the spread is infinite.
     """
     length = axis[-1] - axis[0]

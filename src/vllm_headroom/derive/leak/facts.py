@@ -71,7 +71,7 @@ class Block(Struct, frozen=True, gc=False):
     """A block of readings: its time, the work done until then, and the lowest memory in the block.
 
     The time is the end of the block, or its start while the block is still open. There are hundreds
-    of blocks, so gc=False is used to keep the garbage collector from visiting them.
+    of blocks, so gc=False keeps the garbage collector from visiting them.
     """
 
     seconds: float
@@ -301,7 +301,7 @@ class Reached(Struct, frozen=True, kw_only=True):
 
 
 class Precedent(Struct, frozen=True, kw_only=True):
-    """Growth in an earlier run, or on an earlier day, in which the engine was not leaking."""
+    """Growth in an earlier run or on an earlier day that was not a leak."""
 
     run_id: str | None
     """The identity of that run, or None if unknown."""

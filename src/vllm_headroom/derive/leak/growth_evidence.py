@@ -94,7 +94,7 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
     The first block has no entry: entry i is for the rise from block i to block i + 1. The entries
     are log likelihood ratios of a leak versus benign rises (new maxima and first uses). A block is
     not evidence if the running requests reached a new maximum in it or in the previous block.
-    Higher load explains the rise, which may not show up until the floor of the next block.
+    Higher load explains such a rise, even if it shows up only in the floor of the next block.
     """
     odds_of_rise: list[float] = []
     odds_of_none: list[float] = []
@@ -208,7 +208,7 @@ def has_ended(growth: Growth) -> bool:
     """Return whether memory has not risen for so long that growth has ended (see `is_over`).
 
     The quiet time starts when 95 % of the growth has been reached, so that a small rise at the end
-    does not restart it. The quiet time must be at least twice as long as 5 % of the growth would
+    does not restart it. The quiet time must be at least twice the time that 5 % of the growth would
     take at an even pace.
     """
     last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes

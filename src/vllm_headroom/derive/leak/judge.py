@@ -154,8 +154,8 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
     shortest_ring, second_ring, *_ = track.history.rings
     recent_bytes = newest.floor_bytes - shortest_ring.blocks[0].floor_bytes
-    # Growth that fills three quarters of the room within half an hour is fast, so it is judged
-    # every 30 s.
+    # Growth that fills three quarters of the room within half an hour is fast. It is judged every
+    # 30 s.
     is_slow = own_room_bytes is None or recent_bytes < SOON_SHARE * own_room_bytes
     is_between = second_ring.parts > 0
     if is_between and is_slow:
@@ -271,8 +271,8 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
             return replace(track, alarm=replace(alarm, began=began, newest_rise=newest))
         return replace(track, alarm=replace(alarm, low=began, newest_rise=newest))
 
-    # The highest value in five minutes is used, because memory is taken again within minutes after
-    # a sleep ends.
+    # The highest value in five minutes is used, because the engine takes its memory again within
+    # minutes after a sleep.
     recent_blocks = track.history.rings[0].blocks[-RETAINED_BLOCKS:]
     is_retained = max(block.floor_bytes for block in recent_blocks) >= retained_bytes
     has_stopped = is_over(
@@ -288,8 +288,8 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
         return _end_alarm(track, newest_rise)
     if is_retained:
         return track
-    # Most of the growth was released. If some of it is still held, the low points are rising, and
-    # the alarm ends only if memory stops rising from here.
+    # Most of the growth was released. If some of it is still held, the low points are rising. The
+    # alarm then ends only if memory stops rising from here.
     base = alarm.low or track.history.anchor or began
     least_bytes = base.floor_bytes + LOW_SHARE * (newest_rise.floor_bytes - base.floor_bytes)
     if newest.floor_bytes >= least_bytes:
@@ -378,7 +378,7 @@ def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     )
     if not is_quiet:
         return False
-    # This is the ring with the shortest blocks that still reaches back to the peak.
+    # Of the rings that reach back to the peak, this one has the shortest blocks.
     ring = _find_reaching_ring(track.history.rings, peak.seconds)
     blocks = [block for block in ring.blocks if block.seconds > peak.seconds]
     if len(blocks) < LEAST_BREATH_BLOCKS:
@@ -563,7 +563,7 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
         new_estimate = apply_stretch(new_estimate, track, room_bytes)
         if estimate is None or new_estimate.pace is not None:
             estimate = new_estimate
-    # This is done at every block, because the room changes between two verdicts.
+    # The time left is updated at every block, because the room changes between two verdicts.
     if estimate is not None and room_bytes is not None:
         estimate = set_time_left(estimate, track, room_bytes)
     return replace(track, estimate=estimate)
@@ -616,8 +616,8 @@ def _judge_rings(
     verdict = max(ring.verdict for ring in rings)
     if is_room_gone(room_bytes):
         verdict = min(verdict, Certainty.GROWING)
-    # Memory has reached this height before without a leak, so growth up to this height causes at
-    # most a warning.
+    # Memory has reached this height before without a leak. Growth up to this height causes at most
+    # a warning.
     is_excused = verdict > Certainty.NONE and rings[0].blocks[-1].floor_bytes < excused_bytes
     if is_excused:
         verdict = Certainty.GROWING
@@ -711,8 +711,8 @@ def _judge_straight_line(
 ) -> WindowJudgement | None:
     """Return an alarm if growth in a straight line fills the room within minutes, otherwise None.
 
-    Growth is measured from the start of the stretch, whatever the load, because a burst of requests
-    may double the load in each block.
+    Growth is measured from the start of the stretch, because a burst of requests may double the
+    load in each block.
     """
     blocks = ring.blocks[-WINDOW_BLOCKS[0] - 1 :]
     anchor = track.history.anchor
@@ -800,7 +800,8 @@ def _judge_windows(
     if not has_steps:
         return
     # A window of large steps may begin anywhere since the origin. Only one ring is therefore
-    # searched for such windows: the one with the shortest blocks that reaches back to the origin.
+    # searched for such windows. Of the rings that reach back to the origin, it is the one with the
+    # shortest blocks.
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
     for growth in find_step_windows(survey):
@@ -836,8 +837,8 @@ def is_busiest(growth: Growth, track: Track) -> bool:
 def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | None) -> Certainty:
     """Return the verdict on even growth.
 
-    `odds` is the sum of the log odds of rises and pace. If growth has lasted for longer than the
-    time left until the device is full, an alarm is raised, whatever the cause. A single large rise
+    `odds` is the sum of the log odds of rises and pace. An alarm is raised, whatever the cause, if
+    growth has lasted for longer than the time left until the device is full. A single large rise
     does not shorten that time. In the first minutes of a run, new demands are likely, so the growth
     must also be steady.
     """
@@ -896,7 +897,7 @@ def is_fading(track: Track, *, by_either: bool = False) -> bool:
 
 
 def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
-    """Return whether growth has lasted for so much of the time left that no odds are required."""
+    """Return whether growth has lasted so long, given the time left, that no odds are required."""
     left_share = SOON_SHARE if growth.lasted_seconds < LEAKING_SECONDS else LATE_SHARE
     return left_share * left_seconds <= growth.lasted_seconds
 
@@ -915,7 +916,7 @@ def _judge_likely(
         # Memory will last for months. An alarm may wake somebody up, so it requires more certainty.
         leaking_odds = LEAKING_ODDS_SUM_IF_FAR
     is_certain = odds >= leaking_odds and is_long
-    # This is checked last, because it reads the whole run.
+    # Fading is checked last, because the check reads the whole run.
     if is_certain and not is_fading(track):
         return Certainty.LEAKING
     if growth.lasted_seconds < GROWING_SECONDS:

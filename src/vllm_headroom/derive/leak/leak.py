@@ -85,8 +85,8 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
     and in every role. Leaks are searched for only while the engine is in service; sleep is always
     tracked.
     """
-    # The original snapshot is used, because a run that goes to sleep before any request is not in
-    # service.
+    # The original snapshot is used, because the engine may sleep before its first request, while it
+    # is not yet in service.
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)
@@ -187,7 +187,7 @@ def _count_held(process: EngineProcess) -> int:
     """Return the host memory that a process holds.
 
     Mapped files are excluded, because the kernel reclaims them before it kills a process.
-    Swapped-out memory is included, because otherwise a leak would seem to end when swapping begins.
+    Swapped-out memory is included, because a leak would otherwise seem to end when swapping begins.
     """
     return process.rss_bytes - (process.file_bytes or 0) + (process.swap_bytes or 0)
 
@@ -250,7 +250,7 @@ def is_alone(gpu: Gpu) -> bool:
 def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
     """Return the tracks that were updated within a day of the newest track.
 
-    Tracks are compared with each other rather than with the clock, so that a wrong clock does not
+    Tracks are compared with each other rather than with the clock. A wrong clock therefore does not
     cause any track to be dropped.
     """
     newest_seconds = max((track.clock.snapshot_seconds for track in tracks.values()), default=0.0)
@@ -268,7 +268,7 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
     """
     if not is_known or track.history.anchor is None:
         return LeakState.UNKNOWN
-    # This is checked before the verdicts, because memory during sleep is not evidence of growth.
+    # Sleep is checked before the verdicts, because memory during sleep is not evidence of growth.
     if track.presence.is_asleep:
         return LeakState.ASLEEP
     # An alarm continues even while most of the memory is released. Any other state becomes
@@ -385,7 +385,7 @@ def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tu
     """Return the leak samples of an engine that is out of service.
 
     The engine's GPUs and roles get a leak state derived from the engine's state, such as WARMING_UP
-    while the engine is starting.
+    while it is starting.
     """
     status = snapshot.engine_status
     state = LeakState.UNKNOWN

@@ -208,7 +208,7 @@ def _is_similar(precedent: Precedent, reached: Reached) -> bool:
 def end_run(track: Track) -> Precedent | None:
     """Return the precedent for the next run, or None after an alarm or with memory nearly full.
 
-    If a run may have ended out of memory, it excuses no growth, and neither do the runs before it.
+    A run that may have ended out of memory excuses no growth, nor do the runs before it.
     """
     reached = track.reached
     if track.alarm is not None:
@@ -237,7 +237,7 @@ def find_excused_bytes(track: Track) -> float:
         return 0.0
     hours = track.clock.now_seconds / HOUR_SECONDS
     if precedent.run_id == track.work.run_id:
-        # Within the same run, growth above the level that was reached is new, unless memory follows
+        # Within the same run, growth above the highest earlier level is new, unless memory follows
         # load.
         if not precedent.follows_load:
             return 0.0

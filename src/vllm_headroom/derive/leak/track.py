@@ -159,8 +159,8 @@ def add_work(
         and work.counter_total is not None
         and counter_total < work.counter_total
     )
-    # Behind a load balancer, another server may answer for a while, so a lower counter must persist
-    # before it is accepted.
+    # Behind a load balancer, another server may answer for a while. A lower counter is therefore
+    # accepted only if it persists.
     lower_since_seconds = None
     if is_lower:
         lower_since_seconds = work.lower_since_seconds
@@ -286,8 +286,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
             return track
         return replace(track, presence=replace(presence, rested_seconds=None))
 
-    # Only time in which the engine is awake and working is counted, because an idle engine has no
-    # reason to take its memory again.
+    # Only time in which the engine is awake and working is counted. An idle engine has no reason to
+    # take its memory again.
     if rested_seconds is None or presence.is_asleep:
         rested_seconds = 0.0
     elif is_asleep or not is_idle:
@@ -307,8 +307,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
 def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     """Return the track with a reading added to its open block.
 
-    If the open block is complete, it is first closed and judged, and the reading then opens the
-    next block.
+    If the open block is complete, it is closed and judged first. The reading then opens the next
+    block.
     """
     # This is the fast path: most readings repeat the previous one.
     if held_bytes != track.history.held_bytes:
@@ -362,7 +362,7 @@ def _close_block(track: Track, open_block: Block) -> Track:
 
     An idle block without a rise is omitted, because it does not speak against a leak that is driven
     by requests. Demands can be compared only at similar load. If load has doubled since the origin,
-    this block therefore becomes the origin, except during an alarm.
+    the closed block becomes the new origin, except during an alarm.
     """
     history = track.history
     work = track.work

@@ -129,8 +129,8 @@ def _update_budget(
         previous = GpuBudget(budget_bytes=budget_bytes, newest_seconds=now)
     busy_seconds = previous.busy_seconds
     if _are_requests_running(snapshot):
-        # The engine may have been idle between two samples that are far apart, so only a limited
-        # time is counted.
+        # The engine may have been idle between two samples that are far apart. Only a limited time
+        # is therefore counted.
         busy_seconds += min(max(0.0, now - previous.newest_seconds), LONGEST_STEP_SECONDS)
     held_bytes = gpu.held_bytes or 0
     over_since_seconds = None
@@ -142,7 +142,7 @@ def _update_budget(
             over_since_busy_seconds = previous.over_since_busy_seconds
     levels = _add_level(previous.levels, now, held_bytes)
     first_excess_bytes = previous.first_excess_bytes
-    # In its first minutes, an excess has not settled, because part of it may be a burst.
+    # An excess has not settled in its first minutes, because part of it may be a burst.
     if over_since_seconds is not None and now - over_since_seconds <= REST_SECONDS:
         first_excess_bytes = _find_level(levels, over_since_seconds) - budget_bytes
     return GpuBudget(
@@ -226,8 +226,7 @@ def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | N
     """Return how far and for how long the engine has exceeded its budget on a GPU.
 
     Returns None if the engine does not exceed its budget, or if its memory is unknown. Also returns
-    None above LARGEST_EXCESS_RATIO, because the configured budget cannot be the real one in that
-    case.
+    None above LARGEST_EXCESS_RATIO, because the real budget must then be a different one.
     """
     memory = gpu.reading.memory
     if budget.over_since_seconds is None or memory is None:
@@ -236,8 +235,8 @@ def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | N
     excess_bytes = _find_level(budget.levels, over_since_seconds) - budget.budget_bytes
     if excess_bytes > LARGEST_EXCESS_RATIO * budget.budget_bytes:
         return None
-    # The engine needs the largest of three peaks: that of an observed burst, that of vLLM's profile
-    # run, and the usual one.
+    # The engine needs the largest of three peaks: an observed burst, vLLM's profile run, and the
+    # usual peak.
     needed_bytes = max(
         budget.peak_bytes,
         budget.profile_peak_bytes,

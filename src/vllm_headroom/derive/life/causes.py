@@ -190,8 +190,8 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
 def is_gpu_full(gpu: GpuAtEnd) -> bool:
     """Return whether almost no memory was left free, or False if that is unknown.
 
-    If memory grew in a straight line, free memory that would have been used up within FILL_SECONDS
-    is treated as taken.
+    If memory grew in a straight line, memory that would have been used up within FILL_SECONDS
+    counts as taken.
     """
     if gpu.last_room_bytes is None:
         return False
@@ -211,8 +211,8 @@ def find_full_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the GPU whose lack of memory can explain the exit or stall.
 
     If the engine is known to have run out of memory, this is the GPU with the least free memory,
-    even if that GPU was not full. Otherwise, it is the first full GPU. Returns None if no GPU is
-    full, if the run is not over, or if the run has never served.
+    full or not. Otherwise, it is the first full GPU. Returns None if no GPU is full, if the run is
+    not over, or if the run has never served.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -242,7 +242,7 @@ def _fit_failed_start(end: Ending) -> CauseFit | None:
     """Judge whether the engine exited before serving because it did not fit into memory.
 
     Returns None if the engine has served. Also returns None if the fullest GPU had plenty of free
-    memory and other processes held little of its memory. The cause is certain if the GPU was full.
+    memory and other processes held little. The cause is certain if the GPU was full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
@@ -358,8 +358,8 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
     # A run that was replaced between two samples may have been restarted on purpose.
     if end.reason is ExitReason.REPLACED:
         return False
-    # Memory held by other processes is treated as free here, because the engine could have used it
-    # if they did not exist.
+    # Memory held by other processes is treated as free here, because without them, the engine could
+    # have used it.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
     return bool(end.running) and room_bytes < excess.tight_bytes
 
@@ -534,8 +534,7 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
 
     The cause is certain if the probe observed the step that raised an OutOfMemoryError just before
     the end. It is likely if torch counted such an error. It is possible if requests were running
-    and so little memory was free that an allocation may have failed unobserved. Otherwise, returns
-    None.
+    and free memory was low enough for an allocation to fail unobserved. Otherwise, returns None.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -642,7 +641,7 @@ def _fit_idle_exit(end: Ending) -> CauseFit | None:
     # If there is a GPU fault, the exit is a crash.
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
-    # Otherwise, the engine may have started to work again since the last sample.
+    # After a longer gap, the engine may have started to work again since the last sample.
     is_observed = (end.unobserved_seconds or 0.0) <= UNOBSERVED_SECONDS
     duration = format_duration(end.idle_seconds)
     return CauseFit(
@@ -910,9 +909,9 @@ def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
     """Return how much memory other processes took while the engine served, from torch's message.
 
     Unlike the samples, torch's message includes a process that started after the last sample.
-    Returns None if the refused allocation would not have fitted even without the new process, or if
-    the memory is too little for a process. Also returns None if the engine has several GPUs,
-    because torch and the driver number GPUs differently.
+    Returns None if the refused allocation would not have fitted even without the new process. Also
+    returns None if the memory is too little for a process. Also returns None if the engine has
+    several GPUs, because torch and the driver number GPUs differently.
     """
     if refusal.asked_bytes is None or refusal.free_bytes is None or refusal.other_bytes is None:
         return None
@@ -966,8 +965,8 @@ def _conclude_by_log(
     elif best.cause is not EndCause.UNKNOWN:
         alone = _begin_lower(best.sentence.rstrip("."))
         all_evidence.append(f"the log contradicts the samples, which alone fit: {alone}")
-    # The samples' evidence for the same cause is used. If there is none, the evidence for the cause
-    # with the best fit is used.
+    # The samples' evidence for the same cause is used. Without such evidence, the evidence for the
+    # cause with the best fit is used.
     own = [item for item in diagnoses if item.cause is cause]
     all_evidence += (own[0] if own else best).evidence
     return (

@@ -170,8 +170,7 @@ def update_engine(
     engine uses on each GPU.
     """
     now = snapshot.monotonic_seconds
-    # An exit is described by the record before this sample, because this sample may be from the
-    # next run.
+    # An exit is described by the earlier record, because this sample may be from the next run.
     was_answering = memory.record.page.is_answering
     update = update_state(
         snapshot,
@@ -238,7 +237,7 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
     """Return the ending of a run that has exited according to the newest sample."""
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
-    # If there is no page, the run is not considered replaced: the next run is still loading, and
+    # If there is no page, the run is not considered replaced. The next run is still loading, and
     # clients have lost this one. If a kubelet restarts a container within a second, no sample shows
     # an engine without processes.
     is_replaced = record.page.is_answering and evidence.answer is PageAnswer.GIVEN
@@ -250,7 +249,7 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
     ending = replace(ending, reason=_refine_reason(ending))
     if ending.reason not in FULL_REASONS:
         return ending
-    # If memory ran out, the ending is built again, because the reason affects whether the engine is
+    # If memory ran out, the ending is built again. The reason affects whether the engine is
     # considered to have hung.
     rebuilt = build_ending(
         record, run, snapshot, IncidentKind.ENDED, reason=ending.reason, gpus=gpus
@@ -277,8 +276,8 @@ def _refine_reason(ending: Ending) -> ExitReason | None:
     """Return the reason for an exit, using its whole ending and the engine's log if there is one.
 
     Only the whole ending shows whether a shutdown was requested, or whether the engine was over its
-    budget from the start. Otherwise, if the reason is GONE and the log states a reason, that reason
-    replaces it. Returns None for a stall, because a stall is not an exit and has no reason.
+    budget from the start. Otherwise, a reason that the log states replaces GONE. Returns None for a
+    stall, because a stall is not an exit and has no reason.
     """
     # A reason in the engine's log is better evidence than the memory.
     if ending.reason is ExitReason.GONE and ending.log is not None:
@@ -293,7 +292,7 @@ def _refine_reason(ending: Ending) -> ExitReason | None:
 
 
 def _find_logged_reason(log: LogEnding) -> ExitReason:
-    """Return the reason for an exit according to the engine's log, or GONE if it gives none."""
+    """Return the exit reason according to the engine's log, or GONE if the log gives none."""
     if log.failure is None:
         return ExitReason.STOPPED if log.is_stopped else ExitReason.GONE
     if log.failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
@@ -409,7 +408,7 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
     # An engine this young cannot have loaded its model before the first sample.
     if age_seconds is not None and age_seconds < UNLOADED_SECONDS:
         return False
-    # If the memory of such a young engine keeps growing, the engine is still loading.
+    # While the memory of so young an engine keeps growing, the engine is still loading.
     may_have_loaded = age_seconds is not None and age_seconds < LONGEST_LOAD_SECONDS
     for gpu in record.gpus.values():
         first_held_bytes = gpu.first.most_held_bytes or 0
@@ -424,7 +423,7 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
 def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
     """Describe each GPU of a run that ended with this snapshot.
 
-    The peaks in the snapshot may be those of the ended run, even though all other values are not.
+    The snapshot's peaks may be those of the ended run, but its other values are not.
     """
     peak_bytes = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned_gpus}
     gpus = []
@@ -450,14 +449,13 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
         total_bytes = reading.memory.total_bytes
         usable_bytes = reading.memory.usable_bytes
         used_bytes = reading.memory.used_bytes
-    # The time of the newest sample is used as the end, because samples may be missing for some time
-    # before an exit.
+    # The time of the newest sample is used as the end. Samples may be missing for some time before
+    # an exit.
     end_begin_seconds = gpu.slots[-1].newest_seconds - END_SECONDS
     end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
     room_bytes = find_least_known(slot.least_room_at_peak_bytes for slot in end_slots)
     sampled_room_bytes = find_least_known(slot.least_room_bytes for slot in end_slots)
-    # If the number of processes at the start is unknown, it cannot be determined whether a process
-    # is new.
+    # Without the number of processes at the start, it is unknown whether a process is new.
     first_processes = gpu.first.most_processes or 0
     end_processes = find_most_known(slot.most_processes for slot in end_slots) or 0
     return GpuAtEnd(
@@ -686,10 +684,15 @@ def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple
 
 
 def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the samples of the engine's status; empty while the status is unknown.
+    """Return the samples of the engine's status, or none while the status is unknown.
 
-    The samples show the state, the start of the run, the restarts and exits, the progress, and how
-    much of the KV cache is held by no request.
+    The samples show:
+
+    - the state
+    - the start of the run
+    - the restarts and exits
+    - the progress
+    - how much of the KV cache is held by no request
     """
     status = snapshot.engine_status
     if status is None:

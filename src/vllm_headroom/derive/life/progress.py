@@ -47,7 +47,7 @@ writes nothing. By default, this time includes five readings, and it always incl
 
 COMPUTING_CPU_SECONDS: Final = 1.0
 """A server that has used at least this much CPU time is running. A server that is stopped, or that
-waits endlessly, uses almost none. A server that competes for cores still gets its share: at a load
+waits endlessly, uses almost none. A server that competes for cores still gets its share. At a load
 average of 42 on two cores, it got ten seconds of CPU time per minute.
 """
 
@@ -79,10 +79,10 @@ EngineLabels = tuple[str, str]
 class WorkCounters(NamedTuple):
     """The values that change while an engine works.
 
-    A value is None if it is missing from the page. A step that only prefills changes no counter
-    (vllm/v1/engine/async_llm.py: no IterationStats without outputs), but the KV cache grows with
-    each chunk. The number of waiting requests is omitted, because it also changes when clients send
-    requests.
+    A value is None if it is missing from the page. vLLM creates IterationStats only with outputs
+    (vllm/v1/engine/async_llm.py), so a step that only prefills changes no counter. However, the KV
+    cache grows with each chunk. The number of waiting requests is omitted, because it also changes
+    when clients send requests.
     """
 
     finished_total: float | None
@@ -100,8 +100,8 @@ class WorkCounters(NamedTuple):
     def done(self) -> tuple[float | None, ...]:
         """Return only the token and step counters.
 
-        The other counters also change when a request is aborted, because it is then counted as
-        finished and its cache is freed.
+        The other counters also change when a request is aborted: it counts as finished, and its
+        cache is freed.
         """
         return self[1:4]
 
@@ -116,7 +116,7 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
     done_seconds: float
     """When the engine's token or step count last changed."""
     idle_since_seconds: float | None
-    """When the engine became idle, or None while it works or sleeps, or if its load is unknown."""
+    """When the engine became idle, or None if it is working, asleep or has an unknown load."""
     kv_stranded_ratios: tuple[float, ...] = ()
     """The probe's most recent readings of stranded KV cache."""
 
@@ -198,8 +198,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     engines: dict[EngineLabels, EngineProgress] = field(default_factory=dict)
     """The progress of each engine, as shown by the newest page."""
     age_seconds: float | None = None
-    """The longest time for which an engine with work has made no progress, or None if there is no
-    page or no work.
+    """The longest time for which an engine with work has made no progress, or None without a page
+    or work.
     """
     hints: dict[Hint, HintSpan] = field(default_factory=dict)
     """Signs of a hang that the page does not show."""
@@ -288,8 +288,8 @@ def _update_engine(
     """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
-    # If an engine was put to sleep with mode=keep, its requests stay on the page. They are not work
-    # until the engine wakes up.
+    # If an engine was put to sleep with mode=keep, its requests stay on the page. They do not count
+    # as work until the engine wakes up.
     has_work = bool(engine.running or engine.waiting) and not is_asleep
     is_idle = not has_work and not is_asleep and engine.running is not None
     # No progress is expected without work, so the time without progress begins when work arrives.
@@ -343,9 +343,8 @@ def _find_age(
     Returns None if no work is visible.
 
     A request that the daemon sent at `unanswered_since_seconds` also counts as work while it is
-    unanswered, because the gauges of a hung core do not change. In that case, the time without
-    progress begins when the request was sent or at the last progress of any engine, whichever is
-    later.
+    unanswered, because the gauges of a hung core do not change. The time without progress then
+    begins when the request was sent, or at the last progress of any engine if that is later.
     """
     ages = [
         now - engine.moved_seconds
@@ -366,8 +365,8 @@ def update_cpu_use(
     """Return when the API servers last used enough CPU time, or None before the first known time.
 
     Other processes are not considered, because only the API servers can prevent the page from being
-    served. If the core and its workers spin while they wait for a hung GPU, as in NCCL, the page is
-    still served and shows no progress.
+    served. The core and its workers may spin while they wait for a hung GPU, as in NCCL. The page
+    is then still served and shows no progress.
     """
     servers = [process for process in processes or () if process.role is Role.API_SERVER]
     # The times are summed, because the request for the page may reach any of several servers.
@@ -420,7 +419,7 @@ def update_hints(
     """
     if processes is None:
         return dict(previous)
-    # Times are kept per process, because a hang is a single process that stays blocked, not several
+    # Times are kept per process. A hang is a single process that stays blocked, not several
     # processes blocked in turn.
     begins: dict[Hint, float] = {}
     for process in processes:
@@ -465,7 +464,7 @@ def update_activity(
     gpu_ratio = _find_gpu_ratio(snapshot)
     if previous.begin_seconds is None:
         return _begin_span(previous, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
-    # If the utilisation is unknown in any sample of a span, so is the span's peak.
+    # If the utilisation is unknown in any sample of a span, the span's peak is unknown too.
     peak_gpu_ratio = None
     if previous.peak_gpu_ratio is not None and gpu_ratio is not None:
         peak_gpu_ratio = max(previous.peak_gpu_ratio, gpu_ratio)
@@ -564,7 +563,7 @@ def find_stranded(
     """Return the share of each engine's KV cache that no request holds, where it is known.
 
     Once an engine has been idle for a minute, all KV cache in use is stranded. Before that, the
-    share is the lowest of the probe's most recent readings, because the probe also counts while the
+    share is the lowest of the probe's most recent readings. The probe also counts while the
     scheduler works.
     """
     stranded = []

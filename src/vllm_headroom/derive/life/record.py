@@ -30,8 +30,8 @@ PEAK_KEPT_SECONDS: Final = 60.0
 """A peak of used memory is reported for this long after it occurred."""
 
 END_SECONDS: Final = SLOT_SECONDS + PEAK_KEPT_SECONDS
-"""Memory within this time before the exit is treated as the memory at the end of the run. The time
-consists of one slot plus the minute for which a peak is reported.
+"""Memory samples from this time before the exit are treated as the memory at the end of the run.
+The time consists of one slot plus the minute for which a peak is reported.
 """
 
 BURST_SECONDS: Final = 300.0
@@ -46,8 +46,7 @@ class MemoryExtremes(Struct, frozen=True, gc=False):
 
     None means unknown.
 
-    There are many of these objects, so gc=False is used to keep the garbage collector from visiting
-    them.
+    There are many of these objects, so gc=False keeps the garbage collector from visiting them.
     """
 
     begin_seconds: float
@@ -87,7 +86,7 @@ class PageRecord(Struct, frozen=True, kw_only=True):
     """The engines on the last page that showed any engines."""
     idle_since_seconds: float | None = None
     idle_seconds: float | None = None
-    """How long these engines had been idle when that page was read, or None if they had work, or if
+    """How long these engines had been idle when that page was read, or None if they had work or
     this is unknown.
     """
     loads: tuple[tuple[float, float], ...] = ()
@@ -104,8 +103,8 @@ class ProcessRecord(Struct, frozen=True, kw_only=True):
     orphans: int = 0
     """The number of processes on the engine's GPUs whose server has exited."""
     refused_since_seconds: float | None = None
-    """When the server began to refuse connections to its page after its core was gone, or None if
-    it does not refuse them.
+    """When the server, whose core was gone, began to refuse connections, or None if it does not
+    refuse them.
     """
 
 

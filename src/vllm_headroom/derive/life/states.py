@@ -475,8 +475,8 @@ def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
         if memory is not None:
-            # The engine will reach its peak again, and more memory may be free in this sample than
-            # at the peak.
+            # The engine will reach its peak again. More memory may be free in this sample than at
+            # the peak.
             peak_bytes = gpu.reading.used_peak_bytes or 0
             rooms[gpu.reading.uuid] = min(memory.left_bytes, memory.usable_bytes - peak_bytes)
     return rooms
@@ -545,7 +545,8 @@ class Symptom(Enum):
     SERVER_COMPUTES = auto()
     """The page used to be served but is missing now, and its server uses CPU time."""
     PAGE_AWAY = auto()
-    """The page used to be served but is missing now. Its server either uses no CPU time or spins.
+    """The page used to be served but is missing now. Its server either uses no CPU time or is
+    spinning.
     """
 
 
@@ -814,8 +815,8 @@ class StateUpdate(Struct, frozen=True, kw_only=True):
 
     evidence: Evidence
     exited_run: EngineRun | None
-    """The run that exited according to the sample, as it was before the sample, or None if no run
-    exited.
+    """The run that exited according to the sample, in its state before the sample, or None if no
+    run exited.
     """
     runs: EngineRuns
     """The runs after the sample. The exit is not counted yet, because this module does not know the
@@ -934,8 +935,8 @@ def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: P
         return Symptom.ASLEEP
     if progress.age_seconds is None:
         return _read_hang_signs(progress.hang_signs)
-    # A hung process also stops writing its probe file, so while the probe is silent, a stall is
-    # proven after a shorter time.
+    # A hung process also stops writing its probe file. While the probe is silent, a stall is
+    # therefore proven after a shorter time.
     longest_seconds = SIGN_SECONDS if evidence.snapshot.has_silent_core else STALLED_SECONDS
     if progress.age_seconds < longest_seconds:
         return Symptom.PAGE_ANSWERS
@@ -1023,8 +1024,8 @@ def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -
     if cpu_use is None or now - cpu_use.monotonic_seconds >= STALLED_SECONDS:
         return False
     # A server that is short of CPU may deliver every page late. A server that has closed its port
-    # may be finishing its last requests. A server is therefore spinning only if neither is the case
-    # and it still does not answer.
+    # may be finishing its last requests. A server therefore counts as spinning only if it does not
+    # answer and neither is the case.
     is_spinning = (
         evidence.answer is PageAnswer.SILENT
         and away_seconds >= SPINNING_SECONDS
