@@ -86,8 +86,8 @@ class Slope(NamedTuple):
     """Half the width of the 95 % interval."""
 
     spread: float
-    """The standard deviation of the batches as a multiple of their mean; inf if there are too few
-    batches.
+    """The standard deviation of the batches as a multiple of their mean, or inf if there are too
+    few batches.
     """
 
 

@@ -339,8 +339,8 @@ class LeakAlarm(Struct, frozen=True, kw_only=True):
     """
 
     low: Block | None = None
-    """The block in which most of the growth had been released for the first time, or None if that
-    has not happened. In a leak, later low points are higher than this one.
+    """The block in which most of the growth was first released, or None if this has not happened.
+    In a leak, later low points are higher than this one.
     """
     stretch: Stretch | None = None
     """The newest stretch of growth, or None while no stretch is long enough."""
@@ -390,8 +390,8 @@ class TrackClock(Struct, frozen=True, kw_only=True):
     """The time since the track began, on the track's own clock. It never goes backwards."""
 
     doubted_seconds: float | None = None
-    """The time of the last snapshot if it was far from that of the preceding snapshot, otherwise
-    None. Such a time is not trusted until a second reading confirms it.
+    """The time of the last snapshot if it was far from the previous one, otherwise None. Such a
+    time is not trusted until a second reading confirms it.
     """
 
 
@@ -426,7 +426,7 @@ class Track(Struct, frozen=True, kw_only=True):
     previous_alarm_seconds: float | None = None
     """When memory last rose during the previous alarm, on the track's clock.
 
-    None if there was no previous alarm.
+    It is None if there was no previous alarm.
     """
 
 

@@ -83,7 +83,7 @@ in clusters.
 """
 
 USELESS_CHANCE: Final = 0.75
-"""If a benign rise in a block is at least this likely, as it is during warm-up, the block is not
+"""If a benign rise in a block is at least this likely, as during warm-up, the block is not
 evidence.
 """
 
@@ -107,8 +107,8 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
         else:  # The block is not evidence, no matter whether memory rises in it.
             odds_of_rise.append(0.0)
             odds_of_none.append(0.0)
-        # The peak is taken one block late, because a rise after a new peak in load shows up in the
-        # floor of the next block.
+        # The peak is taken one block late. A rise after a new peak in load shows up in the floor of
+        # the next block.
         peak_running = previous.peak_running
     return odds_of_rise, odds_of_none
 
@@ -136,7 +136,7 @@ def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
     Returns None if there are too few blocks for a verdict, or too little growth.
     """
     oldest = bisect_left(ring.blocks, origin.seconds, key=lambda block: block.seconds)
-    # A window needs one more block, namely the preceding one with which it is compared.
+    # A window needs one more block: the preceding one, with which it is compared.
     if len(ring.blocks) - oldest < WINDOW_BLOCKS[0] + 1:
         return None
     retained_bytes = find_retained(ring.blocks)
@@ -191,7 +191,7 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 LAST_SHARE: Final = 0.05
-"""This share of a window's growth, counted from the end, is called its last part. How long ago the
+"""The last part of a window's growth is this share of it, counted from the end. How long ago the
 last part was added shows whether growth has ended.
 """
 
@@ -270,7 +270,7 @@ def is_steady(growth: Growth) -> bool:
 
 STRAIGHT_SPREAD: Final = 1.1
 """Along a straight line, the mean square of the rises is at most this many times their squared
-mean. This limit is lower than STEADY_SPREAD, because fewer than eleven blocks are judged and may be
+mean. This limit is lower than STEADY_SPREAD. Fewer than eleven blocks are judged, and they may be
 alike by chance.
 """
 
@@ -354,8 +354,8 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
     step_bytes = growth.typical_step_bytes
     if is_steady(growth):
-        # Each block contains many steps. By Poisson's law, the size of a step is the variance of
-        # the rises divided by their mean.
+        # Each block contains many steps. By Poisson's law, the step size is the variance of the
+        # rises divided by their mean.
         step_bytes -= grown_bytes / growth.rise_count
     step_bytes = max(RISE_BYTES, step_bytes)
     odds = (before_bytes * odds_per_byte_before + grown_bytes * odds_per_byte) / step_bytes
@@ -503,8 +503,8 @@ share of a fill like 1 - exp(-t / tau) deviates by about t / (8 tau).
 def measure_deviation(growth: Growth) -> float:
     """Return how far the growth deviates from a straight line, by time or by requests.
 
-    This is Kolmogorov's distance, between 0 and 1, on the axis on which it is smaller. The rises
-    are clipped, because a single large demand does not change the shape of a leak.
+    This is Kolmogorov's distance, between 0 and 1. The smaller value of the two axes is used. The
+    rises are clipped, because a single large demand does not change the shape of a leak.
     """
     rises_bytes = clip_rises(growth)
     sum_bytes = sum(rises_bytes)
@@ -540,8 +540,8 @@ LEAST_STEPS_BYTES: Final = 512 * MIB
 """A window is judged by its large steps only if its growth is at least this."""
 
 LEAST_STEPS: Final = 1.8
-"""A window's growth must be at least this many times its typical step, because a single step says
-nothing about the pace.
+"""A window's growth must be at least this many times its typical step. A single step says nothing
+about the pace.
 """
 
 
@@ -574,14 +574,16 @@ def _sum_at_level_load(growth: Growth) -> float:
 
 
 SAME_SIZE_BYTES: Final = 2 * MIB
-"""Steps have the same size if they differ by at most this, the smallest step of the allocator."""
+"""Steps have the same size if they differ by at most this. It is the smallest step of the
+allocator.
+"""
 
 RECORD_RATIO: Final = 1.04
 """A step is a record if it exceeds all previous steps by more than this ratio."""
 
 REPEATED_BYTES: Final = 96 * MIB
-"""Repeated steps below this size are not evidence, because slots, graphs and kernels also come in
-equal, smaller steps.
+"""Repeated steps below this size are not evidence. Slots, graphs and kernels also come in equal,
+smaller steps.
 """
 
 REPEATED_ODDS: Final = 2.0
@@ -621,7 +623,7 @@ def score_likeness(
 
 
 def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
-    """Return what a step's size adds to the log odds: repeated, smaller or record; otherwise 0."""
+    """Return what a step's size adds to the log odds, or 0 if the size is not evidence."""
     largest_bytes = max(earlier_bytes, default=0.0)
     if size_bytes <= largest_bytes:  # A record does not repeat any earlier size.
         for other_bytes in earlier_bytes:
@@ -666,7 +668,7 @@ step that is considered.
 
 
 JOINED_SECONDS: Final = QUIET_SECONDS
-"""Rises within this time are joined into a single step, because a large buffer is taken in several
+"""Rises within this time are joined into a single step. A large buffer is taken in several
 segments.
 """
 
@@ -737,8 +739,8 @@ def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
         return None
     earlier_seconds = second.seconds - first.seconds
     interval_seconds = newest.seconds - second.seconds
-    # The interval must be about twice as long as the previous one, within a factor of two because
-    # load may change.
+    # The interval must be about twice as long as the previous one. A factor of two is allowed,
+    # because load may change.
     if not earlier_seconds < interval_seconds < 4 * earlier_seconds:
         return None
     return NextStep(
@@ -842,8 +844,7 @@ def judge_steps(
         if odds + likeness >= sure_odds:
             return Certainty.LEAKING, odds + likeness
 
-    # For a warning, it is sufficient that growth has this pace and that the device would be full
-    # within a day.
+    # A warning requires only this pace, and that the device would be full within a day.
     is_soon = left_seconds <= DAY_SECONDS and lasted_seconds >= WARNING_SHARE * left_seconds
     if odds >= GROWING_ODDS and age_seconds >= YOUNG_SECONDS / 2 and is_soon:
         return Certainty.GROWING, odds

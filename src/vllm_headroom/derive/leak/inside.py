@@ -25,7 +25,7 @@ point in time.
 """
 
 MOST_MARKS: Final = 256
-"""If there are more marks than this, every second one is dropped, which limits the size of the
+"""If there are more marks than this, every second one is dropped. This limits the size of the
 state.
 """
 
@@ -124,8 +124,8 @@ def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
 def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> InsideTrack:
     """Return the track with one more reading.
 
-    The reading is added to the open mark. If the open mark is old enough, it is complete, and the
-    reading begins the next mark.
+    The reading is added to the open mark. If the open mark is old enough, it is complete. The
+    reading then begins the next mark.
     """
     # Within MARK_SECONDS, only the lowest reading is used, because temporary memory of a request is
     # not growth.
@@ -218,10 +218,9 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
     """Return the place where memory grows, or None if nothing grows or there is no mark.
 
     The duration of the leak is divided into sixths. Each place is rated by the sixth in which it
-    grew least, because first uses occur in steps and add nothing in at least one sixth. The place
-    with the highest rating is returned. If even this rating is close to zero, the place that grew
-    most over the whole duration is returned. torch's cache is not a place, because torch releases
-    it.
+    grew least. First uses occur in steps and add nothing in at least one sixth. The place with the
+    highest rating is returned. If even this rating is close to zero, the place that grew most over
+    the whole duration is returned. torch's cache is not a place, because torch releases it.
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None
@@ -244,8 +243,8 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
         grown_bytes[place] = held_bytes[-1] - held_bytes[0]
         least_rise_bytes = min(later - earlier for earlier, later in pairwise(held_bytes))
         steady_bytes[place] = LEAK_PARTS * least_rise_bytes
-    # The steady growth is six times the smallest of the six rises, so a single large step adds
-    # nothing to it.
+    # The steady growth is six times the smallest of the six rises. A single large step therefore
+    # adds nothing to it.
     location = max(steady_bytes, key=lambda place: steady_bytes[place])
     if steady_bytes[location] <= STEADY_SHARE * max(grown_bytes.values()):
         location = max(grown_bytes, key=lambda place: grown_bytes[place])

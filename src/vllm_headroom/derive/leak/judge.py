@@ -65,7 +65,7 @@ LEAST_RISE_ODDS: Final = 10.0
 """The minimum log odds from the number of blocks in which memory rose."""
 
 WITNESS_ODDS_LIMIT: Final = 12.0
-"""The log odds from the rises and those from the pace are each limited to this, so that neither is
+"""The log odds from the rises and from the pace are each limited to this, so that neither is
 sufficient alone.
 """
 
@@ -82,8 +82,8 @@ FAR_SECONDS: Final = 30 * DAY_SECONDS
 """Out-of-memory is far away if it is expected in more than this time."""
 
 SOON_SHARE: Final = 0.75
-"""If steady growth of less than an hour has lasted for this share of the time left, it raises an
-alarm at any odds. After an hour, `LATE_SHARE` is used instead.
+"""Steady growth of less than an hour raises an alarm at any odds if it has lasted for this share of
+the time left. After an hour, `LATE_SHARE` is used instead.
 """
 
 GONE_RATIO: Final = 6.0
@@ -101,8 +101,8 @@ full within minutes, there is no time to wait for eleven blocks.
 """
 
 STRAIGHT_HELD_SHARE: Final = 0.25
-"""If a straight line adds more than this share of the memory that was held initially, it is a
-startup or a wake-up rather than a leak.
+"""A straight line that adds more than this share of the initially held memory is a startup or
+wake-up, not a leak.
 """
 
 POOL_OVERHEAD: Final = 1.15
@@ -213,9 +213,9 @@ restarted more often.
 """
 
 RETAINED_BLOCKS: Final = 10
-"""The memory that is still held is the highest floor of this many of the shortest blocks, which
-together last five minutes. A single low block proves nothing, because a cache is filled again after
-a sleep.
+"""The memory that is still held is the highest floor of the newest blocks. This many of the
+shortest blocks are used, which together last five minutes. A single low block proves nothing,
+because a cache is filled again after a sleep.
 """
 
 
@@ -481,8 +481,8 @@ is at most this many times the rate of the growth up to the peak.
 """
 
 LEAST_RISE_SHARE: Final = 0.1
-"""Our choice: a rise below this share of the mean rise over two hours is ignored, because host
-memory fluctuates by a few MiB during a pause.
+"""Our choice: a rise below this share of the mean rise over two hours is ignored. Host memory
+fluctuates by a few MiB during a pause.
 """
 
 
@@ -546,8 +546,8 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
 def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None) -> Track:
     """Return the track with a new estimate based on this growth, and with the time left now.
 
-    The old estimate is kept if `growth` is None, or if the new estimate shows no growth, as in a
-    valley between two peaks. If there is no verdict, the track has no estimate.
+    The old estimate is kept if `growth` is None. It is also kept if the new estimate shows no
+    growth, as in a valley between two peaks. If there is no verdict, the track has no estimate.
     """
     if not track.verdict:
         return replace(track, estimate=None)

@@ -22,8 +22,8 @@ grows a little is therefore considered to have levelled off.
 """
 
 LEVEL_SECONDS: Final = 2 * HOUR_SECONDS
-"""Our choice: growth has levelled off if there has been no new peak for this long, and for at least
-half as long as the growth took.
+"""Our choice: growth has levelled off if there has been no new peak for this long. The time must
+also be at least half as long as the growth took.
 """
 
 LEVEL_SHARE: Final = 0.5
@@ -66,8 +66,8 @@ SIMILAR_BASE_BYTES: Final = 512 * MIB
 """A difference of this many bytes is always allowed, for the sake of small processes."""
 
 SLOWER_FACTOR: Final = 1.5
-"""A run is compared with the memory that the previous run had reached at this many times the run's
-current age, plus an hour. Faster growth is not covered by the precedent.
+"""A run is compared with the memory that the previous run had reached at a later age: this many
+times the run's age, plus an hour. Faster growth is not covered by the precedent.
 """
 
 NEAR_HOURS: Final = 2

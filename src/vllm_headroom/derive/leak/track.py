@@ -58,8 +58,8 @@ comparable readings then begins.
 """
 
 LONGEST_CROWDED_SECONDS: Final = HOUR_SECONDS
-"""If an additional process stays on the device for longer than this, it is considered usual, and a
-new stretch begins. If the process exits earlier, nothing changes.
+"""If an additional process stays on the device for longer than this, it is considered usual. A new
+stretch then begins. If the process exits earlier, nothing changes.
 """
 
 LOAD_LEAP: Final = 2.0
@@ -68,8 +68,8 @@ its first minutes by at most half.
 """
 
 LEAST_STEP_BYTES: Final = 24 * MIB
-"""The minimum size of a step. It is larger than torch's segment for small tensors, which is 20 MiB
-(c10 kLargeBuffer).
+"""The minimum size of a step. It is larger than torch's segment for tensors of 1 to 10 MiB, which
+is 20 MiB (c10 kLargeBuffer).
 """
 
 NEWEST_STEPS: Final = 32

@@ -19,7 +19,7 @@ HeadroomMemoryDiscrepancy.
 
 OVER_BUDGET_BYTES: Final = 2**30
 """The excess must also reach this many bytes. The CUDA context and the graphs are outside every
-budget, and even a small model's context and graphs take a fifth of a MIG slice.
+budget. Even a small model's context and graphs take a fifth of a MIG slice.
 """
 
 RESUMED_SHARE: Final = 2 / 3

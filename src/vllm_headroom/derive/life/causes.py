@@ -26,8 +26,8 @@ from vllm_headroom.vocabulary import (
 
 FULL_ROOM_BYTES: Final = 256 * MIB
 """A GPU was full if its lowest free memory was at most this, which is about a dozen of torch's
-20 MiB segments. In addition, the lowest free memory must have been at most FULL_ROOM_RATIO of the
-memory that was free when the engine started to serve.
+20 MiB segments. In addition, it must have been at most FULL_ROOM_RATIO of the memory that was free
+when the engine started to serve.
 """
 
 FULL_ROOM_RATIO: Final = 0.5
@@ -52,11 +52,11 @@ SURE_SHARE: Final = 0.8
 """Growth can be a certain cause if it took at least this share of the free memory that was lost."""
 
 LARGE_ALLOCATION_BYTES: Final = 4 * GIB
-"""If less than this was free, an allocation may have failed even though the GPU was not full,
-because a failed allocation takes no memory. According to `plan`, the activations of a step take 1.9
-to 4 GiB. In one report, 3.74 GiB were refused while 3.68 GiB were free (vllm-project/vllm#49182).
-In another report, the sampler was refused 786 MiB while 552 MiB were free. If more than this was
-free, a failed allocation is unlikely, but only other evidence can rule it out.
+"""If less than this was free, an allocation may have failed even though the GPU was not full. A
+failed allocation takes no memory. According to `plan`, the activations of a step take 1.9 to 4 GiB.
+In one report, 3.74 GiB were refused while 3.68 GiB were free (vllm-project/vllm#49182). In another
+report, the sampler was refused 786 MiB while 552 MiB were free. If more than this was free, a
+failed allocation is unlikely, but only other evidence can rule it out.
 """
 
 KNOWN_BEFORE_SECONDS: Final = 600.0
@@ -77,8 +77,8 @@ FULL_REASONS: Final = frozenset({ExitReason.OUT_OF_MEMORY, ExitReason.OVER_BUDGE
 """The exit reasons which state that GPU memory ran out."""
 
 UNOBSERVED_SECONDS: Final = 15.0
-"""If no sample was taken for longer than this, memory may have run out unobserved, because filling
-it takes only seconds.
+"""If no sample was taken for longer than this, memory may have run out unobserved. Filling it takes
+only seconds.
 """
 
 VISIBLE_STALL_SECONDS: Final = 60.0

@@ -71,8 +71,8 @@ this time, the engine has survived the error.
 """
 
 LOADED_SHARE: Final = 0.5
-"""If the memory at the first sample was at least this share of the memory at the newest sample, the
-engine had loaded its model before the first sample.
+"""If the first sample shows at least this share of the newest sample's memory, the engine had
+loaded its model before that sample.
 """
 
 CONTEXT_BYTES: Final = GIB

@@ -35,14 +35,14 @@ STALLED_SECONDS: Final = 60.0
 """An engine is stalled if it has had work but made no progress for this long. It is also stalled if
 its processes have been running without a page for this long.
 
-A single step takes less time: a prefill chunk, 8192 tokens by default, takes seconds on the slowest
+A single step takes less time. A prefill chunk, 8192 tokens by default, takes seconds on the slowest
 cards. vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
 """
 
 SIGN_SECONDS: Final = 20.0
 """A sign of a hang is used as evidence once it has been present for this long. While the core's
-probe is silent, an engine is also stalled after this long without progress, because a hung process
-writes nothing. By default, this time includes five readings, and it always includes at least two.
+probe is silent, an engine is also stalled after this long without progress. A hung process writes
+nothing. By default, this time includes five readings, and it always includes at least two.
 """
 
 COMPUTING_CPU_SECONDS: Final = 1.0

@@ -272,7 +272,7 @@ def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRu
     if run.lost_roles and _is_page_refused(snapshot):
         refused_since_seconds = previous.refused_since_seconds or snapshot.monotonic_seconds
     processes = replace(previous, complete=complete, refused_since_seconds=refused_since_seconds)
-    # If the page is not served, the server has exited too, so it is unknown which process exited
+    # If the page is not served, the server has exited too. It is then unknown which process exited
     # first.
     if snapshot.page is None:
         return processes

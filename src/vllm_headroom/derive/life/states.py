@@ -340,7 +340,7 @@ def update_runs(
 ) -> tuple[EngineRuns, EngineRun | None]:
     """Return the runs after one more sample, and the run that has exited according to the sample.
 
-    The exited run is returned as it was before the sample, or None is returned if no run exited.
+    The exited run is returned as it was before the sample, or as None if no run exited.
     `was_answering` is whether the page was served at the previous sample. If the clock was set
     back, earlier exits that now lie in the future are dropped.
     """
@@ -455,8 +455,7 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
         finished_total=finished_total,
         is_ready=True,
         has_worked=run.has_worked or has_worked(evidence.page),
-        # The necessary number of processes is learned: it is the highest number that has ever been
-        # running.
+        # The necessary number of processes is the highest number that has ever been running.
         necessary_counts={
             role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
         },
@@ -864,8 +863,7 @@ def update_state(
 def find_next_state(state: EngineState, symptom: Symptom) -> EngineState:
     """Return the state after a sample, according to the table.
 
-    Raises AssertionError if no row matches, but a test ensures that the table has a row for every
-    case.
+    Raises AssertionError if no row matches. A test ensures that the table has a row for every case.
     """
     for row in TRANSITIONS:
         if row.symptom is symptom and row.state in {None, state}:
