@@ -317,7 +317,7 @@ class EngineWatch:
     ) -> None:
         """`lock` is the lock on the folder that contains the state and the flight record."""
         self.history = history
-        """The curves of the last day that the page draws."""
+        """The curves that the page draws for the last day."""
         self._sampler = sampler
         self._keeper = keeper
         self._flight = flight

@@ -116,12 +116,13 @@ class Evictor:
         self._lease_changed_at = 0.0
         """When the current version of the Lease was first read, on the monotonic clock."""
         self._lease_held_until = 0.0
-        """Until when this pod holds the Lease, on the monotonic clock, or 0 if it does not hold it.
+        """When this pod's hold on the Lease ends, on the monotonic clock, or 0 if it does not hold
+        it.
         """
         self._paused_until = 0.0
         self._has_evicted = False
-        """Whether this pod was evicted or, in a dry run, would have been. Reset when the eviction
-        is no longer due.
+        """Whether this pod was evicted or, in a dry run, would have been. It is reset when the
+        eviction is no longer due.
         """
         self._refusals = 0
         """The number of consecutive refusals."""

@@ -28,7 +28,7 @@ _INSIDE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
 )
 _MOST_CACHED_GPUS: Final = 64
 """The number of cached GPUs. The largest machine has 16 GPUs, each in two versions (for its engine
-and for all others), over two ticks. They take 0.2 MB.
+and for all others), over two ticks. The cache takes 0.2 MB.
 """
 
 _ENGINE_FACTS: Final = tuple(

@@ -207,7 +207,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     activity: ActivityTrack = field(default_factory=ActivityTrack)
     """The activity of the core, the workers and the GPUs."""
     waits_since_seconds: float | None = None
-    """Since when a request has been waiting in every sample, or None if none is waiting."""
+    """The time since which a request has been waiting in every sample, or None if none is waiting.
+    """
 
     @property
     def hang_signs(self) -> tuple[HangSign, ...]:

@@ -785,7 +785,7 @@ class Absence(Struct, frozen=True, kw_only=True):
     page_since_seconds: float | None = None
     """When the page first failed. If no sample was taken, the page is not considered missing."""
     presence_since_seconds: float | None = None
-    """Since when it has been unknown whether processes exist."""
+    """When it became unknown whether processes exist."""
 
 
 def update_absence(previous: Absence, evidence: Evidence) -> Absence:
