@@ -97,7 +97,7 @@ def test_only_the_entry_of_the_process_imports_the_commands() -> None:
 
 
 def test_a_plain_run_loads_the_tools_that_the_code_map_names() -> None:
-    sentence = re.search(r"A plain `run` loads these modules of `vllm_headroom_tools` and no others: ([^.]+)\.", DESIGN)
+    sentence = re.search(r"`vllm-headroom run` loads only these modules of `vllm_headroom_tools`: ([^.]+)\.", DESIGN)
     assert sentence
     with subprocess.Popen(
         [sys.executable, "-c", RUN], env=OWN | FREE_PORT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -135,7 +135,7 @@ def test_an_incident_is_what_alertmanager_groups_by() -> None:
 
     assert set(headroom["group_by"]) == {"cluster", "namespace", "job", "model_name", "area", "severity"}
     for page in ("DESIGN.md", "docs/paging.md"):
-        assert "one incident is one model, one area and one severity" in read(page).lower(), page
+        assert "an incident covers one model, one area and one severity" in read(page).lower(), page
     assert "Alerts are grouped by model, area and severity" in read("alerts/README.md")
 
 
