@@ -146,7 +146,7 @@ class Peaks:
 
     def __init__(self) -> None:
         self.step: Step = NO_STEP
-        """The last step that began or, if it repeats an earlier step, that earlier step."""
+        """The newest step. If it repeats an earlier step, this is the earlier step."""
         self.kind: str | None = None
         """The kind of work that is running now; None between two steps."""
         self._forward_kind: str | None = None

@@ -18,7 +18,7 @@ takes a minute. Without a maximum, reading a device such as /dev/zero would neve
 def read_engine_log(name: str) -> EngineLog:
     """Parse the log in a file, or on standard input if the name is "-".
 
-    Raises BadInput if the log cannot be read or contains no line of an engine.
+    Raises BadInput if the log cannot be read or contains no line from an engine.
     """
     with open_lines(name) as lines:
         return parse_engine_log(lines)

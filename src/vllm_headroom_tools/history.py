@@ -356,8 +356,8 @@ class LeakReplay:
         """The seconds to add to the trace's time, so that it never goes backwards."""
 
         self._shared_uuids: frozenset[str] = frozenset()
-        """The GPUs of the newest sample on which the engine's memory cannot be distinguished from
-        that of other processes.
+        """The GPUs on which the newest sample cannot distinguish the engine's memory from that of
+        other processes.
         """
 
         self._gpu_indices: dict[str, int] = {}
@@ -383,7 +383,7 @@ class LeakReplay:
         return self._courses.get(series) or LeakCourse()
 
     def requests(self, series: str) -> float:
-        """Return the requests finished since the detector began to follow the series in this run.
+        """Return how many requests finished in this run while the detector followed the series.
 
         The number is 0 if the detector does not follow the series yet.
         """

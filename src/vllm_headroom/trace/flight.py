@@ -55,8 +55,8 @@ enough for hours of one GPU with a sample every 5 s.
 """
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS
-"""How long before an incident the samples in its file begin. The leak detector needs an hour or two
-of samples. A leak found earlier is in the header.
+"""An incident's file covers this length of time before the incident. The leak detector needs an
+hour or two of samples. A leak found earlier is in the header.
 """
 
 DENSE_SECONDS: Final = 600.0

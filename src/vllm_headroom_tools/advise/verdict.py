@@ -50,8 +50,8 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     capacity.find_too_few_requests,
     capacity.find_poor_prefix_cache,
 )
-"""Rules that apply only if there is no leak. Their advice is reported in this order, which puts
-causes that can end the engine before causes that slow it down.
+"""Rules that apply only if there is no leak. Their advice is reported in this order. Causes that
+can end the engine come before causes that slow it down.
 """
 
 NO_OPTION_WHILE_GROWING: Final = (

@@ -1,4 +1,4 @@
-"""Judge the limits on leaks: would the detector have found a leak as large as the limit?"""
+"""Judge the limits on leaks, based on the smallest leak that the detector would have found."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

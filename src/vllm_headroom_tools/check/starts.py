@@ -82,7 +82,7 @@ def judge_starts(
 
 
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
-    """Return the largest value on any rank for the first of these fields with known values.
+    """Return the largest value on any rank, taken from the first field that is known.
 
     Returns None if no field is known.
     """

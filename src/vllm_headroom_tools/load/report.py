@@ -37,8 +37,8 @@ def build_report(
 ) -> Report:
     """Return the report; in its data, unknown figures are None.
 
-    `overall` and the detector have received all samples. If there is any fault, the verdict is "not
-    good".
+    `overall` and the detector must have received all samples. If there is any fault, the verdict is
+    "not good".
     """
     # Totals over all steps; each step's own figures are in its column.
     outcomes = sum((stage.tally.outcomes for stage in stages), Counter[Outcome]())

@@ -231,7 +231,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 
 
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
-    """Return the length of the longest request that fits in a cache, in whole blocks.
+    """Return the longest request length that fits in a cache, rounded down to whole blocks.
 
     Returns None if the bytes per token or the current limit is unknown, or if requests of the
     maximum length already fit.

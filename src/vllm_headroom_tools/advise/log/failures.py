@@ -258,7 +258,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
 
 
 def _find_cache_bytes(start_facts: StartFacts) -> float:
-    """Return the bytes left for the cache; if they are not logged, subtract the other parts."""
+    """Return the bytes left for the cache, as logged or else computed from the other parts."""
     if start_facts.kv_cache_bytes is not None:
         return start_facts.kv_cache_bytes
     requested_bytes = start_facts.requested_bytes

@@ -165,7 +165,7 @@ def _note_absent_flags(advice: Advice, start_facts: StartFacts) -> Iterator[str]
 
 
 def _list_start_notes(start_facts: StartFacts) -> Iterator[str]:
-    """Yield notes on the memory that a serving engine wastes, and on what would fit."""
+    """Yield notes on the memory that a serving engine wastes, and on what else would fit."""
     yield from _note_requests(start_facts)
     if start_facts.start.engine == VLLM:
         yield from _note_unused_share(start_facts)
