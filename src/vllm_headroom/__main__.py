@@ -19,8 +19,8 @@ def main() -> None:
         arguments = arguments[1:]
     open_closed_streams()
     require_open_files()
-    # The handlers are installed first, because a signal may arrive during the imports. Ending the
-    # daemon with a signal is not a failure, so its exit status is 0.
+    # The handlers are installed first, because a signal may arrive during the imports. Stopping the
+    # daemon with a signal is not a failure, so the exit status is 0.
     exit_on_signals(0 if name in {"run", "demo"} else None)
     from vllm_headroom_tools.cli import start  # noqa: PLC0415 - see above
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The clock that determines when the daemon samples."""
+    """The clock that determines when the daemon takes samples."""
 
     def time(self) -> float:
         """Return seconds since the epoch."""

@@ -394,7 +394,7 @@ class Daemon:
 def add_newest_tick(view: View, watch: EngineWatch, now_seconds: float) -> View:
     """Return `view` with an engine's newest tick added, or unchanged before the first sample.
 
-    `now_seconds` is on the monotonic clock.
+    `now_seconds` is a time on the monotonic clock.
     """
     latest = watch.latest
     if latest is None:

@@ -127,6 +127,6 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
     if not engines:
         return None
     is_idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
-    # If only the gauges are stale, the next request updates them. If the engine hangs, the request
-    # detects the hang.
+    # If only the gauges are stale, the next request updates them. If the engine is hanging, the
+    # request detects it.
     return engines[0].model_name if is_idle or is_doubted else None

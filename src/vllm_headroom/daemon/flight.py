@@ -404,8 +404,13 @@ def build_context(
 ) -> dict[str, Any]:
     """Return, for JSON, the facts of a tick that cannot be derived from the recorded samples.
 
-    These are the verdicts, the leak detector's results, the processes on the GPUs, the probe's
-    files, and the messages of the sources that failed.
+    These are:
+
+    - the verdicts
+    - the leak detector's results
+    - the processes on the GPUs
+    - the probe's files
+    - the messages of the sources that failed
     """
     sources = (snapshot.engines, snapshot.gpus, snapshot.processes)
     probed_processes = _list_probed(snapshot)[:MOST_RECORDED_HOLDERS]
@@ -420,7 +425,7 @@ def build_context(
 
 
 def _describe_leak(gpu: Gpu, values: Values) -> dict[str, Any]:
-    """Return the leak detector's results for a GPU, without unknown values."""
+    """Return the leak detector's results for a GPU, omitting unknown values."""
     index = gpu.reading.index
     uuid = gpu.reading.uuid
     labels = (str(index), uuid)

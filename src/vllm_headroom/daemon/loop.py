@@ -136,8 +136,8 @@ class GraceTime:
     def update(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure, now_seconds: float) -> bool:
         """Add the GPUs of a tick; return whether they have been failing for the whole grace time.
 
-        Only failures that last until the container is replaced are counted. `now_seconds` is on the
-        monotonic clock.
+        Only failures that last until the container is replaced are counted. `now_seconds` is a time
+        on the monotonic clock.
         """
         if not isinstance(gpus, Failure) or gpus.reason not in FATAL:
             self._failing_since_seconds = None
@@ -197,7 +197,7 @@ def request_end(ending: asyncio.Future[int], status: int) -> None:
 
 @contextlib.contextmanager
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGTERM, SIGINT and SIGHUP during the block.
+    """Call `stop` on SIGTERM, SIGINT and SIGHUP while the block runs.
 
     If SIGHUP is ignored, as with nohup, it stays ignored.
     """

@@ -260,7 +260,7 @@ class Transitions:
             )
 
     def _report_owned_gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        """Log which GPUs are attributed to the engine and how, or why no GPU is."""
+        """Log which GPUs are attributed to the engine and how, or why none are."""
         attributions = [
             (gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution is not None
         ]

@@ -178,7 +178,7 @@ def attribute(
     such device has been seen, a machine's only device counts as the engine's. Processes left behind
     by an exited run count as the engine's until they are gone.
 
-    `engine_bytes` and `other_bytes` are known if all of this is true:
+    `engine_bytes` and `other_bytes` are known if all of these are true:
 
     - A pid refers to the same process in /proc and NVML. This is the case in the host's PID
       namespace, and with driver 565.57.01 or newer.
@@ -407,7 +407,7 @@ def _split_memory(
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
-    """Attribute GPUs that cannot be opened to the engine if they must be its missing GPUs.
+    """If GPUs that cannot be opened must be the engine's missing ones, attribute them to it.
 
     A GPU that cannot be opened has neither a UUID nor a process list. Unopened GPUs are attributed
     to the engine if at least as many of its GPUs are missing. While GPUs are missing, no readable

@@ -47,7 +47,7 @@ figures.
 
 
 def describe_failure(failure: LogFailure) -> str:
-    """Return a failure as a sentence with its figures, without a full stop."""
+    """Return a sentence, without a full stop, that describes a failure with its figures."""
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
         when = PHASE_WORDS[failure.phase]
         refusal = failure.refusal

@@ -228,7 +228,7 @@ def _choose_memory(
 
 
 def _measure_cgroup(cgroup: Cgroup, basis: HostBasis, limit_bytes: int | None) -> HostMemory:
-    """Return a cgroup's memory that the kernel cannot reclaim, and the cgroup's limit."""
+    """Return a cgroup's unreclaimable memory and its limit."""
     return HostMemory(
         basis=basis,
         used_bytes=max(0, cgroup.used_bytes - cgroup.cache_bytes),

@@ -48,7 +48,7 @@ class Sums(Struct, frozen=True, kw_only=True):
 def add_inside(
     gpus: tuple[Gpu, ...] | Failure, probe: ProbeReadings | Failure | None
 ) -> tuple[Gpu, ...] | Failure:
-    """Return the GPUs with what the probe reports about the engine's running processes.
+    """Return the GPUs, adding what the probe reports about the engine's running processes.
 
     The GPUs are returned unchanged if they or the probe's files could not be read.
     """

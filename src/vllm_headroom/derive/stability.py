@@ -28,7 +28,7 @@ BAND_REQUESTS: Final = 2.0
 
 
 class LoadState(Struct, frozen=True, kw_only=True):
-    """How many requests the engine had over the most recent minutes."""
+    """How many requests the engine had in the most recent minutes."""
 
     minute_means: tuple[float, ...] = ()
     """The mean number of requests in each full minute, with the newest last."""

@@ -240,7 +240,7 @@ class StateKeeper:
     ) -> Any:  # noqa: ANN401 - what the operation returns
         """Return what an operation on the file `name` returns, or None if it fails.
 
-        Errors of `function` other than OSError and ValueError are raised.
+        Raises any error of `function` other than OSError and ValueError.
         """
         # The shutdown must not cancel the call, because a cancelled call would block the thread
         # that the final save needs.

@@ -522,7 +522,7 @@ def measure_deviation(growth: Growth) -> float:
 
 
 def has_lasted(growth: Growth, left_seconds: float, *, is_room_known: bool) -> bool:
-    """Return whether growth has lasted long enough to raise an alarm, see `compute_patience`."""
+    """Return whether growth has lasted long enough to raise an alarm (see `compute_patience`)."""
 
     def find_patience(*, is_straight: bool) -> float:
         return compute_patience(left_seconds, is_room_known=is_room_known, is_straight=is_straight)

@@ -389,7 +389,7 @@ def _close_block(track: Track, open_block: Block) -> Track:
 
 
 def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
-    """Return the rings with a closed shortest block added.
+    """Return the rings after adding a closed block of the shortest length.
 
     The block becomes part of the incomplete block in the next ring. If that block is now complete,
     it becomes part of the incomplete block in the ring after that, and so on.

@@ -393,7 +393,7 @@ def sum_waiting_requests(processes: Collection[EngineProcess] | None) -> int | N
 def update_waits_since(
     previous_seconds: float | None, processes: Collection[EngineProcess] | None, now: float
 ) -> float | None:
-    """Return since when a request has been waiting in every sample, or None if none is waiting."""
+    """Return the time since which a request has been waiting in every sample, or None."""
     if not sum_waiting_requests(processes):
         return None
     return now if previous_seconds is None else previous_seconds

@@ -236,7 +236,7 @@ def _add_extremes(
 ) -> tuple[MemoryExtremes, ...]:
     """Return the slots of the last minutes after adding one sample, possibly to the newest slot."""
     now = sample.newest_seconds
-    # In a trace, time may jump back, in which case a new slot starts.
+    # In a trace, time may jump back. A new slot then starts.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
         return (*slots[:-1], _merge_extremes(slots[-1], sample))
     # To judge an exit, two time spans are needed: the minutes of a burst, and the end of the run.

@@ -293,7 +293,7 @@ def _judge_visibility(
 
 
 def _may_show_processes_later(snapshot: Snapshot) -> bool:
-    """Return whether /proc was only late, or several servers may be the engine."""
+    """Return whether /proc was only late, or whether several servers may be the engine."""
     readings = snapshot.processes
     is_late = isinstance(readings, Failure) and readings.reason is Reason.TIMEOUT
     return is_late or snapshot.ambiguous_engines > 0
@@ -372,7 +372,7 @@ def update_runs(
 
 
 def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
-    """Return whether the run is another engine's, which is still running."""
+    """Return whether the run belongs to another engine, which is still running."""
     if run.is_ready or run.has_ended:
         return False
     return _is_any_among(run.process_names, evidence.snapshot.neighbours)
@@ -390,10 +390,10 @@ def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> b
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
     """Return whether the start time, the processes or the request counter show another run.
 
-    If both start times are known, they are compared. Otherwise, the processes decide. If not, the
-    request counters are compared. If several servers answer in turn, a lower counter may be from
-    another server. A lower counter is therefore evidence only if it has more than halved, or if the
-    page was not served before.
+    If both start times are known, they are compared. Otherwise, the processes decide. Otherwise,
+    the request counters are compared. If several servers answer in turn, a lower counter may be
+    from another server. A lower counter is therefore evidence only if it has more than halved, or
+    if the page was not served before.
     """
     finished_total = evidence.finished_total
     if run.page_run_id is not None and evidence.page_run_id is not None:
@@ -777,7 +777,7 @@ ABSENCE: Final = (
 
 
 class Absence(Struct, frozen=True, kw_only=True):
-    """Since when the page or the processes have been missing, on the monotonic clock.
+    """When the page or the processes went missing, on the monotonic clock.
 
     A time is None if nothing is missing.
     """
@@ -789,7 +789,7 @@ class Absence(Struct, frozen=True, kw_only=True):
 
 
 def update_absence(previous: Absence, evidence: Evidence) -> Absence:
-    """Return since when the page or the processes have been missing, including this sample."""
+    """Return when the page or the processes went missing, including this sample."""
     now = evidence.snapshot.monotonic_seconds
     page_since_seconds = None
     if evidence.answer is not PageAnswer.GIVEN:
@@ -988,7 +988,7 @@ def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
 
 
 def _is_canary_unanswered(evidence: Evidence) -> bool:
-    """Return whether a request from the daemon has been unanswered long enough to be a stall."""
+    """Return whether a canary request has waited long enough for a response to be a stall."""
     since_seconds = evidence.snapshot.unanswered_since_seconds
     if since_seconds is None:
         return False
