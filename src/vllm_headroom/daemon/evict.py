@@ -61,7 +61,7 @@ class NotNowError(Exception):
         super().__init__(problem)
         self.status = status
         """The HTTP status of a refusal, or None if this pod only has to wait. The status is 0 if
-        there was no clear response, in which case the API server may still carry out the request.
+        there was no clear response. The API server may then still carry out the request.
         """
 
 
@@ -127,7 +127,7 @@ class Evictor:
         self._refusals = 0
         """The number of consecutive refusals."""
         self._problem = ""
-        """Why the last turn could not evict the pod; "" if there was no problem."""
+        """Why the last turn could not evict the pod, or "" if there was no problem."""
 
     def read_guardrail(self) -> Guardrail:
         """Return the settings and state, for derivations and display."""

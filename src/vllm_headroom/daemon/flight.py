@@ -217,11 +217,11 @@ class Flight:
         self._ooms: tuple[Oom, ...] = ()
         """The newest OutOfMemoryErrors."""
         self._snapshots: tuple[SnapshotFile, ...] = ()
-        """torch's snapshots taken at these errors."""
+        """The snapshots that torch took at these errors."""
         self._engine_log: LogReading | None = None
         """What the engine's log shows so far, or None if it was never read."""
         self._now_seconds = 0.0
-        """When the newest tick was, in seconds since the epoch."""
+        """The time of the newest tick, in seconds since the epoch."""
         self._incident: OpenIncident | None = None
 
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:

@@ -157,7 +157,8 @@ class WatchedEngine:
         self.watch = parts.watch
         self._evictor = parts.evictor
         self.absent_since_seconds: float | None = None
-        """Since when the engine's pod or unit has had no processes, on the monotonic clock."""
+        """When the engine's pod or unit was first found without processes, on the monotonic clock.
+        """
         self._resources = parts.resources
         self._context = context
         self._sampling: asyncio.Task[None] | None = None
@@ -315,7 +316,7 @@ class NodeWatch:
         self.located: tuple[LocatedEngine, ...] = engines
         """Every engine that was found, whether or not it is watched."""
         self.engines: dict[str, WatchedEngine] = {}
-        """The watched engines by their key."""
+        """The watched engines, by key."""
         self.readings: NodeReadings | None = None
         """The readings of the newest tick, or None before the first tick."""
         self._gpus = SharedGpus(gpus)

@@ -50,16 +50,14 @@ class StateKeeper:
         self._version = version
         self._lock = lock
         self._owns_folder: bool | None = None
-        """Whether this daemon, and no other one, owns the folder. None until the volume has
-        responded.
-        """
+        """Whether this daemon owns the folder, or None until the volume has responded."""
         self._worker = Worker[Any]("state")
         self._unread_names = {RUNS.name, HISTORY.name, STATE.name}
         """The files that must not be overwritten, because they have not been read or set aside yet.
         """
         self._waiting_state: SavedState | None = None
-        """The leak detector's state from the file, kept until it is clear whether it is that of the
-        running engine. None if no state is waiting.
+        """The leak detector's state from the file, or None if no state is waiting. The state waits
+        until it is clear whether it belongs to the running engine.
         """
         self._identity: Identity | None = None
         """The engine on the last page that named an engine, or None before the first such page."""

@@ -300,8 +300,8 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 def _has_faded(track: Track) -> bool:
     """Return whether memory has been lower for half a day, or would take a year to fill the room.
 
-    Returns False until the series has been observed for half a day. If load was also lower, this
-    proves nothing, because memory may follow load.
+    Returns False until the series has been observed for half a day. If load was lower too, lower
+    memory proves nothing, because memory may follow load.
     """
     longest_ring = track.history.rings[-1]
     if not _has_just_ended(longest_ring, track):
