@@ -6,10 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
-from vllm_headroom.worker import Worker
+from vllm_headroom import worker as worker_module
+from vllm_headroom.worker import SharedCaller, SharedThread, Worker
 
 DEADLINE_SECONDS = 20.0
 SHORT_SECONDS = 0.05
@@ -44,7 +46,7 @@ async def give_up(worker: Worker[object], released: threading.Event) -> None:
                 await worker.call(hang, SHORT_SECONDS)
 
 
-async def answer(worker: Worker[object], value: str) -> object:
+async def answer(worker: Worker[object] | SharedCaller[object], value: str) -> object:
     """Return what a call gives once the worker takes calls again."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
@@ -191,3 +193,136 @@ def test_the_thread_of_a_worker_that_nobody_has_any_more_ends() -> None:
 
     thread.join(30)
     assert not thread.is_alive()
+
+
+class TestSharedThread:
+    """Several callers on one thread."""
+
+    def test_the_calls_of_all_callers_are_made_one_after_another_on_one_thread(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(worker_module, "TURN_SECONDS", DEADLINE_SECONDS)  # however busy the machine is
+        running: list[int] = []
+
+        def name_thread(number: int) -> str:
+            running.append(number)
+            assert running == [number]
+            running.pop()
+            return threading.current_thread().name
+
+        async def call_all() -> list[object]:
+            thread = SharedThread("shared")
+            callers: list[SharedCaller[object]] = [SharedCaller(thread) for _ in range(20)]
+            calls = [caller.call(partial(name_thread, n), DEADLINE_SECONDS) for n, caller in enumerate(callers)]
+            return await asyncio.gather(*calls)
+
+        names = asyncio.run(call_all())
+
+        assert names == ["shared"] * 20
+
+    def test_an_error_is_that_callers_own(self) -> None:
+        def broken() -> object:
+            raise LookupError
+
+        async def steps() -> None:
+            thread = SharedThread("shared")
+            failing: SharedCaller[object] = SharedCaller(thread)
+            other: SharedCaller[object] = SharedCaller(thread)
+            outcomes = await asyncio.gather(
+                failing.call(broken, DEADLINE_SECONDS),
+                other.call(lambda: "answer", DEADLINE_SECONDS),
+                return_exceptions=True,
+            )
+            assert isinstance(outcomes[0], LookupError)
+            assert outcomes[1] == "answer"
+
+        asyncio.run(steps())
+
+    def test_while_calls_are_stuck_the_other_callers_are_answered_and_theirs_are_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(worker_module, "TURN_SECONDS", SHORT_SECONDS)
+        released = threading.Event()
+
+        async def steps() -> None:
+            thread = SharedThread("stuck")
+            stuck: list[SharedCaller[object]] = [SharedCaller(thread) for _ in range(3)]
+            other: SharedCaller[object] = SharedCaller(thread)
+            begun: list[int] = []
+
+            def hang() -> bool:
+                begun.append(1)
+                return released.wait()
+
+            waiting = [asyncio.create_task(caller.call(hang, DEADLINE_SECONDS)) for caller in stuck]
+            await asyncio.sleep(0)
+            for _ in range(3):
+                assert await other.call(lambda: "answer", DEADLINE_SECONDS) == "answer"
+            wait_for(lambda: len(begun) == 3)
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+            for caller in stuck:
+                with pytest.raises(TimeoutError):
+                    await caller.call(lambda: "too early", DEADLINE_SECONDS)
+            released.set()
+            for caller in stuck:
+                assert await answer(caller, "next") == "next"
+
+        asyncio.run(steps())
+        wait_for(lambda: sum(thread.name == "stuck" for thread in threading.enumerate()) <= 1)
+
+    def test_a_call_that_takes_longer_than_a_turn_is_answered_nevertheless(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(worker_module, "TURN_SECONDS", SHORT_SECONDS)
+        released = threading.Event()
+
+        async def steps() -> None:
+            thread = SharedThread("shared")
+            slow: SharedCaller[object] = SharedCaller(thread)
+            other: SharedCaller[object] = SharedCaller(thread)
+            call = asyncio.create_task(slow.call(lambda: released.wait() and "slow", DEADLINE_SECONDS))
+            await asyncio.sleep(0)
+            assert await other.call(lambda: "answer", DEADLINE_SECONDS) == "answer"
+            released.set()
+            assert await call == "slow"
+
+        asyncio.run(steps())
+
+    def test_a_call_whose_time_is_over_before_its_turn_is_never_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_module, "TURN_SECONDS", DEADLINE_SECONDS)
+        released, made = threading.Event(), []
+
+        async def steps() -> None:
+            thread = SharedThread("shared")
+            slow: SharedCaller[object] = SharedCaller(thread)
+            other: SharedCaller[object] = SharedCaller(thread)
+            call = asyncio.create_task(slow.call(released.wait, DEADLINE_SECONDS))
+            await asyncio.sleep(0)
+            with pytest.raises(TimeoutError):
+                await other.call(lambda: made.append("late"), 0.0)
+            released.set()
+            assert await call is True
+            await other.call(lambda: made.append("next"), DEADLINE_SECONDS)
+
+        asyncio.run(steps())
+
+        assert made == ["next"]
+
+    def test_a_thread_that_cannot_be_started_is_an_error_of_all_calls_and_tried_again_at_the_next(self) -> None:
+        thread = SharedThread("shared")
+        callers: list[SharedCaller[object]] = [SharedCaller(thread) for _ in range(2)]
+
+        async def call_all() -> list[object]:
+            calls = [caller.call(lambda: "made", DEADLINE_SECONDS) for caller in callers]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        before = threading.stack_size(2**47)  # more than there are addresses: the kernel refuses it
+        try:
+            refused = asyncio.run(call_all())
+        finally:
+            threading.stack_size(before)
+
+        assert [str(error) for error in refused] == ["[Errno 11] no thread can be started"] * 2
+        assert asyncio.run(call_all()) == ["made"] * 2

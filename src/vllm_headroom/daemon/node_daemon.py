@@ -55,6 +55,7 @@ from vllm_headroom.scrape.http.reader import find_port, is_here
 from vllm_headroom.scrape.proc.node import LocatedEngine
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import EngineKind
+from vllm_headroom.worker import SharedCaller, SharedThread
 
 log = Log(__name__)
 
@@ -149,6 +150,8 @@ class NodeDaemon:
         self._processes = parts.processes
         self._settings = settings
         self._model = model
+        self._process_thread = SharedThread("processes")
+        """Reads the processes of all engines."""
         self._monitor = loop.TickMonitor(
             interval_seconds=settings.sample_interval_seconds,
             grace_seconds=settings.gpu_fatal_grace_seconds,
@@ -279,12 +282,14 @@ class NodeDaemon:
                 engine_port=located.port,
                 engine_is_here=is_local,
                 monotonic=self._clock.monotonic,
+                worker=SharedCaller(self._process_thread),
             )
         return Processes(
             engine_port=located.port,
             engine_is_here=True,
             monotonic=self._clock.monotonic,
             read_scope=partial(self._processes.read_scope, located.owner_key),
+            worker=SharedCaller(self._process_thread),
         )
 
     def _prepare_folder(self, state_dir: Path, located: LocatedEngine) -> Path:

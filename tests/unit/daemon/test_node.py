@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 
 from tests.fakes.engine_server import EngineServer, page
 from tests.logs import capture_logs
-from vllm_headroom import catalog
+from vllm_headroom import catalog, worker
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.config import Settings
 from vllm_headroom.daemon.app import build_engine_watch
@@ -517,6 +518,43 @@ def test_an_engine_whose_pod_is_gone_is_not_asked_because_its_address_may_be_ano
                 await close_all(*engine.resources)
             requests = len(server.requests)
         assert requests == 4, "a page and the three other pages of the server, before the pod was gone"
+
+    run(look)
+
+
+def test_one_thread_reads_the_processes_of_all_engines_and_one_that_hangs_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released = threading.Event()
+    readers: list[tuple[str, int]] = []
+
+    def read_scope(owner_key: str) -> Scope:
+        readers.append((owner_key, threading.get_ident()))
+        if owner_key == "pod:uid-1":
+            released.wait()
+        own_pids = frozenset({os.getpid()})
+        return Scope(visible_pids=own_pids, own_pids=own_pids, list_waits=lambda _: None, machine=MachineReading())
+
+    async def look() -> None:
+        world = World(*(locate(number) for number in (1, 2, 3)))
+        monkeypatch.setattr(world.found, "read_scope", read_scope)
+        ending = asyncio.get_running_loop().create_future()
+        parts = NodeParts(gpus=world.gpus, processes=cast("NodeProcesses", world.found), clock=world.clock)
+        daemon = cast("Any", NodeDaemon(parts, Settings(engines="node"), home="/", ending=ending))
+        hanging, *others = [daemon._build_processes(locate(number)) for number in (1, 2, 3)]
+        hanging_task = asyncio.create_task(hanging.read(60))
+        await asyncio.sleep(0)
+        for reading in await asyncio.gather(*(processes.read(60) for processes in others)):
+            assert isinstance(reading, ProcessReadings)
+        assert not hanging_task.done()
+        released.set()
+        assert isinstance(await hanging_task, ProcessReadings)
+        readers.clear()
+        monkeypatch.setattr(worker, "TURN_SECONDS", 60.0)  # however busy the machine is
+        await asyncio.gather(*(processes.read(60) for processes in (hanging, *others)))
+
+        assert [owner_key for owner_key, _ in readers] == ["pod:uid-1", "pod:uid-2", "pod:uid-3"]
+        assert len({thread for _, thread in readers}) == 1
 
     run(look)
 

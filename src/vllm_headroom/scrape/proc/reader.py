@@ -39,7 +39,7 @@ from vllm_headroom.scrape.proc.servers import (
 )
 from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Role, Source
-from vllm_headroom.worker import Worker
+from vllm_headroom.worker import Caller, Worker
 
 HIDDEN: Final = Failure(
     source=Source.PROCESS,
@@ -211,7 +211,8 @@ class Processes:
 
     `engine_is_here` means that the engine's page is served on this machine, so the engine's
     processes must be visible. `read_scope` returns the processes among which to search for the
-    engine. Without it, all visible processes are searched.
+    engine. Without it, all visible processes are searched. `worker` reads /proc; without it, the
+    reader has its own thread.
     """
 
     def __init__(
@@ -223,13 +224,16 @@ class Processes:
         monotonic: Callable[[], float],
         rescan_seconds: float = 15.0,
         read_scope: Callable[[], Scope] | None = None,
+        worker: Caller[ProcessReadings | Failure] | None = None,
     ) -> None:
         self._engine_is_here = engine_is_here
         self._read_scope = read_scope
         self._proc = proc
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
-        self._worker = Worker[ProcessReadings | Failure]("processes")
+        if worker is None:
+            worker = Worker[ProcessReadings | Failure]("processes")
+        self._worker = worker
 
         self._machine = MachineReading()
         """The state of the machine at this reading."""
