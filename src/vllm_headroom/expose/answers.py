@@ -37,7 +37,7 @@ Handler = Callable[[Request], Response]
 
 
 def respond_text(status: int, line: str, *headers: Header) -> Response:
-    """Return a response with one line of text, and add `headers` to the usual ones."""
+    """Return a response with one line of text and the usual headers plus `headers`."""
     return Response(
         status=status, body=f"{line}\n".encode(), headers=(NO_SNIFF, NO_STORE, *headers)
     )

@@ -71,7 +71,7 @@ _INNER_SPACE: Final = re.compile(
 
 
 def render_text(text: str) -> str:
-    """Return text escaped for HTML, without line breaks in sizes, shares and durations."""
+    """Return text escaped for HTML, with no-break spaces in sizes, shares and durations."""
     return _INNER_SPACE.sub("\N{NO-BREAK SPACE}", escape_text(text))
 
 
@@ -106,9 +106,9 @@ pixels wide.
 
 
 def find_top(values: Iterable[float | None], *, limit: float | None = None) -> float:
-    """Return the highest value that a picture of free memory shows, up to `limit`; 1 by default.
+    """Return the top of the scale for a picture of free memory, or 1 if no value is known.
 
-    While a card is briefly empty, its values may lie above the top.
+    The top is at most `limit`. The values of a card that was empty only briefly may lie above it.
     """
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
@@ -118,9 +118,10 @@ def find_top(values: Iterable[float | None], *, limit: float | None = None) -> f
 
 
 class Frame(Struct, frozen=True, kw_only=True):
-    """Maps times from `begin` to `end` and values from 0 to `top` to a box of `width` by `height`.
+    """Maps times and values to a box of `width` by `height`.
 
-    Past and future have the same scale, so that a forecast continues the slope of its curve.
+    The times range from `begin` to `end`, the values from 0 to `top`. The time scale is the same
+    for past and future, so a forecast continues the slope of its curve.
     """
 
     begin: float
@@ -131,7 +132,7 @@ class Frame(Struct, frozen=True, kw_only=True):
 
     def x(self, seconds: float) -> float:
         """Return a time's distance from the left edge."""
-        # For a span of zero length, the divisor is 1, so that its only time lies at the left edge.
+        # If the span has no length, its only time lies at the left edge.
         span_seconds = self.end - self.begin or 1.0
         return self.width * (seconds - self.begin) / span_seconds
 
@@ -141,7 +142,7 @@ class Frame(Struct, frozen=True, kw_only=True):
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
-    """A straight line from `value` at the time `begin` to zero."""
+    """A straight line that starts at `value` at the time `begin`, and falls to zero."""
 
     begin: float
     value: float
@@ -152,7 +153,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
 
 
 def build_curve(points: Iterable[Point]) -> Curve:
-    """Return the curve through these points; sort them, because a trace's clock may be set back."""
+    """Return the curve through these points, which are sorted because clocks may be set back."""
     ordered = sorted(points, key=itemgetter(0))
     times = [seconds for seconds, _ in ordered]
     values = [value for _, value in ordered]
@@ -160,13 +161,14 @@ def build_curve(points: Iterable[Point]) -> Curve:
 
 
 def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LinePoints]:
-    """Return the curve from the time `begin` on, thinned to two points for each of `columns`.
+    """Return the curve from the time `begin` on, thinned to two points per column.
 
-    The two points are the lowest and the highest in each column, in chronological order. A stretch
-    ends at a column without known values. The result is empty if no value is known.
+    The two points are the lowest and the highest in the column, in chronological order. The curve
+    is split into stretches at columns without known values. The result is empty if no value is
+    known.
     """
     times, values = curve
-    # There is a point for each minute of a day, so thinning keeps the page small.
+    # A curve has one point per minute, so thinning it keeps the page small.
     start = bisect_left(times, begin)
     column_size = max(1, ceil((len(values) - start) / columns))
     has_gaps = None in values
@@ -221,7 +223,7 @@ def draw_zero(frame: Frame) -> str:
 
 
 def draw_mark(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
-    """Return a vertical line with the CSS class `kind` at a time, or "" if outside the frame."""
+    """Return a vertical line of the class `kind` at a time, or "" if it is outside the frame."""
     if not frame.begin <= seconds <= frame.end:
         return ""
     x = f"{frame.x(seconds):.1f}"
@@ -240,9 +242,9 @@ def draw_grid(frame: Frame, times: Iterable[float]) -> str:
 
 
 def round_top(top: float, unit: float) -> float:
-    """Return the lowest value from `top` on that is four times a round multiple of `unit`.
+    """Return `top` rounded up, so that a quarter of it is a round multiple of `unit`.
 
-    `unit` is a number such as the bytes in a GiB.
+    `unit` is, for example, the number of bytes in a GiB.
     """
     step = top / GRID_PARTS / unit
     power = 10.0 ** floor(log10(step))
@@ -261,9 +263,10 @@ def list_ticks(begin: float, end: float) -> list[float]:
 
 
 def draw_forecast(frame: Frame, forecast: Forecast) -> str:
-    """Return the forecast's line to zero, and the shaded area up to the line with the earliest end.
+    """Return the forecast's line to zero, with a shaded area if the earliest end is known.
 
-    Both lines are cut off at the end of the frame.
+    The area lies between this line and the one to the earliest end. Both lines are cut off at the
+    right edge of the frame.
     """
     begin = (forecast.begin, forecast.value)
     likely_end = _find_end(frame, forecast, forecast.seconds)
@@ -272,7 +275,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
         return line
     earliest_end = _find_end(frame, forecast, forecast.earliest_seconds)
     earliest_value = earliest_end[1]
-    # If the line with the earliest end is cut off too, the area ends at the edge of the frame.
+    # If the line to the earliest end is also cut off, the area ends at the edge of the frame.
     edge_seconds = earliest_end[0] if earliest_value == 0 else likely_end[0]
     corners = [
         begin,
@@ -285,7 +288,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
 
 
 def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
-    """Return the end of a line from the forecast's start that reaches zero within `seconds`.
+    """Return the end of a line that begins with the forecast and reaches zero after `seconds`.
 
     The line ends at zero, or where it leaves the frame.
     """
@@ -296,7 +299,7 @@ def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, 
 
 
 def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
-    """Return a stretch as an SVG path, with coordinates rounded to less than a pixel."""
+    """Return a stretch as an SVG path, with coordinates rounded to one decimal."""
     x = frame.x
     y = frame.y
     points = [f"{x(seconds):.1f} {y(value):.1f}" for seconds, value in stretch]

@@ -1,4 +1,4 @@
-"""Draw the free memory of the GPUs and the host, and the load, over the last day or week."""
+"""Draw curves of free memory and load over the last day or week."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -116,11 +116,11 @@ def draw_figures(
 ) -> Iterator[str]:
     """Yield at most three pieces of HTML: the worst figure, the load, and all other figures.
 
-    The host and each of the engine's GPUs have a figure if they have a curve. The figure with the
-    worst verdict is large and has the legend. The figure of the load uses the same time axis, and
-    is left out if it has fewer than two points. Nothing is yielded if there are no curves.
-    `past_seconds` is how much of the past is shown; if it is None, the length is chosen to suit the
-    curve and its forecast.
+    There is a figure for each of the engine's GPUs and for the host, unless its curve is empty. The
+    figure of the GPU or host with the worst verdict is large and has the legend. The figure of the
+    load has the same time axis. It is left out if the load's curve has fewer than two points.
+    Nothing is yielded if there are no curves. `past_seconds` is the length of the past to show. If
+    it is None, the length suits the curve and its forecast.
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
@@ -207,7 +207,7 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
     }
     left_seconds = None
     earliest_seconds = None
-    # Growth explained by a configured pool ends at the pool's size, so a line to zero would be
+    # Growth that fills a configured pool stops at the pool's size, so a line to zero would be
     # wrong.
     if situations != {Situation.FILLING}:
         left_seconds = view.values.value(catalog.HOST_TIME_TO_OOM)
@@ -228,7 +228,7 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
 def _draw_room(
     view: View, room: _Room, now: float, past_seconds: float | None, columns: int
 ) -> _Figure:
-    """Return the figure of free memory and its peaks, with the forecast if known."""
+    """Return the figure of a room's free memory, with the forecast if known."""
     begin = room.free_curve[0][0] if past_seconds is None else now - past_seconds
     end = now
     forecast = None
@@ -242,7 +242,7 @@ def _draw_room(
         if past_seconds is None:
             past_seconds = _choose_past(now - begin, forecast.seconds)
         begin = now - past_seconds
-        # A forecast that is longer than this extends beyond the right edge of the picture.
+        # A longer forecast extends beyond the right edge of the picture.
         end = now + min(MARGIN * max(forecast.seconds, 1.0), FUTURE_FACTOR * past_seconds)
     past = svg.thin_curve(room.free_curve, columns, begin=begin)
     peaks = svg.thin_curve(room.peak_curve, columns, begin=begin)
@@ -256,7 +256,7 @@ def _draw_room(
     )
     # The current free memory is never cut off, even if the engine has just fallen asleep.
     top = max(usual_top, room.free_bytes or 0, 1)
-    # In MiB, the scale is readable even for small amounts of memory.
+    # Small amounts of memory are easier to read in MiB.
     unit = GIB if top >= GIB else MIB
     frame = Frame(begin=begin, end=end, top=svg.round_top(top, unit))
     ticks = svg.list_ticks(begin, end)
@@ -278,7 +278,7 @@ def _draw_room(
         total = format_size(room.total_bytes)
         caption = f"{format_size(room.free_bytes)} of {total} free"
     highest = max((value for stretch in past for _, value in stretch), default=0)
-    # Without this text, readers would look for memory that the picture does not show.
+    # The picture does not show values above its top, so the caption mentions them.
     if highest > frame.top:
         caption += f"; up to {format_size(highest)} earlier, above the picture"
     if len(past) > 1:
@@ -318,7 +318,7 @@ def _list_alarm_times(view: View, room: _Room) -> Iterator[float]:
 def _render_plot(
     frame: Frame, picture: str, title: str, ticks: list[float], *, is_in_bytes: bool
 ) -> str:
-    """Return a picture with the labels of its axes; `ticks` are times.
+    """Return a picture with labels on its axes; `ticks` are the times to label.
 
     The page's script reads the curve's values from the SVG `<path>` element, and the scale from the
     `data-` attributes.
@@ -349,15 +349,15 @@ def _format_level(top_bytes: float, quarter: int) -> str:
 
 
 def _render_tick(frame: Frame, seconds: float) -> str:
-    """Return the label below a time's line, or "" if the label would extend beyond the plot."""
-    # The position is a percentage of the width, because the labels are outside of the stretched
+    """Return the label of a tick, or "" if the label would extend beyond the plot."""
+    # The position is a percentage of the width, because the labels are outside the stretched
     # picture.
     percent = 100 * frame.x(seconds) / frame.width
     if not EDGE_PERCENT <= percent <= 100 - EDGE_PERCENT:
         return ""
     text = _format_tick(seconds)
-    # Midnight UTC may not be midnight in the reader's time zone, so the attribute makes the script
-    # show the day anyway.
+    # Midnight UTC may not be midnight in the reader's time zone. With this attribute, the script
+    # shows the day anyway.
     is_of_days = frame.end - frame.begin > MOST_CLOCK_SECONDS
     day = " data-day" if is_of_days else ""
     return (
@@ -401,7 +401,7 @@ def _draw_load(
     running_now: float | None,
     above: Frame | None,
 ) -> str:
-    """Return the figure of running requests, with the time axis of the figure `above` if given."""
+    """Return the figure of running requests, with the time axis of `above` if that is given."""
     begin = running_curve[0][0]
     end = now
     if above is not None:
@@ -409,7 +409,7 @@ def _draw_load(
         end = above.end
     stretches = svg.thin_curve(running_curve, columns, begin=begin)
     if stretches and running_now is not None:
-        # As in the memory figures, the curve extends to the current value on the page.
+        # As in the memory figures, the last point is the current value.
         stretches[-1].append((now, running_now))
     most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
     # The top is never 0, even for an idle engine, because the frame needs a height.

@@ -1,4 +1,4 @@
-"""Serve the metrics page with the sample's age; encode the page once per sample and format."""
+"""Serve the metrics page, which is encoded once per sample and format."""
 
 import gzip
 import re
@@ -23,7 +23,7 @@ from vllm_headroom.vocabulary import MetricType
 
 
 class HeadroomCollector(Collector):
-    """Turns the published samples into metric families, without I/O; never raises.
+    """Turns the published samples into metric families. Does no I/O and never raises.
 
     `published` returns the samples of the newest tick, or None before the first tick. `list_others`
     returns additional samples. `build` contains the build's labels: version, revision and Python
@@ -75,8 +75,7 @@ def _build_family(metric: Metric, samples: list[Sample]) -> Family:
     """Return the samples of one metric as a metric family of the Prometheus client library."""
     kind = CounterMetricFamily if metric.kind is MetricType.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=metric.labels)
-    # Labels may differ between samples: with several engines, some series in a family have more
-    # labels than others.
+    # With several engines, some series in a family have more labels than others.
     for sample in samples:
         labels = dict(zip(sample.metric.labels, sample.labels, strict=True))
         family.add_sample(metric.name, labels, sample.value)
@@ -120,7 +119,7 @@ class _EncodedFamily(Struct, frozen=True):
         # The comments are followed by one line per sample, which ends with the value.
         lines = self.text.split(b"\n")
         first = len(lines) - 1 - len(samples)
-        # Most values in a family have not changed, for example the counts of failures.
+        # Most values in a family, such as failure counts, have not changed.
         for index, (sample, former) in enumerate(
             zip(samples, self.samples, strict=True), start=first
         ):
@@ -173,7 +172,7 @@ class MetricsPage:
     def _build_page(self, encode: Encode, content_type: str) -> bytes:
         """Return the page with the sample's current age."""
         published = self._collector.published()
-        # Clients choose the formats, so without a limit they could fill up memory.
+        # Clients choose the formats, so the number of cached pages is limited.
         if len(self._pages) > _MOST_FORMATS:
             self._pages = {}
             self._families = {}
@@ -185,8 +184,7 @@ class MetricsPage:
         page = self._pages[content_type]
         if published is None:
             return page
-        # The page may have been encoded for an earlier scrape, so the sample's age in it is
-        # replaced with the current age.
+        # The page may have been encoded for an earlier scrape, so the age in it is updated.
         age_seconds = self._collector.age_seconds(published)
         age_line = f"\n{catalog.SAMPLE_AGE.name} {age_seconds!r}"
         return _AGE_LINE.sub(age_line.encode(), page, count=1)
@@ -199,8 +197,7 @@ class MetricsPage:
             encoded = families.get(metric.name)
             if encoded is None or not encoded.has_series_of(samples):
                 text = encode(_Families([_build_family(metric, samples)]))
-                # Only the last families on the page, which describe the process, may end with the
-                # EOF line.
+                # The EOF line comes with the process metrics, which are last on the page.
                 families[metric.name] = _EncodedFamily(samples, text.removesuffix(_END_LINE))
             # Usually, only the values change. Encoding the family again takes ten times as long as
             # replacing its values.

@@ -39,7 +39,7 @@ class EngineView(Struct, frozen=True, kw_only=True):
 
 
 class OtherEngine(Struct, frozen=True, kw_only=True):
-    """An engine that is not watched, and the reason as a clause."""
+    """An engine that is not watched, and why."""
 
     name: EngineName
     problem: str
@@ -199,8 +199,8 @@ def render_node(view: NodeView) -> str:
         reason = escape_text(view.stall_reason)
         stall = f"<p class=notice>The daemon does not sample: {reason}; all below is old.</p>"
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
-    # Reloading the page more often would not leave enough time to read it, or would show the same
-    # sample again.
+    # A shorter interval would leave too little time to read the page, or show the same sample
+    # twice.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     engine_count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     return (
@@ -242,8 +242,8 @@ def _count_levels(engines: list[EngineView]) -> str:
 def _render_engine(engine: EngineView) -> str:
     """Return a line with an engine's worst verdict, its key figure, and the link to its page.
 
-    For an alarm, a warning or an engine that cannot be read, the line also says when this began and
-    what to do.
+    If the verdict is an alarm or a warning, or the engine cannot be read, the line also shows when
+    this began and what to do.
     """
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)

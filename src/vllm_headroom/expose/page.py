@@ -45,7 +45,7 @@ RANGE_QUERY: Final = "range"
 
 
 def respond_html(page: str) -> Response:
-    """Return the page as a response that loads nothing else and must not be framed."""
+    """Return the page as a response whose headers forbid framing and loading other resources."""
     return Response(
         status=200,
         body=page.encode(errors="replace"),
@@ -57,8 +57,8 @@ def respond_html(page: str) -> Response:
 def render_page(view: View, query: str = "") -> str:
     """Return the HTML page, which its script keeps up to date.
 
-    `query` is the request's query. Its parameter `range` selects how much of the past the figures
-    show.
+    `query` is the request's query. The query parameter `range` selects how much of the past the
+    figures show.
     """
     worst = view.shown_verdicts[0]
     title = f"{_render_headline(view, worst)}{DOT}vllm-headroom"
@@ -67,7 +67,7 @@ def render_page(view: View, query: str = "") -> str:
     verdicts = _render_verdicts(view)
     sections = "".join(_render_sections(view, query))
     links = _render_links()
-    # The script reads from this attribute of the body how often to reload the page.
+    # This attribute of the body is the interval at which the script reloads the page.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -125,7 +125,7 @@ def _list_names(view: View) -> Iterator[str]:
     yield from dict.fromkeys(model_names)
     if view.snapshot is None:
         return
-    # Equal names are counted, because eight copies of a card's name would fill up the header.
+    # Cards with the same name are counted, because eight copies of the name would fill the header.
     gpu_names = [gpu.reading.name for gpu in view.snapshot.owned_gpus if gpu.reading.name]
     for gpu_name, count in Counter(gpu_names).items():
         yield gpu_name if count == 1 else f"{count} \N{MULTIPLICATION SIGN} {gpu_name}"
@@ -162,7 +162,7 @@ def _render_headline(view: View, worst: Verdict) -> str:
     if len(alike_gpus) > 1:
         subject = f"{len(alike_gpus)} GPUs"
     text = HEADLINES.get(worst.situation, f"{{subject}} {worst.situation.replace('_', ' ')}")
-    # HEALTHY with an unknown level means that nothing is wrong, but that there is no verdict on
+    # HEALTHY with an unknown level means that no problem was found, but that there is no verdict on
     # leaks yet.
     if worst.situation is Situation.HEALTHY and worst.level is Level.GOOD:
         text = "all healthy"
@@ -182,7 +182,7 @@ def _render_headline(view: View, worst: Verdict) -> str:
 
 
 def _list_alike_gpus(view: View, worst: Verdict) -> list[str]:
-    """Return the GPUs in the worst verdict's situation, or none if it does not concern a GPU."""
+    """Return the GPUs in the worst verdict's situation, or [] if it is not about a GPU."""
     if not worst.subject.startswith("GPU "):
         return []
     subjects = [
@@ -228,7 +228,7 @@ the situation began.
 
 
 def render_since(view: View, worst: Verdict) -> str:
-    """Return when the situation began; empty if unknown, or if all is well."""
+    """Return when the situation began, or "" if that is unknown or all is well."""
     if worst.situation is Situation.HEALTHY or view.snapshot is None:
         return ""
     verdict = worst
@@ -262,8 +262,8 @@ def _find_down(view: View) -> Verdict | None:
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
     """Return when a verdict began to hold, or None if unknown.
 
-    A stall is dated from the last progress, and an engine's start from the start of its process, as
-    in the page's key figure. Both times are before the first sample with the verdict.
+    As in the page's key figure, a stall begins at the last progress, and an engine's start begins
+    at the start of its process. Both times are before the first sample with the verdict.
     """
     start = view.find_start(verdict)
     began_seconds = None
@@ -390,7 +390,7 @@ PURPOSES: Final = {
 
 
 def _was_never_seen(view: View, worst: Verdict) -> bool:
-    """Return whether the engine counts as down only because no engine has ever been seen."""
+    """Return whether the engine is reported as down because no engine has ever been seen."""
     status = view.engine_status
     return worst.situation is Situation.DOWN and status is not None and not status.was_seen
 
@@ -425,7 +425,7 @@ def _advise_on_blindness(view: View, worst: Verdict) -> str:
 
 
 def _is_login_missing(view: View) -> bool:
-    """Return whether the engine's server responds, but refuses its page."""
+    """Return whether the engine's server responds, but denies access to its metrics page."""
     if view.snapshot is None or not isinstance(view.snapshot.engines, Failure):
         return False
     return view.snapshot.engines.reason is Reason.UNAUTHORIZED
@@ -531,8 +531,8 @@ it.
 def find_key_figure(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the most important number in a situation, and its caption; both may be empty.
 
-    If this number is unknown, or the situation has no number, the free memory of the fullest GPU is
-    returned, except in the situations WITHOUT_ROOM.
+    If there is no such number, the free memory of the fullest GPU is returned. In the situations
+    WITHOUT_ROOM, both are empty instead.
     """
     number = NUMBERS.get(worst.situation, find_no_number)(view, worst)
     if number is not None:
@@ -577,7 +577,10 @@ def _measure_time_left(view: View, worst: Verdict) -> KeyFigure | None:
 
 
 def _find_time_left(view: View, situation: Situation) -> tuple[float | None, float | None]:
-    """Return the earliest and the likely time left, as minimums over all GPUs; None if unknown."""
+    """Return the earliest and the likely time left.
+
+    Each is the minimum over all GPUs, or None if unknown.
+    """
     likely_time_left, earliest_time_left = TIME_LEFT_METRICS[situation]
     earliest_seconds = min(view.values.find_all(earliest_time_left).values(), default=None)
     likely_seconds = min(view.values.find_all(likely_time_left).values(), default=None)
@@ -670,7 +673,7 @@ NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], KeyFigure | None]]] 
 
 
 def _find_free_memory(values: Values) -> tuple[str, str]:
-    """Return the free memory of the fullest GPU, and a caption; both are empty if unknown."""
+    """Return the fullest GPU's free memory and a caption; both are "" if it is unknown."""
     free_bytes = values.find_all(catalog.GPU_MEMORY_FREE)
     if not free_bytes:
         return "", ""
@@ -689,8 +692,8 @@ def _find_free_memory(values: Values) -> tuple[str, str]:
 def _render_verdicts(view: View) -> str:
     """Return the verdicts after the worst one, which is at the top of the page.
 
-    If many GPUs share the situation of the worst verdict, they are folded into one line, which the
-    reader can open. Healthy GPUs are folded in the same way.
+    If many GPUs share the worst verdict's situation, they are folded into one line that the reader
+    can open. Healthy GPUs are folded in the same way.
     """
     worst, *others = view.shown_verdicts
     contradictions = _find_contradictions(view)
@@ -701,10 +704,10 @@ def _render_verdicts(view: View) -> str:
 
 
 def _find_contradictions(view: View) -> list[Verdict]:
-    """Return the verdict that the engine is healthy, if there is also an alarm or warning about it.
+    """Return the engine's verdict HEALTHY, if there is also an alarm or a warning about the engine.
 
-    In a crash loop, an engine serves between two exits, and a green line would contradict the
-    alarm.
+    In a crash loop, the engine serves for a while between exits. A green line would then contradict
+    the alarm.
     """
     of_engine = [verdict for verdict in view.shown_verdicts if verdict.subject == "engine"]
     if not any(verdict.level in (Level.ALARM, Level.WARNING) for verdict in of_engine):
@@ -717,8 +720,8 @@ def _fold_gpus(
 ) -> tuple[list[Verdict], str]:
     """Return the verdicts that are not folded, and the line for the folded GPUs.
 
-    The GPUs in `situation` are folded. If fewer than FOLDED_GPUS are in this situation, all
-    verdicts are returned, and the line is empty.
+    The GPUs in `situation` are folded. If fewer than FOLDED_GPUS are in this situation, nothing is
+    folded, and the line is empty.
     """
     folded = [
         verdict
@@ -745,7 +748,7 @@ def _render_list(view: View, verdicts: list[Verdict]) -> str:
 
 
 def _summarize_gpus(view: View, verdicts: list[Verdict]) -> str:
-    """Return one line for one or more GPUs that are all in the same situation."""
+    """Return one line that summarises GPUs in the same situation."""
     situation = verdicts[0].situation
     level = verdicts[0].level
     if situation is not Situation.HEALTHY:
@@ -813,7 +816,7 @@ def _render_figures(view: View, snapshot: Snapshot, query: str) -> Iterator[str]
     figures = list(draw_figures(view, snapshot, RANGES.get(chosen_range)))
     if not figures:
         return
-    # Links are used instead of buttons, so that they work without scripts.
+    # Unlike buttons, links work without scripts.
     links = []
     for name in ("", *RANGES):
         query_fields = dict(options)

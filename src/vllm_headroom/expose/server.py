@@ -73,7 +73,7 @@ server must accept such a request (RFC 9112, 3.2.2).
 class Phase(Enum):
     """What a connection is waiting for.
 
-    A connection goes through the phases in this order. In IDLE, the next request leads back to
+    A connection goes through the phases in this order. From IDLE, the next request leads back to
     HEAD.
     """
 
@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _refuse(self, status: int) -> None:
-        """Respond with an error status; drop the client if no response can be sent any more."""
+        """Respond with an error status, or drop the client if it is too late for a response."""
         self._method = b""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.answer(respond_text(status, "not an HTTP request that is understood here"))
@@ -200,8 +200,8 @@ class Connection(asyncio.Protocol):
         events.append(h11.EndOfMessage())
         parts = [self._http.send(event) or b"" for event in events]
         self._transport.write(b"".join(parts))
-        # If the client is blocked, the exchange ends later: when the client has received the
-        # response or its time is up.
+        # If the client is blocked, the exchange ends when the client has received the response or
+        # its time is up.
         if not self._is_blocked:
             self._finish_exchange()
 
@@ -218,14 +218,14 @@ class Connection(asyncio.Protocol):
     def _finish_exchange(self) -> None:
         """Wait for the next request on this connection, or close it if it cannot be reused.
 
-        If the next request has already been received, it is read.
+        A request that has already been received is processed at once.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         # h11 starts the next cycle only after the entire request has been read.
         self._skip_body()
-        # If the connection's state is unknown, as after an error, the connection is closed.
+        # A connection in an unknown state, such as after an error, is closed.
         is_reusable = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         if not is_reusable:
             transport.close()
@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
                     return
 
     def eof_received(self) -> bool:
-        """Keep the connection if a client that has finished sending is waiting for a response."""
+        """Keep the connection open while the client is waiting for a response."""
         self._http.receive_data(b"")
         return self.is_answering
 
@@ -258,16 +258,16 @@ class Connection(asyncio.Protocol):
         return self.phase in (Phase.TURN, Phase.SENDING)
 
     def is_idle(self, now_seconds: float) -> bool:
-        """Return whether the client is expected to send a request or to read a response."""
+        """Return whether the client still has to send a request or read a response."""
         if self.phase is Phase.SENDING:
             return self.since_seconds < now_seconds - SLOW_CLIENT_SECONDS
         return self.phase in (Phase.HEAD, Phase.IDLE)
 
     def abandon(self) -> None:
-        """Forget the transport after a cancelled opening; uvloop closes the transport.
+        """Forget the transport, because opening the connection was cancelled.
 
-        By then, the connection may already have been made and a request read, in the same iteration
-        of the event loop.
+        uvloop closes the transport. In the same iteration of the event loop, the connection may
+        already have been made, and a request may have been read.
         """
         self._is_abandoned = True
         self.connection_lost(None)
@@ -298,8 +298,8 @@ def _build_request(event: h11.Request) -> Request:
 def find_connection_limit() -> int:
     """Return the maximum number of connections, which is between 1 and MOST_CONNECTIONS.
 
-    If the process may open only a few files, the result is a quarter of that limit, because the
-    sources and the state also need files.
+    Connections use at most a quarter of the process's file descriptors, because the sources and the
+    state also need some.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -416,7 +416,7 @@ class Server:
         task.add_done_callback(lambda done: self._admissions.pop(done, None))
 
     def add(self, connection: Connection) -> None:
-        """Add a new connection; drop it if its certificate does not admit it.
+        """Add a new connection, or drop it if its certificate is not admitted.
 
         If there are too many connections, the one that has been idle the longest is dropped. If
         none is idle, the one that has been in its phase the longest is dropped.
@@ -435,7 +435,7 @@ class Server:
         self.connections.add(connection)
 
     def admit(self, connection: Connection, request: Request) -> None:
-        """Queue a request for its turn if its client is admitted."""
+        """Queue a request if its client is admitted."""
         if self._door is None:
             self._enqueue(connection, request)
         else:
@@ -478,14 +478,14 @@ class Server:
             self._report_fault(connection)
 
     def _report_fault(self, connection: Connection) -> None:
-        """Respond with status 500; drop the client if a response was begun or cannot be sent."""
+        """Respond with status 500, or drop the client if that is no longer possible."""
         try:
             connection.answer(respond_text(500, "this is a fault of the daemon, see its log"))
         except Exception:  # noqa: BLE001 - the fault is logged, and only this client is affected
             connection.drop()
 
     async def _sweep(self) -> None:
-        """Forever drop connections that have been in their phase for too long."""
+        """Keep dropping connections that have been in their phase for too long."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
@@ -498,7 +498,7 @@ class Server:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
-    An empty `host` means every interface, with both IPv4 and IPv6 if the machine supports them.
+    An empty `host` means all interfaces, over both IPv4 and IPv6 if the machine supports them.
     Raises OSError if the address cannot be bound.
     """
     listener = None

@@ -1,4 +1,4 @@
-"""Build `/snapshot.json`, the page for programs, with keys from the catalogue."""
+"""Build `/snapshot.json`, the page that programs read, with keys from the catalogue."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -49,7 +49,7 @@ DOCUMENT_METRICS: Final = tuple(
 
 
 def respond_snapshot(view: View) -> Response:
-    """Return the document as a response; unknown values in it are null, never 0."""
+    """Return the document as a response. Unknown values are null, never 0."""
     body = json.dumps(build_document(view)).encode()
     return Response(status=200, body=body, content_type="application/json")
 
@@ -57,7 +57,7 @@ def respond_snapshot(view: View) -> Response:
 def build_document(view: View) -> dict[str, Any]:
     """Return the newest sample with its verdicts, and the curves of the last day, for JSON.
 
-    Before the first sample, all facts are None and all lists are empty.
+    Before the first sample, all values are None and all lists are empty.
     """
     snapshot = view.snapshot
     document: dict[str, Any] = {
@@ -149,7 +149,7 @@ def _build_history(values: Values, history: History) -> dict[str, Any]:
 
 
 def build_key(metric: Metric, list_name: str | None) -> str:
-    """Return a metric's key at the top level, or in the entries of the list `list_name`.
+    """Return a metric's key in the list `list_name`, or at the top level if that is None.
 
     The key is the metric's name without `headroom_` and, in a list, also without `gpu_` or
     `engine_`.
@@ -166,16 +166,16 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
     Returns None if the metric has no series with these labels. The form of the result depends on
     the metric's labels other than `labels`:
     - none: the value;
-    - those of an info metric: an object with these labels, by name;
+    - labels of an info metric: an object with the label values, by label name;
     - only the state: the current state;
-    - other labels and the state: an object that maps the values of the other labels to the current
-      state;
-    - other labels: an object that maps their values to the metric's values.
+    - other labels and the state: an object with the current state for each value of the other
+      labels;
+    - other labels: an object with the metric's value for each label value.
     """
     more_label_names = metric.labels[len(labels) :]
     if not more_label_names:
         return values.value(metric, *labels)
-    # The series are keyed by the labels that do not name the entry.
+    # The keys are the labels that do not identify the entry.
     series = {
         series_labels[len(labels) :]: value
         for series_labels, value in values.find_all(metric).items()

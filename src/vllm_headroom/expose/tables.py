@@ -182,7 +182,7 @@ ENGINE_COLUMNS: Final[tuple[tuple[str, Metric, str], ...]] = (
 
 
 def _list_engines(values: Values) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each engine on the page, with ENGINE_COLUMNS."""
+    """Yield a row for each engine on the page; its columns are ENGINE_COLUMNS."""
     for model_name, engine, _profile in values.find_all(catalog.ENGINE_INFO):
         cells = [Cell(f"{model_name} / {engine}")]
         for _, metric, value_format in ENGINE_COLUMNS:
@@ -220,9 +220,9 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
 
 
 def render_table(table: Table) -> str:
-    """Return a foldable table, opened if it contains an alarm, or "" if the table has no rows.
+    """Return a foldable table, or "" if the table has no rows.
 
-    Columns whose cells are all empty are left out.
+    The table is open if it contains an alarm. Columns whose cells are all empty are left out.
     """
     if not table.rows:
         return ""

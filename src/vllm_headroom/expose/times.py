@@ -4,6 +4,6 @@ from vllm_headroom.units import format_instant, to_datetime
 
 
 def render_time(seconds: float) -> str:
-    """Return a time element for seconds since the epoch; its text is the UTC time to the second."""
+    """Return a time element whose text is the UTC time, to the second."""
     machine_time = to_datetime(seconds).strftime("%Y-%m-%dT%H:%M:%SZ")
     return f'<time datetime="{machine_time}">{format_instant(seconds)}</time>'

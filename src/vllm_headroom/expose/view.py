@@ -121,10 +121,10 @@ class _Rings:
         """
 
     def move_to(self, minute: int) -> None:
-        """Make this the newest minute; steps that were skipped have no value."""
+        """Make `minute` the newest minute. Skipped steps have no value."""
         step = minute // self._step_minutes
         newest_step = step if self._newest_step is None else self._newest_step
-        # After a pause longer than the ring, each of its points is cleared only once.
+        # If the pause is longer than the ring, each point is cleared only once.
         first_step = max(newest_step, step - self._points) + 1
         skipped_steps = range(first_step, step + 1)
         for curve in self.curves.values():
@@ -147,7 +147,7 @@ class _Rings:
             curve[slot] = choose(curve[slot], value)
 
     def read(self, name: str) -> Curve:
-        """Return one curve, from its first known value; empty if nothing is known."""
+        """Return a curve from its first known value on, or an empty one if nothing is known."""
         ring = self.curves.get(name)
         newest_step = self._newest_step
         if ring is None or newest_step is None:
@@ -156,8 +156,8 @@ class _Rings:
         start = oldest_step % self._points
         floats = (ring[start:] + ring[:start]).tolist()
         values: Sequence[float | None] = floats
-        # This is the fast path: usually, no value is missing. An infinite value, such as from a
-        # page with 1e39 requests, counts as missing.
+        # This is the fast path: usually, no value is missing. An infinite value, for example if a
+        # page reports 1e39 requests, is treated as missing.
         if not isfinite(sum(floats)):
             values = [value if isfinite(value) else None for value in floats]
         unknown_points = next(
@@ -176,7 +176,7 @@ class _Rings:
         return {name: curve.tobytes() for name, curve in self.curves.items()}
 
     def restore(self, saved: dict[str, bytes], minute: int | None) -> None:
-        """Continue saved curves from their newest minute; curves of another length are left out."""
+        """Continue saved curves, whose newest minute is `minute`; drop curves of another length."""
         self._newest_step = None if minute is None else minute // self._step_minutes
         curve_bytes = self._points * array(FLOAT_TYPECODE).itemsize
         self.curves = {
@@ -196,7 +196,7 @@ class History:
 
     A day curve has one point per minute, and a week curve one per ten minutes. These are the
     curves:
-    - Each GPU's lowest free memory in samples, and at the usage peaks between samples.
+    - Each GPU's lowest free memory, both in samples and at the usage peaks between samples.
     - The host's lowest free memory.
     - The highest number of running requests.
     - The highest KV cache usage.
@@ -241,7 +241,7 @@ class History:
         self._add_events(snapshot, verdicts)
 
     def read_curve(self, name: str, past_seconds: float | None = None) -> Curve:
-        """Return one curve, from its first known value; empty if nothing is known.
+        """Return a curve from its first known value on, or an empty one if nothing is known.
 
         The result is the week curve if `past_seconds` is more than a day, and the day curve
         otherwise. The names of the curves:
@@ -262,7 +262,7 @@ class History:
         return (self._verdict_starts or {}).get(_build_verdict_key(verdict, state))
 
     def save(self) -> SavedHistory:
-        """Return the history for a later process."""
+        """Return the history in the form in which it is saved."""
         verdict_starts = None
         if self._verdict_starts is not None:
             verdict_starts = tuple(self._verdict_starts.values())
@@ -276,7 +276,7 @@ class History:
         )
 
     def restore(self, saved: SavedHistory) -> None:
-        """Continue an earlier daemon's history; curves of another length are left out."""
+        """Continue the history of an earlier process; drop curves of another length."""
         self._minute = saved.minute
         self._day.restore(saved.curves, saved.minute)
         self._week.restore(saved.week_curves, saved.minute)
@@ -290,8 +290,8 @@ class History:
     def _move_to(self, minute: int) -> None:
         """Make this the newest minute.
 
-        Skipped minutes have no value. If the given minute is a few minutes back, the newest minute
-        does not change. If it is further back, all curves are dropped.
+        Skipped minutes have no value. If `minute` is up to MOST_MINUTES_BACK before the newest
+        minute, nothing changes. If it is even earlier, all curves are dropped.
         """
         if self._minute is not None and minute < self._minute - MOST_MINUTES_BACK:
             self._day.clear()
@@ -303,8 +303,8 @@ class History:
         self._week.move_to(minute)
 
     def _drop_curves_of_others(self, uuids: set[str]) -> None:
-        """If there are too many curves, drop those of GPUs and parts of GPUs not in `uuids`."""
-        # A curve's name is "free UUID" or "peak UUID", or one word without a UUID.
+        """If there are too many curves, drop those of GPUs and MIG instances not in `uuids`."""
+        # A curve's name is "free UUID" or "peak UUID", or a single word such as "host".
         kept_uuids = {"", *uuids}
         for rings in (self._day, self._week):
             if len(rings.curves) > MOST_CURVES:
@@ -315,7 +315,7 @@ class History:
                 }
 
     def _add_gpu(self, gpu: GpuReading) -> None:
-        """Add a GPU's free memory, in this sample and at the usage peak, as far as known."""
+        """Add a GPU's free memory, now and at the usage peak, as far as known."""
         if gpu.memory is None:
             return
         self._add(f"free {gpu.uuid}", gpu.memory.free_bytes, min)
@@ -326,7 +326,7 @@ class History:
         self._add(f"peak {gpu.uuid}", free_at_peak_bytes, min)
 
     def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
-        """Add a value to the newest point of a day and week curve; None adds nothing.
+        """Add a value, unless it is None, to the newest point of the day curve and the week curve.
 
         If the point already has a value, `choose` picks which of the two is kept.
         """
@@ -336,7 +336,7 @@ class History:
         self._week.add(name, value, choose)
 
     def _add_start_duration(self, snapshot: Snapshot) -> None:
-        """Once the engine has started to serve, add how long its start took."""
+        """If the engine has just started to serve, add how long its start took."""
         status = snapshot.engine_status
         state = None if status is None else status.state
         has_started = self._state is EngineState.STARTING and state is EngineState.SERVING
@@ -407,7 +407,7 @@ class LastIncident(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """Return the command that explains the incident; people must run it where the file is."""
+        """Return the command that explains the incident. It must be run where the file is."""
         return f"vllm-headroom postmortem {self.file}"
 
 
@@ -416,7 +416,7 @@ def find_no_name(_pid: int) -> None:
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """The newest sample, and everything else shown with it by the page and the snapshot."""
+    """The newest sample, and everything else that the page and the snapshot show."""
 
     version: str
     interval_seconds: float
@@ -458,7 +458,7 @@ class View(Struct, frozen=True, kw_only=True):
     def shown_verdicts(self) -> tuple[Verdict, ...]:
         """Return the verdicts to show now.
 
-        While the sampling loop is unhealthy, the first verdict is an alarm about the loop, and all
+        While the sampling loop is unhealthy, the first verdict is an alarm about the loop. All
         others have the level UNKNOWN.
         """
         if self.stall_reason is None:

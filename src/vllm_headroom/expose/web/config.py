@@ -121,8 +121,8 @@ def read_web_config(path: Path) -> WebConfig:
     """Return the file's settings.
 
     Relative paths in the file are resolved against its folder. Raises WebConfigError if the file
-    cannot be read, is not YAML, or contains mistakes. The error lists all mistakes or, if keys are
-    repeated, only the repeated keys.
+    cannot be read, is not YAML, or contains mistakes. If keys are repeated, the error lists only
+    these. Otherwise, it lists all mistakes.
     """
     # YAML is imported here because it takes 15 ms and 1 MiB.
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415
@@ -135,8 +135,7 @@ def read_web_config(path: Path) -> WebConfig:
         raise WebConfigError([f"it is not YAML{error.place} ({error.problem})"]) from None
     top: Any = {} if document is None else document
     mistakes = [f"{name}: given twice" for name in repeated_keys]
-    # If a key is given twice, only one of its values was read, so checking that value could be
-    # misleading.
+    # Only one value of a repeated key was read, so checking it could be misleading.
     if not mistakes:
         mistakes = list(_find_mistakes(top))
     if mistakes:
@@ -152,7 +151,7 @@ def read_web_config(path: Path) -> WebConfig:
 
 
 def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
-    """Return the TLS settings of a section without mistakes; `folder` is the file's folder."""
+    """Return the TLS settings in a valid section; `folder` is the file's folder."""
     files: dict[str, Any] = {}
     # Paths are relative to the file, as in Prometheus's own configuration.
     for name in _FILE_KEYS:
@@ -199,7 +198,7 @@ def _find_mistakes(top: object) -> Iterator[str]:
 
 
 def _check_keys(section_name: str, section: object) -> Iterator[str]:
-    """Yield a line for each refused or unknown key of a section; none if the section is missing.
+    """Yield a line for each refused or unknown key in a section, if there is such a section.
 
     If the section is not a mapping, a single line is yielded.
     """
@@ -254,7 +253,7 @@ def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_http(http: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for HTTP/2, and for each header with a wrong name or value."""
+    """Yield a line if HTTP/2 is enabled, and for each header with a wrong name or value."""
     if http.get("http2") is True:
         problem = "HTTP/2 is not spoken here: leave it out, or set it to false"
         yield f"http_server_config.http2: {problem}"
@@ -280,7 +279,7 @@ def _is_mapping_to_texts(value: object) -> bool:
 
 
 def _check_users(users: object) -> Iterator[str]:
-    """Yield a line for each user without a bcrypt hash; none if the section is missing."""
+    """Yield a line for each user without a bcrypt hash, if there are any users."""
     if users is None:
         return
     if not isinstance(users, dict):

@@ -26,7 +26,7 @@ READ_CONFIG_SECONDS: Final = 2.0
 
 
 class _LoadedConfig(Struct, frozen=True, kw_only=True):
-    """A valid version of the file, with its TLS context and the state of the files when read."""
+    """A valid version of the file, its TLS context, and the state of all files at that time."""
 
     config: WebConfig
     tls: ssl.SSLContext | None
@@ -38,9 +38,9 @@ class _LoadedConfig(Struct, frozen=True, kw_only=True):
 class Door:
     """Admits clients by the web configuration in `file`, and reloads the file when it changes.
 
-    A later version of the file that contains a mistake is not applied, and the last valid version
-    remains in effect. File access may hang, and password checks are slow on purpose, so each of the
-    two has its own thread.
+    If a later version contains a mistake, the last valid version remains in effect. Files are read
+    on one thread and passwords are checked on another, because file access may hang and the checks
+    are slow on purpose.
     """
 
     def __init__(self, file: Path) -> None:
@@ -70,7 +70,7 @@ class Door:
         """Return the response that refuses a request, or None if the request may be answered.
 
         Status 401 means that the login is missing or wrong. Status 429 means that the login was not
-        checked, because too many others are waiting. A request may be answered if its login is
+        checked, because too many logins are waiting. A request may be answered if its login is
         valid or the configuration has no users. `client` is the client's address.
         """
         users = self.loaded.config.users
@@ -92,7 +92,7 @@ class Door:
         return replace(answer, headers=(*own_headers, *headers.items()))
 
     async def watch(self, drop_clients: Callable[[], None]) -> None:
-        """Forever reload the configuration whenever its file, or a file that it names, has changed.
+        """Reload the configuration whenever its file, or a file that it names, has changed.
 
         `drop_clients` is called after each reload, because open connections were admitted under the
         previous version.
@@ -133,8 +133,8 @@ def _load(file: Path) -> _LoadedConfig:
 def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
     """Return the new version of the file, or `current` if no file has changed.
 
-    Raises WebConfigError for a mistake, and also if the new version would provide less protection.
-    A file that was emptied by mistake must not remove TLS or the login from a running daemon.
+    Raises WebConfigError if the new version contains a mistake or would provide less protection. A
+    file that was emptied by mistake must not remove TLS or the login from a running daemon.
     """
     if _stat_files(file, current.config) == current.file_states:
         return current
@@ -155,7 +155,7 @@ def _is_tls_weaker(tls: Tls | None, current: Tls | None) -> bool:
 
 
 def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
-    """Return the state of each file; a state changes when its file is written or replaced.
+    """Return the state of each file, which changes when the file is written or replaced.
 
     If a file cannot be examined, its state is an error number. Links are followed, because
     Kubernetes replaces the files of a Secret by changing a link.

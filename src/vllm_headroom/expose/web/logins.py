@@ -1,4 +1,4 @@
-"""Check logins one at a time, so that guesses cost little and do not delay others."""
+"""Check logins one at a time, so that guesses take little CPU time and do not delay others."""
 
 import asyncio
 import base64
@@ -68,7 +68,7 @@ class _Login(Struct, frozen=True, kw_only=True):
 
 
 class Users:
-    """Checks logins on a thread, giving priority to clients and names with the fewest mistakes."""
+    """Checks logins on a thread. Clients and names with the fewest mistakes come first."""
 
     def __init__(self) -> None:
         self._worker = Worker[bool]("passwords")
@@ -96,8 +96,8 @@ class Users:
     ) -> bool | None:
         """Return whether the Authorization header contains a user and the correct password.
 
-        `users` contains bcrypt hashes by name. Returns None if the check was given up because too
-        many other logins were waiting or it took too long.
+        `users` contains bcrypt hashes by name. Returns None if the check took too long, or if too
+        many other logins were waiting.
         """
         credentials = _parse_credentials(authorization)
         if credentials is None:
@@ -152,8 +152,8 @@ class Users:
     async def _wait(self, login: _Login) -> bool | None:
         """Queue a login and return whether its password is correct.
 
-        Returns None if the login was given up, after CHECK_SECONDS or in favour of logins with
-        fewer mistakes.
+        Returns None if the login was given up. This happens after CHECK_SECONDS, or if there are
+        too many logins with fewer mistakes.
         """
         self._waiting.append(login)
         if len(self._waiting) > MOST_WAITING_LOGINS:
@@ -171,7 +171,7 @@ class Users:
             return None
 
     def _rank(self, login: _Login) -> tuple[int, int, float]:
-        """Return how often the client failed, overall and with this name, and `first_seconds`.
+        """Return the client's number of mistakes, in total and with this name, and `first_seconds`.
 
         Logins with a low rank are checked first.
         """
@@ -244,12 +244,12 @@ def _find_costliest(users: Mapping[str, str]) -> str:
 
 
 def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
-    """Return whether a password is correct; reject wrong ones in the same time for all users.
+    """Return whether a password is correct. A wrong one takes the same time for every user.
 
     Otherwise, the timing would reveal which names exist. A check at one cost takes twice as long as
-    a check at the next lower cost. After a wrong password, one more check is made at each cost from
-    the cost of `password_hash` up to the second highest cost. Together, all checks take as long as
-    one check at the highest cost.
+    a check at the next lower cost. After a wrong password, one more check is made at each cost,
+    from that of `password_hash` to the second highest. Together, all checks take as long as one
+    check at the highest cost.
     """
     if _is_right(password, password_hash.encode()):
         return True
