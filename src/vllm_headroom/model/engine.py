@@ -107,7 +107,7 @@ class HostMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def room_bytes(self) -> int | None:
-        """Return the memory left until the kernel kills a process, or None if unknown."""
+        """Return the memory that is left before the kernel kills a process, or None if unknown."""
         if self.used_bytes is None or self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes)
@@ -304,7 +304,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """A part of memory that vLLM was configured to fill."""
+    """A memory pool that vLLM is configured to fill."""
 
     part: HostPart
     role: Role | None
@@ -369,7 +369,7 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
 
 
 class ServerReply(Struct, frozen=True, kw_only=True):
-    """The server's answers at `/health`, `/v1/models` and `/load`."""
+    """The server's responses at `/health`, `/v1/models` and `/load`."""
 
     answer: ServerAnswer
     requests: float | None = None
@@ -387,7 +387,7 @@ class HangSign(Enum):
 
 
 class EngineName(Struct, frozen=True, kw_only=True):
-    """The names of an engine, if the daemon also watches other engines."""
+    """The names of an engine, used if the daemon watches several engines."""
 
     namespace: str | None = None
     """The engine's Kubernetes namespace. It is set together with `pod`."""

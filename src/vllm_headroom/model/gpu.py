@@ -22,7 +22,7 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class ReadingTime(Struct, frozen=True, kw_only=True):
-    """The end and duration of one source's reading, on the monotonic clock."""
+    """When the reading of a source ended, on the monotonic clock, and how long it took."""
 
     source: Source
     seconds: float
@@ -30,7 +30,7 @@ class ReadingTime(Struct, frozen=True, kw_only=True):
 
 
 class AllocatorReading(Struct, frozen=True, kw_only=True):
-    """torch's caching allocator in one process on one device; a figure is None if unknown."""
+    """Figures of torch's allocator in one process on one device; a figure is None if unknown."""
 
     uuid: str
     total_bytes: int | None = None
@@ -76,7 +76,7 @@ class WorkerMeasurements(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerReading(Struct, frozen=True, kw_only=True):
-    """The scheduler of a core; a figure is None if unknown."""
+    """Figures of an engine core's scheduler; a figure is None if unknown."""
 
     steps_total: int | None = None
     max_num_seqs: int | None = None
@@ -153,7 +153,7 @@ class AllocatorHistory(Struct, frozen=True, kw_only=True):
 
 
 class ProbedProcess(Struct, frozen=True, kw_only=True):
-    """The newest file for one process; times are in seconds since the epoch."""
+    """The newest probe file of one process. Times are in seconds since the epoch."""
 
     pid: int
     """The pid of the process in its own PID namespace."""
@@ -205,9 +205,9 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
 
     @property
     def has_silent_core(self) -> bool:
-        """Return whether the probe in a live core is silent while another process's probe writes.
+        """Return whether a running engine core's probe is silent while another probe is writing.
 
-        If no probe at all is writing, the result is False, because the folder may be the cause.
+        If no probe is writing, the result is False, because the cause may be the probes' folder.
         """
         return bool(self.present) and any(process.scheduler for process in self.silent)
 
@@ -279,7 +279,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def is_unified(self) -> bool:
-        """Return whether the GPU uses the machine's memory, which it shares with all programs."""
+        """Return whether the GPU shares the machine's memory with all programs."""
         return self.machine_available_bytes is not None
 
 
@@ -291,7 +291,7 @@ class GpuProcess(Struct, frozen=True, kw_only=True):
 
 
 def find_part(uuid: str) -> str:
-    """Return a short name for a part of a GPU, given its UUID, or "" for a whole GPU.
+    """Return the short name of the GPU part with this UUID, or "" for a whole GPU.
 
     The short name is the beginning of a MIG instance's UUID, or "partition" followed by the number
     of an AMD partition. It distinguishes the parts of a GPU, which share the same index.
@@ -303,12 +303,12 @@ def find_part(uuid: str) -> str:
 
 
 def name_device(index: int | str, uuid: str) -> str:
-    """Return the name of a whole GPU or part of one for a sentence: "GPU 0 MIG-12345678"."""
+    """Return a device's name for use in a sentence, such as "GPU 0 MIG-12345678"."""
     return f"GPU {index} {find_part(uuid)}".rstrip()
 
 
 class Fate(StrEnum):
-    """What has become of a process that holds GPU memory and whose engine has exited."""
+    """The fate of a process that holds GPU memory after its engine has exited."""
 
     ORPHANED = "orphaned"
     """The process is still running even though its engine has exited."""
@@ -340,7 +340,7 @@ class Device(Struct, frozen=True, kw_only=True):
 
 
 class GpuReading(Device, frozen=True, kw_only=True):
-    """The reading of a whole GPU or part of one: a MIG instance, or a partition of an AMD card.
+    """The reading of a whole GPU, a MIG instance or a partition of an AMD card.
 
     A value that the device does not report is None. `index` is NVML's index, which all parts of a
     GPU share. AMD cards are numbered after NVIDIA GPUs.
@@ -367,7 +367,7 @@ class GpuReading(Device, frozen=True, kw_only=True):
     vendor: Vendor = Vendor.NVIDIA
 
     def mark_failed(self, failure: Failure) -> "GpuReading":
-        """Return a failed reading of this device, with its names and the XID errors so far."""
+        """Return a failed reading of this device, which keeps its names and XID errors."""
         return GpuReading(
             index=self.index,
             uuid=self.uuid,
@@ -420,8 +420,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     def room_bytes(self) -> int | None:
         """Return the memory that is left for the engine, or None if unknown.
 
-        This is the GPU's free memory. If a layer between the engine and the driver limits the
-        engine, the result is at most what is left below that limit.
+        This is the GPU's free memory. If a layer between the engine and the driver sets a limit,
+        the result is at most the unused part of that limit.
         """
         if self.reading.memory is None:
             return None
@@ -433,5 +433,5 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def is_left_out(self) -> bool:
-        """Return whether HEADROOM_GPUS omits the device while the engine holds memory on it."""
+        """Return whether the engine holds memory on this device although HEADROOM_GPUS omits it."""
         return bool(self.engine_bytes) and self.attribution is None and not self.leftovers

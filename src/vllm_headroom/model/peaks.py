@@ -1,4 +1,4 @@
-"""The peaks of an engine's steps by kind of work, as measured by its probe."""
+"""The peak memory of an engine's steps by kind of work, as measured by the probe."""
 
 from msgspec import Struct
 
@@ -59,7 +59,7 @@ def _count(number: int, thing: str) -> str:
 
 
 class WorkPeak(Struct, frozen=True, kw_only=True):
-    """A step's peak memory in excess of the memory at rest, and facts about the step."""
+    """How far a step's peak memory exceeded the memory at rest, with facts about the step."""
 
     transient_bytes: int
     size: int

@@ -42,7 +42,7 @@ NO_TOKEN_BYTES: Final = 0
 class Snapshot(Struct, frozen=True, kw_only=True):
     """Everything that was read in one tick.
 
-    It is the only input of a derivation apart from the derivation's state.
+    Apart from its own state, a derivation has no other input.
     """
 
     time_seconds: float
@@ -126,7 +126,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Return the failures of all sources that could not be read, including a silent probe."""
+        """Return the failures of all sources that could not be read, and of a silent probe."""
         probe = self.probe
         if isinstance(probe, ProbeReadings) and not probe.present:
             probe = MUTE_PROBE
@@ -148,7 +148,7 @@ class Metric(Struct, frozen=True, kw_only=True):
 
 
 class Sample(NamedTuple):
-    """One value of a metric. It is a tuple, because each tick creates hundreds of them."""
+    """One value of a metric. A tuple is cheap to create, and each tick creates hundreds."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -175,7 +175,7 @@ class Values:
         self.add(samples)
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Add samples that the same tick produced later."""
+        """Add further samples from the same tick."""
         for metric, labels, value in samples:
             self._families[metric.name][labels] = value
 
@@ -191,7 +191,7 @@ class Values:
         """Return the current state of a metric that has one series per state.
 
         The last label is the state, and `labels` are the labels before it. The current state's
-        series is 1, and the others are 0. Returns None if no series differs from 0.
+        series is 1, and the others are 0. Returns None if all series are 0.
         """
         for series, value in self.find_all(metric).items():
             *series_labels, state = series

@@ -1,4 +1,4 @@
-"""What an engine's log contains: a record of each start, and the events in the log."""
+"""The content of an engine's log: a record of each start, and the events."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -210,7 +210,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
 
     @property
     def root_failure(self) -> LogFailure | None:
-        """Return the failure that ended the start: the earliest that is not a consequence.
+        """Return the failure that ended the start: the earliest one that is not a consequence.
 
         Returns None if the log contains no failure.
         """
@@ -219,11 +219,11 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return min(self.failures, key=_rank_failure)
 
     def find_largest(self, field: str) -> int | float | None:
-        """Return the largest figure of this name among the processes, or None if none has it."""
+        """Return the largest value of this figure among the processes, or None if unknown."""
         return max(self._list_figures(field), default=None)
 
     def find_smallest(self, field: str) -> int | float | None:
-        """Return the smallest figure of this name among the processes, or None if none has it."""
+        """Return the smallest value of this figure among the processes, or None if unknown."""
         return min(self._list_figures(field), default=None)
 
     def find_option(self, *names: str) -> Scalar:
@@ -239,7 +239,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return None
 
     def find_line(self, field: str) -> int | None:
-        """Return the line of the earliest figure with this name, or None if no process has it."""
+        """Return the number of the first line with this figure, or None if no line has it."""
         return min((p.lines[field] for p in self.processes if field in p.lines), default=None)
 
     def _list_figures(self, field: str) -> Iterable[int | float]:
@@ -304,7 +304,7 @@ be the engine's. vLLM logs its load every 10 s while it is working.
 def find_log_ending(
     reading: LogReading, end_seconds: float, now_seconds: float
 ) -> LogEnding | None:
-    """Return what the log shows about an exit observed at `end_seconds`, or None.
+    """Return what the log shows about an exit at `end_seconds`, or None if it shows nothing.
 
     If the log continues until the exit and reports no failure, it shows that there was no failure.
     The result is then an ending without a failure.

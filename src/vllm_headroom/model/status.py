@@ -34,7 +34,7 @@ HeadroomGpuMemoryTight.
 
 
 class BudgetExcess(Struct, frozen=True, kw_only=True):
-    """How much more than its budget the engine holds on one GPU."""
+    """The amount by which the engine exceeds its budget on one GPU."""
 
     budget_bytes: int
     excess_bytes: int
@@ -63,13 +63,13 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
         return max(TIGHT_SHARE * self.total_bytes, BURST_MARGIN * self.needed_bytes)
 
     def lower_utilization(self, utilization_ratio: float) -> float:
-        """Return the gpu_memory_utilization that compensates for the excess, rounded down."""
+        """Return a lower gpu_memory_utilization that compensates for the excess, rounded down."""
         hundredths = 100 * (utilization_ratio - self.excess_bytes / self.total_bytes)
         return floor(hundredths + ROUNDING_TOLERANCE) / 100
 
 
 class StraightGrowth(Struct, frozen=True, kw_only=True):
-    """Growth of the engine's memory that was linear until the run ended, under a steady load."""
+    """Linear growth of the engine's memory, under a steady load, until the run ended."""
 
     grown_bytes: int
     seconds: float
@@ -81,11 +81,11 @@ class StraightGrowth(Struct, frozen=True, kw_only=True):
 
 
 class GpuAtEnd(Device, frozen=True, kw_only=True):
-    """One of the engine's GPUs before a run ended; a field is None if unknown.
+    """The state of one of the engine's GPUs before a run ended; a field is None if unknown.
 
-    `room` is free memory. The fields `first_…` are from the time when the engine started to serve
-    or, if that was not observed, when the record began. The fields `last_…` are the highest use or
-    the least room in the last 90 seconds, including peaks between samples.
+    `room` is free memory. The fields `first_…` are from the time when the engine started to serve.
+    If that was not observed, they are from the beginning of the record. The fields `last_…` are the
+    highest use and the least room in the last 90 seconds. Peaks between samples are included.
     """
 
     total_bytes: int | None = None
@@ -124,7 +124,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def recent_growth_bytes(self) -> int | None:
-        """Return how far the engine's memory has grown in the last minutes, or None if unknown."""
+        """Return the growth of the engine's memory in the last few minutes, or None if unknown."""
         return _subtract(self.earlier_held_bytes, self.last_engine_bytes)
 
     @property
@@ -133,7 +133,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         return _subtract(self.first_other_bytes, self.last_other_bytes)
 
     def share_of_lost_room(self, growth_bytes: int | None) -> float:
-        """Return the share of the lost room that a growth explains.
+        """Return what share of the lost room is explained by this growth.
 
         The lost room is `first_room_bytes` minus `last_room_bytes`. The result is 0 if the growth
         or the loss is unknown, or if nothing was lost. It is above 1 if the growth exceeds the
@@ -147,8 +147,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
         """Return the GPU with its use raised to a peak that was measured between samples.
 
-        It is unknown which process caused the peak. The GPU is returned unchanged if the use is not
-        higher than at the newest sample, or if a peak with less room is already known.
+        It is unknown which process caused the peak. The GPU is returned unchanged if its use was no
+        higher than in the newest sample, or if a higher peak is already known.
         """
         if self.usable_bytes is None or self.newest_used_bytes is None:
             return self
@@ -179,7 +179,7 @@ def _subtract(start_bytes: int | None, end_bytes: int | None) -> int | None:
 
 
 class Lost(Struct, frozen=True, order=True):
-    """A process that the engine needs in order to serve, and that exited before the others."""
+    """A process that exited before the others, although the engine needs it to serve."""
 
     role: Role
     pid: int | None = None
@@ -258,7 +258,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> float | None:
-        """Return the running and waiting requests on the last page, or None if any is unknown."""
+        """Return how many requests were running or waiting on the last page, or None if unknown."""
         requests = 0.0
         for engine in self.engines:
             if engine.running is None or engine.waiting is None:
@@ -331,5 +331,5 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
     @property
     def exit_reason(self) -> ExitReason | None:
-        """Return why a run exited since the last tick, or None if no run exited."""
+        """Return the reason for an exit since the last tick, or None if there was no exit."""
         return None if self.event is None else self.event.reason
