@@ -47,9 +47,9 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
 
     A series without a model applies to every model of its engine. A series with neither a model nor
     an engine applies to every engine on the page. A series with only a model applies to engine "0".
-    If no series names a model, the model name is "", or the profile's name if its pages never name
-    a model. An engine may have only settings: in some modes, vLLM exports nothing but its settings,
-    including the budget, until the first request.
+    If no series names a model, the model name is "". For a profile whose pages never name a model,
+    it is the profile's name. An engine may have only settings. In some modes, vLLM exports nothing
+    else until the first request. The settings include the budget.
     """
     samples = tuple(samples)
     prefix = _find_prefix(profile, samples)
@@ -70,8 +70,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     if not keys:
         nameless_model = "" if profile.model_label else profile.name
         keys = {(nameless_model, engine) for engine in engine_names}
-    # A page with too many engines is refused before grouping, because grouping its samples would be
-    # too expensive.
+    # A page with too many engines is refused before its samples are grouped, to save the cost.
     families = None
     if len(keys) <= MOST_PAGE_ENGINES:
         families = _group_by_engine(sorted(keys), profile_samples, sample_keys, prefix)
@@ -103,7 +102,7 @@ def _counts_in_blocks(profile: Profile, families: Mapping[_EngineKey, _Families]
 
 
 def _find_prefix(profile: Profile, samples: Collection[Sample]) -> str | None:
-    """Return the first of the profile's prefixes that a sample's name starts with, or None."""
+    """Return the profile's first prefix that starts any sample's name, or None if none does."""
     for prefix in profile.prefixes:
         if any(sample.name.startswith(prefix) for sample in samples):
             return prefix
@@ -111,7 +110,7 @@ def _find_prefix(profile: Profile, samples: Collection[Sample]) -> str | None:
 
 
 def _assemble_page(profile: Profile, engines: tuple[EngineReading, ...]) -> EnginePage:
-    """Return the page; an input counts as offered if at least one engine has a value for it."""
+    """Return the page. An input is offered if at least one engine has a value for it."""
     inputs = tuple(
         (name, any(getattr(engine, field) is not None for engine in engines))
         for name, field in profile.inputs
@@ -122,10 +121,10 @@ def _assemble_page(profile: Profile, engines: tuple[EngineReading, ...]) -> Engi
 def _group_by_engine(
     keys: list[_EngineKey], samples: list[Sample], sample_keys: list[_EngineKey], prefix: str
 ) -> dict[_EngineKey, dict[str, list[Sample]]] | None:
-    """Return the samples of each engine by family, or None if too many readings are shared.
+    """Return the samples of each engine by family, or None if this would be too expensive.
 
-    `sample_keys` contains the model and the engine from each sample's labels; a missing one is "".
-    A sample without a model is shared by all engines that it belongs to (see `build_page`).
+    `sample_keys` contains the model and the engine in each sample's labels, or "" if missing. A
+    sample without a model may be shared by several engines (see `build_page`).
     """
     # An engine has an entry even if all of its samples are shared.
     families: dict[_EngineKey, dict[str, list[Sample]]] = {key: {} for key in keys}
@@ -224,8 +223,8 @@ def _find_value(
 def _find_text(fact: Fact, families: _Families) -> str | None:
     """Return the text that all series share.
 
-    Returns None if the texts differ or are empty, or if a label names a part of the engine as an
-    exception.
+    Returns None if the texts differ or are empty, or if a series is an exception that applies only
+    to a part of the engine.
     """
     texts = set()
     for name in fact.names:
@@ -246,9 +245,9 @@ def _combine_samples(
     """Return one value for a family's samples, combined as the fact specifies, or None if unknown.
 
     The samples come from several parts, such as workers or ranks, and each part may be reported
-    several times. The value is unknown if any part's value is unknown, or if one series has two
-    values, as on a page combined from several servers. The format does not define what two values
-    mean, and Prometheus keeps the first.
+    several times. The value is unknown if any part's value is unknown. It is also unknown if a
+    series has two values, as on a page combined from several servers. The format does not define
+    this case, and Prometheus keeps the first value.
     """
     # Two values of the same series mean that the page is combined from several servers.
     if len(samples) > 1 and _has_contradiction(samples):
@@ -285,7 +284,7 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
 
     Samples of the same part have the same key, even if different API servers report them.
     """
-    # If the value is in a label, the other labels are settings too, so only the labels that
+    # If the value is in a label, the other labels are settings too. Only the labels that
     # distinguish replicas identify the part.
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
@@ -295,14 +294,14 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
 
 
 def _read_amount(fact: Fact, sample: Sample) -> float | None:
-    """Return a sample's value, or the number in the fact's label, times the factor.
+    """Return a sample's value, or the number in its label, multiplied by the fact's factor.
 
     Returns None if the result is not a number, or if the field cannot have that value. Also returns
-    None for 0 in a label, because this means that the setting has no value.
+    None for 0 in a label, which means that the setting has no value.
     """
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
-    except (ValueError, OverflowError):  # the label "None", or an integer beyond any float
+    except (ValueError, OverflowError):  # the label "None", or an integer too large for a float
         return None
     if fact.label is not None and value == 0:
         return None
@@ -327,7 +326,7 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
 
     The page is read with the profile named `profile_name`. Without a name, the first profile with
     matching series is used, or the first profile if none matches. A page without matching series
-    has no engines. The reason of a failure is:
+    has no engines. The reason for a failure is:
 
     - NOT_METRICS for an empty page, or a page without metrics,
     - INCOMPLETE for a truncated page,

@@ -86,14 +86,14 @@ def read_number(entry: Mapping[str, Any], field: str) -> float | None:
     value = entry.get(field)
     if value is None:
         return None
-    is_number = type(value) is int or type(value) is float  # for isinstance, True would be an int
+    is_number = type(value) is int or type(value) is float  # isinstance would accept True as an int
     if is_number and 0 <= value <= LARGEST:
         return float(value)
     raise WrongFieldError(field, value, "a number, 0 or more")
 
 
 def read_size(entry: Mapping[str, Any], field: str) -> int | None:
-    """Return a number that was read with read_number, rounded down to an integer."""
+    """Read a number as in read_number, and round it down to an integer."""
     value = read_number(entry, field)
     return None if value is None else int(value)
 

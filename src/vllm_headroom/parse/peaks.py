@@ -23,7 +23,7 @@ SIZE_FIGURES: Final = 3
 
 
 def read_peaks(entry: dict[str, Any]) -> PeakReadings:
-    """Return the peaks of a process, omitting kinds of work that are unknown here.
+    """Return the peaks of a process, omitting unknown kinds of work.
 
     Raises WrongFieldError.
     """
@@ -43,7 +43,7 @@ def read_peaks(entry: dict[str, Any]) -> PeakReadings:
 
 
 def read_step_at_error(entry: dict[str, Any]) -> StepAtError | None:
-    """Return the step in which an error was raised, or None if its kind is unknown here."""
+    """Return the step in which an error was raised, or None if its kind of work is unknown."""
     name = fields.read_text(entry, "work")
     work = next((work for work in Work if work == name), None)
     return None if work is None else StepAtError(work=work, step=_read_step(entry))
@@ -78,7 +78,7 @@ def _read_work(entry: dict[str, Any], work: Work) -> WorkPeaks:
 
 
 def _read_size_peak(index: int, figures: object) -> SizePeak:
-    """Return one size's peak; raise WrongFieldError unless the entry has its three figures."""
+    """Return one size's peak; raise WrongFieldError unless the entry has all three figures."""
     name = f"sizes[{index}]"
     if type(figures) is not list or len(figures) != SIZE_FIGURES:
         raise fields.WrongFieldError(name, figures, "a size, its bytes and its steps")
@@ -112,7 +112,7 @@ def _read_step(entry: dict[str, Any]) -> StepFacts:
 
 
 def _read_needed(entry: Mapping[str, Any], field: str) -> int:
-    """Return a whole number; raise WrongFieldError also if the field is missing."""
+    """Return a whole number; raise WrongFieldError if the field is missing or wrong."""
     value = fields.read_size(entry, field)
     if value is None:
         raise fields.WrongFieldError(field, None, "a number, 0 or more")

@@ -70,7 +70,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
     interval_seconds = fields.read_number(document, "interval_seconds")
     oom = fields.read_within(document, "oom", _read_oom)
     if oom is not None and oom.at_seconds > written_at_seconds:
-        # An error with a time in the future would count as the cause of every later exit.
+        # An error with a time in the future would be taken for the cause of every later exit.
         oom = None
     return ProbedProcess(
         pid=pid,
@@ -100,7 +100,7 @@ def _read_role(document: Mapping[str, Any]) -> Role:
 
 
 def _read_needed(entry: Mapping[str, Any], field: str) -> float:
-    """Return a number; raise WrongFieldError also if the field is missing."""
+    """Return a number; raise WrongFieldError if the field is missing or wrong."""
     value = fields.read_number(entry, field)
     if value is None:
         raise fields.WrongFieldError(field, None, "a number, 0 or more")
@@ -135,7 +135,7 @@ def _read_parts(entry: dict[str, Any]) -> WorkerMeasurements:
 
 
 def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
-    """Return the scheduler's values; a ratio is None if one of its terms is unknown."""
+    """Return the scheduler's values; a ratio is None if it cannot be computed."""
     total_blocks = fields.read_size(entry, "kv_blocks_total")
     free_blocks = fields.read_size(entry, "kv_blocks_free")
     live_blocks = fields.read_size(entry, "kv_blocks_live")
@@ -158,7 +158,7 @@ def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
 
 
 def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
-    """Return sizes by field name, with the unit in the name: `total` becomes `total_bytes`."""
+    """Return sizes, keyed by name with the unit added: `total` becomes `total_bytes`."""
     return {f"{name}_bytes": fields.read_size(entry, name) for name in names}
 
 
@@ -218,7 +218,7 @@ def _read_history(entry: dict[str, Any]) -> AllocatorHistory:
 
 
 def _read_snapshot(entry: dict[str, Any]) -> AllocatorSnapshot:
-    """Return the probe's report on a snapshot that it has written; raise WrongFieldError."""
+    """Return the probe's report on a snapshot; raise WrongFieldError for a wrong field."""
     return AllocatorSnapshot(
         at_seconds=_read_needed(entry, "t"),
         file=_read_label(entry, "file") or "",
@@ -231,7 +231,7 @@ def _read_snapshot(entry: dict[str, Any]) -> AllocatorSnapshot:
 
 
 def _read_line(entry: dict[str, Any], _index: int) -> LineHolding:
-    """Return what a single line of code holds; raise WrongFieldError for a wrong field."""
+    """Return the memory held by a line of code; raise WrongFieldError for a wrong field."""
     return LineHolding(
         file=_read_label(entry, "file"),
         line=fields.read_size(entry, "line"),

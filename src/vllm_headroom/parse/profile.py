@@ -11,7 +11,7 @@ from vllm_headroom.model import INPUTS
 
 
 class Combine(Enum):
-    """How the values of an engine's parts, such as replicas, are combined into one."""
+    """How the values of an engine's parts, such as replicas, are combined into one value."""
 
     SUM = auto()
     """Adds up the values; used for amounts."""
@@ -136,8 +136,8 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
         """Return the names of the inputs, each with its field in EngineReading."""
-        # Memory in bytes is an input only if the profile has it, because the budget or the probe
-        # can be used instead.
+        # Memory in bytes is an input only if the profile has it. Otherwise, the budget or the probe
+        # is used instead.
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
         return tuple(
             (engine_input.name, field)
@@ -147,5 +147,5 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
 
 def _match_any(names: Iterable[str]) -> str:
-    """Return a regular expression that matches each of the names."""
+    """Return a regular expression that matches any of the names."""
     return "|".join(map(re.escape, names))

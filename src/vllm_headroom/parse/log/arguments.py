@@ -73,7 +73,7 @@ def read_arguments(text: str) -> dict[str, Scalar]:
     """Return the arguments in `{'name': value, …}`, in `name=value, …` or in a call.
 
     Only numbers, truth values, None and the texts of known arguments are kept. A list is kept only
-    if it contains a single text and its argument is known; other nested values are omitted.
+    if it contains a single text and its argument is known. Other nested values are omitted.
     """
     arguments: dict[str, Scalar] = {}
     for item in split_items(text):
@@ -118,7 +118,7 @@ def split_items(text: str) -> Iterator[str]:
         elif character == "," and depth == 0:
             yield text[item_begin:position]
             item_begin = position + 1
-    if not quote and depth == 0:  # an item that the line cuts off is left out
+    if not quote and depth == 0:  # an item cut off at the end of the line is left out
         yield text[item_begin:]
 
 
@@ -144,7 +144,7 @@ def _keep(arguments: dict[str, Scalar], name: str, value: str) -> None:
         arguments[name] = float(value) if "." in value or "e" in value else int(value)
         return
     if value.startswith("[") and value.endswith("]"):
-        # vLLM may log an option with a single value as a list of one.
+        # vLLM may log a single value as a list with one item.
         value = value[1:-1].strip()
     if name not in TEXT_NAMES:
         return

@@ -162,7 +162,7 @@ class LineReader:
         # A terminal's colour codes may be in the middle of words.
         if "\x1b" in text:
             text = ANSI.sub("", text)
-        # The number of wrappers is bounded, because a text could be wrapped many times.
+        # The number of wrappers is limited, because a text could be wrapped any number of times.
         if layers and text:
             unwrapped = self._remove_wrapping(text, seconds, process)
             if unwrapped is not None:

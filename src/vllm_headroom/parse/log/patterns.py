@@ -1,4 +1,4 @@
-"""The log lines that carry facts about an engine: one table of figures and one of failures.
+"""The log lines with facts about an engine, and those that report failures.
 
 The wording and the versions are taken from the releases of vLLM (vllm/worker/worker.py,
 vllm/v1/worker, vllm/v1/core/kv_cache_utils.py, vllm/v1/executor), SGLang and TensorRT-LLM.
@@ -352,7 +352,7 @@ VLLM_LINES: Final = (
         "0.6",
         text="device_name",
     ),
-    # The engine while it is working.
+    # Lines that the engine logs while it is working.
     _line(
         "initialised",
         r"init engine \(profile, create kv cache, warmup model\) took",
@@ -622,7 +622,10 @@ def _failure(
     *figures: tuple[str, float],
     exceptions: tuple[str, ...] = (),
 ) -> FailurePattern:
-    """Return a failure pattern; `<N>` matches a number, `since` is the first matching version."""
+    """Return a failure pattern.
+
+    `<N>` matches a number. `since` is the first version that writes the line.
+    """
     text = pattern.replace("<N>", NUMBER)
     return FailurePattern(
         kind=kind,
@@ -943,7 +946,7 @@ def list_heads(pattern: str) -> set[str]:
 
 
 def _find_group_end(pattern: str) -> int:
-    """Return the position of the bracket that closes the group at the beginning.
+    """Return the position of the bracket that closes the group at the start of the pattern.
 
     Raises ValueError if the group is not closed, which is a mistake in the table.
     """

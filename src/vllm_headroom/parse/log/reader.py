@@ -130,7 +130,7 @@ class LogReader:
         return tuple(events)
 
     def _read_message(self, message: Message) -> list[LogEvent]:
-        """Return a message's events, or none before the first start or if it is about a request."""
+        """Return a message's events. Messages before the first start or on requests have none."""
         text = message.text
         if not text or REQUEST.match(text):
             return []
@@ -145,7 +145,7 @@ class LogReader:
         return self._builder.read(message, self.line_count)
 
     def _read_begin(self, message: Message) -> list[LogEvent] | None:
-        """Return the events of a line that begins or describes a start; None for other lines."""
+        """Return the events of a line that begins or describes a start, or None for other lines."""
         text = message.text
         beginning = text.lstrip()[:1]
         # The banner is drawn with block elements, so each of its lines begins with one.
@@ -264,7 +264,7 @@ class _StartBuilder:
         self._events: deque[LogEvent] = deque(maxlen=MOST_EVENTS)
 
     def has_progressed(self) -> bool:
-        """Return whether the start has got beyond its first lines."""
+        """Return whether the start has progressed beyond its first lines."""
         return bool(self.engines or self._figures or self._failures)
 
     def has_ended(self) -> bool:
@@ -281,7 +281,7 @@ class _StartBuilder:
         self._arguments |= arguments
 
     def add_config(self, config: dict[str, Scalar]) -> None:
-        """Add an engine's configuration; if an earlier engine has set a value, keep that value."""
+        """Add an engine's configuration, but keep the values that earlier engines have set."""
         for name, value in config.items():
             self._config.setdefault(name, value)
 
@@ -321,7 +321,7 @@ class _StartBuilder:
         # Tracebacks of several processes are interleaved in one log, so frames are kept per
         # process.
         key = self._find_process(message)
-        # SGLang writes the process only in front of a traceback's first line.
+        # SGLang names the process only in a traceback's first line.
         if not key and "" not in self._frames and not message.has_prefix:
             key = self._traceback_key
         if text.startswith('File "'):
@@ -339,7 +339,8 @@ class _StartBuilder:
             match = pattern.pattern.match(text)
             if match is not None:
                 return self._add_figures(pattern, match, message, key, line_number)
-        # A traceback's own lines are indented. An exception is not, except in pydantic's report.
+        # A traceback's own lines are indented. The line with the exception is not indented, except
+        # in pydantic's report.
         exception = EXCEPTION.match(text)
         if exception is not None:
             return self._add_exception(exception, message, key, line_number)
@@ -363,7 +364,7 @@ class _StartBuilder:
         return key
 
     def _add_frame(self, key: str, text: str) -> None:
-        """Add a traceback's line to the frames of its process, if it is in the engine's code."""
+        """Add a traceback's line to the process's frames if the line is in the engine's code."""
         match = FRAME.match(text)
         file = None if match is None else ENGINE_FILE.search(match[1])
         frames = self._frames.get(key)
@@ -447,7 +448,7 @@ class _StartBuilder:
     def _add_exception(
         self, exception: re.Match[str], message: Message, key: str, line_number: int
     ) -> list[LogEvent]:
-        """Add an exception's failure; if there is no traceback, the message must be a known one."""
+        """Add an exception's failure. Without a traceback, only known messages are accepted."""
         name = exception[2]
         text = exception[3] or ""
         pattern, match = _find_failure(text, name)
@@ -604,7 +605,7 @@ def _read_size(match: re.Match[str] | None) -> int | None:
 def _find_failure(
     text: str, exception: str | None
 ) -> tuple[FailurePattern, re.Match[str]] | tuple[None, None]:
-    """Return the pattern that a message matches, with the match; (None, None) if there is none."""
+    """Return a message's pattern and the match, or (None, None) if no pattern matches."""
     patterns = FAILURES_BY_HEAD.get(text[:HEAD_CHARACTERS], ())
     # The hint is a cheap check: most lines lack it and need not be compared with every pattern.
     if exception is not None or FAILURE_HINT.search(text):

@@ -1,4 +1,4 @@
-"""Dynamo's own series, which are used if the page lacks the series of the engine inside it."""
+"""Dynamo's own series, which are used if the page lacks the inner engine's series."""
 
 from typing import Final
 

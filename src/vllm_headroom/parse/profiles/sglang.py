@@ -20,7 +20,7 @@ SGLANG: Final = Profile(
     switch="with --enable-metrics",
     prefixes=("sglang:",),
     engine_label="dp_rank",
-    # Identifies the scheduler of a rank, if all ranks export metrics.
+    # These labels identify a rank's scheduler, if all ranks export metrics.
     repeat_labels=("tp_rank", "pp_rank", "moe_ep_rank"),
     reasons={
         "it counts no steps": "scheduler_steps",
@@ -38,7 +38,8 @@ SGLANG: Final = Profile(
         Fact("preemptions_total", ("num_retracted_requests_total",)),  # 0.5.12 and newer
         Fact("prompt_tokens_total", ("prompt_tokens_total",)),
         Fact("generation_tokens_total", ("generation_tokens_total",)),
-        # Since 0.5.12; earlier versions report the highest value of all pools.
+        # `full_token_usage` exists since SGLang 0.5.12. `token_usage` is the highest value of all
+        # pools.
         Fact("kv_used_ratio", ("full_token_usage", "token_usage"), combine=Combine.MEAN),
         Fact(
             "kv_capacity_tokens",
@@ -50,7 +51,7 @@ SGLANG: Final = Profile(
         Fact("prefix_hits_total", _PREFILLED, where=("mode", _HITS)),
         Fact("prefix_hits_total", ("cached_tokens_total",)),
         # SGLang's GB is 2**30 bytes (srt/utils/common.py, srt/mem_cache/memory_pool.py). The memory
-        # of CUDA graphs is on the page in versions after 0.5.12.
+        # of CUDA graphs is on the page in SGLang versions after 0.5.12.
         Fact("memory_bytes", (f"{_MODEL}+graph_memory_usage_gb", _MODEL), factor=GIB),
     ),
 )

@@ -27,7 +27,7 @@ TGI: Final = Profile(
         Fact("finished_total", ("request_success",)),  # a counter without _total
         Fact("prompt_tokens_total", ("request_input_length_sum",)),
         Fact("generation_tokens_total", ("request_generated_tokens_sum",)),
-        Fact("kv_used_tokens", ("batch_current_max_tokens",)),  # the size that the batch may reach
+        Fact("kv_used_tokens", ("batch_current_max_tokens",)),  # the maximum size of the batch
         Fact("kv_capacity_tokens", ("batch_max_total_tokens",)),
     ),
 )

@@ -1,4 +1,4 @@
-"""vLLM 0.4 and newer, V0 and V1, and Aphrodite."""
+"""vLLM 0.4 and newer (V0 and V1), and Aphrodite."""
 
 from typing import Final
 
@@ -38,9 +38,9 @@ VLLM: Final = Profile(
         _counter("preemptions_total", "num_preemptions"),
         _counter("prompt_tokens_total", "prompt_tokens"),
         _counter("generation_tokens_total", "generation_tokens"),
-        # Counts steps that produced a token or finished a request.
+        # This series counts steps that produced a token or finished a request.
         Fact("steps_total", ("iteration_tokens_total_count",)),
-        # The first name is used since 0.9.2, the second up to 0.11.2.
+        # vLLM uses the first name since 0.9.2, and the second one up to 0.11.2.
         Fact(
             "kv_used_ratio", ("kv_cache_usage_perc", "gpu_cache_usage_perc"), combine=Combine.MEAN
         ),
@@ -57,7 +57,7 @@ VLLM: Final = Profile(
         Fact("kv_state_block_tokens", _INFO, label="mamba_block_size", combine=Combine.SAME),
         _counter("prefix_queries_total", "prefix_cache_queries", "gpu_prefix_cache_queries"),
         _counter("prefix_hits_total", "prefix_cache_hits", "gpu_prefix_cache_hits"),
-        # V0 up to 0.9.0; the value is -1 if prefix caching is off.
+        # vLLM V0 has this series up to 0.9.0. The value is -1 if prefix caching is off.
         Fact("prefix_hit_lifetime_ratio", ("gpu_prefix_cache_hit_rate",), combine=Combine.MEAN),
         # 0.11.1 and newer
         Fact("awake", ("engine_sleep_state",), where=("sleep_state", ("awake",))),
