@@ -16,11 +16,11 @@ _PeakSample = tuple[float, int]
 
 
 class RecentPeak:
-    """The highest memory in use within the last minute."""
+    """The highest amount of memory in use in the last minute."""
 
     def __init__(self) -> None:
-        # Only samples that are, or can become, the highest in the window are kept. Each of them is
-        # higher than all later ones, so the first sample is always the peak.
+        # Samples that can no longer become the highest in the window are dropped. Each remaining
+        # sample is higher than all later ones, so the first one is always the peak.
         self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
@@ -66,8 +66,8 @@ class GpuTransitions:
                     fields |= {"reason": str(failure.reason), "problem": failure.message}
                     log.warning("GPU failed", **fields)
                 continue
-            # While a GPU cannot be opened, its UUID is unknown, so its failure was recorded under
-            # its index.
+            # A GPU that cannot be opened has no known UUID, so its failure was recorded under its
+            # index.
             if previously_failed_names & {name, _name_by_index(reading)}:
                 log.info("GPU answers again", **fields)
             if reading.memory is None and reading.uuid not in self._uuids_without_memory:

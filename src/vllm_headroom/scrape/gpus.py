@@ -22,7 +22,7 @@ NO_AMD_NOTE: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class
 
 
 class Gpus:
-    """Reads NVIDIA GPUs from NVML and, at the same time, AMD cards from `sys`."""
+    """Reads NVIDIA GPUs from NVML and AMD cards from `sys` at the same time."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Gpus:
             self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds)
         )
         if isinstance(nvml, Failure) and not amd:
-            # If there are no NVIDIA GPUs, the operator may expect AMD ones, so the message adds
-            # that there is no AMD card either.
+            # If there is no NVIDIA GPU, the operator may expect an AMD card. The message therefore
+            # adds that there is no AMD card either.
             if nvml.reason in NO_NVIDIA_REASONS:
                 return replace(nvml, message=nvml.message + NO_AMD_NOTE)
             return nvml
@@ -67,7 +67,7 @@ class Gpus:
     def _complete_nvidia(self, nvml: GpuReadings | Failure) -> tuple[GpuReading, ...]:
         """Return the readings of NVIDIA GPUs on a machine that may also have AMD cards.
 
-        If NVML fails, the result contains a failed reading of each GPU that NVML read last.
+        If NVML fails, the result contains a failed reading of each GPU in NVML's last reading.
         """
         if not isinstance(nvml, Failure):
             return nvml.devices

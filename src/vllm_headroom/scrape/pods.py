@@ -1,4 +1,4 @@
-"""Read the names of this node's pods and containers from the names of their logs."""
+"""Read the names of this node's pods and containers from the names of their log files."""
 
 import os
 import re
@@ -81,7 +81,7 @@ class ContainerNames:
 
 
 def _list_containers(logs: Path) -> dict[str, ContainerName]:
-    """Return each container's names, keyed by its ID, or nothing if the links cannot be listed."""
+    """Return each container's names, keyed by its ID, or {} if the log links cannot be listed."""
     matches = (_LINK.fullmatch(link) for link in _list_entries(logs))
     return {
         match[4]: ContainerName(namespace=match[2], pod=match[1], container=match[3])

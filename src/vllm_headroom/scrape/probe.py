@@ -42,7 +42,7 @@ ParsedFile = tuple[ProbedProcess, str | None] | str
 
 
 class FileVersion(NamedTuple):
-    """Identifies the content of a file: each write replaces the file, so its inode changes."""
+    """Identifies a file's content. Each write replaces the file, so its inode changes."""
 
     changed_nanoseconds: int
     inode: int
@@ -126,8 +126,8 @@ class ProbeReader:
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
         """Return the newest record of each process, running or exited; never raise.
 
-        The result is a Failure if the folder cannot be read in time or has no usable file;
-        otherwise it contains at least one record.
+        The result is a Failure if the folder cannot be read in time or has no usable file.
+        Otherwise, it contains at least one record.
         """
         try:
             return await self._worker.call(self._read, timeout_seconds)
@@ -183,7 +183,7 @@ class ProbeReader:
         return tuple(processes)
 
     def _explain_no_process(self) -> Failure:
-        """Return why the folder has no usable file: one is malformed, or there are no files."""
+        """Return why the folder has no usable file: a file is malformed, or there are no files."""
         # Reporting a malformed file is more helpful than reporting that there is no file.
         for name, file in self._files.items():
             if isinstance(file.parsed, str):

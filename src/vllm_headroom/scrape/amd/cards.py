@@ -107,8 +107,8 @@ class AmdCard(Struct, frozen=True, kw_only=True):
 def find_cards(sys: str) -> dict[str, AmdCard]:
     """Return the driver's cards, keyed by UUID, or {} if there are none.
 
-    The cards are ordered by PCI address, not by DRM number. If a card has no unique id, or the same
-    one as another card, its UUID is derived from its PCI address.
+    The cards are ordered by PCI address, not by DRM number. If a card has no unique id, or shares
+    it with another card, its UUID is derived from its PCI address.
     """
     folders = _find_folders(sys)
     kfd = _read_nodes(sys, folders.keys())

@@ -79,9 +79,9 @@ def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuRea
 def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
-    Returns None if the driver does not report the memory, or if it is unknown how much memory
-    processes can allocate. For an integrated GPU or a partitioned card, that amount is unknown if
-    KFD hides the card's nodes. Raises OSError if the card is gone or its files cannot be read.
+    Returns None if the driver does not report the memory, or if the amount that processes can
+    allocate is unknown. For an integrated GPU or a partitioned card, that amount is unknown if KFD
+    hides the card's nodes. Raises OSError if the card is gone or its files cannot be read.
     """
     total_bytes = _read_vram(card, "total")
     used_bytes = _read_vram(card, "used")
@@ -160,7 +160,7 @@ def _read_partition(
 def _build_memory(
     total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None
 ) -> GpuMemory:
-    """Return a GPU's memory; set `machine_available_bytes` if the GPU uses the machine's memory."""
+    """Return a GPU's memory; `machine_available_bytes` is given if it is the machine's memory."""
     return GpuMemory(
         total_bytes=total_bytes,
         used_bytes=used_bytes,
@@ -177,8 +177,8 @@ class ReadContext:
     number of bytes that the process holds on each node. Every user can read this folder. The
     folder's name is the pid in the machine's initial PID namespace, so only a daemon in that
     namespace can use the folder. If KFD's pids are unusable or nodes are hidden, the processes are
-    found through the list of each process's open files in /proc. Only users that may trace the
-    process can read this list, which shows cards but not partitions.
+    found through their open files in /proc. Only users that may trace a process can read its open
+    files, which show cards but not partitions.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class ReadContext:
         """The peaks by the UUID of a card or partition."""
 
     def update_peak(self, uuid: str, memory: GpuMemory | None) -> int | None:
-        """Add the memory in use, if known; return the highest sample, or None if there is none."""
+        """Add the memory in use, if known. Return the highest sample, or None if there is none."""
         if memory is not None:
             self._peaks[uuid].add(self._now, memory.used_bytes)
         return self._peaks[uuid].highest_bytes(self._now)
@@ -212,7 +212,7 @@ class ReadContext:
 
     @cached_property
     def _kfd_pids(self) -> list[str] | None:
-        """Return KFD's pids, sorted, or None if this process cannot read or use them."""
+        """Return KFD's sorted pids, or None if this process cannot read or use them."""
         if not has_host_pids(self.proc):
             return None
         try:

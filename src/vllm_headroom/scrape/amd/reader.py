@@ -22,7 +22,7 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 _REASONS: Final = {
-    None: Reason.TIMEOUT,  # The TimeoutError of the thread has no number.
+    None: Reason.TIMEOUT,  # The thread's TimeoutError has no error number.
     errno.ENODEV: Reason.DEVICE_LOST,
     errno.ENOENT: Reason.DEVICE_LOST,
     errno.EACCES: Reason.NO_PERMISSION,
@@ -48,7 +48,7 @@ wake for every sample on a machine with only NVIDIA GPUs.
 
 
 def explain_error(error: OSError) -> Failure:
-    """Return the failure for an error from a card's file or for the thread's TimeoutError."""
+    """Return the failure for an error in a card's file, or for a timeout of the thread."""
     reason = _REASONS.get(error.errno, Reason.DRIVER_ERROR)
     suffix = "" if reason is Reason.TIMEOUT else f" ({error.strerror or error})"
     return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
@@ -174,7 +174,7 @@ class Amd:
 
 
 def _is_integrated(card: AmdCard, reading: GpuReading) -> bool:
-    """Return whether a GPU uses the machine's memory or, if unknown, whether it is an APU."""
+    """Return whether a GPU uses the machine's memory. If unknown, return whether it is an APU."""
     if reading.memory is None:
         return card.is_apu
     return reading.memory.is_unified

@@ -68,7 +68,7 @@ def build_failure(
 
 
 def strip_advice(failure: Failure) -> str:
-    """Return a failure's message without its advice, which is about the daemon's settings."""
+    """Return a failure's message without the advice on the daemon's settings."""
     return failure.message.rpartition(": ")[0]
 
 
@@ -209,10 +209,10 @@ def read_token(file: Path) -> str:
 def load_trust(ca_file: Path | None) -> ssl.SSLContext:
     """Return a client TLS context that trusts the authorities in the file.
 
-    If the file is None, the context trusts the machine's authorities and those from certifi. With
-    every Python version, the certificate's chain, name and validity period are verified in the same
-    way as by Go and curl. Raises UnusableCredentials if the file cannot be read or does not contain
-    a certificate.
+    If the file is None, the context trusts the machine's authorities and those from certifi. The
+    certificate's chain, name and validity period are verified as in Go and curl, with every Python
+    version. Raises UnusableCredentials if the file cannot be read or does not contain a
+    certificate.
     """
     try:
         if ca_file is None:
@@ -225,10 +225,10 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
         raise UnusableCredentials(
             f"{problem}: make it a readable file of PEM certificates"
         ) from None
-    # Python sets this flag as of 3.13. The flag rejects authorities without key usage or key
+    # Python 3.13 and newer set this flag. It rejects authorities without key usage or key
     # identifiers, such as those of EKS clusters and many companies.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    # Python sets this flag as of 3.13. With the flag, an intermediate authority in the file is
-    # sufficient.
+    # Python 3.13 and newer set this flag. With it, the file may contain only an intermediate
+    # authority.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context

@@ -30,7 +30,7 @@ a writer would take 5 s, and a hung network volume would block forever.
 
 
 async def read_body(response: httpx.Response, max_bytes: int) -> bytearray | Reason:
-    """Read the body of a streamed response; return it, or the reason why it cannot be read.
+    """Return the body of a streamed response, or the reason why it cannot be read.
 
     The reason is one of:
     - MALFORMED if the body is compressed.
@@ -159,7 +159,7 @@ class PageReader:
         return await self._exchange(request, is_page=False)
 
     async def _exchange(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
-        """Send a request; return the reply or a failure that explains the error; never raise."""
+        """Send a request, and return the reply or a failure; never raise."""
         if self._is_gone():
             problem = f"nothing is requested from {self._shown_url}: its processes have ended"
             return Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message=problem)
@@ -329,7 +329,7 @@ def _is_ok(answer: Reply | Failure) -> bool:
 
 
 def _is_silence(answer: Reply | Failure) -> bool:
-    """Return whether nothing responds, or a proxy reports that nothing responds."""
+    """Return whether there was no response, or a proxy reports that there was none."""
     if isinstance(answer, Failure):
         return answer.reason in SILENCES
     return answer.status in {HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT}
@@ -382,7 +382,7 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
         or the server refuses the request or the connection.
         """
         # A sleeping engine must not get a request. The metrics page cannot rule out that the engine
-        # is asleep: the page may have been fetched earlier, and before vLLM 0.11.1 it does not
+        # is asleep. The page may have been fetched earlier, and before vLLM 0.11.1, it does not
         # report sleep.
         for reader in (self.health, self.sleep):
             page = await reader.fetch()

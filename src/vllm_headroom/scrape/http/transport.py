@@ -35,7 +35,7 @@ Resolve = Callable[[httpx.URL], Awaitable[Sequence[tuple[str, int]]]]
 
 
 class TooManyParts(httpx.RemoteProtocolError):
-    """A response arrives in parts so small that they cost too much CPU."""
+    """A response arrives in so many small parts that reading it would take too much CPU time."""
 
 
 class PageTransport(httpx.AsyncBaseTransport):
@@ -65,8 +65,8 @@ class PageTransport(httpx.AsyncBaseTransport):
         request's extension `timeout`, and applies to each address of the host. Raises
         httpx.TransportError.
         """
-        # If the server closes an idle connection, the request is sent again, so only a GET may use
-        # such a connection.
+        # If the server has closed an idle connection, the request is sent again. Therefore, only
+        # GET requests use idle connections.
         can_share = self._note_request() and request.method == "GET"
         connection = self._idle_connection
         self._idle_connection = None
@@ -214,8 +214,8 @@ class _Connection(asyncio.Protocol):
     async def receive(self) -> object:
         """Return the next part of the response, which is an h11 event.
 
-        Raises TooManyParts if there are too many parts, httpx.RemoteProtocolError if the server
-        violates HTTP, and httpx.ReadError if the connection is lost.
+        Raises TooManyParts if there are too many parts. Raises httpx.RemoteProtocolError if the
+        server violates HTTP, and httpx.ReadError if the connection is lost.
         """
         while True:
             self._parts += 1
@@ -226,8 +226,8 @@ class _Connection(asyncio.Protocol):
             try:
                 event = self._http.next_event()
             except h11.RemoteProtocolError as error:
-                # A lost connection can look like a violation of HTTP, so if the connection was
-                # lost, the loss is reported instead.
+                # A lost connection can look like a violation of HTTP, so the loss is reported
+                # instead.
                 if self._problem is not None:
                     raise httpx.ReadError(str(self._problem)) from self._problem
                 raise httpx.RemoteProtocolError(str(error)) from error
@@ -256,7 +256,7 @@ class _Connection(asyncio.Protocol):
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport: a server may send bytes before `create_connection` returns."""
+        """Keep the transport, because bytes may arrive before `create_connection` returns."""
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:

@@ -162,8 +162,8 @@ class LogFiles:
             place = ReadPosition()
         offset = place.offset
         is_broken = offset == 0
-        # Reading is too far behind, so old lines are skipped, and reading resumes in the middle of
-        # a line.
+        # Reading is too far behind. Old lines are skipped, so reading resumes in the middle of a
+        # line.
         if status.st_size - offset > MOST_BACKLOG_BYTES and offset > 0:
             offset = status.st_size - MOST_BYTES
             place = place._replace(fingerprint=b"")

@@ -87,7 +87,7 @@ class PodLog:
         is_first = self._restarts is None
         content = b""
         if self._restarts is not None and restarts != self._restarts:
-            # The previous container wrote its final lines after the newest round.
+            # The previous container wrote its final lines after the last round.
             content = await self._read_log(is_previous=True)
         content += await self._read_log(is_previous=False)
         self._restarts = restarts

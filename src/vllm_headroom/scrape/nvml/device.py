@@ -214,9 +214,8 @@ class Session:
         Returns None if the device does not provide the fact at the moment, or has refused it
         before. After a refusal, only essential facts are queried again.
 
-        Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, also raises
-        NVMLError if NVML returns "unknown error", even though healthy devices occasionally return
-        it too.
+        Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, "unknown
+        error" also raises NVMLError, although healthy devices occasionally return it.
         """
         if not is_essential and self._refusals.get((uuid, fact)) is not None:
             return None
@@ -317,8 +316,8 @@ class NvmlDevice:
         return GpuFaults(
             index=gpu.index,
             ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
-            # NVML returns four values: rows remapped for correctable errors, rows remapped for
-            # uncorrectable errors, whether a remapping is pending, and whether one has failed.
+            # NVML returns four values: the rows remapped for correctable and for uncorrectable
+            # errors, and whether a remapping is pending or has failed.
             row_remap_pending=None if rows is None else bool(rows[2]),
             row_remap_failed=None if rows is None else bool(rows[3]),
             page_retirement_pending=None if pages is None else bool(pages),
@@ -348,7 +347,7 @@ class NvmlDevice:
         return tuple(unlinked_indices)
 
     def _open(self) -> GpuPart:
-        """Open the GPU, start counting its XID errors, and set and return `gpu`."""
+        """Open the GPU as `gpu`, start counting its XID errors, and return it."""
         query = self._session.query
         # Both calls raise NVMLError if the device cannot be opened.
         handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
@@ -389,7 +388,7 @@ class NvmlDevice:
         """
         session = self._session
         memory = self._read_memory(part)
-        # Each fact is queried separately, so that a refusal costs only one value.
+        # Each fact is queried separately, so that a refusal affects only one value.
         utilization = self._query(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
         utilization_percent = None if utilization is None else utilization.gpu
         celsius = self._query(
@@ -410,7 +409,7 @@ class NvmlDevice:
         )
 
     def _read_memory(self, part: GpuPart) -> GpuMemory | None:
-        """Return the memory of the whole GPU or a MIG instance, and add it to the peak.
+        """Return the memory of the whole GPU or a MIG instance, and update the peak.
 
         If a GPU uses the machine's memory, the memory is read from the kernel. Returns None if NVML
         does not report the memory or reports impossible values.
@@ -444,7 +443,7 @@ class NvmlDevice:
         )
 
     def _read_unified_memory(self, part: GpuPart) -> GpuMemory | None:
-        """Return the memory of a GPU that uses the machine's memory, and add it to the peak.
+        """Return the memory of a GPU that uses the machine's memory, and update the peak.
 
         vLLM also reads this memory from the kernel (mem_utils.py). Returns None if it cannot be
         read from /proc.
@@ -488,7 +487,7 @@ class NvmlDevice:
     def _is_outdated(
         self, previous: ProcessList, now_seconds: float, used_bytes: int | None
     ) -> bool:
-        """Return whether a list failed, is old, or no longer matches the memory in use.
+        """Return whether a list is missing, is old, or no longer matches the memory in use.
 
         A list younger than MIN_LIST_AGE_SECONDS stays valid even if the memory in use has changed,
         because listing is expensive.
@@ -496,8 +495,8 @@ class NvmlDevice:
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:
             return True
-        # If the memory in use has changed, a process has started, exited, or allocated or freed
-        # memory.
+        # A change in the memory in use means that a process has started, exited, allocated memory
+        # or freed memory.
         if used_bytes is None or previous.used_bytes is None or age_seconds < MIN_LIST_AGE_SECONDS:
             return False
         return abs(used_bytes - previous.used_bytes) >= PAGE_BYTES
@@ -547,9 +546,8 @@ class NvmlDevice:
 def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
     """Return the processes that a pynvml function lists.
 
-    `function` is the versioned name of the function. With an unversioned name, pynvml would raise
-    an error of a different class if the driver lacks the function. Raises NVMLError if the call
-    fails.
+    `function` is the versioned name of the function. If the driver lacks the function, pynvml would
+    raise a different class of error for an unversioned name. Raises NVMLError if the call fails.
     """
     processes = []
     for process in getattr(pynvml, function)(handle):

@@ -64,8 +64,8 @@ class Nvml:
     If a GPU is lost or hangs, the other GPUs are still read. A failed driver is reinitialised after
     increasingly long pauses. While a call is stuck, NVML is not shut down, because that could crash
     the process. A GPU that disappears stays listed as failed, along with its last known MIG
-    instances. If a MIG instance disappears while its GPU is still present, the instance is no
-    longer listed, because it was removed on purpose.
+    instances. A MIG instance that disappears while its GPU is still present was removed on purpose,
+    so it is no longer listed.
 
     If a call to a GPU takes longer than `call_timeout_seconds`, its thread is abandoned. For GPUs
     that use the machine's memory, that memory is read from `proc`.
@@ -105,13 +105,13 @@ class Nvml:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
 
         A GPU that cannot be read gets a failed reading. If the whole driver fails, the result is a
-        Failure. If this method is cancelled, a call in progress continues, and its GPU is not read
-        again until that call returns.
+        Failure. If this method is cancelled, a call in progress continues. Its GPU is not read
+        again until the call returns.
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
-            # Only one reading runs at a time, because the previous one may still be waiting for a
-            # stuck call.
+            # The previous reading may still be waiting for a stuck call, and only one may run at a
+            # time.
             async with asyncio.timeout_at(deadline):
                 await self._lock.acquire()
         except TimeoutError:
@@ -204,7 +204,7 @@ class Nvml:
             )
         except pynvml.NVMLError as error:
             return self._mark_down(explain_source(error.value))
-        # So many calls are stuck that the whole driver hangs.
+        # So many calls are stuck that the whole driver must be hanging.
         if self._lane.is_blocked:
             return _SILENT
         # A single GPU that returns this error may be healthy. If all GPUs do, the driver has
@@ -226,8 +226,8 @@ class Nvml:
     ) -> tuple[GpuReading, ...]:
         """Return the readings of the GPUs that were read, and failed readings of all others.
 
-        A GPU gets failed readings if it failed or NVML no longer lists it. There is one failed
-        reading for each of its MIG instances or, if it has none, one for the whole GPU.
+        A GPU gets failed readings if it failed or NVML no longer lists it. It gets one for each of
+        its MIG instances, or one for the whole GPU if it has no instances.
         """
         # A GPU that falls off the bus is not listed after the next init. Without this code, its
         # series would simply end.
@@ -240,7 +240,7 @@ class Nvml:
             if device.gpu is not None:
                 readings += self._build_failed(device.gpu.uuid, outcome)
                 continue
-            # If a GPU cannot be opened, its UUID is unknown, so it is assumed to be the missing GPU
+            # If a GPU cannot be opened, its UUID is unknown. It is assumed to be the missing GPU
             # that had the same index.
             uuid = self._find_uuid(missing_uuids, device.index)
             if uuid is None:
@@ -274,7 +274,7 @@ class Nvml:
         return sorted(self._parts.keys() - opened_uuids)
 
     def _find_uuid(self, missing_uuids: Iterable[str], index: int) -> str | None:
-        """Return the UUID of the first missing GPU whose last index was `index`, or None."""
+        """Return the UUID of the first missing GPU that had this index, or None if none had."""
         for uuid in missing_uuids:
             if self._parts[uuid][0].index == index:
                 return uuid
@@ -315,9 +315,9 @@ class Nvml:
     ) -> list[tuple[NvmlDevice, T | Failure]]:
         """Return each GPU's result of `method`, or its failure.
 
-        A GPU that does not respond before `deadline` gets a failure. The `driver_calls`, which
-        concern the whole driver, are made first, and their results are discarded. Raises NVMLError
-        if a call fails with an error that affects the whole driver.
+        A GPU that does not respond before `deadline` gets a failure. The `driver_calls` concern the
+        whole driver. They are made first, and their results are discarded. Raises NVMLError if a
+        call fails with an error that affects the whole driver.
         """
         calls: dict[str, Callable[[], Any]] = dict(driver_calls)
         # A lost GPU is not called again, because it would return the same error or hang.
@@ -341,7 +341,7 @@ def _name_subject(device: NvmlDevice) -> str:
 
 
 def _explain_outcome(device: NvmlDevice, outcome: T | Exception) -> T | Failure:
-    """Return a device's result, or the failure if the call raised or the GPU is lost."""
+    """Return a device's result, or the failure if the call failed or the GPU is lost."""
     if device.lost_code is not None:
         return explain_device(device.lost_code)
     if isinstance(outcome, pynvml.NVMLError):
@@ -358,7 +358,7 @@ def _is_failed(outcome: object, reason: Reason) -> bool:
 
 
 def read_loop_seconds() -> float:
-    """Return the time on the running event loop's clock, which deadlines are based on."""
+    """Return the time on the running event loop's clock, on which deadlines are based."""
     return asyncio.get_running_loop().time()
 
 
@@ -366,7 +366,7 @@ class Lane:
     """Makes calls one at a time on a thread.
 
     Each call has a subject, such as a GPU. While a call is stuck, no further call is made for its
-    subject, and calls for other subjects are made on a new thread.
+    subject. Calls for other subjects are made on a new thread.
     """
 
     def __init__(self) -> None:
@@ -393,9 +393,9 @@ class Lane:
     ) -> dict[str, T | Exception]:
         """Make the calls in order, and return what each one returned or raised, keyed by subject.
 
-        Calls that were not made or did not return in time are left out. A call may take
-        `limit_seconds`, but at most half of the time left until `deadline`, a time on the event
-        loop's clock. The last call may use all of the time left. A call that takes longer, or is
+        Calls that were not made or did not return in time are left out. `deadline` is a time on the
+        event loop's clock. A call may take `limit_seconds`, but at most half of the time left until
+        the deadline. The last call may use all of the time left. A call that takes longer, or is
         running when this method is cancelled, counts as stuck. Raises OSError if no thread can be
         started.
         """
@@ -405,7 +405,7 @@ class Lane:
             subject: call for subject, call in calls.items() if subject not in stuck_subjects
         }
         while pending and not self.is_blocked:
-            # There is too little time left, so the call would only end up counted as stuck.
+            # With so little time left, the call would only be treated as stuck.
             if deadline - read_loop_seconds() < MIN_CALL_SECONDS:
                 break
             returned = await self._call_until_stuck(pending, limit_seconds, deadline)

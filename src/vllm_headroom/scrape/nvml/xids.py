@@ -54,7 +54,7 @@ class Xids:
             self._event_set = pynvml.nvmlEventSetCreate()
 
     def end(self) -> None:
-        """Free the event set; must be called before NVML is shut down."""
+        """Free the event set. This must be done before NVML is shut down."""
         event_set = self._event_set
         self._event_set = None
         if event_set is not None:
@@ -95,8 +95,8 @@ class Xids:
     def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> XidCounts:
         """Return pairs of XID and count, sorted by XID, or an empty tuple if there was no error.
 
-        The errors are those of the MIG instance `gpu_instance` or, if `gpu_instance` is None, of
-        the whole GPU. An event without an instance counts for every instance.
+        If `gpu_instance` is None, the errors are those of the whole GPU. Otherwise, they are those
+        of this MIG instance. An event without an instance counts for every instance.
         """
         counts: Counter[int] = Counter()
         # The counts are copied, because NVML's thread may be updating them at the same time.

@@ -51,8 +51,8 @@ _RECEIVE_BYTES: Final = 2**16
 def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
     """Return how many seconds each request to these ports has been waiting, or None if unknown.
 
-    A request counts as waiting if its connection last received data after it last sent data. An
-    idle keep-alive connection does not count, because it last sent data: the response. Only
+    A request is waiting if its connection has received data since it last sent data. An idle
+    keep-alive connection has sent the response since then, so it has no waiting request. Only
     connections in this process's network namespace are listed. Returns None if the kernel does not
     list connections.
     """
@@ -100,7 +100,7 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[tuple
     Only requests to `port` are listed, unless it is _ANY_PORT. `family` is the address family of
     IPv4 or IPv6. Raises OSError if the kernel does not list connections.
     """
-    # A dump of all established TCP sockets to the port, with their TCP_INFO (sock_diag(7)).
+    # This requests all established TCP sockets of the port, with their TCP_INFO (sock_diag(7)).
     size = _REQUEST.size + _SOCKET_ID.size
     request = _REQUEST.pack(
         size,

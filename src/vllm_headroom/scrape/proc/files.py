@@ -80,7 +80,10 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def family(self) -> tuple[int, int]:
-        """Return the parent (init for orphans) and process group; an engine's roots share both."""
+        """Return the parent and the process group, which all roots of an engine share.
+
+        The parent of an orphan is init.
+        """
         return self.parent_pid, self.group
 
     @cached_property
@@ -118,7 +121,7 @@ class ProcUsage(Struct, frozen=True, kw_only=True):
 def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
     """Return a file's content, or its first `max_bytes`.
 
-    A host may have 10,000 processes, so the file is read without Python's buffers, which cost time.
+    Python's buffers are not used, because they cost time and a host may have 10,000 processes.
     Raises OSError if the file cannot be read.
     """
     descriptor = os.open(file, os.O_RDONLY)
@@ -134,7 +137,7 @@ def split_kernel_lines(text: str) -> list[str]:
     """Return the lines of a file written by the kernel, without the trailing line feeds.
 
     `str.splitlines` is not used, because it also splits at characters such as U+2028 or a vertical
-    tab, which the name of a mount point may contain.
+    tab. A mount point's name may contain these characters.
     """
     lines = text.split("\n")
     if not lines[-1]:
@@ -169,7 +172,8 @@ def parse_digits(text: str | bytes) -> int | None:
 def read_integer(text: str | bytes) -> int:
     """Return an integer that the kernel may have written; raise ValueError for any other text.
 
-    A longer number is refused, because converting it to a float would raise OverflowError.
+    Numbers with more digits are refused, because converting them to a float would raise
+    OverflowError.
     """
     # A minus sign may precede the digits.
     if len(text.strip()) > _MOST_DIGITS + 1:
@@ -195,8 +199,8 @@ def read_entry(
 
     `previous` is the last result for this pid. It is returned again if the process and its command
     line cannot have changed. Also returns None if the process cannot be read for another reason.
-    However, if the daemon lacks a resource, or if the process belongs to the engine (`is_engine`),
-    raises OSError instead, because the process may still be running.
+    However, raises OSError if the daemon lacks a resource, or if the process belongs to the engine
+    (`is_engine`). In these cases, the process may still be running.
     """
     try:
         stat = _read_stat(proc, pid)
@@ -252,7 +256,7 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
     try:
         memory_pages = read_start(f"{proc}/{process.pid}/statm").split()
         resident_pages = read_integer(memory_pages[1])
-        # stat is read after statm, so if stat is that of the same process, statm was too.
+        # stat is read after statm. If stat belongs to the same process, so does statm.
         stat = _read_stat(proc, process.pid)
     except (OSError, ValueError, IndexError) as error:
         _raise_if_unknown(error, is_engine=True)
@@ -297,8 +301,8 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
 def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
     """Raise `error` if it leaves open whether the process has exited; otherwise do nothing.
 
-    A shortage of the daemon's own resources is such an error. For a process of the engine, so is
-    any OSError, unless it means that the process no longer exists.
+    This applies to a shortage of the daemon's own resources. For a process of the engine, it also
+    applies to every OSError, unless the error means that the process no longer exists.
     """
     if not isinstance(error, OSError):
         return

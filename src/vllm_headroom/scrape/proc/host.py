@@ -86,15 +86,15 @@ def _read_lines(path: Path) -> list[str]:
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a process's cgroup.
 
-    The values are those of the cgroup with the lowest limit among the process's cgroup and its
-    ancestors. A limit that is not below the machine's memory is ignored. Returns None if the cgroup
-    is not visible, does not list the process, or cannot be read.
+    The values are those of the cgroup with the lowest limit, which may be the process's own cgroup
+    or an ancestor of it. A limit that is not below the machine's memory is ignored. Returns None if
+    the cgroup is not visible, does not list the process, or cannot be read.
     """
     try:
         membership = read_content(proc / str(pid) / "cgroup").decode(errors="replace")
         cgroup = _find_listing_folder(_list_folders(proc, membership), pid)
         if cgroup is None:
-            # The mounts may have changed since they were read. Only this call bypasses the cache: a
+            # The mounts may have changed since they were read. Only this call bypasses the cache. A
             # process with a hidden cgroup gets here on each tick, and must not clear the mounts
             # cached for other processes.
             cgroup = _find_listing_folder(_list_folders.__wrapped__(proc, membership), pid)
@@ -106,8 +106,8 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
 def _find_listing_folder(folders: Iterable[CgroupFolder], pid: int) -> CgroupFolder | None:
     """Return the first of the folders that has memory files and lists the process.
 
-    As seen from a sidecar, the same path may be that of another cgroup, so the path alone proves
-    nothing. Returns None if no folder lists the process.
+    In a sidecar, another cgroup may have the same path, so the path alone proves nothing. Returns
+    None if no folder lists the process.
     """
     for cgroup in folders:
         pids = _read(cgroup.path / "cgroup.procs").split()
@@ -189,7 +189,7 @@ def _split_cgroup(path: str) -> tuple[int, tuple[str, ...]]:
 
 @lru_cache(maxsize=4)
 def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
-    """Return the folder of the reader's cgroup namespace, which is `levels` below a mount point.
+    """Return the folder of the reader's cgroup namespace, `levels` levels below a mount point.
 
     The folder is searched for only once, because a namespace never moves and a node has hundreds of
     cgroups. Returns None if no folder lists the daemon's process, as happens when its pid belongs
@@ -248,7 +248,7 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
 
 
 def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
-    """Return the lowest limit in bytes of a cgroup and its ancestors, with the folder that sets it.
+    """Return the lowest limit of a cgroup and its ancestors in bytes, and the folder that sets it.
 
     Returns None if no cgroup has a limit. A limit is ignored if its file is missing or access to it
     is denied. Raises OSError if a limit cannot be read for any other reason.

@@ -66,8 +66,8 @@ class Network(Struct, frozen=True, kw_only=True):
         if is_open:
             return self.addresses[0] if self.addresses else None
         reachable = [address for address in bound if not address.is_loopback]
-        # The sockets are not sorted, so the lowest address is chosen, which is the same on every
-        # call.
+        # The kernel does not sort the sockets. Choosing the lowest address gives the same result on
+        # every call.
         return min(reachable, key=str, default=None)
 
 
@@ -92,10 +92,10 @@ def read_network(proc: Path, pid: int) -> Network | None:
     except OSError:
         return None
     routed_network = _find_routed_network(_read_optional(folder / "route"))
-    # A pod may have additional interfaces, for example for RDMA, which this pod cannot reach.
+    # A pod may have additional interfaces, for example for RDMA, that cannot be reached from here.
     if routed_network is not None:
         addresses.sort(key=lambda address: address not in routed_network)
-    # On a machine without IPv6, the files about IPv6 do not exist.
+    # On a machine without IPv6, the IPv6 files do not exist.
     listening.update(_list_listening(_read_optional(folder / "tcp6")))
     return Network(
         addresses=(*addresses, *_list_ipv6_addresses(_read_optional(folder / "if_inet6"))),

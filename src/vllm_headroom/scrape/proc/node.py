@@ -73,7 +73,7 @@ class LocatedEngine(Struct, frozen=True, kw_only=True):
 
 
 class Location(Struct, frozen=True, kw_only=True):
-    """Where an engine was found, and the data from which this was determined."""
+    """The location of an engine, and the data from which it was determined."""
 
     engine: LocatedEngine
     entry: ProcEntry | None
@@ -82,12 +82,12 @@ class Location(Struct, frozen=True, kw_only=True):
     is_unit_shared: bool
 
     def is_of(self, entry: ProcEntry | None, owner: Owner, *, is_unit_shared: bool) -> bool:
-        """Return whether this location was determined from the given process, owner and sharing."""
+        """Return whether this location was determined from these arguments."""
         return (self.entry, self.owner, self.is_unit_shared) == (entry, owner, is_unit_shared)
 
 
 class NodeProcesses:
-    """Remembers the owner of each process on a machine, and finds the engines among the processes.
+    """Remembers the owners of all processes on a machine, and finds the engines.
 
     `usual_container` is the usual name of an engine's container.
     """
@@ -165,8 +165,7 @@ class NodeProcesses:
 
         Raises TimeoutError if reading takes too long, and OSError if there is no /proc.
         """
-        # If the scan fails, the machine's state becomes unknown, instead of staying that of the
-        # last scan.
+        # If the scan fails, the machine's state is unknown rather than outdated.
         self._machine = MachineReading()
         self._are_waits_due = True
         await self._scanner.call(self._scan, timeout_seconds)
@@ -174,17 +173,16 @@ class NodeProcesses:
     async def find_engines(self, timeout_seconds: float) -> tuple[LocatedEngine, ...]:
         """Return the engines among the processes found by the last scan.
 
-        Raises TimeoutError, even if only an earlier call is stuck, and OSError if there is no
-        /proc.
+        Raises TimeoutError if this or an earlier call is stuck, and OSError if there is no /proc.
         """
         return await self._finder.call(self._find_engines, timeout_seconds)
 
     def _list_waits(self, ports: Collection[int]) -> tuple[float, ...] | None:
         """Return how many seconds each request to these ports has been waiting, or None if unknown.
 
-        Only requests in the daemon's own network are visible. They are read once per scan, because
-        the kernel walks the connections of the whole machine for each reading. This method runs on
-        the engines' threads.
+        Only requests in the daemon's own network are visible. All requests are read once per scan,
+        because each reading walks the connections of the whole machine. This method runs on the
+        engines' threads.
         """
         with self._waits_lock:
             if self._are_waits_due:
@@ -249,10 +247,10 @@ class NodeProcesses:
         return _limit(engines)
 
     def _forget_locations(self) -> None:
-        """Forget the locations of exited engines and, once per rescan time, those of all engines.
+        """Forget the locations of exited engines and, from time to time, those of all engines.
 
-        All engines are then located in the same search, so that a network with several engines is
-        read only once.
+        Once per rescan time, all engines are located in one search, which reads each network only
+        once.
         """
         self._networks = {}
         for pid in self._locations.keys() - self._entries.keys():

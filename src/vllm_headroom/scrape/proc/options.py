@@ -57,7 +57,7 @@ _SECRET_OPTION: Final = re.compile(
 _SECRETS: Final = re.compile(
     # Secrets in URLs.
     r"(?P<before>://)[^/\s]+(?=@)"
-    # Secrets in JSON and in NAME=VALUE.
+    # This matches secrets in JSON and in NAME=VALUE.
     r"|(?P<name>(?:key|token|password|secret)[\"']?\s?[:=]\s?[\"']?)[^\"',}\s]+"
     r"|(?P<start>\b(?:hf_|sk-|Bearer\s))[\w.~+/-]{8,}",
     re.IGNORECASE,
@@ -70,7 +70,7 @@ def read_options(command: CommandLine) -> EngineOptions | None:
     """Return the options on the command line of a vLLM server, or None for any other command line.
 
     As in vLLM, an option may have underscores or dashes, and its value follows a space or `=`. If
-    an option is given more than once, its last value counts. Values of the wrong type are ignored.
+    an option is given more than once, its last value is used. Values of the wrong type are ignored.
     """
     server = find_server(command) if command else None
     if server is None or server.product != "vLLM":
@@ -81,7 +81,7 @@ def read_options(command: CommandLine) -> EngineOptions | None:
         name = _find_option_name(argument)
         if name is None:
             continue
-        # The last value of an option counts, as in vLLM's argparse.
+        # The last value of an option is used, as in vLLM's argparse.
         texts[name] = text
         if name in _PARSERS:
             value = _parse_value(name, text)
@@ -143,15 +143,15 @@ def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in 
 def star_secrets(command: CommandLine) -> str:
     """Return a command line for display, with its secrets replaced by asterisks.
 
-    All values of an option whose name indicates a secret are treated as secrets, as is any text
-    that looks like one. A command line that is too long is cut off and ends with "...".
+    If an option's name indicates a secret, all of its values are treated as secrets. So is any text
+    that looks like a secret. A command line that is too long is cut off and ends with "...".
     """
     shown_arguments: list[str] = []
     room_characters = _MAX_SHOWN_CHARACTERS
     is_secret_value = False
     for argument in command:
         if argument.startswith("-"):
-            # All values up to the next option belong to this one.
+            # All values up to the next option belong to this option.
             is_secret_value = bool(_SECRET_OPTION.match(argument))
             shown = _star_argument(argument)[:room_characters]
         elif is_secret_value:

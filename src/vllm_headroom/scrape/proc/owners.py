@@ -36,7 +36,7 @@ class Owner(Struct, frozen=True, kw_only=True):
 
 
 def read_owner(proc: Path, pid: int) -> Owner | None:
-    """Return the owner of a process, or None if its cgroup cannot be read, as after an exit."""
+    """Return the owner of a process, or None if its cgroup cannot be read."""
     try:
         text = read_start(f"{proc}/{pid}/cgroup").decode(errors="replace")
     except OSError:
@@ -47,8 +47,8 @@ def read_owner(proc: Path, pid: int) -> Owner | None:
 def parse_owner(text: str) -> Owner | None:
     """Return the owner of a process whose cgroup file has this content.
 
-    Each line contains the number, the controllers and the path of a hierarchy; version 2 has the
-    number 0. Returns None if the text contains no such line.
+    Each line contains a hierarchy's number, controllers and path. cgroup version 2 has the number
+    0. Returns None if the text contains no such line.
     """
     paths: dict[str, str] = {}
     for line in split_kernel_lines(text):

@@ -178,7 +178,7 @@ class StartMatch(IntEnum):
 
 
 class Rank(NamedTuple):
-    """How certain it is that an engine serves the page; ranks compare field by field."""
+    """How certain it is that an engine serves the page; ranks are compared field by field."""
 
     start_match: StartMatch = StartMatch.NONE
     has_port: bool = False
@@ -294,7 +294,7 @@ class Processes:
         - The reading thread is blocked, for example on the command line of a process that is stuck
           in a driver (reason TIMEOUT).
         - /proc cannot be read (reason UNAVAILABLE).
-        - /proc may hide the engine (HIDDEN).
+        - /proc may hide the engine (reason HIDDEN).
         """
         try:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
@@ -384,7 +384,7 @@ class Processes:
         self._is_choice_due = True
 
     def _is_engine_hidden(self, pids: frozenset[int], engine: tuple[EngineProcess, ...]) -> bool:
-        """Return whether `engine` is empty because /proc may hide the engine's processes."""
+        """Return whether `engine` may be empty only because /proc hides the engine's processes."""
         if self._read_scope is not None or not self._engine_is_here:
             return False
         if engine or self._sees_others:
@@ -447,7 +447,8 @@ class Processes:
     def _may_concern_engine(self, process: ProcEntry) -> bool:
         """Return whether a process, old or new, may affect the choice of the engine.
 
-        It may affect the choice if it, an ancestor or a descendant is or was part of an engine.
+        This is the case if the process, or an ancestor or descendant of it, is or was part of an
+        engine.
         """
         if self._is_choice_due or process.role is not None:
             return True
@@ -456,7 +457,7 @@ class Processes:
         )
 
     def _scan(self, pids: frozenset[int]) -> list[ProcEntry]:
-        """Read new processes and a share of the others; return each changed one's two entries.
+        """Read new processes and a share of the others; return both entries of changed ones.
 
         A process that was read moves to the end of `_entries`, so that every process is read in
         turn.
@@ -613,8 +614,8 @@ class Processes:
     def _read_waits(self, ports: frozenset[int]) -> tuple[float, ...] | None:
         """Return how many seconds each request to these ports has been waiting, or None if unknown.
 
-        A reading takes 0.7 ms in the kernel, which walks the connections of the whole machine, so
-        the result is reused for _WAITS_SECONDS.
+        A reading takes 0.7 ms, because the kernel walks the connections of the whole machine. The
+        result is therefore reused for _WAITS_SECONDS.
         """
         now_seconds = self._monotonic()
         is_due = now_seconds - self._waits_read_at_seconds >= _WAITS_SECONDS
@@ -633,7 +634,7 @@ class Processes:
 
     @cached_property
     def _sees_host_pids(self) -> bool:
-        """Return whether pids are the host's.
+        """Return whether the visible pids are those of the host.
 
         The namespace is read only once, because a process never changes its PID namespace.
         """
@@ -653,8 +654,8 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
     """Return whether any visible process is neither an ancestor nor a descendant of the daemon.
 
     Returns False if pid 1 is not visible, as with hidepid. In that case, only processes of the
-    daemon's user are visible, and a visible process does not prove that the engine's processes
-    would be visible.
+    daemon's user are visible. Seeing one of them does not prove that the engine's processes would
+    be visible.
     """
     if INIT_PID not in entries:
         return False
@@ -671,8 +672,11 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
 def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
     """Return the pids of cores and workers left behind by an engine that was never observed.
 
-    Processes of the watched engine are left out. So are Ray's actors, because their parent is
-    always Ray's daemon, and processes that belong to a running API server.
+    These processes are left out:
+
+    - Processes of the watched engine.
+    - Ray's actors, because their parent is always Ray's daemon.
+    - Processes that belong to a running API server.
     """
     # A family of processes with an adopted API server is still serving.
     serving_families = {
@@ -710,8 +714,8 @@ def find_orphans(
 ) -> dict[int, ProcEntry]:
     """Return the processes of an exited run that still exist, keyed by pid.
 
-    A process that was an orphan before remains one. A process that belonged to the engine is an
-    orphan if neither it nor any of its ancestors is a running root of the engine. While the engine
+    A process that was an orphan before remains one. Any other process of the engine is an orphan if
+    neither the process nor any of its ancestors is a running root of the engine. While the engine
     is running, the result is empty, even if the process that started the engine has exited.
     `engine` contains the engine's processes as last read, including its roots. `roots` contains its
     last roots.
@@ -722,7 +726,7 @@ def find_orphans(
         if current is not None and current.identity == process.identity:
             survivors[pid] = current
     # A root that is not an API server was started by its parent. If that parent is gone, the root
-    # is an orphan, whose parent is now init or another process that adopts orphans.
+    # is an orphan. Its parent is now init or another process that adopts orphans.
     running_roots: set[int] = set()
     for pid in roots:
         root = survivors.get(pid)
@@ -756,9 +760,12 @@ def choose_roots(
 ) -> Choice:
     """Choose the process trees that belong to the engine, given the previous choice.
 
-    The visible engine with the highest rank is chosen. The choice has no roots in three cases:
-    there is no evidence for any visible engine, two engines share the highest rank, or the only
-    evidence is a guess. `find_served` returns the port of the server with a given pid.
+    The visible engine with the highest rank is chosen. `find_served` returns the port of the server
+    with a given pid. The choice has no roots in three cases:
+
+    - There is no evidence for any visible engine.
+    - Two engines share the highest rank.
+    - The only evidence is a guess.
     """
     tops = _find_tops(entries)
     ray_actors = tuple(pid for pid in tops if _is_ray_actor(entries[pid]))
@@ -821,7 +828,7 @@ def choose_roots(
 
 
 def list_servers(entries: ProcEntries) -> list[int]:
-    """Return, sorted, the pid of the first root of each engine that has an API server.
+    """Return the sorted pids of the first roots of all engines that have an API server.
 
     Engines without an API server, such as a program that embeds vLLM, are left out.
     """
@@ -839,8 +846,9 @@ def _choose_none(
 ) -> Choice:
     """Return a choice without an engine.
 
-    `roots` contains Ray's actors if they alone are the engine; otherwise it is empty. The identity
-    of the previous engine is kept, so that the engine is recognised when it becomes visible again.
+    `roots` contains Ray's actors if these are the whole engine. Otherwise, it is empty. The
+    identity of the previous engine is kept, so that the engine is recognised when it becomes
+    visible again.
     """
     root_processes = _list_root_processes(candidates)
     ports = {candidate.served_port.port for candidate in candidates}
@@ -886,8 +894,8 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
     """Return the roots of each engine among `tops`; some of `tops` may not belong to an engine.
 
     A server is the only root of its engine, and so is a supervisor's rank. Other processes with the
-    same parent and process group are the roots of one engine. If any of `tops` is a server or rank,
-    such a group is an engine only if it contains an API server.
+    same parent and process group are the roots of one engine. If `tops` contains a server or a
+    rank, a group without an API server is not an engine.
     """
     engines: list[Roots] = []
     families: defaultdict[tuple[int, int], Roots] = defaultdict(tuple)
@@ -903,9 +911,9 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
         # If there is no server, cores and workers with the same parent belong to a program that
         # embeds vLLM.
         return list(families.values())
-    # If there is a server, an engine core without a server is a leftover. If the core's memory
-    # counted as the engine's, the leak would be hidden. A family with an API server is still
-    # serving, even if the process that started the family has exited.
+    # If there is a server, an engine core without a server is a leftover. Attributing the core's
+    # memory to the engine would hide the leak. A family with an API server is still serving, even
+    # if the process that started the family has exited.
     engines.extend(roots for roots in families.values() if _has_api_server(entries, roots))
     return engines
 
@@ -915,7 +923,7 @@ def _has_api_server(entries: ProcEntries, pids: Iterable[int]) -> bool:
 
 
 def _is_api_server(process: ProcEntry) -> bool:
-    """Return whether a process serves the page, which a supervisor with this role does not."""
+    """Return whether a process serves the page. A supervisor has the same role but does not."""
     return process.role is Role.API_SERVER and not is_supervisor(process.command)
 
 
@@ -949,13 +957,13 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
 
     closeness = _measure_closeness(candidate, page)
     # A start time identifies one engine. If the page still shows the start time of the previous
-    # choice, it may be the last page of that engine, so it is not evidence for another one.
+    # choice, it may be that engine's last page. Such a page is not evidence for another engine.
     is_start_taken = page.server_start_seconds == previous.identified_start_seconds
     if is_start_taken and not was_chosen:
         closeness = -inf
     start_rank = Rank(start_match=_match_start(closeness), closeness=closeness)
 
-    # This engine was visible when a page showed the start time of another engine, so only a page
+    # This engine was already visible when a page showed another engine's start time. Only a page
     # with this engine's start time is evidence for it.
     if not candidate.root_processes.isdisjoint(previous.strangers):
         return start_rank
@@ -973,7 +981,7 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
 
 
 def _measure_closeness(candidate: Candidate, page: PageState) -> float:
-    """Return the negative difference in seconds between two start times: page and candidate.
+    """Return the negated difference between the start times of page and candidate, in seconds.
 
     If the candidate has several start times, the one closest to the page's is used. Returns -inf if
     the two are too far apart to match, or if the page does not show a start time.
@@ -1010,7 +1018,7 @@ def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> di
         process = entries[pid]
         parent = entries.get(process.parent_pid)
         if parent is not None and process.command == parent.command:
-            roles[pid] = Role.OTHER  # A fork that has not set its own title yet.
+            roles[pid] = Role.OTHER  # This is a fork that has not set its own title yet.
         else:
             # vLLM's titles may have a configured prefix (VLLM_PROCESS_NAME_PREFIX).
             title = f"VLLM::{process.command[0].partition('::')[2]}"

@@ -1,4 +1,4 @@
-"""Find the configuration of the model that vLLM serves in the server's file system."""
+"""Find the configuration of vLLM's model in the server's file system."""
 
 import asyncio
 import contextlib
@@ -88,7 +88,7 @@ class ServedModel:
     def find(self, processes: ProcessReadings | Failure) -> TokenBytes | None:
         """Return the bytes per token of the engine's model; never wait.
 
-        A search begins for each new run. If it finds no configuration, another one begins
+        A search begins for each new run. If a search finds no configuration, the next one begins
         _RETRY_SECONDS later. Returns None until the configuration has been read, and also if it
         does not determine the bytes.
         """

@@ -55,7 +55,7 @@ SERVERS: Final = (
         # The port is in a file, or there is none (vllm/entrypoints/openai/cli_args.py,
         # cli/serve.py).
         options_hiding_port=frozenset({"--config", "--uds", "--headless"}),
-        # vLLM sets titles as of 0.10.1 (`set_process_title`). Ray names its processes after the
+        # vLLM 0.10.1 and newer set titles (`set_process_title`). Ray names its processes after the
         # actor's class.
         titles=(
             ("VLLM::APIServer", Role.API_SERVER),
@@ -130,7 +130,7 @@ _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 
 def find_role(command: CommandLine) -> Role | None:
-    """Return a process's role from its title or command line, or None if it is not in a server.
+    """Return a process's role from its title or command line, or None if it has none.
 
     A process without a title that runs a server has the role API_SERVER.
     """
@@ -164,7 +164,7 @@ def find_server(command: CommandLine) -> ServerKind | None:
 
 
 def find_default_port(command: CommandLine) -> int | None:
-    """Return the default port of the server in a command line or title, or None if none."""
+    """Return the default port of the server in a command line or title, or None if unknown."""
     server = find_server(command)
     if server is not None:
         return server.default_port
@@ -223,9 +223,9 @@ def find_server_port(
     """Return a server's port from its command line, or None if unknown.
 
     The last port option determines the port. Without a port option, the result is the default port
-    of this kind of server. If an environment variable can change that port, the default is returned
-    only if `wanted_port` is None or equal to the default. A supervisor's ranks get their ports from
-    the supervisor, whose command line is `parent_command`.
+    of this kind of server. An environment variable may change that port. In this case, the default
+    is returned only if `wanted_port` is None or equal to the default. A supervisor's ranks get
+    their ports from the supervisor, whose command line is `parent_command`.
     """
     if is_supervisor(parent_command):
         return _find_rank_port(command, parent_command)
@@ -233,11 +233,11 @@ def find_server_port(
     if server is None:
         return None
     options = list(list_options(command))
-    # As in argparse, the last of several values counts.
+    # As in argparse, the last of several values is used.
     ports = [value for name, value in options if name in server.port_options]
     if ports:
         return _parse_port(ports[-1])
-    # Examples are a settings file, or a socket instead of a port.
+    # For example, the options name a settings file, or a socket instead of a port.
     if any(name in server.options_hiding_port for name, _ in options):
         return None
     if server.port_variable and wanted_port not in {None, server.default_port}:
