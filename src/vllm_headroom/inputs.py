@@ -1,4 +1,4 @@
-"""Parse what an operator passes as a setting or an option, and describe what is refused."""
+"""Parse the values of settings and options, and describe those that are refused."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def parse_engine_urls(text: str) -> object:
 
 
 def redact_urls(engines: object) -> object:
-    """Return a tuple of URLs as redacted, comma-separated text, and any other value unchanged."""
+    """Return URLs as redacted, comma-separated text. Any other value is returned unchanged."""
     if isinstance(engines, tuple):
         return ",".join(redact_url(url) for url in engines)
     return engines
@@ -219,7 +219,7 @@ def redact_url(url: str) -> str:
 
     Any text is accepted, even if it is not a valid URL. The stars replace everything before the
     last @, so that a password that was not percent-encoded is hidden as well. If an @ follows a
-    question mark, the question mark may be part of the password, so the stars replace everything
+    question mark, the question mark may be part of the password. The stars then replace everything
     after the scheme.
     """
     address, question_mark, query = url.partition("?")
@@ -230,7 +230,7 @@ def redact_url(url: str) -> str:
 
 
 def show_value(value: object) -> str:
-    """Return a refused value, shortened, for the message that refuses it."""
+    """Return a refused value, shortened for the error message."""
     text = repr(value) if isinstance(value, str) else reprlib.repr(value)
     if len(text) <= MAX_SHOWN_CHARACTERS:
         return text
@@ -245,7 +245,7 @@ def show_url(value: object) -> str:
 
 
 def split_closed_set(accepts: str) -> list[str]:
-    """Return the accepted names in a text such as "a, b or c"; empty for any other text."""
+    """Return the accepted names in a text such as "a, b or c", or [] for any other text."""
     if not CLOSED_SET.fullmatch(accepts):
         return []
     return re.split(", | or ", accepts)
@@ -274,7 +274,7 @@ def describe_refused(
 
 
 def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -> str:
-    """Return the line that refuses a name not in `names`; it suggests any similar names.
+    """Return the line that refuses a name not in `names`, and suggests similar names.
 
     The line does not show the value, which may be a secret under a misspelled name.
     """
@@ -285,7 +285,7 @@ def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -
 
 
 def _find_similar(name: str, names: Iterable[str]) -> list[str]:
-    """Return the shortest ones among the `names` that contain every word of `name`.
+    """Return the shortest of the `names` that contain every word of `name`.
 
     If no name contains every word, the name with the most similar spelling is returned. The result
     is empty if no name is similar.

@@ -49,7 +49,7 @@ def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
 def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
     """Return the record of one of the engine's GPUs, without unknown values.
 
-    While the engine's share of `used` is unknown, `used` is left out, because readers of a trace
+    `used` is left out while the engine's share of it is unknown. Otherwise, readers of a trace
     would take it for the engine's memory.
     """
     entry = {
@@ -102,7 +102,7 @@ def build_host_entry(host: HostMemory) -> dict[str, Any]:
 
 
 def drop_unreadable(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry without None and without numbers above LARGEST, which readers reject.
+    """Return an entry without the values that readers reject: None and numbers above LARGEST.
 
     Text that is not printable is escaped.
     """
