@@ -247,10 +247,14 @@ SCRIPT: Final = """\
   setInterval(update, 1000 * document.body.dataset.seconds);
 })();
 """
-"""Shows times in the reader's time zone, shows the value at the pointer or at a point selected with
-the arrow keys, copies commands, switches the theme, and regularly reloads the page to replace
-changed elements. The scroll position, focus, selection, opened lines and the value under the
-pointer are preserved.
+"""The script has the following tasks:
+
+- It shows times in the reader's time zone.
+- It shows the value at the pointer, or at a point selected with the arrow keys.
+- It copies commands.
+- It switches the theme.
+- It regularly reloads the page to replace changed elements. The scroll position, focus, selection,
+  opened lines and the value under the pointer are preserved.
 """
 
 

@@ -17,7 +17,7 @@ Point = tuple[float, float | None]
 """A time in seconds and a value; the value is None if unknown."""
 
 Curve = tuple[Sequence[float], Sequence[float | None]]
-"""Ordered times, and the value at each."""
+"""Times in ascending order, and the value at each time."""
 
 LinePoints = list[tuple[float, float]]
 """The points that a line connects."""
@@ -81,8 +81,8 @@ value at SCALE_QUANTILE. The time axis ends at this multiple of the forecast's l
 """
 
 SCALE_QUANTILE: Final = 0.9
-"""The quantile of the values that determines the scale. The highest value is not used: while an
-engine starts, the card is empty for minutes, so its free memory is unusually high.
+"""The quantile of the values that determines the scale. The highest value is not used, because the
+card is almost empty for minutes while an engine starts.
 """
 
 

@@ -24,8 +24,8 @@ from vllm_headroom.units import (
 from vllm_headroom.vocabulary import Level, Situation
 
 MOST_COLUMNS: Final = 480
-"""The number of columns of all curves together. A column has two points of 10 characters each, so
-all columns take 10 kB, and the page stays below 90 kB.
+"""The total number of columns in all curves. A column has two points of 10 characters each, so all
+columns take 10 kB, and the page stays below 90 kB.
 """
 
 EDGE_PERCENT: Final = 4
@@ -57,13 +57,13 @@ meaning.
 """
 
 MOST_CLOCK_SECONDS: Final = 4 * DAY_SECONDS
-"""If a figure covers more than this, its ticks are whole days (see TICK_SECONDS), because the time
-of day would be meaningless.
+"""If a figure covers more time than this, its ticks are whole days (see TICK_SECONDS). They are
+labelled with the day, not with the time of day.
 """
 
 PAST_FACTOR: Final = 3
-"""The maximum length of the past that is shown next to a forecast, as a multiple of the forecast's
-length (our choice). The forecast then takes up at least a quarter of the width.
+"""The maximum length of the shown past, as a multiple of the forecast's length (our choice). The
+forecast then takes up at least a quarter of the width.
 """
 
 FUTURE_FACTOR: Final = 2

@@ -362,7 +362,7 @@ LOGIN_ADVICE: Final = (
     "Give the sidecar a login that may read the engine's page: vllm-headroom doctor prints the line"
     " to add."
 )
-"""What to do if the engine's server responds, but refuses its page because the login is missing or
+"""What to do if the engine's server denies access to its page because the login is missing or
 wrong.
 """
 
@@ -386,7 +386,7 @@ PURPOSES: Final = {
     "postmortem": "prints the cause and its evidence",
     "smoke": "sends one short request, and prints whether it is answered",
 }
-"""What each of these commands does, for people to read before running it."""
+"""What each of these commands does, shown to people before they run it."""
 
 
 def _was_never_seen(view: View, worst: Verdict) -> bool:
@@ -523,9 +523,7 @@ WITHOUT_ROOM: Final = frozenset(
         Situation.FILLING,
     }
 )
-"""Situations in which the GPU's free memory does not matter, so that the page does not emphasise
-it.
-"""
+"""Situations in which the GPU's free memory does not matter. The page does not emphasise it."""
 
 
 def find_key_figure(view: View, worst: Verdict) -> tuple[str, str]:

@@ -24,7 +24,7 @@ log = Log(__name__)
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
 """The maximum number of bytes read from the head of a request. Prometheus sends 300 bytes, and a
-browser that sends its cookies for the host sends a few thousand.
+browser with cookies sends a few thousand.
 """
 
 MOST_CONNECTIONS: Final = 256
@@ -34,8 +34,8 @@ make room for another handshake, it cancels the oldest handshake or password che
 """
 
 SLOW_CLIENT_SECONDS: Final = 1.0
-"""After this time, a client that has not read its entire response counts as idle, like a client
-that sends nothing.
+"""A client that takes longer than this to read its response is treated as idle, like a client that
+sends nothing.
 """
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10

@@ -35,8 +35,8 @@ AT_THE_SCRAPE: Final = (
     catalog.WEB_CONFIG_RELOAD,
     catalog.ENGINES,
 )
-"""Metrics for which the document has no key with the metric's name. The document shows the first
-three as `version`, `age_seconds` and `last_incident`.
+"""Metrics whose names are not keys of the document. The document shows the first three as
+`version`, `age_seconds` and `last_incident`.
 """
 
 _UNLISTED_METRICS: Final = (

@@ -25,15 +25,19 @@ CURVE_STEP_SECONDS: Final = 60
 """The time between two points of a curve."""
 
 CURVE_POINTS: Final = 1440
-"""The number of points per day. The day curves of eight GPUs take 109 kB, and 146 kB on disk."""
+"""The number of points per day. The day curves of eight GPUs take 109 kB in memory and 146 kB on
+disk.
+"""
 
 WEEK_STEP_MINUTES: Final = 10
-"""The number of minutes between two points of a week curve. A week with one point per minute would
-take ten times the memory, even though a picture has fewer than a thousand columns.
+"""The number of minutes between two points of a week curve. One point per minute would take ten
+times the memory, and a picture has fewer than a thousand columns.
 """
 
 WEEK_POINTS: Final = 7 * 24 * 60 // WEEK_STEP_MINUTES
-"""The number of points per week. The week curves of eight GPUs take 77 kB, and 102 kB on disk."""
+"""The number of points per week. The week curves of eight GPUs take 77 kB in memory and 102 kB on
+disk.
+"""
 
 MOST_MINUTES_BACK: Final = 5
 """If the clock is set back by at most this many minutes, the history is kept. Samples are then
@@ -70,8 +74,8 @@ class HistoryEvent(Struct, frozen=True, kw_only=True):
 
 
 VerdictKey = tuple[str, Level, str | None]
-"""The subject, level and alert of a verdict. If there is no alert, the third value is the engine's
-state if the verdict is about the engine, and None otherwise.
+"""The subject, level and alert of a verdict. Without an alert, the third value is the engine's
+state for a verdict about the engine, and None for any other verdict.
 """
 
 
@@ -442,7 +446,8 @@ class View(Struct, frozen=True, kw_only=True):
     """
     last_incident: LastIncident | None = None
     find_process_name: Callable[[int], str | None] = find_no_name
-    """Returns the name of a process, with its pod if known; None if the process is not visible."""
+    """Returns the name of a process, with its pod if known, or None if the process is not visible.
+    """
 
     @property
     def engine_status(self) -> EngineStatus | None:

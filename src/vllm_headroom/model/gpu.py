@@ -35,7 +35,7 @@ class AllocatorReading(Struct, frozen=True, kw_only=True):
     uuid: str
     total_bytes: int | None = None
     """The device's memory as the process sees it. A layer between the process and the driver may
-    limit it to less than the device has.
+    reduce it.
     """
 
     allocated_bytes: int | None = None
@@ -182,7 +182,8 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     peaks: PeakReadings | None = None
     """The peaks of the process's steps, or None if HEADROOM_PROBE_PEAKS is not set."""
     history: AllocatorHistory | None = None
-    """The memory history, or None if torch does not keep one, as without HEADROOM_PROBE_SNAPSHOT.
+    """The memory history, or None if torch does not keep one, for example because
+    HEADROOM_PROBE_SNAPSHOT is not set.
     """
 
 
@@ -392,7 +393,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     reading: GpuReading
     attribution: Attribution | None
-    """Why the device counts as the engine's, or None if it does not."""
+    """Why the device is attributed to the engine, or None if it is not."""
 
     engine_bytes: int | None = None
     """The memory that the engine's processes hold, or None if they cannot be identified."""
@@ -401,10 +402,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """The memory that other processes hold, or None if they cannot be identified."""
 
     held_bytes: int | None = None
-    """The engine's memory: `engine_bytes` if the device's processes can be attributed. If they
-    never can be attributed, all used memory that is not known to belong to other processes counts
-    as the engine's. The value is None while the engine's memory is unknown, and on a device that is
-    not the engine's.
+    """The engine's memory: `engine_bytes` if the device's processes can be attributed. If they can
+    never be attributed, it is all used memory that is not known to belong to other processes. The
+    value is None while the engine's memory is unknown, and on a device that is not the engine's.
     """
 
     process_count: int | None = None

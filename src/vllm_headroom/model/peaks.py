@@ -110,7 +110,7 @@ class PeakReadings(Struct, frozen=True, kw_only=True):
     """The maximum number of requests running at once: max_num_seqs."""
 
     stopped: str | None = None
-    """The error that ended the measurement, or None while the measurement is running."""
+    """The error that ended the measurement, or None while it is running."""
 
 
 class StepAtError(Struct, frozen=True, kw_only=True):

@@ -32,8 +32,8 @@ TokenBytes = Callable[[str, int | None], int | None]
 """Takes the KV cache's dtype and the number of the engine's GPUs (None if unknown). Returns the
 bytes that one token takes across all these GPUs, or None if unknown.
 
-If layers of several kinds share the blocks of the cache, the function returns NO_TOKEN_BYTES for
-any dtype, because neither bytes nor blocks can then be converted to tokens.
+If layers of several kinds share the cache's blocks, neither bytes nor blocks can be converted to
+tokens. The function then returns NO_TOKEN_BYTES for any dtype.
 """
 
 NO_TOKEN_BYTES: Final = 0
@@ -63,7 +63,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     """When the daemon sent the first request that the engine has not answered, on the monotonic
-    clock, or None while the engine answers or no request is needed.
+    clock. The value is None while the engine responds or no request is needed.
     """
 
     server: ServerReply | None = None
@@ -87,17 +87,15 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """The host memory, or None if unknown."""
 
     has_silent_core: bool = False
-    """Whether the probe in a live core is silent while another process's probe writes, as in
+    """Whether a running engine core's probe is silent while another probe is writing, as in
     ProbeReadings. This is a separate field, because traces have no probe readings.
     """
 
     pools: tuple[Pool, ...] = ()
-    """The parts of memory that vLLM was configured to fill."""
+    """The memory pools that vLLM is configured to fill."""
 
     token_bytes: TokenBytes | None = None
-    """The function that computes the bytes per token of the model loaded by the engine's processes,
-    or None if unknown.
-    """
+    """The function that computes the bytes per token of the engine's model, or None if unknown."""
 
     @property
     def page(self) -> EnginePage | None:

@@ -254,7 +254,7 @@ class EngineLog(Struct, frozen=True, kw_only=True):
     """The newest starts, in the order of the log."""
 
     start_count: int
-    """The number of starts in the log, of which `starts` has only the newest."""
+    """The number of starts in the log. `starts` contains only the newest ones."""
 
     line_count: int
 

@@ -20,8 +20,8 @@ from vllm_headroom.vocabulary import (
 )
 
 ROUNDING_TOLERANCE: Final = 1e-9
-"""Added before rounding down, and subtracted before rounding up. In floating point, 0.29 * 100 is
-slightly less than 29.
+"""This is added before rounding down, and subtracted before rounding up. In floating point, 0.29 *
+100 is slightly less than 29.
 """
 
 TIGHT_SHARE: Final = 0.02
@@ -48,8 +48,8 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
     is_from_start: bool
     """Whether the engine has exceeded the budget ever since it was first observed working."""
     needed_bytes: int
-    """The largest of three peaks in excess of the memory at rest: the observed peak, the profile
-    run's peak, and the usual peak.
+    """The largest of three peaks above the memory at rest: the observed peak, the profile run's
+    peak, and the usual peak.
     """
 
     @property
@@ -94,17 +94,16 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     last_room_bytes: int | None = None
     first_held_bytes: int | None = None
     earlier_held_bytes: int | None = None
-    """The most memory that the engine held in the minutes that preceded the last 90 seconds."""
+    """The most memory that the engine held in the minutes before the last 90 seconds."""
     last_engine_bytes: int | None = None
     first_other_bytes: int | None = None
     last_other_bytes: int | None = None
     has_new_process: bool = False
-    """Whether there were more processes at the time of the fields `last_…` than at that of
-    `first_…`.
+    """Whether there were more processes when the fields `last_…` were measured than for `first_…`.
     """
     is_peak_unattributed: bool = False
-    """Whether the least room was measured between two samples, in which case it is unknown who held
-    the memory.
+    """Whether the least room was measured between two samples. If so, it is unknown who held the
+    memory.
     """
     newest_seconds: float = 0.0
     """When the newest sample was taken, in seconds since the epoch."""
@@ -114,8 +113,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     leak_bytes_per_request: float | None = None
     straight_growth: StraightGrowth | None = None
     excess: BudgetExcess | None = None
-    """The engine's excess over its budget, or None if it is unknown or the budget is not exceeded.
-    """
+    """The engine's excess over its budget, or None if it is unknown or there is no excess."""
 
     @property
     def growth_bytes(self) -> int | None:
@@ -206,7 +204,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     hung_seconds: float | None = None
     """The time without progress, or None if the engine did not hang."""
     is_page_answering: bool = False
-    """Whether the server still answered with the page at the exit or stall."""
+    """Whether the server still returned the page at the time of the exit or stall."""
     lost_processes: tuple[Lost, ...] = ()
     """The necessary processes that exited before the others."""
     refused_seconds: float | None = None
@@ -231,7 +229,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     stall, or None if unknown.
     """
     highest_peak: str | None = None
-    """A description of the highest peak of any step in the last minute in service, or None if
+    """A description of the highest peak of any step in the last minute of service, or None if
     unknown.
     """
     is_probed: bool = False
@@ -299,7 +297,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     """For each reason, how many runs have exited for that reason."""
     exit_requests: float | None = None
     """The number of running and waiting requests on the last page before the last exit, or None if
-    unknown or if no run has exited.
+    unknown.
     """
     event: Ending | None = None
     """The exit or stall that has occurred since the last tick, or None if there was none."""

@@ -97,7 +97,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     switch: str
     """The engine option that enables the page."""
     reasons: Mapping[str, str] = {}
-    """Reasons why the page lacks inputs, each with the names of these inputs, separated by
+    """Reasons why the page lacks inputs. Each reason has the names of these inputs, separated by
     spaces.
     """
 

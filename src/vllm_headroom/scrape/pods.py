@@ -14,9 +14,9 @@ point to belong to root.
 """
 
 POD_LOGS: Final = Path("/var/log/pods")
-"""For each pod on its node, the kubelet creates a folder NAMESPACE_POD_UID in this folder, and in
-it a folder for each container (kubelet: `DefaultPodLogsDir`). Only root can read this folder (mode
-0750, seen in 1.34).
+"""In this folder, the kubelet creates a folder NAMESPACE_POD_UID for each pod on its node (kubelet:
+`DefaultPodLogsDir`). A pod's folder contains a folder for each container. Only root can read the
+pods' parent folder (mode 0750, seen in Kubernetes 1.34).
 """
 
 _LINK: Final = re.compile(r"([a-z0-9.-]+)_([a-z0-9-]+)_([a-z0-9-]+)-([0-9a-f]{64})\.log")

@@ -27,8 +27,8 @@ even hundreds of runs leave fewer files than this.
 """
 
 MAX_FILES: Final = 128
-"""The number of newest files that are read, which is four times the number of processes of an
-engine on eight GPUs.
+"""The number of newest files that are read. An engine on eight GPUs has a quarter as many
+processes.
 """
 
 MAX_FILE_BYTES: Final = 16 * 1024

@@ -31,8 +31,8 @@ their clients could guess again immediately.
 
 MOST_REMEMBERED_REQUESTS: Final = 4096
 """The maximum number of undecided logins for which the time of the first request is remembered. At
-most MOST_WAITING_LOGINS arrive within CHECK_SECONDS, so times are remembered for 80 s, which is
-longer than the usual scrape interval.
+most MOST_WAITING_LOGINS logins arrive within CHECK_SECONDS. Times are therefore remembered for
+80 s, which is longer than the usual scrape interval.
 """
 
 MOST_CACHED_OUTCOMES: Final = 1000

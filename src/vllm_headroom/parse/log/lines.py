@@ -42,7 +42,9 @@ class Message(Struct, frozen=True, kw_only=True):
     """Whether the line was written by the engine's logger."""
 
     engine: str = "vllm"
-    """The engine whose logger wrote the line, according to its prefix; vLLM if it has none."""
+    """The engine whose logger wrote the line, according to the line's prefix, or vLLM without a
+    prefix.
+    """
 
     is_below_error: bool = False
     """Whether the engine logged the line at level WARNING or below."""

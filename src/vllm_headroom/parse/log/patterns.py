@@ -24,7 +24,8 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     name: str
     pattern: re.Pattern[str]
-    """Matched at the beginning of the message, so that text within another line cannot match."""
+    """It is matched at the beginning of the message, so that text within another line cannot match.
+    """
 
     since: str
     """The first engine version that writes this line."""
@@ -33,9 +34,9 @@ class LinePattern(Struct, frozen=True, kw_only=True):
     """The last engine version that writes this line, or None if the newest version still does."""
 
     figures: tuple[tuple[str, float], ...] = ()
-    """For each group of the pattern, the field that it fills and the factor that converts it to
-    bytes. The factor is 1 if the figure is not a size. If two groups fill the same field, their
-    values are added.
+    """For each group of the pattern: the field that the group fills, and the factor that converts
+    its figure to bytes. The factor is 1 if the figure is not a size. If two groups fill the same
+    field, their values are added.
     """
 
     text: str | None = None
@@ -612,7 +613,8 @@ class FailurePattern(Struct, frozen=True, kw_only=True):
     since: str
     figures: tuple[tuple[str, float], ...] = ()
     exceptions: tuple[str, ...] = ()
-    """The exceptions that may carry the message; () if it may also appear without an exception."""
+    """The exceptions that may carry the message, or () if it may also appear without an exception.
+    """
 
 
 def _failure(

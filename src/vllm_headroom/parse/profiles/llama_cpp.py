@@ -5,7 +5,7 @@ from typing import Final
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 
 _ALL_PROMPTS: Final = "prompt_tokens_total+prompt_tokens_cached_total"
-"""Computed plus cached tokens; before 2026, the page has only the computed ones."""
+"""The sum of computed and cached tokens. Before 2026, the page has only computed tokens."""
 
 LLAMA_CPP: Final = Profile(
     name="llama_cpp",

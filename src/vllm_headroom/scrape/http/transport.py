@@ -12,10 +12,10 @@ _MOST_HEAD_BYTES: Final = 64 * 2**10
 """The maximum size of a response head."""
 
 _MOST_HINTS: Final = 256
-"""The maximum number of informational responses, such as `100 Continue`; each costs 12 us."""
+"""The maximum number of informational responses, such as `100 Continue`; each costs 12 µs."""
 
 _MOST_PARTS: Final = 16_384
-"""The maximum number of parts in a response; each costs 7 us. A page of 5,000 lines may arrive in
+"""The maximum number of parts in a response; each costs 7 µs. A page of 5,000 lines may arrive in
 one part per line.
 """
 
@@ -26,8 +26,8 @@ _MOST_UNREAD_BYTES: Final = 128 * 2**10
 """The number of bytes buffered before the server has to wait."""
 
 _MOST_IDLE_SECONDS: Final = 2.0
-"""A connection is reused only if it has been idle for less than this, because vLLM closes a
-connection after 5 idle seconds.
+"""A connection is reused only if it has been idle for less than this. vLLM closes connections that
+have been idle for 5 s.
 """
 
 Resolve = Callable[[httpx.URL], Awaitable[Sequence[tuple[str, int]]]]

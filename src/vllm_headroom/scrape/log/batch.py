@@ -17,8 +17,8 @@ class LogBatch(Struct, frozen=True, kw_only=True):
     """
 
     is_broken: bool = False
-    """Whether earlier bytes are missing, in which case an incomplete line must not be joined with
-    these bytes.
+    """Whether earlier bytes are missing. If so, an incomplete line must not be joined with these
+    bytes.
     """
 
 

@@ -30,8 +30,8 @@ which can be a hundred or more.
 """
 
 FINGERPRINT_BYTES: Final = 64
-"""This many of the last bytes read are kept and later compared with the file. If they differ, the
-file was truncated and has grown again.
+"""This many of the last bytes read are kept, and are later compared with the file. If they differ,
+the file was truncated and has grown again.
 """
 
 PACKED_SUFFIXES: Final = (".gz", ".xz", ".zst", ".bz2")

@@ -40,8 +40,7 @@ REFUSAL_CODES: Final = frozenset(
 """The error codes after which repeating the call is pointless."""
 
 PAGE_BYTES: Final = 2 * MIB
-"""Memory on a device is allocated in blocks of this size, so a smaller difference is not a change.
-"""
+"""Memory on a device is allocated in blocks of this size, so smaller differences are ignored."""
 
 MAX_DEVICE_BYTES: Final = 2**41
 """Two TiB, which is several times the memory of the largest GPU. A failing driver once returned

@@ -266,7 +266,7 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 SHM_FOLDER: Final = "dev/shm"
 
 UNLIMITED_BYTES: Final = 2**63
-"""Used in place of the machine's memory if it is unknown. The value is higher than any limit."""
+"""This is used if the machine's memory is unknown. The value is higher than any limit."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:

@@ -43,8 +43,8 @@ class Network(Struct, frozen=True, kw_only=True):
     reaching the namespace comes first.
     """
     listening: frozenset[tuple[Address, int]]
-    """The addresses and ports on which something is listening. An address may be the unspecified
-    one, such as 0.0.0.0.
+    """The addresses and ports on which something is listening. An address may be unspecified, such
+    as 0.0.0.0.
     """
 
     @property

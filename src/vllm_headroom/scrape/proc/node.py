@@ -60,7 +60,7 @@ class LocatedEngine(Struct, frozen=True, kw_only=True):
     key: str
     """Identifies the engine as long as its pod or unit exists, even across restarts."""
     owner_key: str
-    """The key of the pod or unit to which its processes belong."""
+    """The key of the pod or unit to which the engine's processes belong."""
     name: EngineName
     port: int = 0
     """The port on which the engine serves, or 0 if unknown."""

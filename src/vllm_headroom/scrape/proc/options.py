@@ -48,7 +48,7 @@ _MAX_OPTION_NAMES: Final = 1000
 
 _MAX_SEARCHED_CHARACTERS: Final = 2**16
 """The number of characters of an argument that are searched for secrets. More characters are
-searched than shown, because a pattern cannot match a secret if its end is cut off.
+searched than shown, because a pattern cannot match a secret whose end is cut off.
 """
 
 _SECRET_OPTION: Final = re.compile(

@@ -28,11 +28,11 @@ class Owner(Struct, frozen=True, kw_only=True):
     key: str
     """Identifies a group of processes that see each other: `pod:UID`, or the cgroup's path."""
     pod_uid: str | None = None
-    """The pod's UID with dashes, as in the API, or None for a process outside of a pod."""
+    """The pod's UID with dashes, as in the API, or None outside a pod."""
     container_id: str | None = None
-    """The container's ID, or None outside of a pod or if the pod's cgroup does not show the ID."""
+    """The container's ID, or None outside a pod or if the pod's cgroup does not show the ID."""
     unit: str | None = None
-    """A systemd service or scope, or None in a pod, or if there is no unit."""
+    """The systemd service or scope, or None in a pod or if there is no unit."""
 
 
 def read_owner(proc: Path, pid: int) -> Owner | None:

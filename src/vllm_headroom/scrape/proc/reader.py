@@ -50,14 +50,14 @@ HIDDEN: Final = Failure(
     ),
 )
 """The result if /proc may hide the engine's processes. An empty list of processes would mean that
-the engine is down. Therefore, an empty list is returned only if the engine has been visible before
-and pid 1 still is.
+the engine is down. Therefore, an empty list is returned only if the engine was visible before and
+pid 1 still is.
 """
 
 INIT_PID: Final = 1
 
 EXACT_START_SECONDS: Final = 0.2
-"""Start times that differ by at most this much count as equal, because the kernel counts them in
+"""Start times that differ by at most this much are treated as equal, because the kernel counts in
 hundredths of a second. A larger difference may mean that the clock was set. In that case, having
 the same port is stronger evidence than the start time.
 """
@@ -124,8 +124,8 @@ class PageState(Struct, frozen=True, kw_only=True):
     it.
     """
     is_maybe_other_pods: bool = False
-    """Whether the request failed while processes of other pods are visible. If so, the only visible
-    engine may belong to another pod.
+    """Whether the request failed while processes of other pods were visible. If so, the only
+    visible engine may belong to another pod.
     """
 
 
@@ -140,7 +140,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     """The number of visible engines if it is unknown which of them serves the page, or 0 otherwise.
     """
     certain_port: ServedPort | None = None
-    """The engine's port when the choice was last certain, or None if none has been certain yet."""
+    """The engine's port when the choice was last certain, or None if no choice has been certain."""
     servers: frozenset[ProcIdentity] = frozenset()
     """The engine's roots and the API servers directly below them."""
     neighbours: frozenset[ProcIdentity] = frozenset()
@@ -186,13 +186,13 @@ class Rank(NamedTuple):
     certain choice.
     """
     closeness: float = -inf
-    """The negative difference, in seconds, between the engine's start time and the page's, or -inf
-    if the two times do not match.
+    """The negated difference between the start times of engine and page, in seconds, or -inf if
+    they do not match.
     """
     may_have_port: bool = False
-    """Whether the engine may be reachable at the page's port. That is so if its own port is
-    unknown, or if whatever listens on the page's port, such as a proxy or a port mapping, may
-    forward to it.
+    """Whether the engine may be reachable at the page's port. This is the case if the engine's own
+    port is unknown. It is also the case if a proxy or a port mapping on the page's port may forward
+    requests to the engine.
     """
     was_chosen: bool = False
 
