@@ -18,9 +18,7 @@ HOST_PORT_AND_PATH: Final = re.compile(r"[\w.-]+:\d+(?:/[\w./-]*)?", re.ASCII)
 """Text that would be a URL if it started with http://."""
 
 CLOSED_SET: Final = re.compile(r"[\w-]+(?:, [\w-]+)* or [\w-]+")
-"""Matches a description of accepted values that is a list of names, such as "off, dry-run or
-on".
-"""
+"""Matches a list of accepted names, such as "off, dry-run or on"."""
 
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
 """The index or UUID of a GPU."""
@@ -54,7 +52,7 @@ HIGHEST_PORT: Final = 65535
 HIGHEST_PERCENTAGE: Final = 100
 
 MAX_SHOWN_CHARACTERS: Final = 80
-"""The number of characters that are shown of a refused value (our choice)."""
+"""The number of characters of a refused value that are shown (our choice)."""
 
 
 def parse_http_url(text: str) -> httpx.URL:
@@ -156,7 +154,7 @@ def parse_whole_number(text: str) -> int:
 
 
 def parse_gpus(value: object) -> object:
-    """Return `auto`, `all`, or a tuple of indices and UUIDs, from a list or comma-separated text.
+    """Parse a list or comma-separated text into `auto`, `all`, or a tuple of indices and UUIDs.
 
     Raises ValueError for anything else, such as an empty list or an invalid UUID.
     """
@@ -194,7 +192,7 @@ def redact_urls(engines: object) -> object:
 
 
 def show_urls(value: object) -> str:
-    """Return refused URLs without users, passwords and queries; "no text" for any other value."""
+    """Return refused URLs without users, passwords and queries, or "no text" for other values."""
     if not isinstance(value, str):
         return "no text"
     return show_value(",".join(redact_url(url) for url in value.split(",")))
@@ -218,7 +216,7 @@ def redact_url(url: str) -> str:
     """Return a URL with its user, password and query replaced by stars.
 
     Any text is accepted, even if it is not a valid URL. The stars replace everything before the
-    last @, so that a password that was not percent-encoded is hidden as well. If an @ follows a
+    last @, so that even a password that was not percent-encoded is hidden. If an @ follows a
     question mark, the question mark may be part of the password. The stars then replace everything
     after the scheme.
     """
@@ -238,7 +236,7 @@ def show_value(value: object) -> str:
 
 
 def show_url(value: object) -> str:
-    """Return a refused URL without its user, password and query; "no text" for any other value."""
+    """Return a refused URL without its user, password and query, or "no text" for other values."""
     if not isinstance(value, str):
         return "no text"
     return show_value(redact_url(value))

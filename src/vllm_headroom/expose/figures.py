@@ -29,9 +29,7 @@ columns take 10 kB, and the page stays below 90 kB.
 """
 
 EDGE_PERCENT: Final = 4
-"""A tick this close to an edge has no label (our choice). To fit into the plot, the label would
-have to be moved away from its tick.
-"""
+"""A tick this close to an edge has no label (our choice). Its label would not fit into the plot."""
 
 LEAST_COLUMNS: Final = 32
 """The minimum number of columns per curve (our choice). With fewer, the course of a day would not
@@ -254,7 +252,7 @@ def _draw_room(
         (value for stretch in past for _, value in stretch),
         limit=None if room.free_bytes is None else room.total_bytes,
     )
-    # The current free memory is never cut off, even if the engine has just fallen asleep.
+    # The top is at least the current free memory, which rises when the engine falls asleep.
     top = max(usual_top, room.free_bytes or 0, 1)
     # Small amounts of memory are easier to read in MiB.
     unit = GIB if top >= GIB else MIB

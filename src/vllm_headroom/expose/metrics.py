@@ -48,7 +48,7 @@ class HeadroomCollector(Collector):
             yield _build_family(metric, samples)
 
     def group_samples(self) -> Iterator[tuple[Metric, list[Sample]]]:
-        """Yield each metric that has samples, with its samples, in the catalogue's order.
+        """Yield the metrics that have samples, in the catalogue's order, each with its samples.
 
         Before the first tick, the build info is the only metric.
         """
@@ -116,7 +116,7 @@ class _EncodedFamily(Struct, frozen=True):
 
     def replace_values(self, samples: list[Sample]) -> "_EncodedFamily":
         """Return this family with the values of `samples`, which have the same labels."""
-        # The comments are followed by one line per sample, which ends with the value.
+        # The comments are followed by one line per sample. Each line ends with the value.
         lines = self.text.split(b"\n")
         first = len(lines) - 1 - len(samples)
         # Most values in a family, such as failure counts, have not changed.

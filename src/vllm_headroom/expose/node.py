@@ -1,4 +1,4 @@
-"""Show several engines: a page that lists them, worst first, and a JSON document about all."""
+"""Show several engines on one page, worst first, and in one JSON document."""
 
 import json
 from collections import Counter
@@ -184,7 +184,7 @@ def _find_one(view: NodeView, wanted: str) -> EngineView | Response:
 
 
 def render_node(view: NodeView) -> str:
-    """Return the page that lists the engines, which its script keeps up to date."""
+    """Return the page that lists the engines; its script keeps it up to date."""
     engines = view.sort_engines()
     # The first verdict of an engine is its worst.
     level = find_worst_level(
@@ -247,12 +247,11 @@ def _render_engine(engine: EngineView) -> str:
     """
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
-    # The longest name is used, because it is unique even if two containers in a pod each run an
-    # engine.
+    # The longest name is used, because it is unique even if two containers in a pod run engines.
     link = f"/?{QUERY}={quote(list_engine_names(engine.name)[-1], safe='')}"
     sentence = render_text(worst.sentence)
     number, caption = find_key_figure(engine.view, worst)
-    # Most sentences already contain the number or, if it is a range, both of its ends. In a crash
+    # Most sentences already contain the number, or both ends if the number is a range. In a crash
     # loop, the sentence contains the number of exits.
     is_in_sentence = all(part in worst.sentence for part in number.split(" to "))
     if not is_in_sentence and worst.situation is not Situation.CRASH_LOOP:

@@ -55,7 +55,7 @@ def respond_html(page: str) -> Response:
 
 
 def render_page(view: View, query: str = "") -> str:
-    """Return the HTML page, which its script keeps up to date.
+    """Return the HTML page; its script keeps it up to date.
 
     `query` is the request's query. The query parameter `range` selects how much of the past the
     figures show.
@@ -260,7 +260,7 @@ def _find_down(view: View) -> Verdict | None:
 
 
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
-    """Return when a verdict began to hold, or None if unknown.
+    """Return when a verdict began, or None if unknown.
 
     As in the page's key figure, a stall begins at the last progress, and an engine's start begins
     at the start of its process. Both times are before the first sample with the verdict.
@@ -292,7 +292,7 @@ def _list_details(view: View, worst: Verdict) -> Iterator[str]:
 
 
 def _compare_starts(view: View) -> str:
-    """Return how long earlier starts took, and how long this one may still take."""
+    """Return how long earlier starts took, and how long the current start may still take."""
     durations_seconds = view.history.start_durations_seconds
     longest_seconds = max(durations_seconds)
     shortest = format_duration(min(durations_seconds))
@@ -486,7 +486,7 @@ def _find_command(view: View, worst: Verdict) -> str | None:
 
 
 def _render_explained(view: View, worst: Verdict) -> str:
-    """Return the command that explains a situation, and what it does, or "" if there is none."""
+    """Return the command that explains a situation, with its purpose, or "" if there is none."""
     command = _find_command(view, worst)
     if command is None:
         return ""

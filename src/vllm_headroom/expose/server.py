@@ -65,7 +65,7 @@ choice).
 """
 
 AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
-"""The scheme and host that a client sends before the path if it takes the daemon for a proxy. A
+"""The scheme and host that a client sends before the path if it uses the daemon as a proxy. A
 server must accept such a request (RFC 9112, 3.2.2).
 """
 
@@ -90,8 +90,8 @@ CLIENT_PATIENCE_SECONDS: Final = {
     Phase.IDLE: 90.0,
 }
 """How long a connection may stay in each phase. The time in TURN includes the password check. The
-limit for IDLE is long enough for Prometheus to keep its connection, because Prometheus usually
-scrapes at least once a minute.
+limit for IDLE lets Prometheus keep its connection, because it usually scrapes at least once a
+minute.
 """
 
 

@@ -65,7 +65,7 @@ PEAK_SAFE_SIZES: Final = {
     Work.PROMPT_LOGPROBS: (catalog.ENGINE_SAFE_PROMPT_LOGPROBS_TOKENS, "{:,.0f} tokens"),
     Work.ENCODER: (catalog.ENGINE_SAFE_IMAGE_PIXELS, "{:,.0f} pixels"),
 }
-"""The metric for the size of the largest safe request, and its format, by kind of work."""
+"""The metric for the largest safe request size, and its format, by kind of work."""
 
 
 def _list_peak_tables(values: Values) -> tuple[Table, ...]:

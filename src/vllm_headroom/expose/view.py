@@ -259,7 +259,7 @@ class History:
         return self._day.read(name)
 
     def find_start(self, verdict: Verdict, state: EngineState | None) -> VerdictStart | None:
-        """Return when a verdict in the last sample began to hold, or None if unknown.
+        """Return when a verdict in the last sample began, or None if unknown.
 
         `state` is the engine's state.
         """
@@ -391,7 +391,7 @@ def _build_verdict_key(verdict: Verdict, state: EngineState | None) -> VerdictKe
 
 
 def _is_paused_by_sleep(key: VerdictKey) -> bool:
-    """Return whether a verdict's alert does not fire while the engine is asleep."""
+    """Return whether a verdict's alert is paused while the engine is asleep."""
     subject, _, alert = key
     return subject != "engine" and alert is not None
 
@@ -442,7 +442,7 @@ class View(Struct, frozen=True, kw_only=True):
     """A line for people at the top of the page; empty if there is none."""
     runbooks: str | None = None
     """The URL of the runbooks, or None if not configured. If the URL contains `{alert}`, this is
-    replaced with the alert's name; otherwise, the name is appended.
+    replaced with the alert's name. Otherwise, the name is appended.
     """
     last_incident: LastIncident | None = None
     find_process_name: Callable[[int], str | None] = find_no_name
@@ -455,7 +455,7 @@ class View(Struct, frozen=True, kw_only=True):
         return None if self.snapshot is None else self.snapshot.engine_status
 
     def find_start(self, verdict: Verdict) -> VerdictStart | None:
-        """Return when a verdict began to hold, or None if unknown."""
+        """Return when a verdict began, or None if unknown."""
         status = self.engine_status
         return self.history.find_start(verdict, None if status is None else status.state)
 

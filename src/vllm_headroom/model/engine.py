@@ -349,7 +349,7 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
 
     exiting: frozenset[int] = frozenset()
     """The pids of the engine's processes that are exiting. They no longer have any resident memory,
-    but the driver is still releasing their GPU memory, which takes seconds for a large core.
+    but the driver is still releasing their GPU memory. For a large core, this takes seconds.
     """
 
     zombies: frozenset[int] = frozenset()
@@ -397,8 +397,8 @@ class EngineName(Struct, frozen=True, kw_only=True):
     unit: str | None = None
     """The systemd unit of an engine that runs outside Kubernetes."""
     engine_url: str = ""
-    """The URL of the engine's page, without secrets. It serves as the name of an engine that runs
-    outside Kubernetes and is not started by a unit.
+    """The URL of the engine's page, without secrets. It is the name of an engine that runs outside
+    Kubernetes and is not started by a unit.
     """
 
     @property

@@ -103,8 +103,8 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     """
 
     step: StepAtError | None = None
-    """The step that raised the error, or None if HEADROOM_PROBE_PEAKS is not set or the error was
-    raised outside a step.
+    """The step that raised the error, or None if there was no step or HEADROOM_PROBE_PEAKS is not
+    set.
     """
 
 
@@ -119,8 +119,8 @@ class LineHolding(Struct, frozen=True, kw_only=True):
     size_bytes: int
     n_blocks: int | None = None
     since_seconds: float | None = None
-    """When the line's oldest block was allocated, in seconds since the epoch, or None if the
-    history no longer shows this.
+    """When the line's oldest block was allocated, in seconds since the epoch, or None if this is no
+    longer in the history.
     """
 
 
@@ -167,7 +167,7 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     """The interval at which the file is written."""
     role: Role
     stopped: str | None = None
-    """Why the process's probe stopped for good, or None while the probe is running."""
+    """Why the process's probe stopped permanently, or None while it is running."""
 
     data_parallel_rank: int | None = None
     vllm_version: str | None = None
@@ -241,7 +241,7 @@ class Vendor(Enum):
 
 
 class GpuMemory(Struct, frozen=True, kw_only=True):
-    """The memory of a device, from NVML's memory info v2 or v1, or from AMD's driver."""
+    """The memory of a device, as reported by NVML's memory info (v2 or v1) or by AMD's driver."""
 
     total_bytes: int
     used_bytes: int
@@ -259,8 +259,8 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
     """
 
     machine_free_blocks_bytes: int | None = None
-    """How much of the machine's memory is free in blocks of at least 2 MiB, or None if unknown or
-    if the GPU has its own memory.
+    """How much of the machine's memory is free in blocks of at least 2 MiB. The value is None if
+    unknown or if the GPU has its own memory.
     """
 
     @property

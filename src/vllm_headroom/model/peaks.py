@@ -63,9 +63,7 @@ class WorkPeak(Struct, frozen=True, kw_only=True):
 
     transient_bytes: int
     size: int
-    """The size on which the memory use depends: tokens, rows or pixels, depending on the kind of
-    work.
-    """
+    """The size on which the memory use depends: tokens, rows or pixels, by kind of work."""
 
     step: StepFacts
 

@@ -178,7 +178,7 @@ class Values:
             self._families[metric.name][labels] = value
 
     def find_all(self, metric: Metric) -> dict[tuple[str, ...], float]:
-        """Return a metric's values, keyed by their labels, or {} if it has none."""
+        """Return a metric's values, keyed by their labels, or {} if the metric has none."""
         return self._families.get(metric.name, {})
 
     def value(self, metric: Metric, *labels: str) -> float | None:

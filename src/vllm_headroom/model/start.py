@@ -227,7 +227,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return min(self._list_figures(field), default=None)
 
     def find_option(self, *names: str) -> Scalar:
-        """Return the value of an option with one of these names, as given or chosen by the engine.
+        """Return the value of an option with one of these names, as set or as chosen by the engine.
 
         Returns None if the value is unknown.
         """
@@ -291,13 +291,13 @@ a failed core may keep running for another minute.
 """
 
 COMPLETE_LOG_SECONDS: Final = 10.0
-"""A log without an error counts as complete once this much time has passed since an exit.
+"""A log without an error is regarded as complete once this much time has passed since an exit.
 containerd and journald write within a second, and the API server is polled every ten seconds.
 """
 
 STALE_LOG_SECONDS: Final = 60.0
-"""If the newest line of a log is older than this at an exit, the log may be incomplete, or may not
-be the engine's. vLLM logs its load every 10 s while it is working.
+"""If the newest line of a log is older than this at an exit, the log may be incomplete or belong to
+another engine. vLLM logs its load every 10 s while it is working.
 """
 
 
@@ -306,10 +306,10 @@ def find_log_ending(
 ) -> LogEnding | None:
     """Return what the log shows about an exit at `end_seconds`, or None if it shows nothing.
 
-    If the log continues until the exit and reports no failure, it shows that there was no failure.
-    The result is then an ending without a failure.
+    A log that continues until the exit and reports no failure shows that there was none. The result
+    is then an ending without a failure.
     """
-    # The newest exit in the log is the one most likely to match this exit.
+    # The newest exit in the log is the most likely to match this exit.
     for ending in reversed(reading.endings):
         if ending.seconds is None:
             continue

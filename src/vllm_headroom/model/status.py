@@ -28,7 +28,7 @@ TIGHT_SHARE: Final = 0.02
 """A GPU's memory is tight if less than this share of it is left."""
 
 BURST_MARGIN: Final = 1.5
-"""Memory is also tight if the memory left is less than this factor times the largest peak, as in
+"""Memory is also tight if less is left than this factor times the largest peak, as in
 HeadroomGpuMemoryTight.
 """
 
@@ -127,7 +127,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def other_growth_bytes(self) -> int | None:
-        """Return how far the memory of other processes has grown, or None if unknown."""
+        """Return the growth of other processes' memory, or None if unknown."""
         return _subtract(self.first_other_bytes, self.last_other_bytes)
 
     def share_of_lost_room(self, growth_bytes: int | None) -> float:
@@ -143,7 +143,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         return max(0.0, growth_bytes / lost_bytes)
 
     def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
-        """Return the GPU with its use raised to a peak that was measured between samples.
+        """Return the GPU, with its use raised to a peak measured between samples.
 
         It is unknown which process caused the peak. The GPU is returned unchanged if its use was no
         higher than in the newest sample, or if a higher peak is already known.
@@ -212,8 +212,8 @@ class Ending(Struct, frozen=True, kw_only=True):
     engines: tuple[EngineReading, ...] = ()
     """The engines on the last page."""
     idle_seconds: float | None = None
-    """How long the engine had been idle when the last page was read, or None if it had work or this
-    is unknown.
+    """How long the engine had been idle when the last page was read. The value is None if the
+    engine had work or if this is unknown.
     """
     usual_running: float | None = None
     """The median number of running requests in the minutes before the exit or stall."""
@@ -225,7 +225,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     ooms: tuple[str, ...] = ()
     """torch's OutOfMemoryErrors in the last 15 minutes. Only the flight record has them."""
     failed_step: str | None = None
-    """A description of the step in which torch raised an OutOfMemoryError right before the exit or
+    """A description of the step in which torch raised an OutOfMemoryError just before the exit or
     stall, or None if unknown.
     """
     highest_peak: str | None = None
@@ -237,8 +237,8 @@ class Ending(Struct, frozen=True, kw_only=True):
     the flight record has this.
     """
     log: LogEnding | None = None
-    """What the engine's log reports about the exit or stall, or None if the log is not read or does
-    not report anything yet.
+    """What the engine's log reports about the exit or stall, or None if there is no report yet or
+    no log is read.
     """
     unreadable: tuple[str, ...] = ()
     """The verdicts on GPUs that could not be read. Only the flight record has them."""
@@ -285,8 +285,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
     state: EngineState
     is_in_service: bool | None = True
-    """Whether this run has done work and is still running, or None if the page does not show
-    whether the engine works. Evidence of leaks is collected only in service.
+    """Whether this run has done work and is still running. The value is None if the page does not
+    show whether the engine works. Evidence of leaks is collected only in service.
     """
     was_seen: bool = True
     """Whether a run has ever been observed."""
@@ -302,7 +302,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     event: Ending | None = None
     """The exit or stall that has occurred since the last tick, or None if there was none."""
     log: LogEnding | None = None
-    """What the engine's log reports about the last exit, or None if it is unknown or the engine is
+    """What the engine's log reports about the last exit, or None if unknown or if the engine is
     serving.
     """
     recent_exits: int = 0
@@ -320,12 +320,10 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     first_host_room_bytes: int | None = None
     """The host's free memory when this run became ready."""
     excesses: tuple[tuple[str, BudgetExcess], ...] = ()
-    """The engine's excess over its budget on each GPU where it exceeds the budget, keyed by GPU
-    UUID.
-    """
+    """The engine's excess on each GPU where it exceeds its budget, keyed by GPU UUID."""
     hang_signs: tuple[HangSign, ...] = ()
     are_gauges_doubted: bool = False
-    """Whether the page shows work without progress while no other evidence shows any work."""
+    """Whether the page shows work without progress, but no other evidence shows any work."""
 
     @property
     def exit_reason(self) -> ExitReason | None:

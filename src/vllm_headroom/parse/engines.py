@@ -34,7 +34,7 @@ _EngineKey = tuple[str, str]
 """The names of a model and an engine."""
 
 _Families = Mapping[str, list[Sample]]
-"""The samples of one engine, keyed by family, which is the sample name without the profile's
+"""The samples of one engine, keyed by family. The family is the sample name without the profile's
 prefix.
 """
 
@@ -64,7 +64,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
         (sample.labels.get(profile.model_label, ""), sample.labels.get(profile.engine_label, ""))
         for sample in profile_samples
     ]
-    # An engine that is not named on the page is the only one.
+    # If the page names no engine, there is only one.
     engine_names = {engine for _, engine in sample_keys if engine} or {_ONLY_ENGINE}
     keys = {(model, engine or _ONLY_ENGINE) for model, engine in sample_keys if model}
     if not keys:
@@ -155,7 +155,7 @@ def _build_reading(
         # If several facts provide a field, the first one with a value is used.
         if values.get(fact.field) is None:
             values[fact.field] = _find_value(profile, fact, families, engine_count)
-    # The block size of these models differs by group, so it does not yield a capacity.
+    # The block size of these models differs by group, so no capacity can be computed from it.
     if profile.grouped_models is not None and profile.grouped_models.search(key[0]):
         values.pop("kv_blocks", None)
     _complete_kv_cache(values)
@@ -173,8 +173,8 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
 
     Facts that are not fields of EngineReading are removed (see Fact).
     """
-    # A model with state blocks (Mamba) has two kinds of blocks, so the number of blocks does not
-    # yield a capacity.
+    # A model with state blocks (Mamba) has two kinds of blocks, so no capacity can be computed from
+    # the number of blocks.
     blocks = values.pop("kv_blocks", None)
     if values.pop("kv_state_block_tokens", None) is not None:
         blocks = None
@@ -231,8 +231,8 @@ def _find_text(fact: Fact, families: _Families) -> str | None:
         for sample in families.get(name, ()):
             if sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS:
                 return None
-            # Different texts belong to different parts, and none of them applies to the engine as a
-            # whole.
+            # Different texts belong to different parts, so none of them applies to the whole
+            # engine.
             texts.add(sample.labels.get(fact.label or "", ""))
     if len(texts) != 1:
         return None
@@ -325,8 +325,8 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
     """Parse a page of Prometheus text into engine readings.
 
     The page is read with the profile named `profile_name`. Without a name, the first profile with
-    matching series is used, or the first profile if none matches. A page without matching series
-    has no engines. The reason for a failure is:
+    matching series is used, or the first of all profiles if none matches. A page without matching
+    series has no engines. The reason for a failure is:
 
     - NOT_METRICS for an empty page, or a page without metrics,
     - INCOMPLETE for a truncated page,

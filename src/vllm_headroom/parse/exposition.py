@@ -40,8 +40,8 @@ ONE_SERVER: Final = (
 )
 
 _EXCERPT_LENGTH: Final = 60
-"""The number of characters that a message quotes from a foreign page: enough to recognise a login
-page, but too few to fill a log.
+"""The number of characters that a message quotes from a foreign page. They are enough to recognise
+a login page, but too few to fill a log.
 """
 
 _MOST_CACHED_SERIES: Final = 512
@@ -62,8 +62,8 @@ def check_page(page: str) -> Failure | None:
 
     Returns None for any other page.
 
-    A page counts as metrics if at least one line is in the text format. A page is truncated if its
-    last line does not end in a line break.
+    A page is regarded as metrics if at least one line is in the text format. A page is truncated if
+    its last line does not end in a line break.
     """
     if not page.strip():
         return refuse_page(
@@ -118,8 +118,7 @@ def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
 
     The limits are checked before parsing, so they also limit the cost of parsing.
     """
-    # The limits are checked line by line, so that an oversized page costs no more than a page at
-    # the limit.
+    # Checking line by line ensures that an oversized page costs no more than a page at the limit.
     lines: list[str] = []
     characters = 0
     line_pattern = rf"((?:{names_pattern})[{{ \t].*)"

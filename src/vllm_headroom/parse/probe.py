@@ -40,7 +40,7 @@ DEFAULT_INTERVAL_SECONDS: Final = 5.0
 
 
 def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
-    """Return the process that a file describes, and its boot ID, which is None if unknown.
+    """Return the process that a file describes, and its boot ID (None if unknown).
 
     Returns a description of the mistake if the file cannot be used. The engine's container can
     write the file, so a single wrong field makes the file unusable. Unknown fields are ignored.

@@ -87,8 +87,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     in these labels, the highest value is used.
     """
     replica_labels: tuple[str, ...] = ()
-    """If a value is in a label, these labels distinguish replicas, and all other labels are
-    settings.
+    """If a value is in a label, these labels distinguish replicas. All other labels are settings.
     """
     product: str
     """The engine's common name."""

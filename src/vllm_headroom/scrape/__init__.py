@@ -1,1 +1,1 @@
-"""Read the daemon's inputs; no other package waits for anything outside the process."""
+"""Read the daemon's inputs. No other package waits for anything outside the process."""

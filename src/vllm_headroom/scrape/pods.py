@@ -8,8 +8,8 @@ from typing import Final
 from msgspec import Struct
 
 CONTAINER_LOGS: Final = Path("/var/log/containers")
-"""The kubelet creates a link POD_NAMESPACE_CONTAINER-ID.log in this folder for each container on
-its node (kubelet: `ContainerLogsDir`). Any user may list the folder, but the logs that the links
+"""For each container on its node, the kubelet creates a link POD_NAMESPACE_CONTAINER-ID.log in this
+folder (kubelet: `ContainerLogsDir`). Any user may list the folder, but the logs that the links
 point to belong to root.
 """
 
@@ -61,7 +61,7 @@ class ContainerNames:
         self._folders: dict[str, PodFolder] = {}
 
     def find(self, pod_uid: str, container_id: str | None) -> ContainerName | None:
-        """Return the names of a pod's container, or None if neither links nor folders show them."""
+        """Return the names of a pod's container, or None if they cannot be found."""
         if container_id is not None:
             if container_id not in self._containers:
                 self._containers = _list_containers(self._container_logs)
@@ -91,7 +91,7 @@ def _list_containers(logs: Path) -> dict[str, ContainerName]:
 
 
 def _list_folders(logs: Path) -> dict[str, PodFolder]:
-    """Return each pod's names, keyed by its UID, or nothing if the folders cannot be listed."""
+    """Return each pod's names, keyed by its UID, or {} if the folders cannot be listed."""
     matches = (_FOLDER.fullmatch(folder) for folder in _list_entries(logs))
     return {
         match[3]: PodFolder(namespace=match[1], pod=match[2], folder=logs / match[0])

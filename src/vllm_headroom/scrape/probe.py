@@ -22,8 +22,8 @@ probe's other files.
 """
 
 MAX_ENTRIES: Final = 4096
-"""The maximum number of entries in the folder. An engine leaves one file per process and run, and
-even hundreds of runs leave fewer files than this.
+"""The maximum number of entries in the folder. An engine leaves one file per process and run. Even
+hundreds of runs leave fewer files than this.
 """
 
 MAX_FILES: Final = 128
@@ -86,15 +86,15 @@ def read_regular_file(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) 
     Returns None if the file is gone, unreadable or too large, or if it was replaced by a link, pipe
     or device.
     """
-    # The engine's container may replace the file at any time, so links are not followed, and
-    # opening a pipe does not block.
+    # The engine's container may replace the file at any time. Therefore, links are not followed,
+    # and opening a pipe does not block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(folder / name, flags)
     except OSError:
         return None
     try:
-        # One byte more than allowed is read to detect a file that is too large.
+        # To detect a file that is too large, one byte more than allowed is read.
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return None
         content = os.read(descriptor, max_bytes + 1)
@@ -108,8 +108,8 @@ def read_regular_file(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) 
 class ProbeReader:
     """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a hung volume affects only this source.
 
-    The engine's container can write to the folder, so its content is limited in size, validated,
-    and trusted only for the engine's own memory. Files from an earlier boot are ignored.
+    The engine's container can write to the folder. The content is therefore limited in size,
+    validated, and trusted only for the engine's own memory. Files from an earlier boot are ignored.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from vllm_headroom.vocabulary import Reason, Source
 SHORTAGES: Final = frozenset(
     {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 )
-"""The error numbers that mean that the daemon has run out of threads, descriptors, ports or memory.
-The source itself may be working.
+"""The error numbers for a shortage of threads, descriptors, ports or memory in the daemon. The
+source itself may be working.
 """
 
 

@@ -245,7 +245,7 @@ def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
         yield f"tls_server_config.client_auth_type: {problem}"
     lowest_version = _choose(tls, "min_version")
     highest_version = _choose(tls, "max_version")
-    # A refused version is None here, and its line has already been yielded.
+    # A refused version is None here. Its line has already been yielded.
     if lowest_version and highest_version and lowest_version > highest_version:
         yield "tls_server_config.max_version: below min_version, which lets nobody in"
     if not (tls.get("cert_file") and tls.get("key_file")):
@@ -287,7 +287,7 @@ def _check_users(users: object) -> Iterator[str]:
         return
     for name, password_hash in users.items():
         if not isinstance(name, str):
-            # YAML reads `yes` as true, 007 as 7 and `~` as null, so the name would not be the
+            # YAML reads `yes` as true, 007 as 7 and `~` as null, so the name would differ from the
             # intended one.
             yield f"basic_auth_users.{name}: not a text, write the name in quotes"
         elif not _BCRYPT.fullmatch(str(password_hash)):

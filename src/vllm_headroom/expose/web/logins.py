@@ -14,8 +14,8 @@ from msgspec import Struct
 from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
-"""How long a login may wait for its check before the client gets status 429. A check of the usual
-cost takes 60 ms, so only many guesses from other clients can delay a login this long.
+"""How long a login may wait for its check before the client gets status 429. A check at the usual
+cost takes 60 ms, so only many guesses from other clients can cause such a delay.
 """
 
 REST_FACTOR: Final = 4
@@ -25,7 +25,7 @@ guesses use at most a fifth of a core.
 
 MOST_WAITING_LOGINS: Final = 256
 """If more logins than this are waiting, the one with the most mistakes is given up. The limit
-equals the maximum number of connections. If it were lower, logins would be given up early, and
+equals the maximum number of connections. With a lower limit, logins would be given up early, and
 their clients could guess again immediately.
 """
 
@@ -184,7 +184,7 @@ class Users:
     def _choose_next(self) -> _Login:
         """Return the next login to check: alternately the lowest-ranking one and the oldest one.
 
-        If only the rank counted, guessers could lock out a valid login from the same address.
+        If only the rank mattered, guessers could lock out a valid login from the same address.
         """
         is_turn_of_oldest = self._is_turn_of_oldest
         self._is_turn_of_oldest = not is_turn_of_oldest
@@ -260,7 +260,7 @@ def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
 
 
 def _is_right(password: bytes, password_hash: bytes) -> bool:
-    """Return whether the password matches the hash; False if it is not a bcrypt hash."""
+    """Return whether the password matches the hash, or False if this is not a bcrypt hash."""
     import bcrypt  # noqa: PLC0415 - most daemons have no users
 
     try:

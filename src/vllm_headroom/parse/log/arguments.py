@@ -70,7 +70,7 @@ NUMBER: Final = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:e-?\d{1,3})?")
 
 
 def read_arguments(text: str) -> dict[str, Scalar]:
-    """Return the arguments in `{'name': value, …}`, in `name=value, …` or in a call.
+    """Return the arguments in a mapping `{'name': value, …}`, a list `name=value, …` or a call.
 
     Only numbers, truth values, None and the texts of known arguments are kept. A list is kept only
     if it contains a single text and its argument is known. Other nested values are omitted.

@@ -83,7 +83,7 @@ TIME: Final = r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:
 """A time with its time zone, in the formats of Docker, the kubelet, and journald's short-iso."""
 
 CRI: Final = re.compile(rf"{TIME} (stdout|stderr) ([FP])(?::\S*)?(?: |$)")
-"""A line of /var/log/containers; P marks a line that continues in the stream's next line."""
+"""A line of /var/log/containers. P marks a line that continues in the stream's next line."""
 
 TIMESTAMP: Final = re.compile(rf"{TIME} ")
 """Output of kubectl logs --timestamps and docker logs --timestamps."""
@@ -180,8 +180,8 @@ class LineReader:
 
         The list is empty for an incomplete line, which is kept until its end arrives.
         """
-        # The first character rules out most formats, which saves time: a day of logs has millions
-        # of lines.
+        # The first character rules out most formats. This saves time, because a day of logs has
+        # millions of lines.
         beginning = text[0]
         if beginning == "{":
             return self._read_json(text, seconds, process)
@@ -189,8 +189,8 @@ class LineReader:
             match = CRI.match(text)
             if match is not None:
                 moment, stream, tag = match.groups()
-                # The runtime splits long lines: the last part has the tag F, all earlier parts have
-                # P.
+                # The runtime splits long lines. The last part has the tag F, and all earlier parts
+                # have P.
                 inner = self._join(stream, text[match.end() :], is_complete=tag == "F")
                 return [] if inner is None else [(inner, read_time(moment), process)]
             match = JOURNAL.match(text)
@@ -228,7 +228,7 @@ class LineReader:
         name = _find_text(document, PROCESS_FIELDS)
         if name is not None and PROCESS_NAME.fullmatch(name):
             process = name
-        # In Docker's JSON, a line that Docker has split does not end in a line break.
+        # In Docker's JSON, a line that was split does not end in a line break.
         if "stream" in document and "log" in document:
             joined = self._join(
                 str(document["stream"]), message, is_complete=message.endswith("\n")
@@ -317,7 +317,7 @@ def read_time(text: str | None) -> float | None:
 
 
 def _find_text(document: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return the first of the fields that contains text, or None if no field does."""
+    """Return the text in the first of these fields that contains text, or None if none does."""
     for name in names:
         value = document.get(name)
         if isinstance(value, str):

@@ -48,8 +48,8 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     remark: LogRemarkKind | None = None
     is_least: bool = False
-    """Whether the smallest figure, instead of the newest, is kept if a process writes several such
-    lines.
+    """If a process writes several such lines, whether the smallest figure is kept instead of the
+    newest.
     """
 
     is_part: bool = False

@@ -53,8 +53,8 @@ LARGEST_FIGURE: Final = 2.0**60
 """A figure above this (one exbibyte) cannot come from an engine."""
 
 SURVIVING_LOADS: Final = 2
-"""An engine has survived a failure if this many later load reports show that tokens were generated.
-The first report after a crash still covers some seconds before the crash.
+"""An engine has survived a failure if this many later load reports show generated tokens. The first
+report after a crash still covers some seconds before the crash.
 """
 
 PHASES: Final = list(StartPhase)
@@ -456,7 +456,7 @@ class _StartBuilder:
         if pattern is None and key not in self._frames:
             return []
         # These exceptions end a process on request. If the level is below ERROR, vLLM has caught
-        # the exception, as when it logs a missing module.
+        # the exception, for example when it logs a missing module.
         is_end_on_request = name in {"SystemExit", "KeyboardInterrupt", "CancelledError"}
         if is_end_on_request or message.is_below_error:
             self._frames.pop(key, None)
@@ -482,7 +482,7 @@ class _StartBuilder:
             figures = _read_figures(pattern.figures, match)
             if kind is LogFailureKind.GPU_OUT_OF_MEMORY:
                 refusal = read_refusal(match.string[match.start() :])
-        # These exceptions indicate the consequence in the server, not the cause in the engine core.
+        # These exceptions are consequences in the server. The cause is in the engine core.
         if exception in {"EngineDeadError", "AsyncEngineDeadError", "BrokenPipeError"}:
             kind = LogFailureKind.ENGINE_DIED
         failure = LogFailure(
@@ -513,8 +513,7 @@ class _StartBuilder:
         """Return the record of the start."""
         model = self._model
         for arguments in (self._arguments, self._config):
-            # The first of these names that is set is used, because each engine uses a different
-            # name.
+            # Each engine uses a different name, so the first name that is set is used.
             for name in ("model", "model_tag", "model_path"):
                 if model is None and isinstance(arguments.get(name), str):
                     model = str(arguments[name])
@@ -554,7 +553,7 @@ class _StartBuilder:
 
 
 def _read_figures(fields: tuple[tuple[str, float], ...], match: re.Match[str]) -> dict[str, float]:
-    """Return the figures in a line, omitting those that are missing or absurd."""
+    """Return the figures in a line, omitting missing and implausible ones."""
     figures: dict[str, float] = {}
     for (field, unit), text in zip(fields, match.groups(), strict=False):
         if text is None:
@@ -577,8 +576,8 @@ def read_refusal(text: str) -> Refusal:
     if reserved_bytes is not None and "allocated_bytes" in sizes:
         sizes["cached_bytes"] = max(0, reserved_bytes - sizes["allocated_bytes"])
     other_bytes = [_read_size(match) or 0 for match in OTHER_PROCESS.finditer(text)]
-    # In a container, the driver's pids differ from torch's, so the process itself is listed as one
-    # of the "others".
+    # In a container, the driver's pids differ from torch's. The process itself is then listed as
+    # one of the "others".
     if other_bytes and "process_bytes" not in sizes:
         largest_bytes = max(other_bytes)
         if largest_bytes >= sizes.get("allocated_bytes", 0):
@@ -607,7 +606,7 @@ def _find_failure(
 ) -> tuple[FailurePattern, re.Match[str]] | tuple[None, None]:
     """Return a message's pattern and the match, or (None, None) if no pattern matches."""
     patterns = FAILURES_BY_HEAD.get(text[:HEAD_CHARACTERS], ())
-    # The hint is a cheap check: most lines lack it and need not be compared with every pattern.
+    # This check is cheap. Most lines lack the hint and need not be compared with every pattern.
     if exception is not None or FAILURE_HINT.search(text):
         patterns += FAILURES_BY_HEAD[ANY_HEAD]
     for pattern in patterns:

@@ -56,7 +56,7 @@ sensors.
 
 _CARD_NAME: Final = re.compile(r"card\d+")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""The name of a PCI device's folder. Partitions are also listed as cards, but their device,
+"""The name of a PCI device's folder. Partitions are also listed as cards. Their device,
 `amdgpu_xcp_N`, provides no facts and does not match this pattern.
 """
 
@@ -99,8 +99,8 @@ class AmdCard(Struct, frozen=True, kw_only=True):
     name: str
     nodes: tuple[KfdNode, ...] | None
     """The card's KFD nodes. A partitioned card has several nodes. The tuple is empty if ROCm cannot
-    use the card. The value is None if KFD denies access, as in a container whose /dev does not
-    contain the card's device (kfd_topology.c).
+    use the card. The value is None if KFD denies access, for example in a container whose /dev
+    lacks the card's device (kfd_topology.c).
     """
 
 
@@ -178,7 +178,7 @@ def _find_name(path: str) -> str:
 def _read_nodes(sys: str, addresses: Collection[str]) -> KfdNodes:
     """Return KFD's nodes for the cards at these PCI addresses.
 
-    CPU nodes are left out, and so are nodes whose facts cannot be read or parsed.
+    CPU nodes and nodes whose facts cannot be read or parsed are left out.
     """
     nodes: defaultdict[str, list[KfdNode]] = defaultdict(list)
     is_any_hidden = False

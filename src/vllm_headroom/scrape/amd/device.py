@@ -40,7 +40,7 @@ DRI_FOLDER: Final = "/dev/dri/"
 GpuProcesses = tuple[GpuProcess, ...]
 
 ProcessTable = Mapping[str, GpuProcesses]
-"""The processes on each KFD node, keyed by its ID, or on each card, keyed by its PCI address."""
+"""The processes on each KFD node or card, keyed by the node's ID or the card's PCI address."""
 
 
 def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:
@@ -49,8 +49,8 @@ def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuRea
     Raises OSError if the card is gone or its memory cannot be read.
     """
     if card.nodes is not None and len(card.nodes) > 1:
-        # KFD keeps listing the nodes of a card that is gone, but this call raises OSError for such
-        # a card.
+        # KFD keeps listing the nodes of a card that is gone. For such a card, this call raises
+        # OSError.
         _read_vram(card, "total")
         return tuple(
             _read_partition(card, index, position, node, context)
@@ -103,7 +103,7 @@ def _read_unified_memory(card: AmdCard, limit_bytes: int, proc: Path) -> GpuMemo
     """Return the memory of an integrated GPU (APU) that uses the machine's memory.
 
     The GPU can use up to `limit_bytes` of the machine's memory (amdgpu_ttm_init). Returns None if
-    it is unknown how much memory the machine has, or how much of it the GPU uses.
+    the size of the machine's memory or the GPU's use of it is unknown.
     """
     machine = read_machine(proc)
     granted_bytes = read_number_file(f"{card.folder}/mem_info_gtt_used")
@@ -171,14 +171,14 @@ def _build_memory(
 
 
 class ReadContext:
-    """The data that all readings of one scrape share: peaks, and processes that hold GPU memory.
+    """The data shared by all readings of one scrape: peaks, and processes that hold GPU memory.
 
     There are two sources for the processes. KFD has a folder for each compute process, with the
     number of bytes that the process holds on each node. Every user can read this folder. The
-    folder's name is the pid in the machine's initial PID namespace, so only a daemon in that
-    namespace can use the folder. If KFD's pids are unusable or nodes are hidden, the processes are
-    found through their open files in /proc. Only users that may trace a process can read its open
-    files, which show cards but not partitions.
+    folder's name is the pid in the machine's initial PID namespace. Only a daemon in that namespace
+    can use the folder. If KFD's pids are unusable or nodes are hidden, the processes are found
+    through their open files in /proc. Only users that may trace a process can read its open files,
+    which show cards but not partitions.
     """
 
     def __init__(

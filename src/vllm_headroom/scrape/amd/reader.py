@@ -55,7 +55,7 @@ def explain_error(error: OSError) -> Failure:
 
 
 class Amd:
-    """Reads all cards that amdgpu drives, on a separate thread in case a faulty driver blocks.
+    """Reads all AMD cards on a separate thread, because a faulty driver may block.
 
     Indices follow the order of PCI addresses. A card keeps its index, and a card that is gone stays
     listed as failed.
@@ -146,7 +146,8 @@ class Amd:
         )
         if topology != self._topology:
             self._topology = topology
-            # Known cards keep their position, which is their index, even if they are gone.
+            # Known cards keep their positions even if they are gone, because a card's position is
+            # its index.
             self._cards = self._cards | find_cards(self._sys)
 
     def _build_failed(self, card: AmdCard, index: int, failure: Failure) -> tuple[GpuReading, ...]:

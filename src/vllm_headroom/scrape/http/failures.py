@@ -80,7 +80,7 @@ def hide_secrets(url: httpx.URL) -> httpx.URL:
 def describe_answer(response: httpx.Response, url: str) -> str:
     """Return a clause such as "URL answers 404 Not Found".
 
-    The standard phrase for the status is used, because the received phrase may contain a secret.
+    The standard phrase for the status is used, because the server's phrase may contain a secret.
     """
     phrase = httpx.codes.get_reason_phrase(response.status_code)
     return f"{url} answers {response.status_code} {phrase}".strip()
@@ -126,8 +126,8 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
             return build_failure(
                 Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s"
             )
-        # The text of these errors is left out, because it quotes the received bytes or the header,
-        # which may contain a secret.
+        # These errors quote the received bytes or the header, which may contain a secret, so their
+        # text is left out.
         case httpx.LocalProtocolError():
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
         case httpx.RemoteProtocolError() | httpx.InvalidURL():

@@ -75,7 +75,7 @@ def is_here(host: str) -> bool:
         is_ipv6 = isinstance(address, ipaddress.IPv6Address)
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         # A socket can be bound only to an address of this machine. With a datagram socket and port
-        # 0, binding succeeds regardless of which ports are in use, and no listening port is opened.
+        # 0, no listening port is opened, and binding succeeds regardless of the ports in use.
         with socket.socket(family, socket.SOCK_DGRAM) as datagram_socket:
             datagram_socket.bind((host, 0))
     except (OSError, ValueError):
@@ -96,9 +96,8 @@ class PageReader:
     Files are read and host names are resolved on a separate thread, because both operations may
     hang. The token in `bearer_token_file` replaces the URL's user and password. It is read for each
     request, because tokens may be rotated. `ca_file` replaces the default authorities. `max_bytes`
-    limits the size of the page, and `timeout_seconds` the duration of the whole request. While
-    `is_gone` returns True, nothing is sent, because the address may already belong to another
-    server.
+    limits the size of the page. `timeout_seconds` limits the duration of the whole request. Nothing
+    is sent while `is_gone` returns True, because the address may already belong to another server.
     """
 
     def __init__(
@@ -224,7 +223,7 @@ class PageReader:
         return [socket_address[:2] for *_, socket_address in entries]
 
     async def _read_file(self, read: Callable[[], T], trouble: str) -> T:
-        """Run `read` on the thread, and return what it returns or raise what it raises.
+        """Run `read` on the thread, and return its result or raise its error.
 
         If reading takes longer than _FILE_SECONDS, raises UnusableCredentials with a message that
         begins with `trouble`. Raises TimeoutError while an earlier call is stuck.
@@ -271,7 +270,7 @@ SILENCES: Final = NO_ANSWER_REASONS | {Reason.UNREACHABLE}
 """The reasons reported if nothing responds at all."""
 
 MOST_REQUESTS: Final = 10**6
-"""A larger number of requests is not plausible, because no server handles that many."""
+"""No server handles more requests than this, so a larger number is ignored."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
 """The reasons reported if the server does not have the requested path. vLLM provides `is_sleeping`
@@ -311,7 +310,7 @@ class ServerRequest(Struct, frozen=True, kw_only=True):
 
 
 def _judge_answers(health: Reply | Failure, *others: Reply | Failure) -> ServerAnswer:
-    """Return the server's state, from the responses to a health check and two other requests."""
+    """Determine the server's state from the responses to a health check and two other requests."""
     if _is_ok(health):
         return ServerAnswer.HEALTHY
     if _reports_death(health, others):
@@ -378,8 +377,8 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
         """Return whether the engine completes one token; never raise.
 
         Returns False if the server accepts the connection but does not respond, or responds with a
-        status of 500 or higher. Returns None if the outcome proves nothing: the engine is asleep,
-        or the server refuses the request or the connection.
+        status of 500 or higher. Returns None if the outcome proves nothing, because the engine is
+        asleep, or because the server refuses the request or the connection.
         """
         # A sleeping engine must not get a request. The metrics page cannot rule out that the engine
         # is asleep. The page may have been fetched earlier, and before vLLM 0.11.1, it does not

@@ -44,7 +44,7 @@ class PageTransport(httpx.AsyncBaseTransport):
     httpx's own asynchronous transport uses almost three times as much CPU. Cookies, redirects and
     proxies are not supported. `tls` verifies the server; `tls` is None for plain http. Requests
     that follow each other within _MOST_IDLE_SECONDS share a connection. The connection is dropped
-    as soon as unrequested bytes arrive, so that a response is never mistaken for the response to
+    as soon as unrequested bytes arrive. Otherwise, a response could be mistaken for the response to
     another request.
     """
 

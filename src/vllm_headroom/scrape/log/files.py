@@ -15,7 +15,7 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 MOST_BYTES: Final = 2 * 2**20
-"""The maximum number of bytes read at a time. Reading them takes 0.07 s of CPU, and no engine
+"""The maximum number of bytes read at a time. Reading them takes 0.07 s of CPU time, and no engine
 writes this much in one tick.
 """
 

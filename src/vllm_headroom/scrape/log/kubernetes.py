@@ -165,7 +165,7 @@ class PodLog:
 
 
 def _build_time_key(line: str) -> str:
-    """Return a sort key for a line's timestamp, in which Go leaves out trailing zeros."""
+    """Return a sort key for a line's timestamp, from which Go omits trailing zeros."""
     time, _, _ = line[:LONGEST_TIME].partition(" ")
     # Without the Z, a shorter fraction is a prefix of a longer one and sorts before it.
     return time.rstrip("Z")

@@ -60,8 +60,8 @@ MAX_MILLIWATTS: Final = 10_000_000
 MAX_PERCENT: Final = 100
 
 MIN_LIST_AGE_SECONDS: Final = 1.0
-"""The minimum time between two process lists. Listing processes takes 4.5 ms, 400 times as long as
-reading memory info (flightlessmango/MangoHud#2104), and holds the driver's lock.
+"""The minimum time between two process lists. Listing processes holds the driver's lock and takes
+4.5 ms, which is 400 times as long as reading memory info (flightlessmango/MangoHud#2104).
 """
 
 
@@ -89,8 +89,7 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     index: int
     """The index of the GPU in NVML."""
     ecc: tuple[bool, bool] | None = None
-    """Whether error correction (ECC) is enabled now, and whether it will be enabled after the next
-    reset.
+    """Whether error correction (ECC) is enabled now, and whether it will be after the next reset.
     """
     row_remap_pending: bool | None = None
     """Whether rows will be remapped at the next reset."""
@@ -210,8 +209,8 @@ class Session:
     ) -> T | None:
         """Return a fact about the device `uuid` by calling an NVML function.
 
-        Returns None if the device does not provide the fact at the moment, or has refused it
-        before. After a refusal, only essential facts are queried again.
+        Returns None if the device does not provide the fact at the moment, or has refused to
+        provide it before. After a refusal, only essential facts are queried again.
 
         Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, "unknown
         error" also raises NVMLError, although healthy devices occasionally return it.
@@ -228,8 +227,8 @@ class Session:
             if is_blocked or error.value in LOST_CODES | DRIVER_WIDE_CODES:
                 raise
             if error.value in REFUSAL_CODES:
-                # If the device has provided the fact before, the entry stays None, because the
-                # refusal may be temporary.
+                # If the device has provided the fact before, the refusal may be temporary, so the
+                # entry stays None.
                 self._refusals.setdefault((uuid, fact), error.value)
             return None
         self._refusals[uuid, fact] = None
@@ -243,7 +242,7 @@ class Session:
         self.peaks.pop(uuid, None)
 
     def is_unsupported(self, uuid: str, fact: str) -> bool:
-        """Return whether the device reported the fact as not supported and never provided it."""
+        """Return whether the device reported the fact as unsupported and has never provided it."""
         return bool(self._refusals.get((uuid, fact)) == pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
@@ -271,7 +270,7 @@ class NvmlDevice:
         """The last process list of each of `parts`."""
 
     def call(self, method: "Callable[[NvmlDevice], T]") -> T:
-        """Call a method of this device, and return what it returns or raise what it raises.
+        """Call a method of this device, and return its result or raise its error.
 
         If an error means that the GPU is lost, `lost_code` is set.
         """

@@ -26,8 +26,8 @@ LOST_CODES: Final = frozenset(
         pynvml.NVML_ERROR_GPU_NOT_FOUND,
     }
 )
-"""The error codes after which the device's handle must not be used again, because using it has
-crashed processes (XuehaiPan/nvitop#139, #145).
+"""The error codes after which the device's handle must not be used again. Using it has crashed
+processes (XuehaiPan/nvitop#139, #145).
 """
 
 BLOCKED_CODES: Final = frozenset({pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_OPERATING_SYSTEM})
@@ -101,19 +101,19 @@ _DEVICE_MESSAGES: Final = {
 
 
 def explain_source(cause: Reason | int) -> Failure:
-    """Return the failure of NVML as a whole for a reason or an NVML error code."""
+    """Return the failure of NVML as a whole, given a reason or an NVML error code."""
     return _explain(cause, _SOURCE_REASONS, _SOURCE_MESSAGES)
 
 
 def explain_device(cause: Reason | int) -> Failure:
-    """Return the failure of one device for a reason or an NVML error code."""
+    """Return the failure of one device, given a reason or an NVML error code."""
     return _explain(cause, _DEVICE_REASONS, _DEVICE_MESSAGES)
 
 
 def _explain(
     cause: Reason | int, reasons: Mapping[int, Reason], messages: Mapping[Reason, str]
 ) -> Failure:
-    """Return the failure for a reason or an NVML error code; unknown codes map to DRIVER_ERROR."""
+    """Return the failure for a reason or an NVML error code. Unknown codes map to DRIVER_ERROR."""
     if isinstance(cause, Reason):
         return Failure(source=Source.NVML, reason=cause, message=messages[cause])
     reason = reasons.get(cause, Reason.DRIVER_ERROR)

@@ -32,9 +32,7 @@ FIRST_BACKOFF_SECONDS: Final = 1.0
 """The pause between the first two inits of a failed driver. The pause doubles each time."""
 
 RETRY_SECONDS: Final = 60.0
-"""The longest pause between two inits of a failed driver, and between two inits that search for a
-lost GPU.
-"""
+"""The longest pause between two inits, whether of a failed driver or in search of a lost GPU."""
 
 SHUTDOWN_SECONDS: Final = 0.2
 """The time limit for shutting NVML down. The limit for the entire exit is one second."""
@@ -163,7 +161,7 @@ class Nvml:
         `deadline` is a time on the event loop's clock. Raises any unexpected error of the init, and
         OSError if no thread can be started. Returns a Failure in three cases:
         - The last init failed.
-        - So many calls are stuck that the driver counts as blocked.
+        - So many calls are stuck that the driver is regarded as blocked.
         - NVML did not respond before `deadline`.
         """
         now_seconds = self._monotonic()
@@ -214,8 +212,8 @@ class Nvml:
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         readings = self._complete(outcomes)
         self._transitions.report(readings)
-        # A lost GPU gets a new handle only from another init, which invalidates the handles of all
-        # GPUs.
+        # A lost GPU gets a new handle only from another init. The init invalidates the handles of
+        # all GPUs.
         if any(_is_failed(reading.failure, Reason.DEVICE_LOST) for reading in readings):
             retry_at_seconds = self._monotonic() + RETRY_SECONDS
             self._reopen_at_seconds = min(self._reopen_at_seconds, retry_at_seconds)
@@ -396,8 +394,8 @@ class Lane:
         Calls that were not made or did not return in time are left out. `deadline` is a time on the
         event loop's clock. A call may take `limit_seconds`, but at most half of the time left until
         the deadline. The last call may use all of the time left. A call that takes longer, or is
-        running when this method is cancelled, counts as stuck. Raises OSError if no thread can be
-        started.
+        running when this method is cancelled, is regarded as stuck. Raises OSError if no thread can
+        be started.
         """
         outcomes: dict[str, T | Exception] = {}
         stuck_subjects = self.stuck_subjects

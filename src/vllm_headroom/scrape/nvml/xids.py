@@ -8,7 +8,7 @@ from typing import Any, Final
 import pynvml
 
 Handle = Any
-"""NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
+"""NVML's pointer to a device. It is valid until NVML is shut down or the device is lost."""
 
 XidKind = tuple[int, int]
 """An XID and the number of the affected MIG instance. If NVML does not report an instance, the

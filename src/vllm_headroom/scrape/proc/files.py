@@ -30,7 +30,7 @@ always the name.
 
 KTHREADD_PID: Final = 2
 """The parent of all kernel threads, which have no command line. Any other process has a command
-line, except during exec, when its name has already been set.
+line, except for a moment during exec.
 """
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
@@ -65,7 +65,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     started_seconds: float
     """When the process started, in seconds since boot."""
     command: CommandLine = ()
-    """The process's command line, or the title that replaces it, or the name if there is no command
+    """The process's command line, the title that replaces it, or the name if there is no command
     line.
     """
     name: str = ""
@@ -197,10 +197,10 @@ def read_entry(
 ) -> ProcEntry | None:
     """Return the process, or None if it has exited or is a zombie.
 
-    `previous` is the last result for this pid. It is returned again if the process and its command
-    line cannot have changed. Also returns None if the process cannot be read for another reason.
-    However, raises OSError if the daemon lacks a resource, or if the process belongs to the engine
-    (`is_engine`). In these cases, the process may still be running.
+    `previous` is the last result for this pid. It is returned again if neither the process nor its
+    command line can have changed. Also returns None if the process cannot be read for another
+    reason. However, raises OSError if the daemon lacks a resource, or if the process belongs to the
+    engine (`is_engine`). In these cases, the process may still be running.
     """
     try:
         stat = _read_stat(proc, pid)
@@ -217,7 +217,7 @@ def read_entry(
 
 
 def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
-    """Return whether it is certain that this is the same process with the same command line."""
+    """Return whether this is certainly the same process with the same command line."""
     if process.name != previous.name or process.identity != previous.identity:
         return False
     if process.family != previous.family:
@@ -271,7 +271,7 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
 def _read_stat(proc: Path, pid: int) -> ProcStat:
     """Read a process's stat file (see proc(5)).
 
-    Raises OSError if the file cannot be read, and ValueError if the file is incomplete or has a
+    Raises OSError if the file cannot be read. Raises ValueError if the file is incomplete or has a
     number that the kernel does not write.
     """
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")

@@ -192,8 +192,8 @@ def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
     """Return the folder of the reader's cgroup namespace, `levels` levels below a mount point.
 
     The folder is searched for only once, because a namespace never moves and a node has hundreds of
-    cgroups. Returns None if no folder lists the daemon's process, as happens when its pid belongs
-    to another PID namespace.
+    cgroups. Returns None if no folder lists the daemon's process, for example because its pid
+    belongs to another PID namespace.
     """
     own_pid = str(read_own_pid(proc)).encode()
     for folder in mount_path.glob("/".join(["*"] * levels)):
@@ -396,8 +396,8 @@ def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
 
     Parts that the kernel does not count are left out.
     """
-    # smaps_rollup is not read, because the kernel walks the page tables while holding the lock that
-    # the engine needs to map memory. If weights are mapped, this takes seconds.
+    # smaps_rollup is not read. To write it, the kernel walks the page tables while holding the lock
+    # that the engine needs to map memory. If weights are mapped, this takes seconds.
     status = _read(proc / str(pid) / "status")
     parts_bytes = {}
     for name, field in _STATUS_FIELDS.items():
@@ -425,7 +425,7 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
     """Return the size and free space of the process's /dev/shm, or None if unknown.
 
     The file system is read through the process's root. If access to the root is denied, the
-    daemon's own /dev/shm is read instead, but only if it is the same device.
+    daemon's own /dev/shm is read, provided that it is the same device.
     """
     shm = read_shm(proc / str(pid) / "root" / SHM_FOLDER)
     if shm is not None:

@@ -1,4 +1,4 @@
-"""Build human-readable names for processes, from the program, the pid, and the pod or unit."""
+"""Build human-readable names of processes from the program, the pid, and the pod or unit."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -19,8 +19,8 @@ _GLOBAL_SCOPE: Final = "00"
 """The scope in net/if_inet6 of an address that other machines can reach."""
 
 _MAX_BYTES: Final = 2**20
-"""The maximum number of bytes read from a file. The kernel lists listening sockets first, and this
-is enough for 7,000 of them.
+"""The maximum number of bytes read from a file. The kernel lists listening sockets first. This
+limit is enough for 7,000 of them.
 """
 
 _DEFAULT_DESTINATION: Final = "00000000"

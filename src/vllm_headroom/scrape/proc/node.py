@@ -40,8 +40,8 @@ sidecar.
 """
 
 RESCAN_SECONDS: Final = 15.0
-"""Every process is read again within this time, as in Processes. This is necessary because a
-process is moved into its container's cgroup, and sets its title, only after it has started.
+"""Every process is read again within this time, as in Processes. A process is moved into its
+container's cgroup, and sets its title, only after it has started.
 """
 
 MOST_NODE_ENGINES: Final = 64
@@ -58,7 +58,7 @@ class LocatedEngine(Struct, frozen=True, kw_only=True):
 
     kind: EngineKind
     key: str
-    """Identifies the engine as long as its pod or unit exists, even across restarts."""
+    """Identifies the engine across restarts, as long as its pod or unit exists."""
     owner_key: str
     """The key of the pod or unit to which the engine's processes belong."""
     name: EngineName
@@ -106,8 +106,8 @@ class NodeProcesses:
         self._names = ContainerNames(usual_container, container_logs, pod_logs)
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
-        # There are two threads, because reading a command line may hang if a driver is stuck,
-        # whereas reading a cgroup does not.
+        # There are two threads. Reading a command line may hang if a driver is stuck, whereas
+        # reading a cgroup does not.
         self._scanner = Worker[None]("node")
         self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
         self._machine = MachineReading()
@@ -265,7 +265,7 @@ class NodeProcesses:
         identity = identify_network(self._proc, pid)
         if identity is None:
             return read_network(self._proc, pid)
-        # Reading a network takes milliseconds in the kernel, which walks the connections of the
+        # Reading a network takes milliseconds, because the kernel walks the connections of the
         # whole machine.
         if identity not in self._networks:
             self._networks[identity] = read_network(self._proc, pid)

@@ -58,8 +58,8 @@ INIT_PID: Final = 1
 
 EXACT_START_SECONDS: Final = 0.2
 """Start times that differ by at most this much are treated as equal, because the kernel counts in
-hundredths of a second. A larger difference may mean that the clock was set. In that case, having
-the same port is stronger evidence than the start time.
+hundredths of a second. A larger difference may mean that the clock was set. In that case, the port
+is stronger evidence than the start time.
 """
 
 _WAITS_SECONDS: Final = 4.0
@@ -71,8 +71,8 @@ RAY_TITLE: Final = "ray::"
 """The prefix of the process titles of Ray's actors."""
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
-"""Shells that run a container's entrypoint. A shell adopts the processes left behind by a server in
-its process group, but is never an engine itself.
+"""Shells that run a container's entrypoint. A shell adopts the processes that a server in its
+process group leaves behind, but is never an engine itself.
 """
 
 
@@ -86,8 +86,8 @@ class Scope(Struct, frozen=True, kw_only=True):
     visible_pids: frozenset[int]
     """The pids of all processes on the machine."""
     own_pids: frozenset[int]
-    """The pids of the processes in the engine's pod or unit, which are the ones that a sidecar in
-    the pod would see.
+    """The pids of the processes in the engine's pod or unit. A sidecar in the pod would see the
+    same processes.
     """
     list_waits: ListWaits
     """Lists the waiting requests, like `connections.list_waits`."""
@@ -120,8 +120,8 @@ class PageState(Struct, frozen=True, kw_only=True):
     is_answered: bool = False
     """Whether an engine responds on the port."""
     server_start_seconds: float | None = None
-    """When the server of the page started, in seconds since boot, or None if the page does not show
-    it.
+    """When the page's server started, in seconds since boot, or None if the page does not show
+    this.
     """
     is_maybe_other_pods: bool = False
     """Whether the request failed while processes of other pods were visible. If so, the only
@@ -161,8 +161,8 @@ class Candidate(Struct, frozen=True, kw_only=True):
     servers: frozenset[ProcIdentity]
     """The roots and the API servers directly below them. Any of these may serve the page."""
     starts_seconds: tuple[float, ...]
-    """The start times of its servers and of its first root's parent, in seconds since boot. The
-    page may show any of these times.
+    """The start times of the engine's servers and of its first root's parent, in seconds since
+    boot. The page may show any of these times.
     """
     served_port: ServedPort
 
@@ -182,8 +182,8 @@ class Rank(NamedTuple):
 
     start_match: StartMatch = StartMatch.NONE
     has_port: bool = False
-    """Whether the engine has the page's port and can listen on it, or has the port of the last
-    certain choice.
+    """Whether the engine has the page's port and can listen on it. Also true if the engine has the
+    port of the last certain choice.
     """
     closeness: float = -inf
     """The negated difference between the start times of engine and page, in seconds, or -inf if
@@ -445,7 +445,7 @@ class Processes:
         return tuple(processes)
 
     def _may_concern_engine(self, process: ProcEntry) -> bool:
-        """Return whether a process, old or new, may affect the choice of the engine.
+        """Return whether a process may affect, or may have affected, the choice of the engine.
 
         This is the case if the process, or an ancestor or descendant of it, is or was part of an
         engine.
@@ -794,8 +794,8 @@ def choose_roots(
     )
     # The only visible engine may belong to another pod, so wait until the page responds.
     is_guess = page.is_maybe_other_pods and is_first_choice and not is_certain
-    # If there is only one engine, Ray's actors belong to it. If there are several, it is unknown
-    # which of them the actors belong to.
+    # If there is only one engine, Ray's actors belong to it. If there are several engines, it is
+    # unknown to which of them the actors belong.
     has_unowned_actors = bool(ray_actors) and len(candidates) > 1
     if len(best_candidates) != 1 or is_guess or has_unowned_actors:
         # If there is no other engine and something is listening, the actors are the engine.
@@ -873,8 +873,8 @@ def _list_root_processes(candidates: Iterable[Candidate]) -> frozenset[ProcIdent
 def _find_tops(entries: ProcEntries) -> list[int]:
     """Return the sorted pids of engine processes that have no engine process as an ancestor.
 
-    A supervisor that only starts ranks does not count as an engine process. Each of its ranks is an
-    engine with its own port.
+    A supervisor that only starts ranks is not regarded as an engine process. Each of its ranks is
+    an engine with its own port.
     """
     engine_pids = {
         pid
@@ -928,7 +928,7 @@ def _is_api_server(process: ProcEntry) -> bool:
 
 
 def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedPort) -> Candidate:
-    """Return an engine with its servers and their start times, which a page may show."""
+    """Return an engine with its servers, and with the start times that its page may show."""
     root_processes = [entries[pid] for pid in roots]
     servers = list(root_processes)
     for process in entries.values():

@@ -37,9 +37,9 @@ _HUB_PLACES: Final = (
     ("HOME", _HUB_FOLDER),
     ("", f"root/{_HUB_FOLDER}"),
 )
-"""Where Hugging Face's cache may be. Each entry is an environment variable of the server that names
-a folder, and a path below that folder. Without a variable (""), the path is below the root of the
-server's file system. The first place that contains the model is used.
+"""Where Hugging Face's cache may be. Each entry consists of a server's environment variable, which
+names a folder, and a path below that folder. Without a variable (""), the path is below the root of
+the server's file system. The first place that contains the model is used.
 """
 
 
@@ -89,8 +89,8 @@ class ServedModel:
         """Return the bytes per token of the engine's model; never wait.
 
         A search begins for each new run. If a search finds no configuration, the next one begins
-        _RETRY_SECONDS later. Returns None until the configuration has been read, and also if it
-        does not determine the bytes.
+        _RETRY_SECONDS later. Returns None until the configuration has been read, or if it does not
+        determine the bytes.
         """
         if not isinstance(processes, Failure):
             # If reading /proc failed, the last run remains valid.

@@ -36,7 +36,7 @@ class ServerKind(Struct, frozen=True, kw_only=True):
     page_path: str = "/metrics"
     """The path of the server's metrics page."""
     options_hiding_port: frozenset[str] = frozenset()
-    """With one of these options and without a port option, the port is unknown."""
+    """The port is unknown if one of these options is set without a port option."""
     titles: tuple[tuple[str, Role], ...] = ()
     """The title prefixes of the server's processes, with their roles. Like process names, they have
     at most 15 characters. The first match is used.

@@ -59,7 +59,7 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
                 if mapping is None:
                     continue
                 kind = _find_kind(mapping[1].decode(errors="replace"))
-                # A process may map thousands of files, so those beyond the limit are summed up.
+                # A process may map thousands of files. Those beyond the limit are added up.
                 if kind not in sizes_bytes and len(sizes_bytes) >= _MAX_KINDS:
                     kind = _OTHER_FILES
                 if time.monotonic() > deadline:
@@ -80,7 +80,7 @@ def _find_kind(path: str) -> str:
 
 
 def find_growth(earlier: KindSizes, later: KindSizes) -> KindSizes:
-    """Return by how many bytes each kind has changed, sorted with the largest growth first.
+    """Return the change of each kind in bytes, with the largest growth first.
 
     A kind that shrank has a negative change; kinds whose size is unchanged are left out.
     """
