@@ -335,8 +335,8 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """The root processes of all other engines."""
 
     ports: frozenset[int] = frozenset()
-    """The ports on the command lines of all visible engines. If an engine is chosen, this is only
-    its port.
+    """The ports on the command lines of all visible engines. If an engine is chosen, only its port
+    is included.
     """
 
     orphans: frozenset[int] = frozenset()

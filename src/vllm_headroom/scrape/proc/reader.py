@@ -51,7 +51,7 @@ HIDDEN: Final = Failure(
 )
 """The result if /proc may hide the engine's processes. An empty list of processes would mean that
 the engine is down. Therefore, an empty list is returned only if the engine was visible before and
-pid 1 still is.
+pid 1 is still visible.
 """
 
 INIT_PID: Final = 1
