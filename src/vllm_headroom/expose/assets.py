@@ -95,7 +95,7 @@ th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--
 }
 """)
 PAGE_STYLE: Final = f"{STYLE}{THEME_RULES}{_HEAD_RULES}{_LEVEL_RULES}{_BODY_RULES}"
-"""The page's entire style. Of two rules with the same specificity, the later one applies."""
+"""The page's entire style. If two rules have the same specificity, the later one applies."""
 
 SCRIPT: Final = """\
 (() => {

@@ -137,7 +137,7 @@ def draw_figures(
 
 
 def _render_legend(figure: str) -> str:
-    """Return the meaning of each kind of shape in a figure."""
+    """Return the legend, which explains each kind of shape in a figure."""
     entries = "".join(
         f"<span><i class={sample}></i>{meaning}</span>"
         for kind, sample, meaning in LEGEND

@@ -380,7 +380,7 @@ class Server:
             except OSError:  # There are no file descriptors left, or the client has left.
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
-            # Without a door, there is no handshake that could take long.
+            # Without a door, there is no slow handshake.
             if self._door is None:
                 await self._open(client)
                 continue

@@ -108,7 +108,7 @@ class SavedHistory(Struct, frozen=True, kw_only=True):
 
 
 class _Rings:
-    """The curves of the newest `points` steps.
+    """The curves over the newest `points` steps.
 
     Each curve is a ring of floats, in which NaN means that there is no value.
     """

@@ -18,7 +18,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     reason: Reason
     message: str
     http_status: int | None = None
-    """The HTTP status of the answer, if this status caused the failure."""
+    """The HTTP status of the response, if this status caused the failure."""
 
 
 class ReadingTime(Struct, frozen=True, kw_only=True):
@@ -295,7 +295,7 @@ def find_part(uuid: str) -> str:
     """Return the short name of the GPU part with this UUID, or "" for a whole GPU.
 
     The short name is the beginning of a MIG instance's UUID, or "partition" followed by the number
-    of an AMD partition. It distinguishes the parts of a GPU, which share the same index.
+    of an AMD partition. It distinguishes the parts of a GPU, which all have the same index.
     """
     part = _PART.fullmatch(uuid)
     if part is None:
@@ -343,8 +343,8 @@ class Device(Struct, frozen=True, kw_only=True):
 class GpuReading(Device, frozen=True, kw_only=True):
     """The reading of a whole GPU, a MIG instance or a partition of an AMD card.
 
-    A value that the device does not report is None. `index` is NVML's index, which all parts of a
-    GPU share. AMD cards are numbered after NVIDIA GPUs.
+    A value that the device does not report is None. `index` is NVML's index, and is the same for
+    all parts of a GPU. AMD cards are numbered after NVIDIA GPUs.
     """
 
     name: str

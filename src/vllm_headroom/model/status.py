@@ -294,7 +294,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     """When the run began, in seconds since the epoch."""
     restarts: int = 0
     exits: tuple[tuple[ExitReason, int], ...] = ()
-    """For each reason, how many runs have exited for that reason."""
+    """How many runs have exited for each reason."""
     exit_requests: float | None = None
     """The number of running and waiting requests on the last page before the last exit, or None if
     unknown.

@@ -221,7 +221,7 @@ def _find_value(
 
 
 def _find_text(fact: Fact, families: _Families) -> str | None:
-    """Return the text that all series share.
+    """Return the text that is the same in all series.
 
     Returns None if the texts differ or are empty, or if a series is an exception that applies only
     to a part of the engine.

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, of every vendor."""
+"""The GPUs of this machine, from all vendors."""
 
 import asyncio
 from collections.abc import Callable, Mapping

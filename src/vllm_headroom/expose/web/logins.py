@@ -41,8 +41,8 @@ hash of the login. Without the cache, each scrape and each repeated mistake woul
 """
 
 MOST_COUNTED_CLIENTS: Final = 1000
-"""The maximum number of counters of mistakes (our choice). Each client has a counter, and so has
-each name that a client tries. If there are more counters, all of them restart at zero.
+"""The maximum number of mistake counters (our choice). Each client has a counter, and so has each
+name that a client tries. If there are more counters, all of them restart at zero.
 """
 
 BCRYPT_BYTES: Final = 72

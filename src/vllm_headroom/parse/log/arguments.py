@@ -1,4 +1,4 @@
-"""The arguments and configuration that an engine logs, read without secrets."""
+"""The arguments and configuration that an engine logs, without secrets."""
 
 import re
 from collections.abc import Iterator
@@ -133,7 +133,7 @@ def _split_item(item: str) -> tuple[str, str, str]:
 
 
 def _keep(arguments: dict[str, Scalar], name: str, value: str) -> None:
-    """Add a value if it is allowed to be kept."""
+    """Add a value if it may be kept."""
     if value in {"True", "False"}:
         arguments[name] = value == "True"
         return

@@ -427,7 +427,7 @@ class _StartBuilder:
             lines[field] = line_number
 
     def _count_load(self, figures: dict[str, float]) -> None:
-        """Count load reports; discard failures after which the engine generated tokens."""
+        """Count load reports, and discard the failures that the engine has survived."""
         if not self._failures or not figures.get("generation_tokens_per_second"):
             return
         self._loads_since_failure += 1
@@ -571,7 +571,7 @@ def read_refusal(text: str) -> Refusal:
         size_bytes = _read_size(pattern.search(text))
         if size_bytes is not None:
             sizes[field] = size_bytes
-    # torch reports reserved and allocated memory; the difference is its cache.
+    # torch reports reserved and allocated memory. The difference is torch's cache.
     reserved_bytes = _read_size(RESERVED.search(text))
     if reserved_bytes is not None and "allocated_bytes" in sizes:
         sizes["cached_bytes"] = max(0, reserved_bytes - sizes["allocated_bytes"])

@@ -210,7 +210,7 @@ def _format_address(domain: int, location: int, addresses: Collection[str]) -> s
     function = location & 7
     device = f"{domain:04x}:{bus:02x}:{slot:02x}"
     address = f"{device}.{function}"
-    # If the card is partitioned, the function bits are the partition number.
+    # If the card is partitioned, the function bits contain the partition number.
     return address if address in addresses else f"{device}.0"
 
 

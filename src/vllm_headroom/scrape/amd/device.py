@@ -289,7 +289,7 @@ def _read_open_cards(process: str) -> dict[str, int]:
         size_kib = _parse_kib(facts.get("drm-memory-vram", ""))
         if size_kib is not None:
             client = facts.get("drm-pdev", ""), facts.get("drm-client-id", "")
-            # The client's other files repeat this value.
+            # The client's other files contain the same value.
             clients_bytes[client] = size_kib * KIB
     cards_bytes: defaultdict[str, int] = defaultdict(int)
     for (address, _), client_bytes in clients_bytes.items():

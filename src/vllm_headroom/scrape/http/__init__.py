@@ -1,1 +1,1 @@
-"""Fetch what the engine serves over HTTP."""
+"""Fetch the engine's pages over HTTP."""

@@ -93,8 +93,8 @@ def explain_status(response: httpx.Response, url: str) -> Failure:
     """
     answer = describe_answer(response, url)
     reason = _STATUS_REASONS.get(response.status_code, Reason.HTTP_STATUS)
-    # A redirect usually leads to a login page. The message contains its URL, so that the operator
-    # can see this.
+    # A redirect usually leads to a login page. The message contains the page's URL, so that the
+    # operator can see this.
     if reason is Reason.HTTP_STATUS and response.has_redirect_location:
         target = hide_secrets(httpx.URL(response.headers["Location"]))
         location = str(target)[:_MAX_LOCATION_CHARACTERS]

@@ -23,7 +23,7 @@ _PARTS_PER_TURN: Final = 64
 """After this many parts, which cost 0.5 ms, other tasks on the event loop get a turn."""
 
 _MOST_UNREAD_BYTES: Final = 128 * 2**10
-"""The number of bytes buffered before the server has to wait."""
+"""The number of unread bytes that are buffered before the server has to wait."""
 
 _MOST_IDLE_SECONDS: Final = 2.0
 """A connection is reused only if it has been idle for less than this. vLLM closes connections that
@@ -41,8 +41,8 @@ class TooManyParts(httpx.RemoteProtocolError):
 class PageTransport(httpx.AsyncBaseTransport):
     """Sends requests to one server, one after another.
 
-    httpx's own asynchronous transport uses almost three times as much CPU. Cookies, redirects and
-    proxies are not supported. `tls` verifies the server; `tls` is None for plain http. Requests
+    httpx's own asynchronous transport uses almost three times as much CPU time. Cookies, redirects
+    and proxies are not supported. `tls` verifies the server; `tls` is None for plain http. Requests
     that follow each other within _MOST_IDLE_SECONDS share a connection. The connection is dropped
     as soon as unrequested bytes arrive. Otherwise, a response could be mistaken for the response to
     another request.

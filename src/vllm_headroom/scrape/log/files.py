@@ -65,7 +65,7 @@ class ReadPosition(NamedTuple):
 class LogFiles:
     """Reads additions to the newest file that matches a path or a pattern, on a daemon thread.
 
-    The operator sets the pattern. The content may come from anyone, so it is returned as bytes.
+    The operator sets the pattern. The content may be arbitrary, so it is returned as bytes.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -195,7 +195,7 @@ def _open_regular(path: Path) -> int:
 
 
 def _is_truncated(descriptor: int, place: ReadPosition, size_bytes: int) -> bool:
-    """Return whether a file no longer contains what was read from it."""
+    """Return whether a file no longer contains what has been read from it."""
     if size_bytes < place.offset:
         return True
     begin = place.offset - len(place.fingerprint)

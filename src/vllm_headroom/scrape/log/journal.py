@@ -11,7 +11,7 @@ from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Source
 
 PAUSE_SECONDS: Final = 10.0
-"""The time between two calls to journalctl. Each call takes at least 20 ms of CPU."""
+"""The time between two calls to journalctl. Each call takes at least 20 ms of CPU time."""
 
 MOST_LINES: Final = 20_000
 """The first call reads this many of the newest lines, which is enough for a startup and a day under

@@ -167,7 +167,7 @@ class Session:
         return None if gpu_count else explain_source(Reason.NO_DEVICES)
 
     def _choose_memory_version(self) -> None:
-        """Choose the version of memory info, once per init, for all GPUs.
+        """Choose the version of memory info for all GPUs, once per init.
 
         In version 1, used memory includes reserved memory. If the versions alternated, used memory
         would jump.

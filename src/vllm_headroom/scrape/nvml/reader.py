@@ -205,7 +205,7 @@ class Nvml:
         # So many calls are stuck that the whole driver must be hanging.
         if self._lane.is_blocked:
             return _SILENT
-        # A single GPU that returns this error may be healthy. If all GPUs do, the driver has
+        # A single GPU that returns this error may be healthy. If all GPUs return it, the driver has
         # failed.
         if all(_is_failed(outcome, Reason.UNKNOWN) for _, outcome in outcomes):
             return self._mark_down(explain_source(Reason.UNKNOWN))

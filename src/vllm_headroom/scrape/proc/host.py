@@ -173,7 +173,7 @@ def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
     own_folder = _find_own_folder(proc, mount.path, root_names_above)
     if own_folder is None:
         return None
-    # The path goes up one parent for each `..`. `parents[0]` is one above the folder.
+    # The path goes up one parent for each `..`. `parents[0]` is directly above the folder.
     shared_folder = own_folder if names_above == 0 else own_folder.parents[names_above - 1]
     return shared_folder.joinpath(*names)
 

@@ -39,8 +39,8 @@ class Network(Struct, frozen=True, kw_only=True):
     """A network namespace."""
 
     addresses: tuple[Address, ...]
-    """The namespace's addresses, without loopback addresses. The address that is most suitable for
-    reaching the namespace comes first.
+    """The namespace's addresses, without loopback addresses. The most suitable address for reaching
+    the namespace comes first.
     """
     listening: frozenset[tuple[Address, int]]
     """The addresses and ports on which something is listening. An address may be unspecified, such
@@ -56,8 +56,8 @@ class Network(Struct, frozen=True, kw_only=True):
         """Return an address at which this process can reach a port, or None if there is none.
 
         `is_own` indicates whether this is the network namespace of this process. Other namespaces
-        cannot be reached at a loopback address. If nothing is listening on the port yet, the server
-        is expected to open the port on all addresses.
+        cannot be reached through a loopback address. If nothing is listening on the port yet, the
+        server is expected to open the port on all addresses.
         """
         bound = {address for address, bound_port in self.listening if bound_port == port}
         is_open = not bound or not bound.isdisjoint(_ANY_ADDRESS)

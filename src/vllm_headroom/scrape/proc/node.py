@@ -181,8 +181,8 @@ class NodeProcesses:
         """Return how many seconds each request to these ports has been waiting, or None if unknown.
 
         Only requests in the daemon's own network are visible. All requests are read once per scan,
-        because each reading walks the connections of the whole machine. This method runs on the
-        engines' threads.
+        because each reading walks the connections of the whole machine. This method may run on
+        several threads at once.
         """
         with self._waits_lock:
             if self._are_waits_due:

@@ -91,7 +91,7 @@ def read_options(command: CommandLine) -> EngineOptions | None:
         model = _find_positional_model(command)
         if model is not None:
             values["model"] = model
-    # The option's value is JSON with the connector's settings. The sizes are found by patterns.
+    # The option's value is JSON with the connector's settings. The sizes are found with patterns.
     connector = texts.get("kv_transfer_config", "")
     for name, pattern in _CONNECTOR_SIZES.items():
         sizes = pattern.findall(connector)

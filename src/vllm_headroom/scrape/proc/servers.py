@@ -257,7 +257,7 @@ def _find_rank_port(command: CommandLine, supervisor_command: CommandLine) -> in
     first_port = find_server_port(supervisor_command)
     local_ranks = _parse_count(sizes[-1]) if sizes else None
     if not command:
-        return None  # The rank is exiting: the kernel has released its command line's memory.
+        return None  # The rank is exiting, and the kernel has released its command line's memory.
     # The title ends with the rank's number across all nodes: VLLM::ExternalLBRank_5.
     global_rank = _parse_count(command[0].rpartition("_")[2])
     if first_port is None or not local_ranks or global_rank is None:
