@@ -22,6 +22,9 @@ _Job = tuple[Callable[[], T], "asyncio.Future[T]"]
 _SharedJob = tuple[Callable[[], Any], "asyncio.Future[Any]", "_Running[Any]"]
 """A call, the future that receives its outcome, and the call that its caller has running."""
 
+_Outcome = tuple["asyncio.Future[Any]", Any]
+"""A future, and what its call returned or raised."""
+
 
 class _Running(Generic[T]):
     """The current call on a worker's thread.
@@ -146,8 +149,9 @@ class SharedThread:
     async def _make_calls(self) -> None:
         """Make the calls until none is waiting; if a thread is stuck, continue on a new one."""
         while self._jobs:
+            outcomes: list[_Outcome] = []
             is_replaced = threading.Event()
-            run = partial(_run_shared_jobs, self._jobs, is_replaced)
+            run = partial(_run_shared_jobs, self._jobs, outcomes, is_replaced)
             try:
                 finished = self._worker.begin(run)
             except OSError as error:
@@ -158,10 +162,11 @@ class SharedThread:
                 waiting_count = len(self._jobs)
                 await asyncio.wait((finished,), timeout=TURN_SECONDS)
                 is_stuck = len(self._jobs) >= waiting_count and not finished.done()
+                _settle_all(outcomes)
             if is_stuck:
                 # The stuck thread ends when its call returns. The result is still used.
+                finished.add_done_callback(partial(_settle_stuck, outcomes))
                 is_replaced.set()
-                finished.cancel()
                 self._worker.stop()
                 self._worker = Worker(self._name)
 
@@ -193,17 +198,37 @@ class SharedCaller(Generic[T]):
             return await future
 
 
-def _run_shared_jobs(jobs: "deque[_SharedJob]", is_replaced: threading.Event) -> None:
-    """Make the calls that are waiting until none is left; runs as a call on the thread.
+def _run_shared_jobs(
+    jobs: "deque[_SharedJob]", outcomes: "list[_Outcome]", is_replaced: threading.Event
+) -> None:
+    """Make the calls that are waiting until none is left, and add their outcomes to `outcomes`.
 
-    Makes no further call once the thread has been replaced.
+    Runs as a call on the thread. Makes no further call once the thread has been replaced.
     """
     while not is_replaced.is_set():
         try:
             function, future, running = jobs.popleft()
         except IndexError:
             return
-        _run_job(function, future, running)
+        if future.cancelled():
+            continue
+        running.future = future
+        outcome = capture_outcome(function)
+        running.future = None
+        # The event loop is woken only once for all calls, because waking it costs more than a call.
+        outcomes.append((future, outcome))
+
+
+def _settle_all(outcomes: "list[_Outcome]") -> None:
+    """Set the results or errors of these futures; runs on the loop."""
+    while outcomes:
+        future, outcome = outcomes.pop()
+        _settle(future, outcome)
+
+
+def _settle_stuck(outcomes: "list[_Outcome]", _finished: "asyncio.Future[None]") -> None:
+    """Settle the futures of a thread that was stuck, once it has finished."""
+    _settle_all(outcomes)
 
 
 def _run_jobs(jobs: "SimpleQueue[_Job[T] | None]", running: "_Running[T]") -> None:

@@ -66,6 +66,8 @@ F = TypeVar("F")
 Timed = tuple[T, ReadingTime]
 """What was read, and how long it took to read."""
 
+ProcessTask = asyncio.Task[Timed[ProcessReadings | Failure]]
+
 Parse = Callable[[str], EnginePage | Failure]
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 """Returns the states that an earlier process saved and from which derivations continue, keyed by
@@ -97,6 +99,8 @@ class Sampler:
         self._canary = canary
         self._server_pages = server_pages
         self._parser = Worker[EnginePage | Failure]("parse")
+        self._process_task: ProcessTask | None = None
+        """The reading of the processes for the next tick, or None if it has not begun."""
         self._transitions = Transitions(rules.selection)
         self._evaluation = Evaluation(rules, self._run_guarded)
         self.latest: TickResult | None = None
@@ -113,6 +117,16 @@ class Sampler:
     def published(self) -> Published | None:
         """Return the newest tick's samples, or None before the first tick."""
         return None if self.latest is None else self.latest.published
+
+    def begin_processes(self) -> ProcessTask | None:
+        """Begin to read the processes for the next tick, and return the task that reads them.
+
+        Returns None before the first tick, which waits for the page before it reads the processes.
+        """
+        if self.latest is not None:
+            page = self.latest.snapshot.engines
+            self._process_task = asyncio.create_task(self._read_processes(page))
+        return self._process_task
 
     async def tick(self) -> TickResult:
         """Read all sources in parallel, evaluate the readings, and publish the result.
@@ -153,12 +167,16 @@ class Sampler:
                     Source.NVML, partial(self._sources.gpus.read, self._gpu_timeout_seconds)
                 )
             )
-            process_task = group.create_task(self._read_processes(engine_task))
+            process_task = self._process_task
+            self._process_task = None
+            if process_task is None:
+                process_task = group.create_task(self._read_processes_after(engine_task))
             probe_task = self._begin_optional(group, Source.PROBE, self._sources.probe)
             log_task = self._begin_optional(group, Source.LOG, self._sources.log)
         page, engine_time = engine_task.result()
         gpus, gpu_time = gpu_task.result()
-        processes, process_time = process_task.result()
+        # A reading that began before the tick is not in the group.
+        processes, process_time = await process_task
         reading_times = [engine_time, gpu_time, process_time]
         probe_files = None
         if probe_task is not None:
@@ -220,7 +238,7 @@ class Sampler:
         except OSError as error:
             return build_unavailable(Source.ENGINE, "the engine's page cannot be parsed", error)
 
-    async def _read_processes(
+    async def _read_processes_after(
         self, engine_task: asyncio.Task[Timed[EnginePage | Failure]]
     ) -> Timed[ProcessReadings | Failure]:
         """Read the engine's processes.
@@ -232,6 +250,10 @@ class Sampler:
             page, _ = await engine_task
         else:
             page = self.latest.snapshot.engines
+        return await self._read_processes(page)
+
+    async def _read_processes(self, page: EnginePage | Failure) -> Timed[ProcessReadings | Failure]:
+        """Read the engine's processes with the help of this page."""
         return await self._time_reading(
             Source.PROCESS, partial(self._sources.processes, self._gpu_timeout_seconds, page)
         )
@@ -358,6 +380,10 @@ class EngineWatch:
     def last_incident(self) -> LastIncident | None:
         """The newest incident on disk, or None without an incident or a configured folder."""
         return None if self._flight is None else self._flight.last
+
+    def begin_processes(self) -> ProcessTask | None:
+        """Begin to read the processes for the next sample; None before the first sample."""
+        return self._sampler.begin_processes()
 
     async def sample(self) -> TickResult:
         """Take one sample and add it to the history."""

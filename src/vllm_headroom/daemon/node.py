@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from vllm_headroom import catalog
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon import loop
-from vllm_headroom.daemon.engine_watch import EngineWatch
+from vllm_headroom.daemon.engine_watch import EngineWatch, ProcessTask
 from vllm_headroom.daemon.evict import Evictor
 from vllm_headroom.daemon.sources import Closable, GpuSource, close_all
 from vllm_headroom.derive.health import INITIAL, derive_health
@@ -51,6 +51,11 @@ new engines are watched later.
 LONG_SEARCH_SECONDS: Final = 15.0
 """A search for engines that takes longer than this is reported. If CPU is scarce, a search takes
 seconds.
+"""
+
+PROCESSES_SECONDS: Final = 0.25
+"""How long a tick waits for the processes of all engines before it requests their pages. Reading
+the processes of 16 engines takes 10 ms.
 """
 
 LAST_SAMPLE_SECONDS: Final = 300.0
@@ -173,9 +178,23 @@ class WatchedEngine:
         """Return the engine's names, which are the labels of its series."""
         return self.located.name
 
+    @property
+    def _is_sampling(self) -> bool:
+        """Return whether a sample is running."""
+        return self._sampling is not None and not self._sampling.done()
+
+    def begin_processes(self) -> ProcessTask | None:
+        """Begin to read the processes for the next sample.
+
+        Returns None before the first sample, and if the previous sample is still running.
+        """
+        if self._is_sampling:
+            return None
+        return self._context.run(self.watch.begin_processes)
+
     def begin_sample(self) -> None:
         """Begin a sample, unless the previous one is still running."""
-        if self._sampling is None or self._sampling.done():
+        if not self._is_sampling:
             self._sampling = self._start(self._guard(self._sample))
 
     def begin_eviction_turn(self, *, is_stale: bool) -> None:
@@ -353,6 +372,7 @@ class NodeWatch:
             # itself rarely collects objects this old (YOUNG_OBJECTS).
             gc.collect()
         await self._following_guard.run(self._follow_engines)
+        await self._read_processes()
         began_seconds = self._clock.monotonic()
         self._gpus.begin(self._gpu_timeout_seconds)
         for engine in self.engines.values():
@@ -360,6 +380,18 @@ class NodeWatch:
         gpus = await self._gpus.read(self._gpu_timeout_seconds)
         self.readings = self._derive(gpus, began_seconds)
         return gpus
+
+    async def _read_processes(self) -> None:
+        """Read the processes of all engines before the pages, but do not wait if one hangs.
+
+        The thread that reads /proc and the event loop compete for Python's lock at every system
+        call. If the event loop waits meanwhile, a tick with 16 engines takes a tenth less CPU time
+        (measured).
+        """
+        tasks = [engine.begin_processes() for engine in self.engines.values()]
+        begun_tasks = [task for task in tasks if task is not None]
+        if begun_tasks:
+            await asyncio.wait(begun_tasks, timeout=PROCESSES_SECONDS)
 
     async def sample_gpu_memory(self, timeout_seconds: float) -> None:
         """Read only the GPUs' used memory, for the flight record of each engine."""

@@ -23,6 +23,7 @@ from tests.logs import capture_logs
 from vllm_headroom import catalog, worker
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.config import Settings
+from vllm_headroom.daemon import node as node_module
 from vllm_headroom.daemon.app import build_engine_watch
 from vllm_headroom.daemon.engine_watch import EngineWatch
 from vllm_headroom.daemon.evict import Evictor
@@ -104,6 +105,10 @@ class Engine:
         self.requests = 0
         self.is_closed = False
         self.answer: Callable[[], Coroutine[Any, Any, str]] = self.serve
+        self.reads: list[str] = []
+        """What is read, in order; a test may share it between engines."""
+        self.hold: asyncio.Event | None = None
+        """Where set, the processes cannot be read before the event."""
 
     async def serve(self) -> str:
         return (
@@ -113,9 +118,13 @@ class Engine:
 
     async def fetch(self) -> str | Failure:
         self.requests += 1
+        self.reads.append(f"page {self.number}")
         return await self.answer()
 
     async def read_processes(self, _timeout: float, _page: EnginePage | Failure) -> ProcessReadings | Failure:
+        self.reads.append(f"processes {self.number}")
+        if self.hold is not None:
+            await self.hold.wait()
         core = EngineProcess(
             pid=100 * self.number + 1, role=Role.ENGINE_CORE, rss_bytes=GIB, started_at_seconds=1_700_000_000.0
         )
@@ -196,6 +205,14 @@ class World:
         published = self.node.build_published()
         assert published is not None
         return read(published.samples)
+
+    def scrape_times(self) -> dict[str | None, float]:
+        """Return when each engine was last sampled, by its pod."""
+        times: dict[str | None, float] = {}
+        for engine in self.node.engines.values():
+            assert engine.watch.published is not None
+            times[engine.name.pod] = engine.watch.published.monotonic_seconds
+        return times
 
     def states(self) -> set[str]:
         return {dict(labels).get("pod", "") for name, labels in self.scrape() if name == catalog.ENGINE_STATE.name}
@@ -518,6 +535,32 @@ def test_an_engine_whose_pod_is_gone_is_not_asked_because_its_address_may_be_ano
                 await close_all(*engine.resources)
             requests = len(server.requests)
         assert requests == 4, "a page and the three other pages of the server, before the pod was gone"
+
+    run(look)
+
+
+def test_the_processes_of_all_engines_are_read_before_their_pages_and_one_that_hangs_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look() -> None:
+        world = World(locate(1), locate(2))
+        first, second = world.engines[1], world.engines[2]
+        reads = first.reads = second.reads
+        await world.tick()
+        assert reads == ["page 1", "processes 1", "page 2", "processes 2"], "the first page helps to find the processes"
+        reads.clear()
+        await world.tick()
+        assert reads == ["processes 1", "processes 2", "page 1", "page 2"]
+
+        monkeypatch.setattr(node_module, "PROCESSES_SECONDS", 0.01)
+        first.hold = asyncio.Event()
+        for ticks in (3, 4):
+            await world.tick()
+            assert world.scrape_times() == {"llama-1": 1005.0, "llama-2": 1000.0 + 5 * (ticks - 1)}
+        first.hold.set()
+        await world.tick()
+        await world.tick()
+        assert set(world.scrape_times().values()) == {1025.0}
 
     run(look)
 
