@@ -43,8 +43,9 @@ def alerts_table() -> str:
 
 def _unnamed(summary: str) -> str:
     """Return what a summary says where no model's name is known, with "..." for a value."""
-    said = re.sub(r"\{\{ with .*?\{\{ else \}\}(.*?)\{\{ end \}\}", r"\1", summary)
-    return re.sub(r"\{\{.*?\}\}", "...", said)
+    # A lookup may have a second one as its alternative; the words are in the last alternative.
+    words = re.sub(r"\{\{ with .*?\{\{ else \}\}(?!\{\{ with)(.*?)(?:\{\{ end \}\})+", r"\1", summary)
+    return re.sub(r"\{\{.*?\}\}", "...", words)
 
 
 def engines_table() -> str:
