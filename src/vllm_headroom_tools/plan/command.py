@@ -117,8 +117,8 @@ field that the option overrides, and its meaning.
 """
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
-"""The size options that must be given if there is no model configuration, because they determine
-the size of the KV cache.
+"""The size options that determine the KV cache's size. They are required if there is no model
+configuration.
 """
 
 
@@ -144,12 +144,12 @@ def build_question(options: Namespace) -> Question:
     max_num_batched_tokens = options.max_num_batched_tokens
     max_num_seqs = options.max_num_seqs
     if max_num_seqs is None:
-        # If a batch size is given, it limits the default number of sequences, as in vLLM (0.33,
-        # engine/arg_utils.py).
+        # A given batch size limits the default number of sequences, as in vLLM 0.33
+        # (engine/arg_utils.py).
         batch_limit = max_num_batched_tokens or defaults.max_num_seqs
         max_num_seqs = min(defaults.max_num_seqs, batch_limit)
     if max_num_batched_tokens is None:
-        # Our choice: if only max_num_seqs is given, a batch has at least one token per request.
+        # If only max_num_seqs is given, assume at least one token per request in a batch.
         max_num_batched_tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
     max_model_len = options.max_model_len
     if max_model_len in (AUTO_LENGTH, None):
@@ -236,7 +236,7 @@ def _check_speculation(speculation: Speculation, release: Release) -> None:
 
 
 def _set_longest(shape: ModelShape, options: Namespace) -> ModelShape:
-    """Return the shape with the longest sequence that this vLLM release allows for the model."""
+    """Return the shape with the maximum length that this vLLM release allows for the model."""
     longest = shape.max_model_len
     if options.release.has_multiplied_yarn and shape.yarn_length is not None:
         longest = shape.yarn_length
@@ -261,7 +261,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
 
 
 def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace) -> Drafting:
-    """Return the model, including the parts that generate drafts if speculation is used."""
+    """Return the model with the parts that generate drafts, if there are any."""
     if speculation.has_own_heads:
         shape = shape.add_speculation(speculation.tokens)
     name = speculation.draft_name
@@ -304,7 +304,7 @@ def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
 
 
 def _read_shape(options: Namespace) -> ModelShape | str:
-    """Return the shape from the model's file and the size options, or a problem description."""
+    """Return the shape from the model's file and the size options, or the problem as text."""
     overrides = _read_overrides(options)
     if options.model is not None and options.model_config is None:
         if has_config_file(options.model):
@@ -345,7 +345,7 @@ def _read_overrides(options: Namespace) -> dict[str, Any]:
 
 
 def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str:
-    """Return the shape of a public model by name, or a text describing the problem."""
+    """Return the shape of the public model with this name, or the problem as text."""
     config = find_public_model(name)
     if isinstance(config, str):
         return f"--model {config}"
@@ -366,8 +366,8 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
-    # The weight files may have a different dtype from the one that is served, but the number of
-    # parameters can be derived from the size of the files.
+    # The files may store the weights in another dtype, but their size gives the number of
+    # parameters.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
     # If an option changes the quantisation, the size of the weight files no longer applies.
@@ -431,8 +431,7 @@ RELEASE_VALUE: Final = Value(
 PARAMETERS_PATTERN: Final = re.compile(r"(\d+|\d*\.\d+)([KMBT]?)", re.IGNORECASE | re.ASCII)
 PARAMETERS_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 PARAMETERS_LENGTH: Final = 20
-"""The maximum number of characters in a text such as 70.6B, which gives the number of parameters.
-"""
+"""The maximum number of characters in a parameter count such as 70.6B."""
 
 PARAMETERS_LIMIT: Final = 10**14
 """The largest accepted number of parameters: no model has more."""
@@ -463,7 +462,7 @@ CACHE_SIZE_VALUE: Final = Value(
 )
 
 OFFLOAD_LIMIT_GIB: Final = 2**20
-"""Our choice: a larger value in GiB is considered a mistake, such as a value given in bytes."""
+"""Our choice: a larger value in GiB is considered a mistake. It was probably given in bytes."""
 
 OFFLOAD_VALUE: Final = Value(
     read=bounded(parse_number, 0, OFFLOAD_LIMIT_GIB), accepts="a number of GiB, such as 10"
@@ -487,7 +486,7 @@ JSON_VALUE: Final = Value(
 
 
 def _parse_limits(text: str) -> dict[str, Any]:
-    """Parse vLLM's limits, written as JSON or in the older form image=1,video=0.
+    """Parse vLLM's limits per prompt, as JSON or in the older form image=1,video=0.
 
     Raises ValueError for any other text.
     """
@@ -876,7 +875,7 @@ def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -
 
 
 async def _size_live(options: Namespace) -> Report:
-    """Return the report on the sizes that suit the last day of traffic in a sidecar's history.
+    """Return the report on sizes, based on the last day of a sidecar's history.
 
     Raises BadInput if the sidecar does not answer.
     """

@@ -1,4 +1,4 @@
-"""Plan from a startup log, whose options and figures replace defaults and assumptions."""
+"""Options and figures from a startup log, which replace defaults and assumptions."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -78,7 +78,7 @@ example, CUDA sees 79.2 GiB of a card with 79.6 GiB.
 
 
 def choose_start(log: EngineLog) -> EngineStart:
-    """Return the latest start that shows its KV cache size; raise BadInput if none does."""
+    """Return the latest engine start that logged a KV cache size; raise BadInput without one."""
     for start in reversed(log.starts):
         if start.engine == "vllm" and start.find_largest("kv_cache_bytes") is not None:
             return start
@@ -89,7 +89,7 @@ def choose_start(log: EngineLog) -> EngineStart:
 
 
 def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: bool) -> Namespace:
-    """Return the options, filled in with those of a start.
+    """Return the options, completed with those of an engine start.
 
     Typed options take precedence over those of the start. If `with_typed` is False, only the typed
     options that name the model or the card take precedence. Raises BadInput if the start's release
@@ -123,14 +123,14 @@ def is_logged_card(options: Namespace, total_bytes: float) -> bool:
 
 
 def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
-    """Yield a start's options by their `plan` names; raise BadInput for an unknown release."""
+    """Yield a start's options under their `plan` names; raise BadInput for an unknown release."""
     try:
         yield "release", parse_release(start.version or "")
     except ValueError:
         version = start.version or "of an unknown version"
         problem = f"plan computes releases from 0.{OLDEST_MINOR} to 0.{NEWEST_MINOR}"
         raise BadInput(f"--log: the start is of vLLM {version}; {problem}") from None
-    # The logged options take precedence, but some figures only appear in other lines of vLLM's log.
+    # A figure that is not among the logged options may be in another line of vLLM's log.
     for name, log_names in COUNTS.items():
         count = start.find_option(*log_names)
         if not _is_count(count) and name in FIGURES:
@@ -166,7 +166,7 @@ def _is_count(value: Scalar) -> bool:
 
 
 def measure_start(start: EngineStart, name: str, question: Question) -> MeasuredStart:
-    """Return the figures of a start that used the question's settings."""
+    """Return the figures of an engine start that used the question's settings."""
     total_bytes = start.find_largest("total_bytes")
     free_bytes = start.find_smallest("free_at_start_bytes")
     missing_bytes = None
@@ -207,7 +207,7 @@ CHANGED_OPTIONS: Final = (
 
 
 def describe_log(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield lines that compare the logged KV cache with the one that the changed options give.
+    """Yield lines that compare the logged KV cache with the estimate for the changed options.
 
     Yields nothing without a log.
     """

@@ -193,7 +193,7 @@ def _format_spread(question: Question) -> str:
 
 
 def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield the table of each GPU's memory, with one line and a remark for each part."""
+    """Yield the table of memory per GPU, with a line and a remark for each part."""
     question = estimate.question
     yield f"{'Of each GPU':<44}GiB"
     if estimate.budget_bytes is not None:
@@ -247,7 +247,7 @@ def _name_weights_source(estimate: MemoryEstimate) -> str:
 
 
 def _name_peaks(question: Question) -> str:
-    """Return a text on what may cause the activation peak: a batch, images or logits."""
+    """Return the possible causes of the activation peak: a batch, images or logits."""
     items = ""
     if question.largest_input is not None:
         items = f", {question.encoder_items} images"
@@ -280,7 +280,7 @@ def _format_line(name: str, amount: float | Range | None, remark: str = "") -> l
 
 
 def format_estimate(amount: float | Range | None) -> str:
-    """Format an amount of memory, given in bytes, in GiB; return "not known" for None."""
+    """Format a number of bytes in GiB, or return "not known" for None."""
     if isinstance(amount, Range):
         return format_range(amount)
     return UNKNOWN_AMOUNT if amount is None else f"{amount / GIB:,.2f}"
@@ -316,7 +316,7 @@ def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
-    """Yield the lines about the tokens and sequences that fit, omitting unknown figures."""
+    """Yield the lines about the tokens and sequences that fit, without unknown figures."""
     question = estimate.question
     if estimate.capacity_tokens is not None:
         bound = "" if question.kv_cache_memory_bytes else "at least "
@@ -497,7 +497,7 @@ PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
 def read_worker_parts(file: Path) -> WorkerMeasurements:
     """Return the parts of a worker's memory from a probe file.
 
-    Raises BadInput if the file cannot be read, or belongs to a process without a GPU.
+    Raises BadInput if the file cannot be read or comes from a process without a GPU.
     """
     try:
         with file.open("rb") as stream:

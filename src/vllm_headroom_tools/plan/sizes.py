@@ -46,7 +46,7 @@ PROPOSED_CARDS: Final = (
 
 
 class Size(Struct, frozen=True, kw_only=True):
-    """A number of GPUs, and the settings with which they can handle the traffic."""
+    """A number of GPUs, and the settings that let them handle the traffic."""
 
     # For example "2 x L40S".
     name: str
@@ -55,7 +55,7 @@ class Size(Struct, frozen=True, kw_only=True):
     total_bytes: int
     # vLLM's options and their values.
     settings: tuple[tuple[str, str], ...]
-    # The longest possible value of `max_model_len`.
+    # The largest possible value of `max_model_len`.
     longest_tokens: int | None
     capacity_tokens: int | None
     # The largest share of the KV cache that the traffic used.
@@ -65,7 +65,7 @@ class Size(Struct, frozen=True, kw_only=True):
 class Waste(Struct, frozen=True, kw_only=True):
     """The memory on each GPU that the traffic never used; unknown figures are None."""
 
-    # The part of the KV cache beyond what the traffic needs times SPARE_FACTOR.
+    # The part of the KV cache that is left over after SPARE_FACTOR times the traffic's need.
     kv_cache_bytes: float | None
     # The card's memory that was still free at the highest peak.
     free_bytes: float | None
@@ -85,19 +85,18 @@ class Sizing(Struct, frozen=True, kw_only=True):
     # The engine with its current settings.
     estimate: MemoryEstimate
     now: Size
-    # The concurrent requests and the tokens in the KV cache, each times SPARE_FACTOR.
+    # The concurrent requests and cached tokens that the traffic needs, times SPARE_FACTOR.
     needed_requests: int
     needed_tokens: float
     waste: Waste
-    # The engine's own GPUs with less memory for vLLM, or None if the engine needs all of its
-    # memory.
+    # The engine's GPUs with less memory for vLLM, or None if vLLM needs all of it.
     smaller_share: Size | None
     # For each card, the smallest number of GPUs that can handle the traffic, sorted by memory.
     others: tuple[Size, ...]
 
     @property
     def has_room(self) -> bool:
-        """Return whether the engine's current settings handle the traffic times SPARE_FACTOR."""
+        """Return whether the engine's settings can handle SPARE_FACTOR times the traffic."""
         return self.now.used_ratio is not None and self.now.used_ratio * SPARE_FACTOR <= 1
 
     @property
@@ -114,8 +113,8 @@ class Sizing(Struct, frozen=True, kw_only=True):
 def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | None) -> Sizing:
     """Return the sizes that can handle the traffic of an engine with these settings.
 
-    `typed_batch_tokens` is the value of `--max-num-batched-tokens` if the operator set it;
-    otherwise, each card uses its default.
+    `typed_batch_tokens` is the operator's `--max-num-batched-tokens`. If it is None, each card uses
+    its default.
     """
     estimate = estimate_memory(question)
     used_tokens = traffic.needed_tokens
@@ -155,7 +154,7 @@ def _estimate_used_tokens(estimate: MemoryEstimate, traffic: Traffic) -> float:
 
 
 def _count_blocks_per_token(estimate: MemoryEstimate) -> float:
-    """Return the number of blocks per token, with tokens of the KV cache counted as in vLLM.
+    """Return the number of blocks per token of the KV cache, as vLLM counts tokens.
 
     For models with sliding-window or state-space layers, the number is computed for sequences of
     length `max_model_len`.
@@ -196,14 +195,14 @@ class Trials(Struct, frozen=True, kw_only=True):
         return estimate.blocks is None or estimate.blocks >= needed_blocks
 
     def describe(self, question: Question, settings: tuple[tuple[str, str], ...]) -> Size:
-        """Return the size described by this question, which can handle the traffic."""
+        """Return this question as a size for the table, with `settings`."""
         size = _describe_size(estimate_memory(question), self.needed_tokens / SPARE_FACTOR)
         requests = (("--max-num-seqs", str(question.max_num_seqs)),)
         return replace(size, settings=settings + requests)
 
 
 def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
-    """Return one size for the table: its capacity, and the share of it that the traffic uses."""
+    """Return one size for the table, with its capacity and the share that the traffic uses."""
     question = estimate.question
     used_ratio = None
     if estimate.blocks:
@@ -265,7 +264,7 @@ def _list_others(trials: Trials) -> Iterator[Size]:
 
 
 def _list_alternatives(card_name: str) -> Iterator[Card]:
-    """Yield the cards to which an engine could move: those of the same manufacturer."""
+    """Yield the cards of the same manufacturer, to which an engine could move."""
     is_amd = card_name.startswith(AMD_PREFIX)
     for card in CARDS:
         if card.name != card_name and card.name not in PROPOSED_CARDS:
@@ -280,7 +279,7 @@ def _is_same_size(question: Question, now: Question) -> bool:
 
 
 def _move_to_card(trials: Trials, card: Card, ranks: int) -> Question:
-    """Return the question changed to this many GPUs of another card and that card's defaults."""
+    """Return the question for this many GPUs of another card, with that card's defaults."""
     question = trials.question
     defaults = choose_defaults(card.memory_bytes, question.release)
     if card.has_small_defaults:

@@ -1,4 +1,4 @@
-"""The report on sizes: the traffic's need, the unused memory, and sizes that handle the traffic."""
+"""The report on sizes: what the traffic needs, what is unused, and which sizes suffice."""
 
 from collections.abc import Iterator
 from math import floor
@@ -21,7 +21,7 @@ SHORT_DAY_SECONDS: Final = 0.9 * DAY_SECONDS
 
 
 SAME_START_RATIO: Final = 0.97
-"""Our choice: a KV cache below this share of the planned lower bound ("at least") shows that the
+"""Our choice: if the KV cache is below this share of the planned lower bound ("at least"), the
 engine was started with other options. In 2 of 100 starts with the same options, the cache is
 slightly smaller than the bound.
 """
@@ -151,7 +151,7 @@ def _format_traffic(sizing: Sizing) -> Iterator[str]:
 
 
 def _format_waste(sizing: Sizing) -> Iterator[str]:
-    """Yield the table of memory that the traffic never used, unless this is unknown."""
+    """Yield the table of memory that the traffic never used, or nothing if it is unknown."""
     waste = sizing.waste
     if waste.total_bytes is None:
         return
@@ -172,7 +172,7 @@ def _format_waste(sizing: Sizing) -> Iterator[str]:
 
 
 def _choose_rows(sizing: Sizing) -> list[Size]:
-    """Return the other sizes to show: smaller ones, or larger ones if there is too little room."""
+    """Return the smaller sizes or, if the current size is too small, the larger ones."""
     sizes = sizing.smaller if sizing.has_room else sizing.larger
     return list(sizes[:MOST_ROWS])
 

@@ -1,4 +1,4 @@
-"""Read the traffic of a running engine from a trace or from a sidecar's one-day history."""
+"""The traffic of an engine, read from a trace or from the last day of a sidecar's history."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -44,14 +44,13 @@ class Traffic(Struct, frozen=True, kw_only=True):
     capacity_tokens: float | None = None
     # How long the cache was full.
     full_seconds: float = 0.0
-    # How long requests queued. If requests queued for long, the next fields are the median number
-    # of waiting requests, and the numbers of requests and tokens if all of the waiting requests had
-    # been running.
+    # How long requests queued. If this was long, the next fields describe the queue: the median of
+    # waiting requests, and the requests and tokens that would have been running without it.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
     queued_requests: float | None = None
     queued_tokens: float | None = None
-    # Whether the full cache caused enough preemptions, for long enough, to do harm.
+    # Whether preemptions in a full cache did harm.
     has_hurt: bool = False
     # The least memory that was ever free on a GPU.
     least_free_bytes: float | None = None
@@ -121,7 +120,7 @@ class RankHistory:
 
     @property
     def has_hurt(self) -> bool:
-        """Return whether preemptions in a full cache did harm, by the rules of `advise`."""
+        """Return whether preemptions in a full cache did harm, as `advise` defines it."""
         thrash = self._collapses.worst
         if thrash is not None and thrash.returned >= HURTING_PREEMPTIONS * thrash.finished:
             return True
@@ -198,7 +197,7 @@ class TraceTraffic:
         self._newest_seconds = snapshot.time_seconds
         if not readings:
             return
-        # Usage shares of caches of different sizes are not comparable.
+        # Usage shares are not comparable if the cache sizes differ.
         if self._begin_seconds is None or self._have_other_sizes(readings):
             self._begin_seconds = snapshot.time_seconds
             self._ranks = {}
@@ -223,7 +222,7 @@ class TraceTraffic:
         return False
 
     def _step_gpu(self, gpu: Gpu) -> None:
-        """Update the least free memory if a GPU's peak since the previous sample left less."""
+        """Lower the least free memory if a GPU's latest peak left less."""
         memory = gpu.reading.memory
         if memory is None:
             return
@@ -266,7 +265,7 @@ class TraceTraffic:
         )
         _check_traffic(traffic)
         if traffic.queued_seconds < LASTING_SECONDS:
-            # A short queue is a burst, which the median over a longer time does not describe.
+            # A short queue is only a burst, for which a median means little.
             return traffic
         return replace(
             traffic,
@@ -285,7 +284,7 @@ def _check_traffic(traffic: Traffic) -> None:
 
 
 def read_trace_traffic(trace: str) -> Traffic:
-    """Return the traffic in a trace; raise BadInput if the trace is unreadable or has none."""
+    """Return the traffic in a trace; raise BadInput if it is unreadable or has no traffic."""
     history = TraceTraffic()
     for snapshot in read_trace(trace):
         history.step(snapshot)
@@ -324,7 +323,7 @@ def _read_document(document: dict[str, Any], source: str) -> Traffic:
     engine = engines[0]
     gpus = [gpu for gpu in document["gpus"] if (gpu["info"] or {}).get("attribution")]
     totals_bytes = [gpu["memory_total_bytes"] for gpu in gpus if gpu["memory_total_bytes"]]
-    # The curve is the sum across all ranks, among which vLLM distributes requests evenly.
+    # The curve is the sum over all ranks. vLLM distributes requests evenly among them.
     rank_requests = max(running_requests, default=0.0) / len(engines)
     full_minutes = sum(ratio > FULL_RATIO for ratio in used_ratios)
     traffic = Traffic(
@@ -355,7 +354,7 @@ def _list_values(curve: list[list[float | None]]) -> Iterator[float]:
 
 
 def _read_utilization(gpus: list[dict[str, Any]]) -> float | None:
-    """Return the budget as a share of a GPU's total memory, or None if it is unknown."""
+    """Return vLLM's memory budget as a share of a GPU's memory, or None if it is unknown."""
     for gpu in gpus:
         budget_bytes = (gpu["memory_reported_bytes"] or {}).get("budget")
         if budget_bytes and gpu["memory_total_bytes"]:

@@ -87,7 +87,7 @@ def _explain_margin(estimate: MemoryEstimate) -> str:
 
 
 def _explain_obstacle(estimate: MemoryEstimate) -> str:
-    """Return a text on the first check that fails even with lower bounds, and vLLM's error."""
+    """Return a text on the first check that fails even with lower bounds, and on vLLM's error."""
     check = find_failed_check(estimate)
     if check is None:
         return "it is more than the card has."
@@ -204,8 +204,8 @@ def _note_omissions(question: Question) -> Iterator[str]:
 def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
     """Yield notes about memory outside the budget.
 
-    With unified memory, they state how much memory the machine itself needs. Otherwise, there is a
-    note if the card is nearly full.
+    With unified memory, the notes state how much memory the machine itself needs. Otherwise, there
+    is a note if the card is nearly full.
     """
     question = estimate.question
     if question.unified_memory:
@@ -235,8 +235,8 @@ def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 SMALLEST_LENGTH: Final = 256
-"""Our choice: sequence lengths below this number of tokens are not proposed, because a server with
-a shorter limit would be useless.
+"""Our choice: the shortest sequence length, in tokens, that is proposed. A server with a shorter
+limit would be useless.
 """
 
 SIXTEEN_BIT_BYTES: Final = 2.0
@@ -269,9 +269,9 @@ class Trial(Struct, frozen=True):
 def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
     """Return the changes with which vLLM is certain to start, cheapest first.
 
-    Each option is changed to the nearest value that helps. If a shorter `max_model_len` is not
-    enough on its own, options that help only in combination with it are also returned. Returns an
-    empty tuple if no change helps.
+    Each option is changed to the nearest value that helps. If a shorter `max_model_len` alone is
+    not enough, changes that help in combination with it are also returned. Returns an empty tuple
+    if no change helps.
     """
     shortened = _shorten(estimate.question)
     is_shortening_enough = shortened is not None and _surely_starts(shortened.question)
@@ -287,8 +287,8 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
             both_prices = f"{trial.price}; {shorter.price}"
             trials.append(Trial(both_settings, both_prices, shorter.question))
 
-    # The trials of an option begin with the value nearest to the current one. The first trial with
-    # which vLLM starts is used.
+    # The trials of an option begin with the value nearest to the current one. The first trial that
+    # lets vLLM start is used.
     savings: dict[tuple[str, ...], Saving] = {}
     for trial in trials:
         options = tuple(option for option, _ in trial.settings)
@@ -337,7 +337,7 @@ def _list_trials(question: Question) -> Iterator[Trial]:
 
 
 def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
-    """Yield trials with fewer sequences, in descending order: each sequence needs room for logits.
+    """Yield trials with fewer and fewer sequences, because each sequence needs room for logits.
 
     The first trial has as many sequences as there are state blocks. The next trials have half of
     the current number, a quarter of it, and so on.
@@ -361,7 +361,7 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
 
 
 def _enlarge_batch(question: Question) -> Iterator[Trial]:
-    """Yield a trial with a batch that holds one block's tokens, unless it already does."""
+    """Yield a trial with a batch as large as a block, if the batch is smaller now."""
     block_tokens = estimate_memory(question).layout.block_tokens
     if question.shape.stateful_layers and block_tokens > question.max_num_batched_tokens:
         yield Trial(
@@ -387,8 +387,8 @@ def _leave_graphs(question: Question) -> Iterator[Trial]:
 def _change_share(question: Question) -> Iterator[Trial]:
     """Yield a trial with a different share of the card, unless the cache's size is set.
 
-    The new share is the highest safe one. With unified memory, the memory that the machine itself
-    needs is subtracted, so the highest safe share may be below the current share.
+    The new share is the highest safe one. With unified memory, the machine's own need is
+    subtracted. The new share may then be below the current one.
     """
     if question.kv_cache_memory_bytes is not None:
         return
@@ -438,7 +438,7 @@ def _round_weights(question: Question) -> Iterator[Trial]:
 
 
 def _offload_less_cache(question: Question) -> Iterator[Trial]:
-    """Yield a trial with the largest KV cache tier for which the host has room.
+    """Yield a trial with the largest KV cache tier that fits in the host's memory.
 
     Yields nothing if there is no tier, or if the host's memory is not given.
     """
@@ -488,8 +488,8 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
 
 
 PCIE_BYTES_PER_SECOND: Final = 25e9
-"""Our choice: the assumed bandwidth of PCIe 4.0 x16, whose theoretical bandwidth is 31.5 GB/s. It
-is only accurate to an order of magnitude.
+"""Our choice: the assumed bandwidth of PCIe 4.0 x16, whose theoretical bandwidth is 31.5 GB/s. This
+figure is only accurate to an order of magnitude.
 """
 
 
@@ -497,7 +497,7 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
     """Yield a trial that offloads just enough weights per GPU for vLLM to start.
 
     If no amount is enough, the trial offloads as much as the host can hold. Yields nothing if the
-    host's memory is not given, is unified with the card's memory, or is too small to hold more.
+    host's memory is not given, is shared with the card, or is too small.
     """
     host_bytes = question.host_memory_bytes
     weights_bytes = question.weights_bytes
@@ -512,8 +512,8 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
     most_gib = floor(most_bytes / GIB)
     if most_gib <= now_gib:
         return
-    # If vLLM starts with some amount of weights on the host, it also starts with a larger amount,
-    # provided that the host has room. Therefore, bisection finds the smallest amount.
+    # Offloading more weights never prevents a start, as long as the host has room. Therefore,
+    # bisection finds the smallest amount.
     lowest_gib = now_gib + 1
     highest_gib = most_gib
     while lowest_gib < highest_gib:

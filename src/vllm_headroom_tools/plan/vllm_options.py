@@ -36,10 +36,10 @@ configuration.
 """
 
 HIDDEN_STATES: Final = "extract_hidden_states"
-"""The method that stores hidden states in the cache, from the layers named in its configuration."""
+"""The method that stores the hidden states of configured layers in the cache."""
 
 ASSISTANT: Final = "-assistant"
-"""The name suffix of Gemma 4's drafts, which have no cache, because they read the model's cache."""
+"""The name suffix of Gemma 4's drafts, which read the model's cache instead of having one."""
 
 USER_CODE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 """The path of a user-defined class (vLLM 0.33, `_is_custom_proposer_path`)."""
@@ -80,8 +80,8 @@ def read_speculation(options: Namespace) -> Speculation:
         name = None
     elif method == HIDDEN_STATES:
         name = HIDDEN_STATES
-    # If the model's own heads generate the drafts, the options may name the model itself as the
-    # draft, as in Ernie's recipes.
+    # The options may name the model itself as the draft, as in Ernie's recipes. Its own heads then
+    # generate the drafts.
     is_assistant = name is not None and name.endswith(ASSISTANT)
     if method == OWN_HEADS and not is_assistant:
         name = None
@@ -112,7 +112,7 @@ def _name_method(given_method: str, draft_name: str | None) -> str:
 
 
 def _join_speculative_options(options: Namespace) -> dict[str, Any]:
-    """Return the JSON configuration merged with the single options, if any of them are given."""
+    """Return the JSON configuration, merged with the single options that are given."""
     config: dict[str, Any] = dict(options.speculative_config or {})
     single_options = {
         "method": options.spec_method,
