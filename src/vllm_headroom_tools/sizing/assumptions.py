@@ -1,4 +1,4 @@
-"""Assumptions about a start, for figures that cannot be computed, each with its evidence."""
+"""Assumptions, with evidence, about figures of an engine start that cannot be computed."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -42,9 +42,7 @@ normally distributed sum exceeds it in 2 of 100 cases.
 """
 
 UNIFORM_VARIANCE: Final = 1 / 12
-"""The variance of an amount that is uniformly distributed over a range, in units of the range's
-width squared.
-"""
+"""The variance of a uniformly distributed amount, in units of its range's width squared."""
 
 
 def add_all(parts: Sequence[Range]) -> Range:
@@ -56,9 +54,9 @@ def add_independent(parts: Sequence[Range]) -> Range:
     """Return the bounds of a sum of independent parts.
 
     The lower bound is the sum of the parts' lower bounds. The parts hardly ever reach their upper
-    bounds at the same time. Therefore, the upper bound is the value that the sum exceeds in 2 of
-    100 cases, assuming that each part is uniformly distributed over its range. If only one part is
-    uncertain, its own upper bound is used.
+    bounds at the same time. Therefore, the sum exceeds the upper bound in only 2 of 100 cases if
+    each part is uniformly distributed over its range. If only one part is uncertain, its own upper
+    bound is used.
     """
     bounds = add_all(parts)
     variance = sum((part.high - part.low) ** 2 for part in parts) * UNIFORM_VARIANCE
@@ -128,7 +126,7 @@ def _is_size(memory_bytes: float | None, card_bytes: float) -> bool:
 
 
 def _is_measured_card(question: Question) -> bool:
-    """Return whether the card is the one of the known starts, or has the same size."""
+    """Return whether the known starts used this card, or one of the same size."""
     if question.card_name is not None:
         return question.card_name == H100
     sizes = (TOTALS_MIB[H100] * MIB, H100_VISIBLE_BYTES, H100_LABEL_BYTES)
@@ -143,7 +141,7 @@ def _is_measured_start(question: Question) -> bool:
 
 
 def _count_group_gpus(question: Question) -> int:
-    """Return how many GPUs communicate: those of one engine, or of all that share experts."""
+    """Return how many GPUs communicate: those of one engine, or of all engines sharing experts."""
     if question.shape.experts_per_token > 1:
         return question.gpus
     return question.tensor_parallel_size * question.pipeline_parallel_size
@@ -156,8 +154,7 @@ def assume_start(question: Question) -> StartAssumptions:
     if measured is None:
         return assumptions
     replacements = {}
-    # A figure from the log replaces an assumption only if the settings on which it depends are the
-    # same.
+    # A figure from the log replaces an assumption only if the settings behind it are the same.
     is_same_group = measured.has_same(question, GROUP_SETTINGS)
     if question.gpu_memory_bytes == measured.total_bytes:
         replacements["driver_reserved"] = _assume_logged(0.0, measured)
@@ -258,7 +255,7 @@ def _assume_driver_reserved(question: Question) -> Assumption:
 
 
 def _assume_missing_at_start(question: Question) -> Assumption:
-    """Return the memory used at the start by the CUDA context and by communication between GPUs."""
+    """Return the memory that the CUDA context and communication between GPUs use at the start."""
     is_measured = _is_measured_card(question)
     group_gpus = _count_group_gpus(question)
     # A single GPU has only the CUDA context; a group of GPUs also sets up communicators (NCCL).
@@ -289,8 +286,8 @@ the GPUs.
 """
 
 LARGEST_PCIE_BYTES: Final = 60 * GIB
-"""Our choice: if a card's name is unknown and its memory is smaller than this, vLLM is assumed not
-to use large all-reduce buffers, because such a card has no NVLink or is too old.
+"""Our choice: a card with an unknown name and less memory than this is assumed to have no large
+all-reduce buffers. Such a card has no NVLink or is too old.
 """
 
 
@@ -304,7 +301,7 @@ def _has_small_buffers(question: Question) -> bool:
 
 
 def _assume_non_torch(question: Question) -> Assumption:
-    """Return the memory that libraries and communication take from the budget while profiling.
+    """Return the memory that libraries and communication take from the budget during profiling.
 
     In a group of GPUs, all-reduce buffers take most of this memory. The last stage of a pipeline
     also loads the sampler's library. Without a pipeline, every GPU loads this library.
@@ -334,8 +331,8 @@ def _assume_non_torch(question: Question) -> Assumption:
         h100_range = Range(low=2.0 * GIB, high=2.25 * GIB)
         return Assumption(range=h100_range, origin=Origin.REAL_CARDS, evidence=H100_STARTS)
     if question.unified_memory:
-        # vLLM compares the free memory before loading and after the profile run, so the page cache
-        # of the weight files also counts.
+        # vLLM compares the free memory before loading with that after the profile run. The
+        # difference includes the page cache of the weight files.
         return Assumption(
             range=Range(low=0.05 * GIB, high=10.0 * GIB),
             origin=Origin.REPORTS,
@@ -360,8 +357,8 @@ FINE_STEP: Final = 8
 COARSE_STEP: Final = 16
 COARSE_FROM: Final = 256
 LARGEST_GRAPH: Final = 512
-"""The largest batch for which vLLM captures graphs. The batch sizes are 1, 2 and 4, then multiples
-of 8 up to 256, then multiples of 16 up to 512, or up to twice `max_num_seqs` if that is less
+"""The largest batch for which vLLM captures graphs. The batch sizes are 1, 2 and 4, multiples of 8
+up to 256, and multiples of 16 up to 512. They end at twice `max_num_seqs` if that is less
 (config/vllm.py, `_set_cudagraph_sizes`).
 """
 
@@ -385,8 +382,8 @@ def count_graph_sizes(question: Question) -> int:
 def count_whole_graph_sizes(question: Question) -> int:
     """Return the number of batch sizes for which vLLM also captures a whole-model graph.
 
-    A decoding step has at most `max_num_seqs` tokens; with speculation, each sequence has more than
-    one token (v1/cudagraph_dispatcher.py, `initialize_cudagraph_keys`).
+    A decoding step has at most `max_num_seqs` tokens. With speculation, it has several tokens per
+    sequence (v1/cudagraph_dispatcher.py, `initialize_cudagraph_keys`).
     """
     if question.has_speculation:
         return count_graph_sizes(question)
@@ -401,7 +398,7 @@ def _count_sizes_up_to(largest: int) -> int:
 
 
 FIRST_GRAPH: Final = Range(low=0.06 * GIB, high=0.33 * GIB)
-"""The first captured graph: 70 to 328 MiB (H100_STARTS)."""
+"""The size of the first captured graph, which was 70 to 328 MiB (H100_STARTS)."""
 
 FIRST_PARTS_GRAPH_HIGH: Final = 0.23 * GIB
 """The largest first graph if FlashAttention 3 is not used. With FlashAttention 3, a buffer for
@@ -414,50 +411,51 @@ HOPPER_CARDS: Final = frozenset({"H20", "H100", "H800", "H100 NVL", "GH200", "H2
 
 LAYER_GRAPHS: Final = Range(low=0.06 * MIB, high=0.225 * MIB)
 """Each additional batch size needs a graph of the model's parts or of the whole model. Its size per
-layer is 0.10 to 0.22 MiB on one GPU (H100_STARTS), and 0.07 MiB on a 24 GB card (Qwen3 8B, 0.21).
+layer is 0.10 to 0.22 MiB on one GPU (H100_STARTS), and 0.07 MiB on a 24 GB card (Qwen3 8B, vLLM
+0.21).
 """
 
 SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)
-"""The size of a graph of the model's parts with tensor parallelism, per layer: 0.12 to 0.81 MiB. A
-whole-model graph is as large as on one GPU (H100_STARTS).
+"""The size per layer of a graph of the model's parts with tensor parallelism. It was 0.12 to
+0.81 MiB. A whole-model graph is as large as on one GPU (H100_STARTS).
 """
 
 SHARED_PARTS_HIGH: Final = 27 * MIB
 SHARED_WHOLE_HIGH: Final = 14 * MIB
-"""The largest sizes of the two graphs for a batch size with tensor parallelism, one of the model's
-parts and one of the whole model. The graph of the parts takes 26 MiB with 32 layers and 20 MiB with
-80 layers. The whole-model graph takes 14 MiB with 80 layers (H100_STARTS). For a dense model with
-70 billion parameters, the two graphs together take 38 MiB (public reports: 2.2 GiB for 51 sizes).
+"""The largest sizes, with tensor parallelism, of a graph of the model's parts and of a whole-model
+graph. The graph of the parts takes 26 MiB with 32 layers and 20 MiB with 80 layers. The whole-model
+graph takes 14 MiB with 80 layers (H100_STARTS). For a dense model with 70 billion parameters, the
+two graphs together take 38 MiB (public reports: 2.2 GiB for 51 sizes).
 """
 
 LARGEST_MIXTURE_GPUS: Final = 8
 LARGEST_MIXTURE_PARTS_HIGH: Final = 82 * MIB
-"""The largest size of a graph of the model's parts for a mixture of experts on at least
-LARGEST_MIXTURE_GPUS GPUs. For 51 batch sizes, both graphs together take 5 GiB (public reports).
+"""For a mixture of experts on at least LARGEST_MIXTURE_GPUS GPUs, the largest size of a graph of
+the model's parts. For 51 batch sizes, both graphs together take 5 GiB (public reports).
 """
 
 HYBRID_GRAPHS_HIGH: Final = 84 * MIB
-"""The largest total size of the two graphs for a batch size in a state-space model: 4.2 GiB for 51
-sizes (public reports, since vLLM 0.26).
+"""For a state-space model, the largest total size of the two graphs for a batch size. It was
+4.2 GiB for 51 sizes (public reports, since vLLM 0.26).
 """
 
 UNIFIED_GRAPHS_HIGH: Final = 100 * MIB
-"""The largest total size of the two graphs for a batch size on several machines with unified
-memory: 5.1 GiB for 51 sizes (two DGX Spark, vLLM 0.29).
+"""On several machines with unified memory, the largest total size of the two graphs for a batch
+size. It was 5.1 GiB for 51 sizes (two DGX Spark, vLLM 0.29).
 """
 
 MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
 """The lower bound for the second model runner's graphs, which took 0.16 and 0.23 GiB (Llama 3.1 8B,
-0.26 and 0.31).
+vLLM 0.26 and 0.31).
 """
 
 
 def _assume_graphs(question: Question) -> Assumption:
     """Return vLLM's estimate of its CUDA graphs.
 
-    The estimate covers the first graph and two graphs for each additional batch size: a graph of
-    the model's parts and a whole-model graph (v1/worker/gpu_model_runner.py,
-    `profile_cudagraph_memory`, 0.19). Since 0.29, vLLM measures the graphs of the parts instead,
+    For the first batch size, the estimate covers one graph. For each further size, it covers two: a
+    graph of the model's parts and a whole-model graph (vLLM 0.19, v1/worker/gpu_model_runner.py,
+    `profile_cudagraph_memory`). Since vLLM 0.29, the graphs of the parts are measured instead,
     which yields a smaller figure.
     """
     if question.enforce_eager:
@@ -491,7 +489,7 @@ def _assume_graphs(question: Question) -> Assumption:
     whole_sizes = count_whole_graph_sizes(question) - 1
     further = parts_range.scale(parts_sizes) + whole_range.scale(whole_sizes)
     # Reports only give the total size of the two graphs for a batch size. The graph of the model's
-    # parts may be responsible for all of this size.
+    # parts may account for all of it.
     further = Range(low=further.low, high=max(further.high, both_most * parts_sizes))
     first = FIRST_GRAPH
     if question.card_name is not None and question.card_name not in HOPPER_CARDS:
@@ -510,8 +508,8 @@ LOGIT_BYTES: Final = 4
 """The size of a logit in bytes: sampling uses 32-bit values."""
 
 NARROW_PROFILE_HIGH: Final = 1.25
-"""Before vLLM 0.33, the sampler's profile in the second model runner took at most this multiple of
-the size of the 32-bit logits (measured on the stand-in card, 0.32).
+"""Before vLLM 0.33, the second model runner's sampler profile takes at most this multiple of the
+size of the 32-bit logits (measured on the stand-in card, vLLM 0.32).
 """
 
 
@@ -524,11 +522,15 @@ multiple measured.
 
 
 def _assume_sampling_ratio(question: Question) -> Assumption:
-    """Return the memory of the sampler's profile, as a multiple of the size of the 32-bit logits.
+    """Return the sampler's profiling memory, as a multiple of the size of the 32-bit logits.
 
-    The first model runner keeps one copy of the logits in the model's dtype, and three copies in 32
-    bits: unchanged, as probabilities, and filtered by top-k and top-p. Before 0.33, the second
-    runner keeps fewer copies; in 0.33, it keeps at least the unchanged logits.
+    The first model runner keeps four copies of the logits:
+
+    - one in the model's dtype
+    - three in 32 bits: unchanged, as probabilities, and filtered by top-k and top-p
+
+    Before vLLM 0.33, the second runner keeps fewer copies. In vLLM 0.33, it keeps at least the
+    unchanged logits.
     """
     # The unit is the size of the 32-bit logits.
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
@@ -561,10 +563,11 @@ def _assume_sampling_ratio(question: Question) -> Assumption:
 
 
 def _assume_warmup_ratio(question: Question) -> Assumption:
-    """Return the memory of the sampler's warm-up, as a multiple of the size of the 32-bit logits.
+    """Return the sampler's warm-up memory, as a multiple of the size of the 32-bit logits.
 
     The first model runner repeats the steps of its profile. The second runs all sampler steps
-    (v1/worker/gpu/warmup.py, `warmup_kernels`), which have been part of its profile since 0.33.
+    (v1/worker/gpu/warmup.py, `warmup_kernels`). Since vLLM 0.33, they are part of its profile run
+    too.
     """
     narrow_ratio = question.shape.dtype_bytes / LOGIT_BYTES
     low = narrow_ratio + WIDE_LOGITS

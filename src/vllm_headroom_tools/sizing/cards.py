@@ -16,8 +16,8 @@ class Card(Struct, frozen=True, kw_only=True):
     # The total reported by NVML; with unified memory, the machine's MemTotal.
     memory_bytes: int
     has_unified_memory: bool = False
-    # Whether vLLM's server uses its defaults for small cards (engine/arg_utils.py,
-    # `get_batch_defaults`: "a100" in the device's name).
+    # Whether the card gets vLLM's defaults for small cards, as it does if its name contains "a100"
+    # (engine/arg_utils.py, `get_batch_defaults`).
     has_small_defaults: bool = False
 
 
@@ -68,9 +68,8 @@ TOTALS_MIB: Final = {
     "MI350X": 294896,
     "MI355X": 294896,
 }
-"""The total in MiB that `nvidia-smi` prints for a card, or `amd-smi` for a device, with the default
-ECC setting (output in public issues and vendors' forums). The total differs by about ten MiB
-between drivers.
+"""The total in MiB that `nvidia-smi` or `amd-smi` prints for a device with the default ECC setting
+(output in public issues and vendors' forums). The total differs by about ten MiB between drivers.
 """
 
 GB10_MIB: Final = 122_572
@@ -123,8 +122,8 @@ MEMORY_WORD: Final = re.compile(r"\d+g(?:i?b)?", re.ASCII)
 
 
 SAME_MODEL_BYTES: Final = 32 * MIB
-"""Our choice: two sizes that differ by less than this are the same card, because the totals
-reported by drivers differ by about ten MiB.
+"""Our choice: sizes that differ by less than this belong to the same card. The totals reported by
+drivers differ by about ten MiB.
 """
 
 

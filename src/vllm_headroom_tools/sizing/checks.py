@@ -1,4 +1,4 @@
-"""The checks that a start goes through, in vLLM's order, and their results for an estimate."""
+"""vLLM's checks during a start, in their order, with the results for an estimate."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -87,8 +87,8 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
     answers = [check.passes for check in check_start(estimate)]
     if False in answers:
         return False
-    # All checks pass here. A check may still fail, because weights or inputs that are not counted
-    # could use up the remaining memory.
+    # All checks pass here. Weights or inputs that are not counted could use up the remaining
+    # memory, so a check may still fail.
     if question.has_uncounted_weights or question.has_uncounted_activations:
         return None
     if question.has_unknown_draft or question.max_model_len is None:
@@ -157,7 +157,7 @@ def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that a batch can hold a block's tokens when the block is as large as a state.
 
-    Source: config/vllm.py, `validate_block_size` with `mamba_cache_mode` "align", up to 0.26.
+    Source: vLLM up to 0.26, config/vllm.py, `validate_block_size` with `mamba_cache_mode` "align".
     """
     question = estimate.question
     has_check = question.release.has_aligned_block_check and question.has_prefix_states
@@ -353,14 +353,14 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for all sequences' logits next to the KV cache and graphs.
 
     Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. At this point, vLLM can also use
-    the activation memory, because the KV cache leaves it free. With the first model runner, and
-    since 0.33 with the second, the profile run has already set aside the memory for the warm-up.
+    the activation memory, because the KV cache leaves it free. In the first model runner, the
+    profile run has already set aside the memory for the warm-up. Since vLLM 0.33, this is also true
+    of the second.
     """
     question = estimate.question
     needed = estimate.sampler_warmup
     room = _find_warmup_room(estimate)
-    # If there is no room at all, an earlier check has already failed, either for the KV cache or
-    # for the graphs.
+    # If there is no room at all, an earlier check has already failed.
     if needed is None or room is None or room.high <= 0 or not estimate.layout.block_bytes:
         return
     release = question.release
@@ -390,8 +390,8 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
     """Return the card's memory that remains free after the KV cache and CUDA graphs are allocated.
 
-    Returns None if the memory is unknown. Also returns None with unified memory, because
-    `_check_card` then covers the memory that the machine itself needs.
+    Returns None if the memory is unknown. Also returns None with unified memory, which
+    `_check_card` covers.
     """
     question = estimate.question
     visible = estimate.visible
@@ -426,8 +426,8 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for all parts together.
 
     With a budget, the check only covers the parts outside it. These include the memory that the
-    machine itself needs if memory is unified, and the CUDA graphs in releases that do not count
-    them towards the budget. If the size of the KV cache is set, there is no budget.
+    machine itself needs if memory is unified. They also include the CUDA graphs in releases that do
+    not count them towards the budget. If the size of the KV cache is set, there is no budget.
     """
     question = estimate.question
     visible = estimate.visible

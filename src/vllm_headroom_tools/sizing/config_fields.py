@@ -7,9 +7,7 @@ Config = Mapping[str, Any]
 """A config.json or a part of one."""
 
 SIZE_LIMIT: Final = 10**9
-"""The largest accepted size, which no model comes close to, and with which arithmetic remains
-exact.
-"""
+"""The largest accepted size. No model comes close to it, and arithmetic with it remains exact."""
 
 ATTENTION_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads")
 """The number of query heads per attention layer."""

@@ -37,7 +37,7 @@ def name_head_method(draft: ModelShape, method: str) -> str:
     class_name = (draft.class_name or "").lower()
     if method != DRAFT_MODEL:
         return method
-    # Check EAGLE3 before EAGLE, because its name contains EAGLE.
+    # Check EAGLE3 first, because its name contains EAGLE.
     for head_method in sorted(HEAD_INPUTS, reverse=True):
         if head_method in class_name:
             return head_method
@@ -47,11 +47,14 @@ def name_head_method(draft: ModelShape, method: str) -> str:
 def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape | None:
     """Return the model's shape with an assumed draft head for a method.
 
-    The head's configuration is unknown, so the largest head of its kind is assumed. It has
-    HEAD_LAYERS dense layers with the model's sizes, a projection from the outputs of several layers
-    to the head's input, and an output matrix. Medusa heads and MLP speculator heads instead consist
-    of matrices for each speculated token. Returns None for other methods, or if the sizes that the
-    head needs are unknown.
+    The head's configuration is unknown, so the largest head of its kind is assumed. It consists of:
+
+    - HEAD_LAYERS dense layers with the model's sizes
+    - a projection from the outputs of several layers to the head's input
+    - an output matrix
+
+    Medusa heads and MLP speculator heads instead consist of matrices for each speculated token.
+    Returns None for other methods, or if the sizes that the head needs are unknown.
     """
     hidden_size = shape.hidden_size
     if hidden_size is None or shape.vocabulary is None or shape.compression is not None:
@@ -74,7 +77,7 @@ def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape 
 
 
 def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
-    """Return the number of parameters in a layer of the model's sizes that has no experts."""
+    """Return the number of parameters in a dense layer with the model's sizes."""
     heads = (shape.attention_heads or 1) + shape.heads.count
     attention_parameters = 2 * hidden_size * heads * shape.heads.key_size
     if shape.latent_width is not None:
@@ -85,7 +88,7 @@ def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
 
 
 def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | None:
-    """Return the shape with more parameters, or None if its present ones cannot be counted."""
+    """Return the shape with more parameters, or None if the present number is unknown."""
     parameters = shape.parameters
     if parameters is None:
         return None
@@ -102,8 +105,8 @@ def _add_unquantised(shape: ModelShape, added_parameters: int) -> ModelShape | N
 def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape:
     """Return the shape of a draft that is served alongside its model.
 
-    A draft head uses the model's embedding. Only an EAGLE3 head has an output matrix, which may be
-    for a smaller vocabulary. The head projects outputs of the model to its own input
+    A draft head uses the model's embedding. Only an EAGLE3 head has an output matrix, sometimes for
+    a smaller vocabulary. The head projects outputs of the model to its own input
     (models/llama_eagle3.py, models/qwen3_dflash.py). Any other draft is a complete model.
     """
     hidden_size = draft.hidden_size
@@ -124,9 +127,9 @@ def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape
 def add_draft_cache(shape: ModelShape, draft: ModelShape) -> ModelShape:
     """Return the model's shape with the draft's layers added.
 
-    This is used if the layers form groups in the cache. The draft is treated as additional layers
-    of the model that keep every token. The number of these layers is the smallest that holds the
-    draft's bytes.
+    This applies to models whose layers form groups in the cache. The draft is treated as additional
+    layers of the model that keep every token. The number of these layers is the smallest that holds
+    the draft's bytes.
     """
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=1)
     draft_bytes, _ = count_layer_bytes(draft, kv_dtype="auto", tensor_parallel=1)

@@ -29,13 +29,13 @@ UNGIVEN_MLP_WIDTH_RATIO: Final = 4
 class EncoderInput(Struct, frozen=True, kw_only=True):
     """The largest image or video, and the number of values that the encoder holds for it."""
 
-    # The number of tokens that the input turns into in the language model's sequence.
+    # The number of tokens that the input takes in the language model's sequence.
     tokens: int
     # Values that every GPU of a tensor-parallel group holds in full.
     replicated_values: int
     # Values that tensor parallelism may divide.
     divided_values: int
-    # The number of vectors of the language model's hidden size that are kept for each token.
+    # The number of vectors kept per token, each of the language model's hidden size.
     copies: int
 
 
@@ -47,13 +47,13 @@ class Encoder(Struct, frozen=True, kw_only=True):
 
 
 class LargestItem(Struct, frozen=True, kw_only=True):
-    """The largest image or video that a model accepts, as its processor splits it up."""
+    """The largest image or video that a model accepts, as the model's processor splits it."""
 
-    # The number of tokens that the item turns into in the language model's sequence.
+    # The number of tokens that the item takes in the language model's sequence.
     tokens: int
     # The number of patches that the encoder merges into one token.
     patches_per_token: int
-    # The number of vectors of the language model's hidden size that are kept for each token.
+    # The number of vectors kept per token, each of the language model's hidden size.
     copies: int = 1
 
 
@@ -120,13 +120,13 @@ def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:
 
 
 DEEP_STACKS: Final = (8, 16, 24)
-"""The layers of Qwen3-VL's encoder whose output is used in addition to the last layer's, if the
-configuration does not list them.
+"""The additional layers of Qwen3-VL's encoder whose output is used, if the configuration does not
+list them.
 """
 
 
 def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
-    """Return the number of outputs used in Qwen's encoder: the last layer's and the deep stacks'.
+    """Return the number of outputs used in Qwen's encoder, from the last layer and deep stacks.
 
     `usual_stacks` is used if the configuration does not list the deep stacks.
     """
@@ -184,7 +184,7 @@ def _read_gemma_4_item(_config: Config, encoder: Config) -> LargestItem:
 
 
 LLAMA_4_TILES: Final = 16 + 1
-"""The tiles of the largest image, plus one for the whole image (transformers,
+"""The number of tiles in the largest image, plus one for the whole image (transformers,
 Llama4ImageProcessor).
 """
 

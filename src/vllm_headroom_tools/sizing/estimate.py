@@ -115,7 +115,7 @@ def estimate_sampler_warmup(question: Question, assumptions: StartAssumptions) -
         return None
     requests = question.max_num_seqs
     if question.has_only_second_runner:
-        # Each warm-up request takes two tokens of a batch (v1/worker/gpu/warmup.py, 0.29).
+        # Each warm-up request takes two tokens of a batch (vLLM 0.29, v1/worker/gpu/warmup.py).
         requests = min(requests, question.max_num_batched_tokens // 2)
     return assumptions.warmup_ratio.range.scale(requests * vocabulary * LOGIT_BYTES)
 
@@ -138,8 +138,7 @@ def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Ran
     if item is None or items is None:
         return NO_BYTES
     value_bytes = items * question.shape.dtype_bytes
-    # The sum of the part that every GPU computes in full and the part that is divided among the
-    # GPUs.
+    # Every GPU computes one part in full; the other part is divided among the GPUs.
     spread_values = item.replicated_values + item.divided_values / question.tensor_parallel_size
     all_values = item.replicated_values + item.divided_values
     high_ratio = assumptions.forward_ratio.range.high
@@ -170,8 +169,8 @@ class ForwardPass(Struct, frozen=True, kw_only=True):
 def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
     """Return the memory that a batch takes in a forward pass.
 
-    A layer takes tokens x bytes of the dtype x (2 x hidden size + values of the widest layer),
-    where 2 x hidden size is for the residual. The widest layer has either 3 x MLP width or queries,
+    A layer takes tokens x bytes of the dtype x (2 x hidden size + values of the widest layer). The
+    residual accounts for 2 x hidden size. The widest layer has either 3 x MLP width or queries,
     keys, values and output; tensor parallelism divides both. The experts' MLP is not counted here,
     because it is part of the workspace.
     """
@@ -226,16 +225,16 @@ REPACKED_METHODS: Final = ("awq", "auto_awq", "gptq", "auto_gptq", "compressed-t
 """
 
 UNUSED_LAYERS: Final = 2
-"""The largest number of layers whose old weights leave gaps in torch's memory; 1.6 layers were
-measured (the stand-in card, 0.32, Qwen2.5 7B in AWQ). The gap left by a matrix is reused by the
-next matrix of the same shape.
+"""The largest number of layers whose old weights leave gaps in torch's memory. At most 1.6 layers
+were measured (the stand-in card, vLLM 0.32, Qwen2.5 7B in AWQ). The gap left by a matrix is reused
+by the next matrix of the same shape.
 """
 
 
 def _estimate_gaps(question: Question) -> Range:
     """Return the unused memory that torch keeps after vLLM repacks the weights.
 
-    These gaps only matter in releases that size the KV cache by consumed memory.
+    These gaps only matter in releases that compute the KV cache's size from consumed memory.
     """
     shape = question.shape
     weights_bytes = question.weights_bytes
@@ -306,8 +305,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     question: Question
     assumptions: StartAssumptions
     layout: KvLayout
-    # The bytes per token in this GPU's KV cache, and the bytes per token in the KV caches of all
-    # GPUs of an engine.
+    # The KV cache bytes per token on this GPU, and on all GPUs of an engine together.
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None
@@ -335,7 +333,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def other_overhead(self) -> Range:
-        """Return the sum of the other parts; its upper bound adds their upper bounds."""
+        """Return the sum of the other parts, as if all reached their bounds at once."""
         return add_all(self.other_parts)
 
     @property
@@ -389,9 +387,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def capacity_tokens(self) -> int | None:
         """Return the minimum number of tokens that the KV cache holds (`get_kv_cache_capacity`).
 
-        With sliding-window or state-space layers, the result is the number of sequences of length
-        `max_model_len` that fit, times `max_model_len`. Returns None if the blocks are unknown, or
-        if such a model's `max_model_len` is unknown.
+        With sliding-window or state-space layers, the result is `max_model_len` times the number of
+        sequences of that length that fit. Returns None if the blocks are unknown. For models with
+        such layers, `max_model_len` must be known too.
         """
         blocks = self.blocks
         if blocks is None:
@@ -406,7 +404,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         return self.layout.count_blocks(tokens) * self.layout.block_bytes
 
     def count_sequences(self, tokens: int) -> float | None:
-        """Return how many sequences of this length certainly fit, as a possibly fractional number.
+        """Return how many sequences of this length certainly fit, including fractions.
 
         Returns None if the blocks are unknown.
         """
@@ -482,7 +480,7 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 
 
 def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstimate:
-    """Return the estimate, using those figures from a startup log that apply to these settings.
+    """Return the estimate with the figures from a startup log that apply to these settings.
 
     Activations grow with the batch. Therefore, the log's figure is an upper bound for smaller
     batches and a lower bound for larger ones.
@@ -525,7 +523,7 @@ def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -
 
 
 def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
-    """Return pairs of `max_num_seqs` and the largest `max_model_len` that then fits.
+    """Return pairs of `max_num_seqs` and the largest `max_model_len` that fits with it.
 
     In each pair, `max_num_seqs` sequences of this length fit at the same time. The length is 0 if
     that number of sequences does not fit at all. The list is empty if the cache is unknown.

@@ -27,11 +27,10 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # The number of layers that only keep keys and values of the last `window_tokens`.
     windowed_layers: int = 0
     window_tokens: int | None = None
-    # Whether the window begins at the last multiple of `window_tokens` (a chunk) instead of moving
-    # with each token.
+    # Whether the window begins at the last multiple of `window_tokens` (a chunk). Otherwise, it
+    # moves with each token.
     has_chunks: bool = False
-    # The heads of a windowed layer if they differ from `heads`, which are those of a full-attention
-    # layer.
+    # The heads of a windowed layer if they differ from `heads`, those of a full-attention layer.
     windowed_heads: KvHeads | None = None
     # The number of layers that keep `state_bytes` per sequence instead of its tokens.
     stateful_layers: int = 0
@@ -58,8 +57,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     class_name: str | None = None
     # Whether the model computes embeddings, classes or rewards instead of generating tokens.
     is_pooling: bool = False
-    # Whether there is no separate output matrix, because the embedding also serves as the output
-    # matrix or because no output is needed.
+    # Whether there is no separate output matrix. Either the embedding also serves as one, or no
+    # output is needed.
     has_tied_embeddings: bool = False
     parameters: LayerParameters | None = None
     # The image, video or audio encoder.
@@ -90,7 +89,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     weight_bytes_per_parameter: float | None = 2.0
     # The quantisation method, or None if the model is not quantised.
     quantisation: str | None = None
-    # The model type if its KV cache has not been checked against vLLM's, otherwise None.
+    # The model type, or None if its KV cache has been checked against vLLM's.
     unknown_type: str | None = None
 
     @property
@@ -237,9 +236,9 @@ PACKED_KV_DTYPES: Final = {
 """The TurboQuant presets (vLLM 0.24 to 0.33)."""
 
 BOUNDARY_LAYERS: Final = 2
-"""With these presets, the first and the last layers of the model, this many at each end, keep the
-model's own dtype. In a model with layers that keep a state, no layer keeps the model's dtype
-(`get_boundary_skip_layers`).
+"""With these presets, the first and last layers of the model keep the model's own dtype. This is
+the number of layers at each end. In a model with layers that keep a state, no layer keeps the
+model's dtype (`get_boundary_skip_layers`).
 """
 
 
@@ -282,8 +281,8 @@ def count_bytes_per_token(
     if full_bytes == windowed_bytes:
         layers = shape.full_layers + shape.windowed_layers
         return ceil(layers / pipeline_parallel) * full_bytes + index_bytes
-    # It is unknown here how vLLM distributes full and windowed layers across the stages, so both
-    # numbers are rounded up.
+    # How vLLM distributes full and windowed layers across the stages is unknown here. Both numbers
+    # are therefore rounded up.
     full_layers = ceil(shape.full_layers / pipeline_parallel)
     windowed_layers = ceil(shape.windowed_layers / pipeline_parallel)
     return full_layers * full_bytes + windowed_layers * windowed_bytes + index_bytes
@@ -348,8 +347,8 @@ def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | N
     """Return the KV cache bytes per token, summed over all of an engine's GPUs.
 
     Returns NO_TOKEN_BYTES if layers form groups. The result does not depend on how the engine is
-    spread across its GPUs; `gpus` is None if the number of GPUs is unknown. Returns None if the
-    bytes cannot be determined, for one of these reasons:
+    spread across its GPUs. `gpus` is None if their number is unknown. Returns None if the bytes
+    cannot be determined, for one of these reasons:
 
     - The engine may keep copies: of latent vectors on two or more GPUs, or of KV heads on more GPUs
       than there are heads.
@@ -381,11 +380,10 @@ def count_weights_bytes(
 ) -> int | None:
     """Return the bytes of weights on the GPU that holds the most, or None if they are unknown.
 
-    If the size of the whole model is known, it is passed as `total_bytes` and used instead of
-    counting. Tensor parallelism is assumed to divide everything, because the parts that it
-    replicates (norms, routers, some projections) amount to about one percent. Data parallelism
-    divides the experts and replicates everything else. The first and last pipeline stages have one
-    embedding matrix each.
+    If the size of the whole model is given as `total_bytes`, it is used instead of counting. Tensor
+    parallelism is assumed to divide everything. The parts that it replicates, such as norms and
+    routers, amount to about one percent. Data parallelism divides the experts and replicates
+    everything else. The first and last pipeline stages have one embedding matrix each.
     """
     model_bytes = count_model_bytes(shape) if total_bytes is None else total_bytes
     if model_bytes is None:
@@ -474,16 +472,16 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
 
 
 STATE_BLOCKS: Final = 2
-"""The number of states that a layer keeps per sequence, which are the current state and one for
-prefix caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
+"""The number of states that a layer keeps per sequence: the current one and one for prefix caching
+(`MambaSpec.max_memory_usage_bytes`, mode "align").
 
 Mamba-2 keeps an additional state, from the end of the prompt
 (model_executor/layers/mamba/mamba_mixer2.py, `get_kv_cache_spec`).
 """
 
 PADDING_LIMIT: Final = 1.5
-"""vLLM pads the rarer kinds of layers to groups of the same size if the most frequent kind has less
-than this many times as many layers as the rarest kind.
+"""The limit on the ratio of layers between the most frequent and the rarest kind. Below it, vLLM
+pads the rarer kinds to groups of the same size.
 """
 
 LATENT_BLOCK_TOKENS: Final = 128
@@ -566,8 +564,8 @@ def build_kv_layout(
 ) -> KvLayout:
     """Return how vLLM divides the KV cache of one GPU into blocks.
 
-    `sequence_states` is the number of states that a layer keeps per sequence; it defaults to the
-    number in vLLM 0.32.
+    `sequence_states` is the number of states that a layer keeps per sequence, by default as in vLLM
+    0.32.
 
     - All blocks have the same size, because all groups have the same number of layers
       (v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`).
@@ -589,8 +587,8 @@ def build_kv_layout(
     tokens = _choose_block_tokens(shape, block_tokens, full_bytes, tensor_parallel)
 
     # A page is one layer's part of a block. Full and windowed layers may need pages of different
-    # sizes. vLLM gives all pages the larger size, so a page of the kind that needs less may hold
-    # several times as many tokens.
+    # sizes. vLLM gives all pages the larger size. The kind that needs less may then have several
+    # times as many tokens per page.
     full_page_bytes = full_bytes * tokens
     windowed_page_bytes = windowed_bytes * tokens
     page_bytes = 0
@@ -662,7 +660,7 @@ def _count_groups(layers: int, group_layers: int) -> int:
 def _choose_block_tokens(
     shape: ModelShape, block_tokens: int, full_bytes: int, tensor_parallel: int
 ) -> int:
-    """Return the tokens per block: `block_tokens`, or enough for the block to hold a state.
+    """Return the tokens per block: `block_tokens`, or more if a block must hold a state.
 
     Source: platforms/interface.py, `_align_hybrid_block_size`. A state of unknown size is assumed
     to fit in a block.
@@ -680,8 +678,8 @@ def _choose_block_tokens(
 def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
     """Return how many pages of one kind of layer fit in a page of the common size.
 
-    If the common size is not a multiple of the kind's page size, vLLM pads the page, and the number
-    is 1.
+    If the common size is not a multiple of the kind's page size, vLLM pads the page. The number is
+    then 1.
     """
     if page_bytes and own_page_bytes and page_bytes % own_page_bytes == 0:
         return page_bytes // own_page_bytes

@@ -45,8 +45,8 @@ CACHELESS_KINDS: Final = frozenset({"mlp", "moe", "dense"})
 """The names of layers that store nothing per sequence, because they only consist of an MLP."""
 
 UNDERSTOOD_KINDS: Final = FULL_KINDS | WINDOWED_KINDS | STATEFUL_KINDS | CACHELESS_KINDS
-"""All kinds of layers whose cache is understood. "hybrid" is not included, because such a layer is
-a combination of two kinds.
+"""All kinds of layers whose cache is supported. "hybrid" is not included, because such a layer is a
+combination of two kinds.
 """
 
 NEMOTRON_LETTERS: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
@@ -87,8 +87,8 @@ FLAGGED_KINDS: Final = (
     ("hybrid_layer_pattern", "sliding_attention", "full_attention"),  # MiMo-V2
     ("attn_type_list", "full_attention", "linear_attention"),  # MiniMax
 )
-"""Fields with a flag per layer. Each field is followed by the kind of the layers whose flag is 1,
-and by the kind of the other layers.
+"""Fields with a flag per layer. Each field is followed by the layer kind for flag 1 and the kind
+for the other flag.
 """
 
 
@@ -143,7 +143,10 @@ def _read_flags(config: Config) -> list[str] | None:
 
 
 def _has_no_attention(block: object) -> bool:
-    """Return whether a Nemotron-NAS layer lacks attention; raise ValueError if it is unusual."""
+    """Return whether a Nemotron-NAS layer lacks attention.
+
+    Raises ValueError if its attention is replaced or has a window.
+    """
     attention = read_mapping(block, "attention") if isinstance(block, dict) else {}
     if attention.get("replace_with_linear") or attention.get("window_length"):
         raise ValueError("a layer has another attention than usual")
@@ -151,7 +154,7 @@ def _has_no_attention(block: object) -> bool:
 
 
 def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
-    """Return the kinds of layers if two kinds alternate at an interval or all are the same.
+    """Return the layer kinds of a model with a repeating pattern, or with only one kind.
 
     If there is a window, every `interval`-th layer keeps all tokens, and all other layers use the
     window.
@@ -291,7 +294,7 @@ def count_state_bytes(config: Config) -> int | None:
     The bytes cover the state and the last inputs of the convolution (vLLM 0.32,
     model_executor/layers/mamba/mamba_utils.py, `MambaStateShapeCalculator`). The state's dtype is
     set by the model (models/config.py); the inputs of the convolution use 16 bits. Returns None for
-    a kind of state that is not understood. Raises ValueError if a size is missing or invalid.
+    an unsupported kind of state. Raises ValueError if a size is missing or invalid.
     """
     sizes = read_state_sizes(config)
     if sizes is None:
@@ -349,7 +352,7 @@ HEAD_FIELDS: Final = frozenset({"head_dim", "num_key_value_heads"})
 
 
 def find_full_layer_override(config: Config) -> Config | None:
-    """Return the heads of the full-attention layers if overrides change only these.
+    """Return the override of the full-attention layers' heads, if nothing else is overridden.
 
     Returns None if there are no overrides, or if they change anything else.
     """
@@ -378,7 +381,10 @@ def _read_head_size(config: Config) -> int:
 
 
 def _count_kv_heads(config: Config) -> int:
-    """Return the number of KV heads, or of query heads; raise ValueError if both are missing."""
+    """Return the number of KV heads or else of query heads.
+
+    Raises ValueError if both are missing.
+    """
     count = read_integer(config, *KV_HEADS) or _count_nas_heads(config)
     if count is None:
         count = read_integer(read_mapping(config, "attn_config"), *KV_HEADS)

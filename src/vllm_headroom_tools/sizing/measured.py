@@ -30,7 +30,7 @@ WEIGHT_SETTINGS: Final = (
 """The settings that determine the weights on each GPU."""
 
 MODEL_SETTINGS: Final = (*GROUP_SETTINGS, "shape", "draft", "max_loras", "max_lora_rank")
-"""The settings that determine activations and graphs together with the batch settings."""
+"""The settings that, together with the batch settings, determine activations and graphs."""
 
 BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
 """The settings that make activations and graphs grow."""

@@ -198,8 +198,8 @@ TEXT_PARTS: Final = (
     "thinker_config",
     "transformer_layer_config",
 )
-"""The parts of a configuration that describe the language model, in a multimodal model or in a
-draft head in the format of the speculators library. A `thinker_config` contains one of these parts.
+"""The parts of a configuration that describe the language model of a multimodal model, or of a
+draft head in the speculators library's format. A `thinker_config` contains one of these parts.
 """
 
 SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -262,8 +262,8 @@ def parse_model_config(
         return "it is not a model's configuration, which is a JSON object"
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
-        # Reject such a configuration: the figure would be too low, and `plan` would say that a
-        # model fits even though it does not.
+        # Reject such a configuration. The figure would be too low, so `plan` could say that a model
+        # fits when it does not.
         if config.get(OVERRIDES) and find_full_layer_override(config) is None:
             return f"{UNKNOWN_CACHE}: it has {OVERRIDES}"
         is_compressed = has_compressed_cache(config)
@@ -303,7 +303,7 @@ def _find_language_part(config: Config) -> Config:
 
 
 class LayerCounts(Struct, frozen=True, kw_only=True):
-    """How many layers of each kind have a cache that is not another layer's."""
+    """How many layers of each kind have a cache; layers that share another's are not counted."""
 
     full: int
     windowed: int
@@ -313,7 +313,7 @@ class LayerCounts(Struct, frozen=True, kw_only=True):
 def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
     """Return the shape of a model with these fields.
 
-    Raises ValueError if a required size is missing or invalid, or if the layers are not understood.
+    Raises ValueError if a required size is missing or invalid, or if the layers are not supported.
     """
     model_type = config.get("model_type")
     # Encoder-decoder models only keep a cache in the decoder.
@@ -443,7 +443,7 @@ def _count_state_checkpoints(config: Config) -> int:
 
 
 def _read_latent_width(config: Config) -> int | None:
-    """Return the values per token that latent attention keeps for the latent and a rotary key.
+    """Return the values per token that latent attention keeps, for the latent and a rotary key.
 
     Returns None for a model without latent attention.
     """
@@ -477,8 +477,8 @@ def _is_pooling(config: Config) -> bool:
 def _has_no_output_matrix(config: Config) -> bool:
     """Return whether there is no separate output matrix.
 
-    This is the case if the embedding is used as the output matrix, or if the model computes
-    embeddings or classes and therefore does not output tokens.
+    Either the embedding is used as the output matrix, or the model computes embeddings or classes
+    instead of tokens.
     """
     if _is_pooling(config):
         return True
@@ -535,14 +535,14 @@ such a model without an output matrix for tokens.
 """
 
 CONFIG_LIMIT_BYTES: Final = 2**23
-"""The maximum size of a config.json, and of other small files next to it, that is read. A real
-config.json has a few kB, or up to 4 MB if it lists how each layer of a large model is quantised.
+"""The maximum number of bytes that are read from a config.json or another small file next to it. A
+real config.json has a few kB, or up to 4 MB if it lists how each layer of a large model is
+quantised.
 """
 
 CONFIG_LIMIT_VALUES: Final = 200_000
-"""Our choice: the maximum number of values in such a file. Each value takes about 150 bytes once
-parsed, so this limit makes sure that the sidecar does not exceed its container's memory. The list
-for a large model has 50,000 values.
+"""Our choice: the maximum number of values in such a file. A parsed value takes about 150 bytes, so
+the sidecar stays within its container's memory. The list for a large model has 50,000 values.
 """
 
 INDEX_LIMIT_BYTES: Final = 2**27
@@ -657,8 +657,7 @@ def count_checkpoint_bytes(folder: Path) -> int | None:
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total_bytes, int | float) and 0 < total_bytes < CHECKPOINT_LIMIT_BYTES:
         return int(total_bytes)
-    # Other files, such as consolidated ones, contain the same weights, which must not be counted
-    # twice.
+    # Other files, such as consolidated ones, repeat the same weights, so they are not counted.
     files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
     try:
         return sum(file.stat().st_size for file in files) or None

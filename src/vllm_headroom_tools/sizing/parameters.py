@@ -58,8 +58,7 @@ NOT_GATED: Final = frozenset(
 """Model types whose MLP has two matrices instead of three."""
 
 UNGIVEN_WIDTH_RATIO: Final = 4
-"""If the configuration does not give the MLP width of a model in NOT_GATED, its width as a multiple
-of the hidden size.
+"""The MLP width of a model in NOT_GATED that does not give one, as a multiple of the hidden size.
 """
 
 LEARNED_POSITIONS: Final = frozenset(
@@ -97,8 +96,7 @@ class Matrix(Struct, frozen=True, kw_only=True):
     outputs: int
     # The number of identical matrices with this name, such as those of a layer's experts.
     copies: int = 1
-    # Whether the matrix is exempt from quantisation and adapters, as embeddings, routers and states
-    # are.
+    # Whether quantisation and adapters skip the matrix, as with embeddings, routers and states.
     is_exempt: bool = False
 
     @property
@@ -112,8 +110,8 @@ def list_matrices(
 ) -> tuple[Matrix, ...] | None:
     """Return all matrices of layers of these kinds, excluding the token embeddings.
 
-    Returns None if the model's layers are not understood, or if a size that every model needs is
-    missing. Raises ValueError if a size is missing that only some models need.
+    Returns None if the model's layers are not supported, or if a size that every model needs is
+    missing. Raises ValueError if a size that only some models need is missing.
     """
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     attention_heads = read_integer(config, *ATTENTION_HEADS)
@@ -298,8 +296,8 @@ def _list_compressed_attention(
 ) -> Iterator[Matrix]:
     """Yield the projections of DeepSeek V4's attention (vLLM 0.33, models/deepseek_v4).
 
-    Layers that compress tokens have a compressor; those with the fine ratio also have an index,
-    which has another compressor.
+    Layers that compress tokens have a compressor. Layers with the fine ratio also have an index,
+    with another compressor.
     """
     heads = require_integer(config, *ATTENTION_HEADS)
     head_size = require_integer(config, "head_dim")
@@ -313,8 +311,8 @@ def _list_compressed_attention(
     ratio = config["compress_ratios"][layer]
     if ratio <= 1:
         return
-    # A compressor has keys and gates for one latent or, with the fine ratio, for two neighbouring
-    # latents.
+    # A compressor has keys and gates for one latent. With the fine ratio, it has them for two
+    # neighbouring latents.
     overlaps = 2 if ratio == FINE_RATIO else 1
     yield Matrix(
         name=f"{name}compressor",
@@ -370,7 +368,7 @@ def _list_state(config: Config, name: str, hidden_size: int, state: StateSizes) 
 
 
 def _list_mamba_1(config: Config, name: str, state: StateSizes) -> Iterator[Matrix]:
-    """Yield the matrices of Mamba-1 other than its input and output (transformers, jamba)."""
+    """Yield the matrices of Mamba-1 except its input and output (transformers, jamba)."""
     rank = require_integer(config, "mamba_dt_rank")
     state_size = state.state_values // state.output_values
     yield Matrix(name=f"{name}x_proj", inputs=state.output_values, outputs=rank + 2 * state_size)
@@ -395,7 +393,7 @@ def _has_mlp(config: Config, kind: str) -> bool:
 
 
 def _list_dense_mlp(config: Config, name: str, hidden_size: int, layer: int) -> Iterator[Matrix]:
-    """Yield the matrices of the MLP in a layer that has no experts.
+    """Yield the MLP matrices of a layer without experts.
 
     Raises ValueError for a Nemotron-NAS layer with an unsupported MLP.
     """
@@ -537,8 +535,8 @@ def read_widest_mlp(config: Config) -> WidestMlp | None:
     return WidestMlp(width=max(width or 0, expert_width), experts_per_token=chosen)
 
 
-# Which layers have experts. Configurations express this in different ways, and there is one
-# function for each way. A function returns None if the configuration uses another way.
+# Which layers have experts. Configurations give this information in different ways, and there is
+# one function for each way. A function returns None if the configuration uses another way.
 
 
 def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
@@ -550,7 +548,7 @@ def _read_dense_layers(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_layer_kind(config: Config, _index: int, kind: str) -> bool | None:
-    """Return whether a layer consists of experts, as separate layers in Nemotron-H do.
+    """Return whether this is one of Nemotron-H's separate layers of experts.
 
     Returns None for other models.
     """
@@ -572,7 +570,7 @@ def _read_listed_mlp(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer has experts, as one in every `period` layers of Jamba does.
+    """Return whether this is the one layer in each period that has experts (Jamba).
 
     Returns None if no period is given.
     """
@@ -584,7 +582,7 @@ def _read_expert_period(config: Config, index: int, _kind: str) -> bool | None:
 
 
 def _read_sparse_step(config: Config, index: int, _kind: str) -> bool | None:
-    """Return whether a layer has experts, as every `step`-th layer after the dense layers does.
+    """Return whether a layer has experts: every `step`-th layer after the dense layers does.
 
     Never returns None: if these fields are missing, every layer has experts.
     """

@@ -81,7 +81,7 @@ def _count_rows(scaling: Mapping[str, object], length: int) -> int:
 
 
 def _count_row_values(config: Config, scaling: Mapping[str, object], head_size: int) -> int:
-    """Return the number of values per position, which equals the rotated part of a head."""
+    """Return the number of values per position: the rotated part of a head."""
     share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     # With Gemma 4's proportional positions, the table covers whole heads.
     if scaling.get("rope_type") == "proportional" or not isinstance(share, int | float):

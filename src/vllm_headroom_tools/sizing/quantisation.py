@@ -229,11 +229,12 @@ def _pick_number(*values: object) -> int | None:
 
 
 def match_unquantised(config: Config) -> Callable[[str], bool]:
-    """Return a function that takes a module's name and returns whether it is not quantised.
+    """Return a function that checks whether the module with a given name is unquantised.
 
-    A name looks like "layers.3.mlp.down_proj". Checkpoints list such names or the names of
-    enclosing modules. A listed name is written in full, with wildcards, or as a regular expression
-    after "re:". It may begin with the name of the model part that contains the layers.
+    A name looks like "layers.3.mlp.down_proj". Checkpoints list the names of unquantised modules,
+    or of modules that contain them. A listed name is written in full, with wildcards, or as a
+    regular expression after "re:". It may begin with the name of the model part that contains the
+    layers.
     """
     quantisation = read_quantisation(config)
     patterns = []
@@ -306,7 +307,7 @@ def read_head_bytes(config: Config) -> float | None:
 
 
 def _find_part(name: str) -> tuple[str, str] | None:
-    """Return the layer and part that a module's name contains, or None outside the layers."""
+    """Return the layer and part that a module's name contains, or None if it is in no layer."""
     match = MODULE_LAYER.search(name)
     if match is None:
         return None
@@ -336,8 +337,8 @@ def _list_unquantised_names(quantisation: Config) -> list[str]:
 def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
     """Return a pattern that matches modules with this name, or None if it is invalid."""
     if name.startswith("re:"):
-        # The names used here start at the layers and leave out the part of the model, so "^" would
-        # not match.
+        # The names used here begin at the layers, without the part of the model, so "^" would not
+        # match.
         expression = name.removeprefix("re:").removeprefix("^")
         try:
             return re.compile(expression)

@@ -53,8 +53,8 @@ CARD_DEFAULTS: Final = (LARGEST_CARD, LARGE_CARD, SMALL_CARD)
 """The rows by size, largest first. A card uses the defaults in the first row whose size is at most
 the card's size.
 
-Source: engine/arg_utils.py, `get_batch_defaults`, 0.32, which treats an A100 with 80 GiB as a small
-card.
+Source: vLLM 0.32, engine/arg_utils.py, `get_batch_defaults`, which treats an A100 with 80 GiB as a
+small card.
 """
 
 
@@ -160,7 +160,7 @@ class Question(Struct, frozen=True, kw_only=True):
         """Return how many states a layer keeps per sequence (`MambaSpec.max_memory_usage_bytes`).
 
         A layer keeps the current state, and one for each speculative token. With prefix caching, it
-        keeps an additional state, and a Mamba-2 layer also keeps the state at the end of the
+        keeps an additional state. A Mamba-2 layer then also keeps the state at the end of the
         prompt.
         """
         states = 1 + self.shape.speculative_states
@@ -260,11 +260,11 @@ class Question(Struct, frozen=True, kw_only=True):
         """Return the bytes that vLLM reserves on each GPU for LoRA adapters, which may be 0.
 
         Returns None if the model's parameters cannot be counted. For each matrix of the model, an
-        adapter has two matrices in the model's dtype: one with inputs x rank values, and one with
-        rank x outputs values. Tensor parallelism divides one of the two (vLLM 0.32, lora/layers,
-        `create_lora_weights`). Expert parallelism divides both matrices of experts, because each
-        GPU fully holds some of the experts of all engines. Adapters of the embedding and the output
-        matrix are ignored, because they are as small as the adapters of a single layer.
+        adapter has two matrices in the model's dtype. They have inputs x rank and rank x outputs
+        values. Tensor parallelism divides one of the two (vLLM 0.32, lora/layers,
+        `create_lora_weights`). Expert parallelism divides both matrices of experts: each GPU holds
+        whole experts, but only some of them. Adapters of the embedding and the output matrix are
+        ignored. They are as small as those of a single layer.
         """
         if not self.max_loras:
             return 0
@@ -299,7 +299,7 @@ def choose_defaults(
 
 
 def find_problem(question: Question) -> str | None:
-    """Return why vLLM rejects these numbers or why `plan` cannot handle them, as a sentence.
+    """Return a sentence on why vLLM rejects these numbers or `plan` cannot handle them.
 
     Returns None if there is no problem with the numbers.
     """

@@ -17,8 +17,7 @@ class Release(Struct, frozen=True, kw_only=True):
     utilization: float
     # Whether the estimate of CUDA graphs is subtracted from the KV cache.
     has_graphs_in_budget: bool
-    # Whether it is an error, when graphs are captured, to allow more sequences than there are state
-    # blocks.
+    # Whether capturing graphs fails if more sequences are allowed than there are state blocks.
     has_state_check: bool
     # Whether a block as large as a state must fit in a batch.
     has_aligned_block_check: bool
@@ -34,11 +33,11 @@ class Release(Struct, frozen=True, kw_only=True):
     has_largest_defaults: bool
     # The model classes that the second model runner serves by default.
     second_runner_classes: frozenset[str]
-    # Whether the second runner serves these classes only if the model is not quantised and has no
+    # Whether the second runner serves these classes only if the model has neither quantisation nor
     # experts.
     has_plain_second_runner: bool
-    # Whether the second runner also serves all other models that have neither experts nor states,
-    # and whether it serves every model.
+    # Whether the second runner also serves all other models without experts and states, and whether
+    # it serves every model.
     has_dense_second_runner: bool
     has_only_second_runner: bool
     # The supported speculation methods, and the methods that require the first model runner.
@@ -49,8 +48,8 @@ class Release(Struct, frozen=True, kw_only=True):
     has_second_runner_graphs: bool
     # Whether the second runner profiles the image encoder.
     has_second_runner_encoder: bool
-    # Whether vLLM sizes the KV cache by the memory that was consumed during the start. This memory
-    # includes unused memory that torch keeps.
+    # Whether vLLM computes the KV cache's size from the memory consumed during the start. This
+    # memory includes unused memory that torch keeps.
     counts_consumed_memory: bool
     # Whether the second runner's profile includes the 32-bit logits.
     has_wide_profile: bool

@@ -18,8 +18,7 @@ SCALE_BYTES: Final = 4
 class SparseIndex(Struct, frozen=True, kw_only=True):
     """The index of a model's sparse attention."""
 
-    # For each layer of the model, whether it has an index; a layer that has none uses another
-    # layer's index.
+    # Whether each layer of the model has an index. A layer without one uses another layer's.
     layers: tuple[bool, ...]
     head_size: int
     heads: int
