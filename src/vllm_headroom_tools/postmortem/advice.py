@@ -95,7 +95,7 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
 def list_steps(
     cause: EndCause, end: Ending | None, pod: EnginePod | None
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return the steps for a cause, each with a link or None; write options with their values.
+    """Return the steps for a cause, each with a link or None.
 
     Commands contain the name of the engine's `pod` if it is known.
     """

@@ -20,7 +20,7 @@ from vllm_headroom.vocabulary import LogEventKind, LogFailureKind, LogRemarkKind
 from vllm_headroom_tools.engine_log import find_decisive_start
 
 LAST_SECONDS: Final = 60.0
-"""The length of the final part of the log that is shown."""
+"""The report shows this much of the end of the log."""
 
 MOST_SHOWN_EVENTS: Final = 16
 """Our choice: the largest number of log lines that are shown."""
@@ -43,9 +43,9 @@ REMARK_WORDS: Final = {
 def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
     """Return the engine start that ended with this exit, according to the times in the log.
 
-    If the times in the log or the time of the exit are unknown, the result is the newest failed
-    start or, if none failed, the newest start. Returns None if every start in the log is known to
-    have ended at a different time.
+    If the log or the exit has no known time, returns the newest failed start. If none failed,
+    returns the newest start. Returns None if every start in the log is known to have ended at a
+    different time.
     """
     if end_seconds is None:
         return find_decisive_start(log.starts)
@@ -89,8 +89,8 @@ def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None
 def place_time(time: LogTime, near_seconds: float) -> float | None:
     """Return a line's time in seconds since the epoch, or None if the line has no time.
 
-    The engine logs neither the year nor the time zone. The zone, a whole number of hours from UTC,
-    is chosen so that the time is as close as possible to `near_seconds`.
+    The engine logs neither the year nor the time zone. The time zone is assumed to be a whole
+    number of hours from UTC. It is chosen so that the time is closest to `near_seconds`.
     """
     if time.seconds is not None:
         return time.seconds
@@ -98,7 +98,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     year = to_datetime(near_seconds).year
     candidates = []
-    # Around New Year, the year of the log may be one less or one more than that of `near_seconds`.
+    # Around New Year, a line may be from the year before or after that of `near_seconds`.
     for near_year in (year - 1, year, year + 1):
         try:
             moment = datetime.strptime(f"{near_year} {time.clock}Z", "%Y %m-%d %H:%M:%S%z")

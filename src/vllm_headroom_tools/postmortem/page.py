@@ -27,7 +27,7 @@ FINDING_LEVELS: Final = {
     Sureness.LIKELY: Level.WARNING,
     Sureness.POSSIBLE: Level.UNKNOWN,
 }
-"""The level whose colour a finding gets, keyed by how certain the finding is."""
+"""The level for a finding's colour, keyed by how certain the finding is."""
 
 
 def render_postmortem(postmortem: Postmortem) -> str:
@@ -65,7 +65,7 @@ def _render_finding(diagnosis: Diagnosis) -> str:
 
 
 def _render_section(title: str, lines: list[Line]) -> str:
-    """Return a section as HTML, including our links; an empty string if it has no lines."""
+    """Return a section as HTML with our links, or an empty string if it has no lines."""
     if not lines:
         return ""
     items = "".join(
@@ -110,10 +110,10 @@ def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
 
 
 def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> str:
-    """Return a figure of memory on a scale from 0; an empty string if no value is known.
+    """Return a figure of memory on a scale from 0, or an empty string if no value is known.
 
-    The scale ends at the highest value before the exit. After the exit, all memory is free. On a
-    scale that includes this value, the curve before the exit would look flat.
+    The scale ends at the highest value before the exit. After the exit, all memory is free.
+    Including that value would make the earlier curve look flat.
     """
     sizes = []
     for seconds, n_bytes in points:
@@ -128,7 +128,7 @@ def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> 
 
 
 def _draw_requests(title: str, points: list[Point], end_seconds: float | None) -> str:
-    """Return a figure of requests; an empty string if no value is known."""
+    """Return a figure of requests, or an empty string if no value is known."""
     counts = [count for _, count in points if count is not None]
     if not counts:
         return ""

@@ -83,8 +83,7 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     incident: Incident
     """The facts of the incident; `NO_INCIDENT` for a trace that is not an incident."""
     pod: EnginePod | None
-    """The pod in which the engine ran, or None outside Kubernetes or if the file does not name the
-    pod.
+    """The engine's pod, or None if the file does not name one or the engine ran outside Kubernetes.
     """
     timeline: tuple[tuple[float, str], ...]
     """The changes before the end: seconds since the epoch, and a sentence."""
@@ -132,11 +131,11 @@ def read_postmortem(
     if log is not None:
         start = find_start(log, None if ending is None else ending.seconds)
         if ending is not None and start is not None:
-            # A log that the operator provides replaces the part of the log that is in the incident.
+            # A log that the operator provides replaces the log excerpt in the incident.
             ending = replace(ending, log=build_log_ending(start, ending.seconds))
     # The daemon saves an incident only when an engine ends or stalls.
     has_ended = incident is not None or follower.is_page_lost
-    # A plain trace contains samples but no incident facts, so the sections for these stay empty.
+    # A plain trace has no incident facts, so their sections stay empty.
     facts = incident or NO_INCIDENT
     return Postmortem(
         file=str(file),
@@ -211,8 +210,7 @@ class EndFollower:
             self.ending = event
         self._note_leaks(snapshot)
         self._has_answered = self._has_answered or snapshot.page is not None
-        # If the engine's page stops responding, this also counts as an end, even if no sample shows
-        # an exit.
+        # An engine page that stops responding is also an end, even if no sample shows an exit.
         self.is_page_lost = self._has_answered and snapshot.page is None
         return snapshot
 
@@ -252,7 +250,7 @@ class EndFollower:
         )
 
     def _note_leaks(self, snapshot: Snapshot) -> None:
-        """Store the detector's newest verdict on each GPU of the run, for use when the run ends."""
+        """Store the leak detector's newest verdict on each GPU, for use when the run ends."""
         status = snapshot.engine_status
         # Verdicts on an earlier run do not apply to the next run.
         if status is not None and (status.exit_reason or not self.replay.engine.record.gpus):
@@ -264,7 +262,7 @@ class EndFollower:
                 self._leaks[uuid] = (course.state, course.newest)
 
     def _add_leak(self, gpu: GpuAtEnd) -> GpuAtEnd:
-        """Return the GPU with the detector's verdict from this run added.
+        """Return the GPU with the leak detector's verdict from this run.
 
         Without a verdict, the leak state is unknown.
         """
@@ -274,10 +272,9 @@ class EndFollower:
 
 
 def judge_end(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis, ...]:
-    """Return the causes that match an end, most certain first; there is always at least one.
+    """Return one or more causes that match an end, most certain first.
 
-    Without an end, the cause is "unknown" if the engine is known to have exited (`has_ended`), and
-    "nothing" otherwise.
+    Without an end, the cause is "unknown" if `has_ended` is set, or "nothing" if not.
     """
     if end is not None:
         return judge_ending(end)
@@ -371,7 +368,10 @@ def list_sections(postmortem: Postmortem, most_log_lines: int) -> Iterator[tuple
 
 
 def _list_log(postmortem: Postmortem) -> Iterator[Line]:
-    """Yield the last minute of the engine's log, or why it is empty; nothing if there is no log."""
+    """Yield the last minute of the engine's log, or the reason why it is empty.
+
+    Yields nothing if there is no log.
+    """
     if postmortem.log is None:
         return
     if postmortem.log_start is None:
@@ -430,7 +430,7 @@ def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
         yield gpu.display_name, ", ".join(_list_gpu_figures(gpu))
     for holder in incident.before.holders[-MOST_LISTED_HOLDERS:]:
         yield "held by", f"{holder.uuid} pid {holder.pid} {format_amount(holder.used)}"
-    # The number is limited, because an engine with many ranks would fill the page.
+    # Limit the number of lines: an engine with many ranks would fill the page.
     yield from islice(_list_torch_memory(incident), MOST_LISTED_HOLDERS)
     for growth in incident.before.mappings[-MOST_LISTED_HOLDERS:]:
         yield "host growth", _describe_growth(growth)
@@ -442,7 +442,7 @@ def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
 
 
 def _list_engine_figures(engine: EngineReading) -> Iterator[str]:
-    """Describe each known figure on an engine's last page."""
+    """Describe each known figure on an engine's last metrics page."""
     kv_used_percent = None
     if engine.kv_used_ratio is not None:
         kv_used_percent = 100 * engine.kv_used_ratio
@@ -461,7 +461,7 @@ def _list_engine_figures(engine: EngineReading) -> Iterator[str]:
 
 
 def _list_gpu_figures(gpu: GpuAtEnd) -> Iterator[str]:
-    """Describe each known figure of a GPU, and the detector's state."""
+    """Describe each known figure of a GPU, and the leak detector's state."""
     figures = (
         (gpu.total_bytes, "in all"),
         (gpu.last_room_bytes, "left at worst"),
@@ -492,7 +492,7 @@ def _list_torch_sizes(device: TorchMemory) -> Iterator[str]:
 
 
 def _describe_growth(growth: MappingGrowth) -> str:
-    """Describe which kinds of mapping grew in a process and, if known, for how long."""
+    """Describe which kinds of mappings grew in a process and, if known, for how long."""
     kinds = ", ".join(f"{format_size(n_bytes)} in {kind}" for kind, n_bytes in growth.kinds.items())
     duration = ""
     if growth.since is not None and growth.t is not None:

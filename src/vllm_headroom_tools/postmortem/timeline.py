@@ -64,7 +64,7 @@ class Timeline:
         self._moments.append((seconds, sentence))
 
     def _add_state(self, now: float, status: EngineStatus) -> None:
-        """Add an exit, and add the state if it is the first state or has changed."""
+        """Add an exit, and add the state unless it is the same as before."""
         if status.exit_reason is not None:
             self._add(now, "the engine exited")
         if self._state is None:
@@ -74,7 +74,7 @@ class Timeline:
         self._state = status.state
 
     def _add_neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
-        """Add an entry if other processes' memory has changed much since the last such entry."""
+        """Add an entry if other processes' memory has changed considerably since the last entry."""
         previous_bytes = self._other_bytes.setdefault(gpu.uuid, other_bytes)
         if abs(other_bytes - previous_bytes) < NEIGHBOUR_CHANGE_BYTES:
             return
