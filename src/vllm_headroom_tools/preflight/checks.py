@@ -24,9 +24,10 @@ from vllm_headroom_tools.vllm_options import LAST_RELEASE
 MIN_OWN_BYTES: Final = 3 * GIB // 10
 """The minimum amount of memory that vLLM allocates before it checks the free memory.
 
-When vLLM reads the free memory, its own CUDA context is already on the GPU, as are NCCL's buffers
-since 0.11. vLLM logs "Free memory on device (F/T GiB) on startup". On otherwise empty GPUs, F is
-lower than T by 0.33 (B200) to 0.53 GiB (H100), or by 0.49 to 1.55 GiB with tensor parallelism.
+When vLLM reads the free memory, its own CUDA context is already on the GPU. Since vLLM 0.11, NCCL's
+buffers are there too. vLLM logs "Free memory on device (F/T GiB) on startup". On otherwise empty
+GPUs, F is lower than T by 0.33 (B200) to 0.53 GiB (H100), or by 0.49 to 1.55 GiB with tensor
+parallelism.
 """
 
 MAX_OWN_BYTES: Final = 6 * GIB // 10
@@ -41,7 +42,7 @@ parallelism is used. It was 1.55 GiB on two and four H100 (vLLM 0.19).
 
 
 class MemoryRequest(Struct, frozen=True, kw_only=True):
-    """The memory that vLLM requests on each GPU: a share, a number of bytes, or the larger of both.
+    """The memory that vLLM requests per GPU: a share, a size in bytes, or the larger of the two.
 
     All fields are None if no request is set.
     """
@@ -57,7 +58,7 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
 
 
 def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
-    """Return the bytes that must be free when vLLM checks the memory; 0 for an empty request.
+    """Return the bytes that must be free when vLLM checks the memory, or 0 for an empty request.
 
     vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory).
     """
@@ -160,12 +161,11 @@ def check_memory(
 ) -> Iterator[Obstacle]:
     """Compare a GPU's free memory with vLLM's request and its additional allocations.
 
-    Yields nothing if the free memory is sufficient. `holders` is the end of a sentence; it names
-    the processes that hold the used memory. `swap_bytes` is None if it is unknown.
+    Yields nothing if the free memory is sufficient. `holders` ends a sentence with the names of the
+    processes that hold the used memory. `swap_bytes` is None if it is unknown.
     """
     memory = device.memory
-    # If there is a failure, it is reported instead of the missing figures, because it explains
-    # more.
+    # A failure explains more than the missing figures, so it is reported instead.
     if device.failure is not None:
         yield report_failure(device.failure, device.index)
     elif memory is None:
@@ -192,7 +192,7 @@ def _check_free_memory(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Iterator[Obstacle]:
     """Check a GPU with known memory for a shortage, a close fit, and limits of unified memory."""
-    # The free memory that exceeds vLLM's request, before vLLM's own processes allocate memory.
+    # The free memory beyond vLLM's request, before vLLM's processes allocate any.
     spare_bytes = memory.free_bytes - compute_requested_bytes(request, memory)
     if spare_bytes < MIN_OWN_BYTES:
         yield _report_shortage(device, memory, request, holders)
@@ -244,7 +244,7 @@ def _check_machine(
 ) -> Iterator[Obstacle]:
     """Check whether vLLM leaves enough memory for a machine that shares its memory with the GPU."""
     requested_bytes = compute_requested_bytes(request, memory)
-    # The check assumes vLLM's maximum allocation, because a machine that starts to swap hangs.
+    # The check assumes vLLM's maximum allocation, because swapping would make the machine hang.
     left_bytes = available_bytes - requested_bytes - request.max_own_bytes
     if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
         return
@@ -266,7 +266,7 @@ def _check_machine(
 def _report_shortage(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Obstacle:
-    """Return the finding on a memory shortage, which may pass unless the GPU is too small."""
+    """Return the finding on a memory shortage, which is permanent if the GPU is too small."""
     requested_bytes = compute_requested_bytes(request, memory)
     needed_bytes = requested_bytes + MIN_OWN_BYTES
     needs = (
@@ -352,7 +352,7 @@ HOT_CELSIUS: Final = 87.0
 
 
 def check_heat(device: GpuReading) -> Iterator[Obstacle]:
-    """Remark that a GPU is hot while idle: vLLM would start on it, but would be slow."""
+    """Yield a remark if a GPU is hot while idle: vLLM would start on it, but would be slow."""
     if device.temperature_celsius is not None and device.temperature_celsius >= HOT_CELSIUS:
         yield Obstacle(
             Kind.HEAT,
@@ -416,7 +416,7 @@ def check_unknown_options(
 
 
 def check_nvlink(devices: Sequence[GpuReading], faults: Iterable[GpuFaults]) -> Iterator[Obstacle]:
-    """Remark that the GPUs across which a model is split are not connected by NVLink.
+    """Yield a remark if NVLink does not connect the GPUs across which a model is split.
 
     vLLM still starts, but every step waits for PCI Express. Yields nothing if the driver does not
     report NVLink.

@@ -161,7 +161,7 @@ async def wait_until_settled(
 
 
 def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
-    """Return the operator's choice of GPUs: --gpus, or else CUDA_VISIBLE_DEVICES or HIP's variant.
+    """Return the operator's choice of GPUs, from --gpus or else from the environment.
 
     Raises BadOptions if the variable contains anything other than indices or UUIDs.
     """
@@ -188,8 +188,8 @@ def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
 def _read_request(arguments: Namespace) -> MemoryRequest:
     """Return the memory that vLLM requests.
 
-    Without options, the request for a start is vLLM's default share. The request for a wake-up is
-    then empty, because the share is taken from the engine's page later.
+    Without options, the request is vLLM's default share for a start and empty for a wake-up. For a
+    wake-up, the share is later taken from the engine's page.
     """
     utilization_ratio = arguments.gpu_memory_utilization
     has_size = utilization_ratio is not None or arguments.bytes is not None
@@ -226,7 +226,7 @@ async def _run(arguments: Namespace) -> Report:
     processes = Processes(engine_port=_find_port(url), proc=PROC, monotonic=time.monotonic)
 
     async def look_and_judge() -> Clearance:
-        """Read once and judge a start, or a wake-up of the engine at `url`."""
+        """Read once, then judge a start or the wake-up of the engine at `url`."""
         conditions = await read_conditions(
             gpus, processes, proc=PROC, shm=SHM, timeout_seconds=GPU_SECONDS
         )

@@ -28,8 +28,8 @@ from vllm_headroom.worker import Worker
 PROCESSES_SECONDS: Final = 2.0
 
 ENDED: Final = "a process that has ended"
-"""The name shown for a process that NVML still lists even though it is missing from the machine's
-/proc or is a zombie. The driver has not yet freed the memory of such a process.
+"""The name shown for a process that NVML still lists although it has ended. It is missing from the
+machine's /proc or is a zombie. The driver has not yet freed the memory of such a process.
 """
 
 
@@ -155,7 +155,7 @@ def _read_container(proc: Path) -> HostMemory | None:
 
 
 def _find_offload_files(shm: Path) -> dict[str, int]:
-    """Return the sizes of the files in /dev/shm to which vLLM offloads a KV cache, by path."""
+    """Return the sizes of vLLM's offload files in /dev/shm, by path."""
     sizes_bytes = {}
     for file in sorted(shm.glob("vllm_offload_*")):
         with suppress(OSError):

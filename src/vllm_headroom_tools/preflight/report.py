@@ -31,8 +31,8 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     unlisted_bytes: int | None
     """The memory in use that does not belong to any listed process.
 
-    This memory belongs to processes that are not visible here, or to a process that has ended and
-    whose memory the driver has not freed yet.
+    It belongs to processes that are not visible here, or to an ended process whose memory the
+    driver has not freed yet.
     """
 
 
@@ -56,7 +56,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
 
     @property
     def may_pass(self) -> bool:
-        """Return whether there is any hindrance and waiting may remove all hindrances."""
+        """Return whether there are hindrances and waiting may remove all of them."""
         return bool(self.hindrances) and all(finding.may_pass for finding in self.hindrances)
 
     @property
@@ -134,13 +134,13 @@ MIN_UNLISTED_BYTES: Final = GIB // 20
 
 
 def describe_holders(gpu: GpuReport) -> str:
-    """Return the end of a sentence that names the holders of a GPU's memory; "" if unknown."""
+    """Return a sentence ending that names the holders of a GPU's memory, or "" if unknown."""
     parts = [f"{size or 'an unknown share'} by {holder}" for size, holder in list_shares(gpu)]
     return f"; held: {', '.join(parts)}" if parts else ""
 
 
 def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
-    """Yield each holder of a GPU's memory: its share as text (empty if unknown), and its name."""
+    """Yield the share and name of each holder of a GPU's memory; an unknown share is empty."""
     for holder in gpu.holders or ():
         name = f"pid {holder.pid}"
         if holder.name is not None:
@@ -309,9 +309,9 @@ def judge_wake(
 ) -> Clearance:
     """Judge whether a sleeping engine could wake up in the free memory of its GPUs.
 
-    `given_request` is the request that the operator set. The memory that an awake engine holds
-    differs from its share of the GPU by up to two GiB, because activations vary, and CUDA graphs
-    are not included in the share.
+    `given_request` is the request that the operator set. The memory of an awake engine differs from
+    its share of the GPU by up to two GiB. Activations vary, and the share does not include CUDA
+    graphs.
     """
     if isinstance(conditions.readings, Failure):
         return Clearance(
@@ -369,7 +369,7 @@ def _report_unknown_engine(text: str, fix: str | None = None) -> Obstacle:
 
 
 def _report_awake(host: HostMemory | None) -> Obstacle:
-    """Return a remark: no engine is asleep, and a sleep could use this much host memory."""
+    """Return a remark that no engine is asleep, with the host memory that a sleep could use."""
     text = "the engine is awake: there is nothing to wake"
     if host is not None and host.limit_bytes is not None and host.room_bytes is not None:
         text += (
@@ -382,9 +382,8 @@ def _report_awake(host: HostMemory | None) -> Obstacle:
 def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> MemoryRequest | None:
     """Return the engine's memory request, from the options or else from its page.
 
-    Without options, returns None if the engines on the page do not have the same share, or if their
-    KV cache size was set in bytes. If there is no page, the request is taken from the options
-    alone.
+    Without options, returns None if the engines' shares differ, or if their KV cache size was set
+    in bytes. If there is no page, the request is taken from the options alone.
     """
     is_given = (
         given_request.utilization_ratio is not None or given_request.bytes_per_gpu is not None
