@@ -91,7 +91,7 @@ def format_verdict(replay: LeakReplay) -> Iterator[str]:
 
 
 def _name_series(replay: LeakReplay) -> Iterator[tuple[str, LeakCourse]]:
-    """Yield the name and course of each GPU and then of each host role."""
+    """Yield the name and the leak course of each GPU, then those of each host role."""
     for index, uuid, course in replay.gpus:
         name = f"GPU {index}"
         if uuid != name_by_index(index):
@@ -147,7 +147,7 @@ def _judge_series(name: str, course: LeakCourse, span_seconds: float) -> Finding
 
 
 def _format_intervals(name: str, intervals: list[Interval]) -> Iterator[str]:
-    """Yield a line for each of the first intervals, and one with the number of remaining ones."""
+    """Yield a line for each of the first intervals, and one that counts the others."""
     for begin, end in intervals[:MOST_INTERVALS]:
         until = "to the end"
         if end is not None:
@@ -189,7 +189,7 @@ def _format_rate(moment: Moment, bytes_per_second: float) -> str:
 
 
 def _build_data(replay: LeakReplay) -> dict[str, Any]:
-    """Return the --json data; the end of an interval is None if it lasts until the trace's end."""
+    """Return the --json data; an interval that lasts until the end of the trace has no end."""
     begin, end = replay.span
     return {
         "samples": replay.samples,
@@ -259,14 +259,14 @@ def _parse_time(text: str) -> tuple[bool, float]:
     if re.fullmatch(NUMBER, text):
         return False, float(text)
     moment = datetime.fromisoformat(text)
-    # Without a time zone, it could be the reader's or the server's local time.
+    # Without a time zone, the text could mean the reader's or the server's local time.
     if moment.tzinfo is None:
         raise ValueError
     return False, moment.timestamp()
 
 
 def _parse_matcher(text: str) -> str:
-    """Return a PromQL label matcher, restoring the quotes around its value if a shell removed them.
+    """Return a PromQL label matcher, with its quotes restored if a shell removed them.
 
     Raises ValueError if the text is not a matcher.
     """

@@ -54,8 +54,8 @@ SCRAPE_LABELS: Final = 'job="vllm-headroom",instance="replay"'
 """The labels that Prometheus would add."""
 
 MOST_BUFFERED_POINTS: Final = 500_000
-"""Our choice: the number of points, of all series together, that are kept in memory before they are
-written to disk. They take 8 MB.
+"""Our choice: the total number of points that are kept in memory before they are written to disk.
+They take 8 MB.
 """
 
 POINT_NUMBERS: Final = 2
@@ -70,7 +70,7 @@ class SampleExport:
     """
 
     def __init__(self, *, has_health: bool, reported_bytes: int | None = None) -> None:
-        """`has_health` says whether a source without data counts as failed, as in a trace."""
+        """Set `has_health` if a source without data has failed, as in a trace."""
         self._has_health = has_health
         derivations: list[Derivation[Any]] = []
         for derivation in build_derivations(reported_bytes=reported_bytes):
@@ -96,10 +96,10 @@ class SampleExport:
         self._spool = SeriesSpool()
 
     def step(self, snapshot: Snapshot, replay: LeakReplay) -> None:
-        """Add a snapshot that `replay` has just processed and that contains the engine's state.
+        """Add a snapshot with the engine's state, which `replay` has just processed.
 
-        A snapshot adds no samples if the clock was set back, because Prometheus rejects samples
-        that are older than the newest sample of their series.
+        If the clock was set back, a snapshot adds no samples. Prometheus rejects samples that are
+        older than the newest one of their series.
         """
         samples = self._derive(snapshot, replay)
         # Prometheus timestamps have millisecond precision.

@@ -78,8 +78,8 @@ def draw_replay(replay: LeakReplay, curves: Curves) -> str:
 def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | None:
     """Return the forecast of the last alarm, from the newest free memory down to 0 bytes.
 
-    Returns None if the trace does not end in an alarm, or if either the time to out-of-memory or
-    the free memory is unknown.
+    Returns None if the trace does not end in an alarm, or if the time until OOM or the free memory
+    is unknown.
     """
     alarm = course.last_alarm
     if course.state is not LeakState.LEAKING or alarm is None:
@@ -102,7 +102,7 @@ def _draw_gpu(
     span: tuple[float, float],
     forecast: Forecast | None,
 ) -> str:
-    """Return a GPU's box: its free memory, or the engine's memory if the free memory is unknown."""
+    """Return a GPU's box with its free memory or, if that is unknown, the engine's memory."""
     index, uuid, course = gpu
     points = curves.of("free", uuid)
     has_free_memory = bool(points)
@@ -209,7 +209,7 @@ def _convert_to_gib(points: list[Point]) -> list[Point]:
 
 
 def _find_floor(points: list[Point]) -> float:
-    """Return the value in GiB at which the scale of a chart of held memory starts.
+    """Return the lowest value, in GiB, on the scale of a held-memory chart.
 
     It is slightly below the minimum, because growth would not be visible on a scale from 0. Returns
     0 if there are no values.
@@ -269,7 +269,7 @@ def _draw_chart(
 
 
 def _choose_decimals(extent: float) -> int:
-    """Return how many decimals an axis's labels need so that the axis's extent has two digits."""
+    """Return how many decimals an axis's labels need to show its extent with two digits."""
     for decimals, least_extent in ((0, 20.0), (1, 2.0), (2, 0.2)):
         if extent >= least_extent:
             return decimals

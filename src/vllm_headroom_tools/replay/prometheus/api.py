@@ -26,7 +26,7 @@ from vllm_headroom_tools.openai import parse_object
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus cancels a query after two minutes (--query.timeout). This timeout is longer, so that
-the error message from Prometheus is received first.
+Prometheus can report its error first.
 """
 
 _LONGEST_TEXT: Final = 300
@@ -83,7 +83,7 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
 
         Each time is in exactly one part.
         """
-        # The server rejects queries with more steps.
+        # The server rejects queries with more than `most_steps` steps.
         stride = max(1, most_steps) * self.step_ms
         starts = range(self.start_ms, self.end_ms + 1, stride)
         return [
@@ -125,9 +125,9 @@ def _count_ms(time: Time, now_seconds: float) -> int:
 
 
 class PrometheusApi:
-    """The HTTP API of the Prometheus at `url`, or of a compatible server.
+    """The HTTP API of a Prometheus server, or of a compatible one, at `url`.
 
-    The token in `bearer_token_file` replaces the user and password in the URL; `ca_file` replaces
+    The token in `bearer_token_file` replaces the user and password in the URL. `ca_file` replaces
     the default CAs. Raises BadInput if the token or the CAs cannot be used. `shown` is the URL
     without user and password.
     """
@@ -143,7 +143,7 @@ class PrometheusApi:
         try:
             if bearer_token_file is not None:
                 headers["Authorization"] = f"Bearer {read_token(bearer_token_file)}"
-                # httpx would send the user and password in the URL instead of our header.
+                # Otherwise, httpx would send the URL's user and password instead of our header.
                 self._address = self._address.copy_with(userinfo=b"")
             verify = load_trust(ca_file)
         except UnusableCredentials as error:
@@ -230,7 +230,7 @@ class PrometheusApi:
 
 
 def _parse_series(row: Mapping[str, Any]) -> Series:
-    """Parse one series in a response, omitting values that are not finite.
+    """Parse one series in a response, without values that are not finite.
 
     Raises KeyError, TypeError, ValueError, AttributeError or OverflowError if the JSON has a
     different structure.

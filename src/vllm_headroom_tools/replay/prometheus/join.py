@@ -28,7 +28,7 @@ Side = list[dict[str, Any]]
 
 
 class Exporter(Struct, frozen=True, kw_only=True):
-    """The series that one exporter provides for one side of a sample."""
+    """The series that one exporter provides for one side of a sample, such as the GPUs."""
 
     side: str
     """The key of this side in a line of a trace: `gpus`, `engines` or `processes`."""
@@ -100,14 +100,14 @@ def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Ser
     if source.kind.has_start_time:
         lead_series = [one_series for one_series in series if one_series.name == source.lead]
         series += _read_start_times(api, source, page, lead_series)
-    # A series that has ended still has values until the maximum age is reached; the number of steps
-    # is rounded up.
+    # A series that has ended keeps its last value until the maximum age is reached. The number of
+    # steps is rounded up.
     overlap_steps = -(-source.window_ms // page.step_ms)
     return _merge_series(source.kind, series, overlap_steps)
 
 
 def _select_latest(selected: str, window_ms: int) -> str:
-    """Return a query for each series' newest value, limited to values within the window."""
+    """Return a query for the newest value of each series within the window."""
     return f"last_over_time({selected}[{window_ms}ms])"
 
 
@@ -140,11 +140,12 @@ def _read_start_times(
 
 
 def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: int) -> list[Series]:
-    """Join series with the same identity that follow one another; return one per identity.
+    """Join consecutive series with the same identity; return one series per identity.
 
-    For example, a scrape label changes when a pod is recreated. If two series overlap, the later
-    one takes precedence. They may overlap by up to `overlap_steps`, the maximum age of a value.
-    Series that overlap for longer belong to two different objects, and BadInput is raised.
+    Such series arise when a scrape label changes, for example because a pod was recreated. If two
+    series overlap, the later one takes precedence. Series may overlap by up to `overlap_steps`, the
+    maximum age of a value. Raises BadInput if they overlap for longer, because they then belong to
+    different objects.
     """
     groups: dict[tuple[str, ...], list[Series]] = {}
     for series in all_series:
@@ -173,7 +174,8 @@ def _pick_identity(kind: Exporter, series: Series) -> dict[str, str]:
 def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     """Return the error message for different objects with the same identity.
 
-    It names the scrape labels that differ, and the option that would select one of the series.
+    The message names the scrape labels that differ, and the option that would select one of the
+    series.
     """
     metric = group[0].name
     differing: dict[str, list[str]] = {}
@@ -214,8 +216,8 @@ def _sample_gpus(
     """Return a trace entry for each device, sorted by UUID.
 
     If this project's exporter has attributed the devices, only the engine's devices are returned.
-    `fields` maps a metric name to its fact; for a series with the label `holder`, the label's value
-    is the fact. Values are in `unit_bytes`.
+    `fields` maps a metric name to its fact. For a series with the label `holder`, the fact is that
+    label's value. Values are in `unit_bytes`.
     """
     devices: dict[str, dict[str, float]] = {}
     is_engines_own: dict[str, bool] = {}

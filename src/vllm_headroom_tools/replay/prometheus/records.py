@@ -40,7 +40,7 @@ _WINDOW_MS: Final = 595_000
 """The window over which samples are counted, which is slightly shorter than the stride.
 
 With a scrape interval of 5, 10, 15, 20, 30 or 60 s, such a window contains at most stride /
-interval samples, whether or not its ends are included.
+interval samples. This is true whether or not its ends are included.
 """
 
 _GPUS: Final = (OWN_GPUS, DCGM_GPUS, SMI_GPUS)
@@ -65,8 +65,8 @@ def find_sources(
 
     Raises BadInput if there is no source of GPUs or no source of engines in the span.
     """
-    # The search covers whole strides: it ends at the end of the span, and begins at or after the
-    # start of the span.
+    # The search covers whole strides up to the end of the span, and does not begin before its
+    # start.
     start_ms = span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS
     search = TimeSpan(start_ms=start_ms, end_ms=span.end_ms, step_ms=_STRIDE_MS)
     gpu_names = _find_present(api, search, _GPUS, gpu_matchers)
@@ -101,7 +101,7 @@ def _format_time(time_ms: int) -> str:
 def _find_present(
     api: PrometheusApi, search: TimeSpan, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
 ) -> frozenset[str]:
-    """Return the names of the exporters' leading metrics that exist in the span."""
+    """Return which of the exporters' leading metrics exist in the span."""
     selected = build_selector([name for kind in kinds for name in kind.lead], matchers)
     expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
     return frozenset(
@@ -118,7 +118,7 @@ def _build_source(
     names: frozenset[str],
     matchers: tuple[str, ...],
 ) -> Scraped:
-    """Build a source; its scrape interval is estimated from the highest count of samples."""
+    """Build a source, and estimate its scrape interval from the highest number of samples."""
     lead = next(name for name in kind.lead if name in names)
     expression = f"max(count_over_time({build_selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
     scrape_count = 1.0
@@ -155,9 +155,9 @@ factor.
 def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the records of a trace that covers the span, without a header.
 
-    If a side has no values at a time, it is None in the record of this time. Values are at most one
-    and a half scrape intervals old. If the scrape interval of the GPUs is longer than --step, the
-    interval is used as the step. Raises BadInput if the data cannot be read or a side is missing.
+    If the GPUs, engines or processes have no values at a time, they are None in that record. Values
+    are at most one and a half scrape intervals old. If the GPUs' scrape interval is longer than
+    --step, it becomes the step. Raises BadInput if the data cannot be read or a side is missing.
     """
     span = build_span(args.start, args.end, args.step, time.time())
     gpu_matchers = (*args.match, *args.match_gpu)
