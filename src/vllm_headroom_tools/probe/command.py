@@ -71,7 +71,7 @@ def _add_options(parser: Parser) -> None:
 
 
 async def _run(arguments: Namespace) -> Report:
-    """Perform the action and return its report; raise BadOptions for options that do not fit.
+    """Perform the action and return its report; raise BadOptions for options it does not take.
 
     Raises BadInput if the action cannot be performed.
     """

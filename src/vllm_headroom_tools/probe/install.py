@@ -17,8 +17,8 @@ packages on its Python path.
 
 FOLDER_MODE: Final = 0o755
 FILE_MODE: Final = 0o644
-"""The mode of the files. Everyone may read them, because vLLM runs as another user. The umask may
-be stricter, so the mode is set explicitly.
+"""The mode of the files. Everyone may read the files, because vLLM runs as another user. The umask
+may be stricter, so the mode is set explicitly.
 """
 
 

@@ -176,7 +176,7 @@ async def record(
 
 
 async def find_processes(folder: Path) -> tuple[ProbedProcess, ...]:
-    """Return the processes whose probes are writing to the folder; raise BadInput if none are."""
+    """Return the processes whose probes write to the folder; raise BadInput if there are none."""
     files = await ProbeReader(folder, parse=parse_probe).read(PROBE_FILES_SECONDS)
     if isinstance(files, Failure):
         raise BadInput(files.message)
@@ -234,13 +234,13 @@ def _join_record(
 async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     """Return a process's memory in bytes, by kind of mapping.
 
-    Returns None if the mappings cannot be read. The probe reports the pid in the PID namespace of
-    the process; if this pid refers to a different process in the sidecar's namespace, the mappings
-    count as unreadable.
+    Returns None if the mappings cannot be read. The probe reports the pid in the process's own PID
+    namespace. In the sidecar's namespace, this pid may be a different process; the mappings are
+    then unreadable.
     """
 
     def read() -> dict[str, int] | None:
-        """Return the memory by kind of mapping, or None if the pid is now another process."""
+        """Return the memory by kind of mapping, or None if the pid has been reused."""
         entry = read_entry(PROC, process.pid)
         if entry is None:
             return None
@@ -259,8 +259,8 @@ def _write_request(
 ) -> None:
     """Write the file that requests a recording from the probes.
 
-    Raises BadInput if there is a request that was touched recently, because another recording is
-    then running. Raises OSError if the file cannot be written.
+    Raises BadInput if a request was touched recently, because another recording is running. Raises
+    OSError if the file cannot be written.
     """
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):

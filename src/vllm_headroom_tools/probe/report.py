@@ -89,7 +89,7 @@ def _format_process(process: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_cost(cost: Mapping[str, Any]) -> str:
-    """Describe the cost of a recording for its process, omitting unknown figures."""
+    """Describe what a recording cost its process, without unknown figures."""
     parts = []
     if cost["pause_seconds"] is not None:
         parts.append(f"{cost['pause_seconds']:.3f} s of pause")

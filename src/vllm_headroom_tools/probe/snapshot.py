@@ -38,7 +38,7 @@ NO_HISTORY: Final = (
 
 
 async def take_snapshots(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Make all processes that keep torch's history write a snapshot; return the --json data.
+    """Make all processes with torch's history write a snapshot; return the --json data.
 
     A process that has not answered in time has a `problem`. Raises BadInput if no process keeps the
     history, or if the folder cannot be written.
@@ -78,8 +78,7 @@ async def _collect_answers(
     answers: dict[int, AllocatorSnapshot] = {}
     while missing_pids and time.time() < deadline_seconds:
         await asyncio.sleep(POLL_SECONDS)
-        # `find_processes` raises BadInput if no process is left, because all have exited in the
-        # meantime.
+        # `find_processes` raises BadInput if all processes have exited in the meantime.
         with contextlib.suppress(BadInput):
             for process in await find_processes(folder):
                 snapshot = None if process.history is None else process.history.requested

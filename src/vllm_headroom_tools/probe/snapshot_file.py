@@ -1,4 +1,4 @@
-"""Read a snapshot of torch's allocator, which is a pickle of plain data, without torch.
+"""Read a snapshot of torch's allocator without torch; the file is a pickle of plain data.
 
 The file may have been forged, so all of its content is checked and bounded.
 """
@@ -30,7 +30,7 @@ MAX_LARGEST: Final = 10
 """The number of lines of code in the report; these are the lines that hold the most memory."""
 
 TORCH_CODE: Final = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches paths in torch itself and in code that torch generates. These lines are skipped, because
+"""Matches paths in torch itself and in code that torch generates. Such paths are skipped, because
 the line that calls torch shows better who holds the memory.
 """
 
@@ -45,8 +45,8 @@ PLAIN_OPERATIONS: Final = (
     " EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT SETITEM SETITEMS BINPUT LONG_BINPUT MEMOIZE"
     " BINGET LONG_BINGET"
 )
-"""The operations that build numbers, strings, lists, tuples and dictionaries. All others are
-rejected, such as those that import or call a name.
+"""The operations that build numbers, strings, lists, tuples and dictionaries. All other operations,
+such as imports and calls, are rejected.
 """
 
 
@@ -117,7 +117,7 @@ def read_snapshot_file(path: Path) -> ReadSnapshot:
 
 
 def parse_torch_snapshot(content: bytes, name: str) -> ReadSnapshot:
-    """Parse the pickle of a snapshot; raise BadInput, with the file's name, if it is not one."""
+    """Parse the pickle of a snapshot; raise BadInput, which names the file, if it is not one."""
     try:
         snapshot = PlainUnpickler(io.BytesIO(content)).load()
         return _summarise(snapshot)
@@ -128,7 +128,7 @@ def parse_torch_snapshot(content: bytes, name: str) -> ReadSnapshot:
 
 
 def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a pickle holds
-    """Summarise a snapshot; raise any Python error if its structure is not as expected."""
+    """Summarise a snapshot; an unexpected structure may raise any Python error."""
     times_seconds = _list_allocation_times(snapshot["device_traces"])
     # Stacks are cached by identity, because a forged file may repeat a long stack in every block.
     places: dict[int, CodePlace] = {}
