@@ -1,4 +1,4 @@
-"""A single reading of the engine's page, GPUs and processes, made with the daemon's readers."""
+"""One reading of the engine's metrics page, GPUs and processes."""
 
 import asyncio
 import time
@@ -28,7 +28,8 @@ SYS: Final = Path("/sys")
 LOOK_SECONDS: Final = 6.0
 """The time limit for reading the GPUs and the page. Both are read concurrently.
 
-The processes are read afterwards. All three readings together must end within ten seconds.
+The processes are read afterwards. The GPUs, the page and the processes must all be read within ten
+seconds.
 """
 
 PROC_SECONDS: Final = 3.0
@@ -55,7 +56,7 @@ async def locate_engines(
     container_logs: Path = CONTAINER_LOGS,
     pod_logs: Path = POD_LOGS,
 ) -> tuple[LocatedEngine, ...]:
-    """Return the engines of HEADROOM_ENGINES, located in the same way as by the daemon.
+    """Return the engines of HEADROOM_ENGINES, located as in the daemon.
 
     Raises BadInput if /proc cannot be read.
     """
@@ -69,7 +70,7 @@ async def locate_engines(
         monotonic=time.monotonic,
     )
     try:
-        # The scan finds pods and units; the search then finds the servers in them.
+        # The scan finds pods and systemd units; the search then finds the servers in them.
         await processes.scan(FIND_ENGINES_SECONDS)
         return await processes.find_engines(FIND_ENGINES_SECONDS)
     except TimeoutError:
@@ -89,7 +90,7 @@ async def fetch_once(reader: PageReader) -> str | Failure:
 async def fetch_engines(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
     """Return the engines on a page, or a Failure, and close the reader.
 
-    Without a `profile`, the kind of engine is determined from the page itself.
+    If `profile` is None, the page itself shows the kind of engine.
     """
     text = await fetch_once(reader)
     return text if isinstance(text, Failure) else parse_engines(text, profile)
@@ -101,7 +102,7 @@ async def survey_machine(
     """Read the GPUs and processes once, and attribute the GPUs to the engine as the daemon does.
 
     A part that cannot be read is replaced by a Failure in the result. The processes are read after
-    `page`, because the page determines which of several engines is watched.
+    `page`, which determines the engine to watch.
     """
     gpu_reader = Gpus(
         monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys
@@ -115,7 +116,7 @@ async def survey_machine(
     )
 
     async def read_processes() -> ProcessReadings | Failure:
-        """Return the engine's processes, found with the help of its page, or a Failure."""
+        """Return the engine's processes, or a Failure."""
         return await process_reader.read(PROC_SECONDS, await page)
 
     try:

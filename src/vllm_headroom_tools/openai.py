@@ -50,7 +50,7 @@ def parse_first_model(text: str | bytes | bytearray) -> ListedModel | None:
 
 
 def parse_server_version(text: str) -> str | None:
-    """Return the version in {"version": "0.11.2"}, the response to GET /version, or None."""
+    """Return the version in a /version response such as {"version": "0.11.2"}, or None."""
     version = parse_object(text).get("version")
     return version if isinstance(version, str) else None
 

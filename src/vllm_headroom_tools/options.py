@@ -121,7 +121,7 @@ REPORTED_BYTES_VARIABLE: Final = "HEADROOM_REPORTED_BYTES"
 
 
 def add_reported_bytes(parser: argparse._ActionsContainer) -> None:
-    """Add the option for the memory that the engine should use on each GPU."""
+    """Add --reported-bytes, the memory that the engine should use on each GPU."""
     parser.add_argument(
         "--reported-bytes",
         metavar="SIZE",
@@ -131,7 +131,7 @@ def add_reported_bytes(parser: argparse._ActionsContainer) -> None:
 
 
 def read_reported_bytes(environ: Mapping[str, str]) -> int | None:
-    """Return the value of this option in the sidecar's environment, or None if it is not set.
+    """Return the value of --reported-bytes from the sidecar's environment, or None if not set.
 
     Raises BadOptions if the value is not a size.
     """
@@ -251,7 +251,7 @@ class TypedOption(Struct):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the next word is a value, which is also possible for an unknown option."""
+        """Return whether the next word may be this option's value."""
         takes_value = self.action is None or self.action.nargs != 0
         return takes_value and not self.values
 
@@ -307,8 +307,8 @@ class Argument(NamedTuple):
 class Parser(argparse.ArgumentParser):
     """A command's options; the parser reports all mistakes in them at once.
 
-    argparse is used to declare the options and to format the help, but not for parsing, because it
-    stops at the first mistake. An option may be repeated if its default is a list.
+    argparse declares the options and formats the help. It does not parse them, because it stops at
+    the first mistake. An option may be repeated if its default is a list.
     """
 
     def __init__(self, prog: str, version: Callable[[], str] = str) -> None:
@@ -332,7 +332,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="store_true", help="show the version and exit")
 
     def add_settings(self, settings_class: type[Settings]) -> None:
-        """Add an option for each setting; the settings that `settings_class` adds come first.
+        """Add an option for each setting, beginning with those that only `settings_class` has.
 
         `read` then also reads the settings from the environment and from a file.
         """
@@ -385,10 +385,10 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         """Also accept options of another program and, after `--`, that program's command line.
 
-        `foreign_names` are the other program's options that have no effect on this one. `read_line`
-        extracts the options from the other program's command line. If an option is repeated on this
-        command line, the last occurrence counts. An option before `--` overrides the same option on
-        that command line. Error messages call an unknown option "no `option_kind`".
+        `foreign_names` are the other program's options that this one ignores. `read_line` extracts
+        the options from the other program's command line. If an option is repeated after `--`, the
+        last occurrence counts. An option before `--` overrides the same option after it.
+        `option_kind` describes these options in error messages.
 
         With `is_lenient`, unknown options on the command line are accepted, because a newer release
         of the program may have them. `unknown_options` in the namespace then contains a sentence
@@ -401,20 +401,20 @@ class Parser(argparse.ArgumentParser):
         self._read_line = read_line
 
     def explain(self, action: argparse.Action) -> str:
-        """Return an option's help text, in which argparse has inserted the default."""
+        """Return an option's help text with its default inserted."""
         formatter = self._get_formatter()
         return formatter._expand_help(action)  # noqa: SLF001 - argparse has no public way
 
     def list_values(self, action: argparse.Action) -> list[str]:
-        """Return the values that an option accepts; an empty list if the set is not fixed."""
+        """Return the values that an option accepts, or an empty list if there is no fixed set."""
         return split_closed_set(_find_kind(action).accepts)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the options into a namespace, which includes `settings` if the parser has settings.
 
-        If the command has no positional arguments and the first word is a URL, the word is the
-        engine's URL. Raises BadOptions with a line for each mistake, including mistakes in values
-        that another source overrides. Raises Printed for --help, --version and --print-config.
+        If the command has no positional arguments, a URL as the first word is the engine's URL.
+        Raises BadOptions with a line for each mistake, even if another source overrides the value.
+        Raises Printed for --help, --version and --print-config.
         """
         positionals = [action for action in self._actions if not action.option_strings]
         if self._begins_with_url(argv) and not positionals:
@@ -460,8 +460,7 @@ class Parser(argparse.ArgumentParser):
             mistakes += self._store_settings(self._settings_class, arguments, namespace)
         mistakes += self._list_missing(typed_options)
         if mistakes:
-            # Duplicates are removed, because an option that is given three times produces identical
-            # lines.
+            # Remove duplicate lines, which a repeated option produces.
             raise BadOptions(*dict.fromkeys(mistakes))
         if self._settings_class is not None and namespace.print_config:
             from vllm_headroom_tools.sources import format_settings  # noqa: PLC0415 - see above
@@ -488,11 +487,10 @@ class Parser(argparse.ArgumentParser):
     def _split(
         self, argv: Sequence[str], positional_count: int
     ) -> tuple[list[TypedOption], list[str]]:
-        """Return the options in order, and the words that do not belong to any option.
+        """Return the options in order, and the remaining words.
 
-        `_` in a name counts as `-`. A word in excess of the positional arguments is treated as
-        another value of the preceding option, because the likely cause is an unquoted value with a
-        space.
+        In names, `_` is the same as `-`. Surplus positional words become values of the preceding
+        option. The likely cause is an unquoted value with a space.
         """
         typed_options: list[TypedOption] = []
         loose_words: list[str] = []
@@ -557,7 +555,7 @@ class Parser(argparse.ArgumentParser):
     def _choose_from_line(
         self, line: Sequence[str], typed_options: Sequence[TypedOption]
     ) -> list[TypedOption]:
-        """Return the command line's effective options in order."""
+        """Return the options after `--` that take effect, in order."""
         line_options, _ = self._split(line, 0)
         set_names = {option.action.dest for option in typed_options if option.action is not None}
         effective_options = []
@@ -593,7 +591,7 @@ class Parser(argparse.ArgumentParser):
                     problem += self._line_hint
                 mistakes.append(problem)
                 continue
-            # If help were printed, mistakes that precede --help would not be shown.
+            # Printing the help would hide mistakes that precede --help.
             if action.dest == "help" and not mistakes:
                 raise Printed(self.format_help().rstrip())
             if action.dest == "version" and not mistakes:
@@ -640,8 +638,7 @@ def _describe_misuse(
 ) -> str | None:
     """Describe an error in the use of an option; return None if there is no error.
 
-    `count` is the number of occurrences of the option so far; `values` are the words that follow
-    this occurrence.
+    `count` is how often the option has occurred so far. `values` are the words after it.
     """
     # An option that may be repeated has a list as its default.
     if count > 1 and not isinstance(action.default, list):

@@ -24,7 +24,7 @@ pages.
 SCRIPT_COMMAND: Final = "script --no-inline --fields pid,ip,sym,dso"
 
 RECORDED_STATUSES: Final = (0, 130, -signal.SIGINT)
-"""perf's exit statuses after a successful recording, which ends normally or with an interrupt."""
+"""perf's exit statuses after a recording that ended normally or was interrupted."""
 
 PERF_END_SECONDS: Final = 120.0
 """The time limit for perf to exit after an interrupt. perf unwinds the stacks during this time."""
@@ -46,8 +46,8 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
     """Record where the processes touch new pages for `seconds`.
 
     Returns the faults and None. If recording fails, returns no faults and the reason. If `pids` is
-    None, nothing is recorded, and the result is no faults and None. If the call is cancelled, perf
-    is killed and its file is removed.
+    None, records nothing and returns no faults and None. If the call is cancelled, perf is killed
+    and its file is removed.
     """
     if pids is None:
         return {}, None
@@ -61,12 +61,12 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
             file = f"{folder}/data"
             targets = ("--output", file, "--pid", ",".join(map(str, pids)))
             status, output = await _run(seconds, perf, *RECORD_COMMAND.split(), *targets)
-            # When perf is interrupted by our own signal, its exit status is not 0.
+            # Our interrupt makes perf exit with a nonzero status.
             if status not in RECORDED_STATUSES:
                 return {}, f"perf: {_find_problem(output) or f'status {status}'}"
             _, script = await _run(PERF_END_SECONDS, perf, *SCRIPT_COMMAND.split(), "--input", file)
             return count_faults(script), None
-    except OSError as error:  # including TimeoutError, which has no strerror
+    except OSError as error:  # This includes TimeoutError, which has no strerror.
         return {}, f"perf: {error.strerror or 'its record took too long to read'}"
 
 
@@ -86,8 +86,7 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
-        # After the first wait, the program is interrupted. During the second wait, it exits because
-        # of the interrupt.
+        # The program is interrupted after the first wait. The second wait gives it time to exit.
         for timeout_seconds in (seconds, PERF_END_SECONDS):
             with contextlib.suppress(TimeoutError):
                 out, err = await asyncio.wait_for(process.communicate(), timeout_seconds)
@@ -104,8 +103,8 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
 def count_faults(script: str) -> Faults:
     """Count the faults of each stack in the output of `perf script`.
 
-    The output consists of one paragraph per sample: a line with the pid, then a line per frame with
-    the frame's address, symbol and file. Paragraphs in any other form are skipped.
+    The output has one paragraph per sample. Its first line contains the pid. Each further line
+    contains a frame's address, symbol and file. Paragraphs in any other form are skipped.
     """
     counts: dict[int, Counter[tuple[str, ...]]] = {}
     for sample in script.split("\n\n"):

@@ -21,9 +21,8 @@ FILE_LIMIT_BYTES: Final = 2**20
 """Our choice: the maximum number of bytes of a script or manifest that are read."""
 
 LONGEST_COMMAND_LINE: Final = 2**15
-"""Our choice: the maximum number of characters in a command line. The time that shlex takes grows
-with the square of a word's length: it takes 0.3 s for a word of this length, and minutes for a word
-of 1 MiB.
+"""Our choice: the maximum number of characters in a command line. The time that shlex takes is
+quadratic in a word's length. It is 0.3 s for this length, and minutes for 1 MiB.
 """
 
 STANDARD_INPUT: Final = "-"
@@ -49,7 +48,7 @@ slash contains no slash, so that the time taken is not quadratic in the number o
 
 RELEASE_OPTION: Final = "--vllm-version="
 ENVIRONMENT_OPTION: Final = "--vllm-env="
-"""The prefixes of the `plan` options into which an image tag and variables are converted."""
+"""The prefixes of the `plan` options made from an image tag and from variables."""
 
 ENVIRONMENT: Final = (
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
@@ -66,7 +65,7 @@ IMAGE_TAG: Final = re.compile(r"vllm[^:]*:v?(0\.\d+(?:\.\d+)?)(?![\d.])", re.IGN
 """The release in the tag of a vLLM image, for example in v0.20.0-cu130."""
 
 LINE_END: Final = re.compile(r"[|;&]+|\d?>.*|<.*")
-"""A word with which the shell ends or redirects a command."""
+"""Matches a word that ends or redirects a shell command."""
 
 SHELLS: Final = frozenset({"sh", "bash", "ash", "dash", "zsh"})
 NAME_BYTES: Final = 255
@@ -84,9 +83,12 @@ def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) ->
 
     A single word may be `-` for standard input, the name of a script or manifest, or the pid of a
     process. The options in the file named by --config are inserted. With `with_surroundings`, the
-    result begins with two options of `plan`: --vllm-version with the release in the container
-    image's tag, and --vllm-env with the variables in ENVIRONMENT. Raises BadOptions if there is no
-    `vllm serve` command line.
+    result begins with two options of `plan`:
+
+    - --vllm-version, with the release in the container image's tag
+    - --vllm-env, with the variables in ENVIRONMENT
+
+    Raises BadOptions if there is no `vllm serve` command line.
     """
     options = _insert_config_file(_read_words(words))
     if with_surroundings:
@@ -130,12 +132,12 @@ def _read_words(words: Sequence[str]) -> list[str]:
 def _insert_config_file(options: list[str]) -> list[str]:
     """Return the options, preceded by those from the YAML file named by --config.
 
-    The keys in the file are option names; `true` denotes an option without a value (vLLM 0.33,
+    The keys in the file are option names. `true` means that the option has no value (vLLM 0.33,
     utils/argparse_utils.py, `load_config_file`). Raises BadOptions if the file cannot be read.
     """
     for index, word in enumerate(options):
         name, equals_sign, value = word.partition("=")
-        # As in vLLM, the first --config counts.
+        # As in vLLM, only the first --config is used.
         if name != CONFIG_OPTION:
             continue
         if not equals_sign:
@@ -172,7 +174,7 @@ def _spell_option(key: str, setting: object) -> list[str]:
 
 
 def _read_source(word: str) -> str | None:
-    """Return the text of standard input or a file; None if the word is neither.
+    """Return the text of standard input or a file, or None if the word is neither.
 
     Raises BadOptions if standard input or the file cannot be read, or is not text.
     """
@@ -347,7 +349,7 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
 
 
 def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """Return an option with the ENVIRONMENT variables set on the command line or around it.
+    """Return an option with the ENVIRONMENT variables that are set for the command line.
 
     Returns an empty list if none of them are set.
     """
@@ -383,7 +385,7 @@ def _read_version(words: Sequence[str]) -> list[str]:
 
 
 def _find_first_argument(words: Sequence[str], name: str) -> int:
-    """Return the index of the first argument if the words do not contain the server's name.
+    """Return the index of the first argument in words without the server's name.
 
     The words may be only the arguments, for example if the container's image starts the server.
     Raises BadOptions if they begin with neither an option nor a model name.

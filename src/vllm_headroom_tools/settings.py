@@ -57,7 +57,7 @@ ModelConfig = Annotated[
 
 
 def _parse_token_bytes(path: Path) -> TokenBytes | None:
-    """Return a function that computes a model's bytes per token, or None if it is unsupported."""
+    """Return a function for a model's bytes per token, or None if the model is unsupported."""
     from vllm_headroom_tools.sizing.footprint import (  # noqa: PLC0415 - see above
         count_engine_bytes_per_token,
     )
@@ -82,8 +82,8 @@ class ModelSettings(Settings):
     def model_reader(self) -> ModelReader:
         """Return how the daemon determines the KV cache bytes per token.
 
-        The bytes are computed from the configured model or, if none is configured, from the model
-        that the engine serves. If the bytes per token themselves are configured, no model is read.
+        The bytes are computed from the configured model or else from the model that the engine
+        serves. If the bytes per token themselves are configured, no model is read.
         """
         if self.model_shape is None:
             is_configured = self.kv_bytes_per_token is not None

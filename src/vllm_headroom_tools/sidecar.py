@@ -13,22 +13,21 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 FETCH_TIMEOUT_SECONDS: Final = 5.0
 
 MOST_DOCUMENT_BYTES: Final = 64 * 2**20
-"""The maximum size of a document. A document of 64 engines on eight GPUs, with one day of curves
-for each engine, has 40 MB.
+"""The maximum size of a document. A document for 64 engines on eight GPUs, with one day of curves
+each, takes 40 MB.
 """
 
 NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"
 REQUIRED_KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
 
 Document = dict[str, Any]
-"""The parsed content of the page."""
+"""The parsed content of /snapshot.json."""
 
 
 async def fetch_document(reader: PageReader, engine_name: str | None = None) -> Document | str:
-    """Fetch the document; return one line with the reason if it cannot be fetched.
+    """Fetch the document, or return one line that says why it cannot be fetched.
 
-    If the sidecar watches several engines, `engine_name` selects one; if it is None, there must be
-    only one engine.
+    `engine_name` selects one of several engines. It may be None if the sidecar watches only one.
     """
     page = await reader.fetch()
     if isinstance(page, Failure):

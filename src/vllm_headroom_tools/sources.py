@@ -76,9 +76,9 @@ def read_settings(
 ) -> AnySettings | tuple[str, ...]:
     """Return the settings, or a line for each mistake in any of the sources.
 
-    Options take precedence over the environment. The environment takes precedence over the file,
-    which is named by `config` or, by default, by HEADROOM_CONFIG. An empty variable counts as not
-    set. Values that another source overrides are checked too.
+    Options take precedence over the environment. The environment takes precedence over the file.
+    `config` names the file, or else HEADROOM_CONFIG does. An empty variable is treated as not set.
+    Values that another source overrides are checked too.
     """
     # The options, the environment and the file are checked separately.
     environment = _read_environment(kind)
@@ -125,7 +125,7 @@ def _list_refused(kind: type[Settings], entries: Entries) -> Iterator[str]:
 
 
 def _read_environment(kind: type[Settings]) -> SettingsSource:
-    """Read the variables that begin with HEADROOM_; an empty variable counts as not set."""
+    """Read the variables that begin with HEADROOM_; an empty variable is treated as not set."""
     variables = {
         name: text
         for name, text in sorted(os.environ.items())
@@ -151,7 +151,7 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
 
 
 def _read_file(kind: type[Settings], config: Entry) -> SettingsSource:
-    """Read the YAML file; null counts as not set, and invalid YAML is a mistake."""
+    """Read the YAML file; null is treated as not set, and invalid YAML is a mistake."""
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML costs 25 ms
 
     path = str(config.value)

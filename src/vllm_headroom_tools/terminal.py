@@ -45,7 +45,7 @@ The colours do not carry any additional meaning.
 
 
 def _match_styled(word: str) -> str:
-    """Return the pattern for a word; capitals match anywhere, marks only at the start of a line."""
+    """Return the pattern for a word in capitals, or for a mark at the start of a line."""
     if word.isupper():
         return rf"\b{word}\b".replace(" ", r"\s+")
     return f"^{word}(?=  )"

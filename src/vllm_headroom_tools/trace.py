@@ -120,8 +120,8 @@ def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
 def open_lines(name: str) -> Iterator[Iterator[bytes]]:
     """Open the lines of a file, or of standard input for "-", as `read_lines` returns them.
 
-    Raises BadInput if the file cannot be read. The file's name is added to the message of any
-    BadInput raised in the context. Shows the progress on a terminal.
+    Raises BadInput if the file cannot be read. Adds the file's name to the message of any BadInput
+    raised in the `with` block. Shows the progress on a terminal.
     """
     # The generator is closed here, so that the progress bar is erased before an error is reported.
     # Python 3.13 does not close a generator at exit while a traceback still refers to it.
@@ -143,7 +143,7 @@ def open_lines(name: str) -> Iterator[Iterator[bytes]]:
 
 
 def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
-    """Yield the snapshots; report on standard error the first time the clock is set back far."""
+    """Yield the snapshots; report the first large backward step of the clock on standard error."""
     newest_seconds = 0.0
     is_noted = False
     for snapshot in snapshots:
@@ -154,8 +154,8 @@ def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snap
                 f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
                 f" {format_duration(step_seconds)}: {CLOCK_WENT_BACK}"
             )
-        # The highest time so far is kept, because each sample until the clock has caught up would
-        # otherwise be reported again.
+        # Keep the highest time so far. Otherwise, each sample until the clock has caught up would
+        # be reported again.
         newest_seconds = max(newest_seconds, snapshot.time_seconds)
         yield snapshot
 
@@ -187,8 +187,8 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
     """Yield a snapshot for each sample after the header; raise BadInput at the first invalid line.
 
     Blank lines and further headers are skipped, so that rotated traces can be concatenated. An
-    incomplete last line is skipped with a note on standard error, because the daemon may have
-    exited while writing this line, or may still be writing it.
+    incomplete last line is skipped with a note on standard error. The daemon may still be writing
+    it, or may have exited while writing it.
     """
     number = 0
     remaining_lines = iter(lines)
@@ -230,7 +230,7 @@ def _describe_content(line: bytes) -> str:
 
 
 def find_other_format(line: bytes) -> str | None:
-    """Return a file's format, judged by its first line, with advice, or None if it is unknown."""
+    """Return a file's format with advice, judging by its first line, or None if it is unknown."""
     for beginning, description in OTHER_FORMATS.items():
         if line.startswith(beginning):
             return description
@@ -410,8 +410,8 @@ def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
 def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     """Return a GPU of the engine; without an index, it is identified by its position in the list.
 
-    The held bytes are those attributed to the engine or, if these are unknown, the used bytes minus
-    those of other processes. They are None if the used bytes are also unknown. Raises
+    The held bytes are those attributed to the engine. If these are unknown, they are the used bytes
+    minus those of other processes. They are None if the used bytes are also unknown. Raises
     WrongFieldError if a field has an invalid value.
     """
     index = read_size(entry, "gpu")
@@ -422,7 +422,8 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     other_bytes = read_size(entry, "other")
     memory = _parse_gpu_memory(entry, used_bytes)
     held_bytes = engine_bytes
-    # Without the engine's own figure, all bytes not known to belong to other processes are counted.
+    # Without the engine's own figure, count all bytes except those known to belong to other
+    # processes.
     if engine_bytes is None and used_bytes is not None:
         held_bytes = max(0, used_bytes - (other_bytes or 0))
     return Gpu(

@@ -11,17 +11,17 @@ from vllm_headroom.vocabulary import Role
 Version = tuple[int, int, int]
 
 OLDEST_SUPPORTED: Final[Version] = (0, 4, 0)
-"""The oldest version whose page is supported."""
+"""The oldest version whose metrics page is supported."""
 
 _VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
 _PRERELEASE: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
 
 
 def parse_version(text: str) -> Version | None:
-    """Return the version in a text, or None if it is no release (such as a nightly) or too old.
+    """Return the version in a text, or None if it is too old or not a release, such as a nightly.
 
-    A release candidate or development version counts as the previous release, because it may lack
-    features of the release that it precedes: 0.12.0rc1 counts as 0.11.0.
+    A release candidate or development version may lack features of its release. It is therefore
+    treated as the previous release: 0.12.0rc1 becomes 0.11.0.
     """
     match = _VERSION.fullmatch(text.strip())
     if match is None:
@@ -79,8 +79,8 @@ class Fault(Struct, frozen=True):
     def is_in(self, version: Version) -> bool:
         """Return whether this version has the fault.
 
-        If a version is newer than the last version in which the fault was observed, it is assumed
-        not to have the fault. This applies even if that version is older than the one with the fix.
+        A version newer than the last one in which the fault was observed is assumed not to have it.
+        This applies even to versions older than the one with the fix.
         """
         if version < self.first_version:
             return False

@@ -168,11 +168,11 @@ def build_report(document: Document) -> Report:
 
 
 def judge_leak(document: Document, within_seconds: float) -> Report:
-    """Return the report on whether a leak may soon end an engine that serves.
+    """Return the report on whether a leak may soon end a serving engine.
 
-    The exit status is 1 if there is a leak alarm, and memory may run out within `within_seconds`
-    according to the lower bound. Otherwise, it is 0. Raises BadInput if the document is stale or
-    has a different structure.
+    The exit status is 1 if there is a leak alarm and, by the lower bound, memory may run out within
+    `within_seconds`. Otherwise, it is 0. Raises BadInput if the document is stale or has a
+    different structure.
     """
     try:
         age_seconds = document["age_seconds"]
@@ -211,7 +211,7 @@ async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
 
 
 async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
-    """Write all verdicts once, and then each verdict whose level, alert or engine state changes.
+    """Write all verdicts once, then each one whose level, alert or engine state changes.
 
     This continues until the task is cancelled.
     """
@@ -231,7 +231,7 @@ async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
 def _describe_verdicts(document: Document) -> dict[str, str]:
     """Return each verdict's line under a key that changes when its level or alert changes.
 
-    If the verdict on an engine has no alert, the key also changes when the engine's state changes.
+    The key of an engine's verdict without an alert also changes with the engine's state.
     """
     lines = {}
     for verdict in document["verdicts"]:
@@ -249,8 +249,8 @@ CHART_ROWS: Final = 5
 def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Text]:
     """Yield the lines of the screen: the verdicts, the free GPU and host memory, and the load.
 
-    `document` may be a string that explains why there is no document. In this case, only this
-    string is yielded.
+    If `document` is a string, it explains why there is no document. In this case, only this string
+    is yielded.
     """
     if isinstance(document, str):
         yield _draw("bold red", document)

@@ -54,7 +54,7 @@ class EngineServer:
         return str(hide_secrets(self._page.join(path)))
 
     async def text(self, path: str, seconds: float) -> str | Failure:
-        """Return the text served at `path`, or a Failure, within this time."""
+        """Return the text at `path`, or a Failure, within `seconds`."""
         return await self._read(path, seconds, PageReader.fetch)
 
     async def page(self) -> EnginePage | Failure:
@@ -63,13 +63,13 @@ class EngineServer:
         return text if isinstance(text, Failure) else parse_engines(text)
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
-        """Return the response to a POST of JSON, whatever its status, or a Failure."""
+        """Return the response to a POST of JSON, with any status, or a Failure."""
         return await self._read(path, seconds, lambda reader: reader.send("POST", "", body))
 
     async def _read(
         self, path: str, seconds: float, read: Callable[[PageReader], Awaitable[T | Failure]]
     ) -> T | Failure:
-        """Return the result of `read` on a path, or a Failure, within this time.
+        """Return the result of `read` for a path, or a Failure, within `seconds`.
 
         For a timeout, the daemon's message is replaced, because it gives advice on a different time
         limit.
@@ -150,14 +150,14 @@ NOT_SERVED: Final = frozenset(
         HTTPStatus.NOT_IMPLEMENTED,
     }
 )
-"""The statuses with which servers reject a type of request that the model does not serve."""
+"""The statuses that servers return for a type of request that the model does not serve."""
 
 MAX_QUOTED_CHARACTERS: Final = 200
-"""The number of characters of a response that a step's text quotes."""
+"""The maximum number of characters that a step's text quotes from a response."""
 
 
 async def request_completion(server: EngineServer, limit_seconds: float) -> SmokeStep:
-    """Request a completion from the first model that is listed, or else a chat completion.
+    """Request a completion from the first listed model, or else a chat completion.
 
     The step fails if no model is listed, or if neither request returns tokens. The limit applies to
     each request.
@@ -187,8 +187,7 @@ async def request_completion(server: EngineServer, limit_seconds: float) -> Smok
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
             return _fail(problem)
         problems.append(problem)
-    # The first problem is about the completion, and is more informative than the problem with the
-    # chat.
+    # The first problem is that of the completion. It is more informative than that of the chat.
     return _fail(problems[0])
 
 
@@ -239,8 +238,8 @@ def _describe_refusal(answer: Reply, address: str) -> str:
 COUNTER_SECONDS: Final = 15.0
 """Our choice: the time that the counters may take to include a request.
 
-vLLM counts a request when it finishes. However, the web server may be busy, and if there are
-several web servers, the gauges are updated later.
+vLLM counts a request when it finishes. However, the web server may be busy. With several web
+servers, the gauges are updated later.
 """
 
 COUNTER_POLL_SECONDS: Final = 0.5
@@ -285,7 +284,7 @@ async def check_counters(
 def _count_finished(page: EnginePage | Failure) -> float:
     """Return the number of finished requests of all engines.
 
-    If a counter is not on the page yet, or the page cannot be read, it counts as 0.
+    A counter that is missing or cannot be read is 0.
     """
     engines = () if isinstance(page, Failure) else page.engines
     return sum(engine.finished_total or 0.0 for engine in engines)
@@ -330,7 +329,7 @@ async def check_discrepancy(
 ) -> SmokeStep:
     """Compare the memory that the engine holds on each of its GPUs with the budget.
 
-    The step fails if the discrepancy on any GPU exceeds the limit, and is skipped if the budget or
+    The step fails if the discrepancy on any GPU exceeds the limit. It is skipped if the budget or
     the GPUs are unknown.
     """
     if isinstance(page, Failure):
@@ -360,7 +359,7 @@ async def check_discrepancy(
 def compare_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
     """Compare the discrepancies with the limit.
 
-    The step fails if any discrepancy exceeds the limit, and is skipped if no ratio is known or if a
+    The step fails if any discrepancy exceeds the limit. It is skipped if no ratio is known, or if a
     GPU is not the engine's. The first two labels of a sample identify the GPU.
     """
     ratios = {
@@ -462,8 +461,8 @@ async def wait_until_healthy(
 ) -> SmokeStep:
     """Poll /health until it returns 200; fail after the limit or on a permanent failure.
 
-    While waiting, the reason is reported every half minute and whenever it changes. Raises BadInput
-    if the configured credentials cannot be used.
+    Meanwhile, the latest failure is reported every half minute and whenever it changes. Raises
+    BadInput if the configured credentials cannot be used.
     """
     now = asyncio.get_running_loop().time
     started_at_seconds = now()
@@ -509,7 +508,7 @@ STEP_STATES: Final = {
 async def _run(arguments: Namespace) -> Report:
     """Run the steps against the engine, and return the report."""
     settings: SmokeSettings = arguments.settings
-    logs.configure(settings.log_format, "error")  # the readers would log what the steps report
+    logs.configure(settings.log_format, "error")  # The readers would log what the steps report.
     if settings.engines is not None:
         settings = settings.model_copy(update={"engine_url": await _find_url(settings)})
     server = EngineServer(settings)
@@ -576,8 +575,8 @@ async def take_steps(
     steps = {"health": health}
     if settings.expect_version:
         steps["version"] = await check_version(server, settings.expect_version)
-    # The page is read before the completion is requested, so that its counters can be compared with
-    # the counters after the completion.
+    # The page is read before the completion is requested, so that the counters before and after it
+    # can be compared.
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
     # The counters include a request only once it has been completed.
