@@ -20,7 +20,7 @@ def main() -> None:
     open_closed_streams()
     require_open_files()
     # The handlers are installed first, because a signal may arrive during the imports. Stopping the
-    # daemon with a signal is not a failure, so the exit status is 0.
+    # daemon with a signal is no failure, so the status is 0.
     exit_on_signals(0 if name in {"run", "demo"} else None)
     from vllm_headroom_tools.cli import start  # noqa: PLC0415 - see above
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _is_command_name(word: str) -> bool:
-    """Return whether `word` is a command's name, as opposed to an option or the engine's URL."""
+    """Return whether `word` is a command's name, not an option or a URL."""
     return not word.startswith("-") and "://" not in word
 
 

@@ -1,4 +1,4 @@
-"""Everything an operator can set: each setting with its type, its default and its help text."""
+"""All settings, each with its type, its default and its help text."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -78,7 +78,7 @@ WholeNumber = Annotated[int, from_text(inputs.parse_whole_number)]
 
 
 class Display(NamedTuple):
-    """How a setting is shown in --help and in the error message for an invalid value."""
+    """How a setting is shown in --help and in error messages."""
 
     metavar: str
     """The placeholder that --help shows for the value."""
@@ -456,7 +456,7 @@ an engine would receive the secret.
 
 
 def list_conflicts(settings: Settings) -> tuple[str, ...]:
-    """Return one line for each setting that is set but cannot be used with several engines."""
+    """Return a line for each configured setting that does not work with several engines."""
     if settings.engines is None:
         return ()
     # A setting counts as set if its value differs from its default.
@@ -479,7 +479,7 @@ def list_conflicts(settings: Settings) -> tuple[str, ...]:
 
 
 def find_display(field: FieldInfo) -> Display:
-    """Return how a field is shown in --help and in error messages, as declared by `setting`."""
+    """Return how a field is shown in --help and in error messages."""
     extra = cast("dict[str, Display]", field.json_schema_extra)
     return extra["display"]
 

@@ -98,8 +98,8 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     status = runner.run(run(build_real_parts(settings, model), settings, model))
     logging.shutdown()
-    # Exit without waiting for threads: a DNS resolver that does not respond blocks a thread for
-    # 10 s (measured).
+    # Exit without waiting for threads. A DNS resolver that hangs blocks a thread for 10 s
+    # (measured).
     os._exit(status)
 
 
@@ -135,11 +135,11 @@ async def run(
     model: ModelReader = NO_MODEL,
     build_daemon: Callable[..., Service] | None = None,
 ) -> int:
-    """Run a daemon with `parts` until it is stopped, close the parts, and return the exit status.
+    """Run a daemon until it is stopped, and return the exit status.
 
-    The status is CANNOT_LISTEN if the port or the web configuration file cannot be used.
-    `build_daemon` builds the daemon. The demo uses it to replace the class Daemon. Raises an
-    ExceptionGroup if a loop raises.
+    The parts are closed at the end. The status is CANNOT_LISTEN if the port or the web
+    configuration file cannot be used. `build_daemon` builds the daemon. The demo uses it to replace
+    the class Daemon. Raises an ExceptionGroup if a loop raises.
     """
     # The port is opened and the web configuration is read first. A mistake in either then leads
     # only to a log line and an exit.
@@ -149,8 +149,8 @@ async def run(
         if settings.web_config_file is not None:
             door = Door(settings.web_config_file)
     except OSError as error:
-        # The module `socket` appends the address to this text, but the log line already contains
-        # the address as fields.
+        # The module `socket` appends the address to this text. The log line already contains the
+        # address as fields.
         problem, _, _ = str(error.strerror).partition(" (while")
         log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
             "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of"
@@ -183,8 +183,8 @@ async def run(
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
-            # The Lease is given back after the loops have ended, because a loop could otherwise
-            # take it again.
+            # The Lease is given back after the loops have ended. Otherwise, a loop could take it
+            # again.
             if isinstance(parts, Parts) and parts.evictor is not None:
                 await parts.evictor.give_lease_back()
             await close_all(*parts.list_resources())
@@ -205,7 +205,7 @@ def build_engine_watch(
     lock = None
     recent_lines = None
     if settings.state_dir is not None:
-        # The state and the flight record share a lock, because they are in the same folder.
+        # The state and the flight record share a folder, and therefore a lock.
         lock = FolderLock()
         keeper = StateKeeper(
             folder=settings.state_dir, clock=clock, version=read_version(), lock=lock
@@ -229,7 +229,7 @@ def build_engine_watch(
             parts.canary_request.ask,
             settings.canary_interval_seconds,
             clock,
-            # A pause that is longer than a slow tick means that the daemon itself was stopped.
+            # A pause longer than a slow tick means that the daemon itself was stopped.
             pause_seconds=max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds),
         )
     server_pages = None
@@ -309,7 +309,7 @@ class Daemon:
     def list_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that run until shutdown."""
         loops = [loop.run_every(self._interval_seconds, self._tick, self._clock)]
-        # GPU memory is read more often than the other sources, so that short peaks are noticed.
+        # GPU memory is read more often than other sources, to notice short peaks.
         if self._gpu_interval_seconds < self._interval_seconds:
             timeout_seconds = min(GPU_TIMEOUT_SECONDS, self._gpu_interval_seconds)
             sample_gpu_memory = partial(self._watch.sample_gpu_memory, timeout_seconds)
@@ -358,9 +358,12 @@ class Daemon:
         )
 
     async def _tick(self) -> None:
-        """Take a sample and write it to files; end the daemon if the GPUs stay unreadable."""
+        """Take a sample and write it to files.
+
+        Ends the daemon if the GPUs stay unreadable.
+        """
         result = await self._watch.sample()
-        # The tick is noted before the files are written, so that a hung volume does not fail the
+        # The tick is noted before the files are written. A hung volume therefore does not fail the
         # health check.
         self._monitor.note_tick(result.snapshot.gpus)
         await self._watch.record()

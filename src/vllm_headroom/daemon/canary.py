@@ -39,9 +39,9 @@ class Canary:
     ) -> None:
         """Build a canary that has not sent anything yet.
 
-        `ask` sends the request and returns whether the engine responded, or None if no request can
-        be sent. If more than `pause_seconds` pass between two ticks, the daemon itself was stopped,
-        so it could not receive a response.
+        `ask` sends the request and returns whether the engine responded. `ask` returns None if no
+        request can be sent. If more than `pause_seconds` pass between two ticks, the daemon itself
+        was stopped. A stopped daemon cannot receive a response.
         """
         self._ask = ask
         self._clock = clock
@@ -80,7 +80,7 @@ class Canary:
             self.unanswered_since_seconds = min(since_seconds, now_seconds)
 
     async def send(self, snapshot: Snapshot | None) -> None:
-        """If the engine is known to be idle, send one request and wait for its outcome.
+        """Send a request if the engine is known to be idle; await its outcome.
 
         Otherwise, the silence is reset, because a busy engine does not get a request.
         """

@@ -66,8 +66,11 @@ class EngineLogFollower:
         self._worker = Worker[LogReading]("engine log")
 
     async def read(self, timeout_seconds: float) -> LogReading | Failure:
-        """Return what the log shows so far, or a Failure if the log cannot be read."""
-        # No batch is fetched while another one is being read, because the new batch would be lost.
+        """Return what the log shows so far.
+
+        Returns a Failure if the log cannot be read.
+        """
+        # No batch is fetched while another is being read. The new batch would be lost.
         if self._worker.is_busy:
             return SLOW
         batch = await self._source.fetch(timeout_seconds)
@@ -110,7 +113,7 @@ class EngineLogFollower:
         )
 
     def _update_ending(self, number: int, seconds: float | None) -> None:
-        """Store how a start ended, if it has ended, after reading a batch of its lines."""
+        """Store how a start ended, if it has ended."""
         self._endings.pop(number, None)
         start = self._find_start(number)
         ending = None if start is None else _describe_ending(start, seconds)
@@ -130,7 +133,10 @@ class EngineLogFollower:
 
 
 def _describe_ending(start: EngineStart, seconds: float | None) -> LogEnding | None:
-    """Return how a start ended, or None if it is still running or survived its failures."""
+    """Return how a start ended.
+
+    Returns None if the start is in progress or survived its failures.
+    """
     failure = start.root_failure
     if failure is None and not start.is_stopped:
         return None

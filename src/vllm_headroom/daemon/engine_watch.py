@@ -110,7 +110,7 @@ class Sampler:
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """Return what is saved: the states of the engine's run and of each derivation, by name."""
+        """Return the states to save: the engine's run and each derivation, by name."""
         return self._evaluation.states
 
     @property
@@ -119,9 +119,10 @@ class Sampler:
         return None if self.latest is None else self.latest.published
 
     def begin_processes(self) -> ProcessTask | None:
-        """Begin to read the processes for the next tick, and return the task that reads them.
+        """Begin to read the processes for the next tick, and return the task.
 
-        Returns None before the first tick, which waits for the page before it reads the processes.
+        Returns None before the first tick. That tick waits for the page before it reads the
+        processes.
         """
         if self.latest is not None:
             page = self.latest.snapshot.engines
@@ -131,7 +132,7 @@ class Sampler:
     async def tick(self) -> TickResult:
         """Read all sources in parallel, evaluate the readings, and publish the result.
 
-        An error in a source or an evaluation step is logged; only the samples from that part are
+        An error in a source or an evaluation step is logged. Only the samples from that part are
         missing.
         """
         snapshot = self._evaluation.build_snapshot(await self._read_sources())
@@ -139,7 +140,7 @@ class Sampler:
         if self._recall is not None:
             self._evaluation.states.update(await self._recall_guarded(self._recall, snapshot))
         snapshot = self._evaluation.follow_run(snapshot)
-        # Changes are logged first, so that an error in a verdict does not hide a change.
+        # Changes are logged first. An error in a verdict therefore cannot hide a change.
         self._run_guarded("log of changes", partial(self._transitions.report, snapshot), None)
         result = self._evaluation.judge(snapshot)
         report_leaks = partial(self._transitions.report_leaks, result.values)
@@ -148,7 +149,10 @@ class Sampler:
         return result
 
     async def _recall_guarded(self, recall: Recall, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Return the states to continue from; on an error, log it and return an empty mapping."""
+        """Return the states to continue from.
+
+        If `recall` raises, logs the error and returns an empty mapping.
+        """
         try:
             states = await recall(snapshot)
         except Exception as error:  # noqa: BLE001 - any error: the states start over
@@ -159,7 +163,7 @@ class Sampler:
 
     async def _read_sources(self) -> TickReadings:
         """Read all sources."""
-        # The sources are read in parallel, so that all readings are from nearly the same moment.
+        # The sources are read in parallel, so all readings have nearly the same time.
         async with asyncio.TaskGroup() as group:
             engine_task = group.create_task(self._read_engine())
             gpu_task = group.create_task(
@@ -211,9 +215,9 @@ class Sampler:
         )
 
     async def _read_engine(self) -> Timed[EnginePage | Failure]:
-        """Return the parsed page or a Failure, together with the time that fetching the page took.
+        """Return the parsed page or a Failure, and how long fetching took.
 
-        A large page is parsed on a thread, so that it cannot delay scrapes or GPU samples.
+        A large page is parsed on a thread, to avoid delaying scrapes and GPU samples.
         """
         text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch)
         if isinstance(text, Failure):
@@ -222,8 +226,11 @@ class Sampler:
         return page, time
 
     async def _parse_page(self, text: str) -> EnginePage | Failure:
+        """Return the engines on a page.
+
+        Returns a Failure if parsing fails or takes too long.
+        """
         # For a small page, a thread would cost more than parsing the page here.
-        """Return the engines on a page, or a Failure if parsing it fails or takes too long."""
         if len(text) <= SMALL_PAGE:
             return self._parse(text)
         try:
@@ -244,7 +251,7 @@ class Sampler:
         """Read the engine's processes.
 
         The engine's page helps to identify its processes. The first tick waits for the page. Later
-        ticks use the previous tick's page, so that the page and the processes are read in parallel.
+        ticks use the previous tick's page. The page and the processes are then read in parallel.
         """
         if self.latest is None:
             page, _ = await engine_task
@@ -274,9 +281,11 @@ class Sampler:
     async def _time_reading(
         self, source: Source, read: Callable[[], Awaitable[T | Failure]]
     ) -> Timed[T | Failure]:
-        """Return a reader's result, or a Failure if it raises, together with the time it took."""
-        # The time is measured on the machine's clock, because the clock of the demo's daemon runs
-        # faster.
+        """Return a reader's result and the time it took.
+
+        The result is a Failure if the reader raises.
+        """
+        # The machine's clock measures the time, because the demo's clock runs faster.
         read_machine_seconds = asyncio.get_running_loop().time
         began_seconds = read_machine_seconds()
         value = await self._read_guarded(source, "reading", read)
@@ -292,9 +301,9 @@ class Sampler:
     ) -> T | Failure:
         """Return what a reader returns; if it raises, log the error and return a Failure.
 
-        Every call to a reader goes through this method, so that bad content from one source cannot
-        end the daemon. Even a MemoryError, for example because a source is too large, affects only
-        that source.
+        Every reader is called through this method. Bad content from one source therefore cannot end
+        the daemon. Even a MemoryError, for example because a source is too large, affects only that
+        source.
         """
         try:
             value = await read()

@@ -94,7 +94,7 @@ class Evictor:
         uid: str = "",
         clock: Clock,
     ) -> None:
-        """`uid` is the pod's UID, or "" for this process's own pod, where the name is enough."""
+        """`uid` is the pod's UID. It is "" for this process's own pod, whose name is enough."""
         self._api = api
         self._policy = policy
         self._clock = clock
@@ -146,10 +146,11 @@ class Evictor:
         await self._api.close()
 
     async def give_lease_back(self) -> None:
-        """Give the Lease to the next pod at shutdown if that is safe; otherwise, let it expire.
+        """Give the Lease to the next pod at shutdown, if that is safe.
 
-        This is safe once the PodDisruptionBudget's status counts this pod as missing. The next pod
-        then waits for the replacement. Giving the Lease back takes at most GIVE_BACK_SECONDS.
+        Otherwise, the Lease expires. This is safe once the PodDisruptionBudget's status counts this
+        pod as missing. The next pod then waits for the replacement. Giving the Lease back takes at
+        most GIVE_BACK_SECONDS.
         """
         if not (self._has_evicted and self._is_holder):
             return
@@ -157,8 +158,8 @@ class Evictor:
             async with asyncio.timeout(GIVE_BACK_SECONDS):
                 if not _counts_missing_pods(await self._find_budget()):
                     return
-                # The shutdown may have cancelled a turn after it renewed the Lease, so the Lease is
-                # read again.
+                # The Lease is read again. The shutdown may have cancelled a turn that had renewed
+                # it.
                 lease = await self._read_lease()
                 if lease.get("spec", {}).get("holderIdentity") == self._identity:
                     self._lease = lease
@@ -167,9 +168,9 @@ class Evictor:
                         log.info("Lease given back to the next pod", lease=self._lease_name)
 
     async def turn(self, due: str | None) -> None:
-        """Try to evict this pod, or renew or release its Lease; log any problem instead of raising.
+        """Try to evict this pod, or renew or release its Lease.
 
-        `due` is the reason why this pod should be evicted now, or None if it should not be. During
+        Problems are logged, not raised. `due` is the reason to evict this pod now, or None. During
         the pause after a refusal, this method does nothing.
         """
         if self._clock.monotonic() < self._paused_until:
@@ -187,8 +188,7 @@ class Evictor:
         except Exception as error:  # noqa: BLE001 - objects of another shape must not end the daemon
             problem = f"the API server's answer is not understood ({error!r})"
             is_refusal = True
-        # Waiting for another pod or for the budget does not count as a refusal, because the next
-        # turn may succeed.
+        # Waiting for another pod or for the budget is not a refusal. The next turn may succeed.
         if is_refusal:
             self._refusals += 1
             # The pauses get longer, because the whole cluster shares the API server.
@@ -214,7 +214,7 @@ class Evictor:
         if self._has_evicted:
             await self._take_lease(lease, began_seconds)
             return
-        # A dry run also checks the budget, so that it shows what would prevent the eviction.
+        # A dry run also checks the budget, to show what would prevent the eviction.
         await self._check_budget()
         if self._policy.is_dry_run:
             self._finish(EvictionResult.DRY_RUN, "would ask for the eviction of this pod", due)
@@ -249,7 +249,7 @@ class Evictor:
     async def _read_pod(self) -> Object:
         """Return this pod's object, and set the names of the Lease and of its holder.
 
-        Raises NotNowError if no controller would replace the pod, or if the pod has no
+        Raises NotNowError if no controller would replace the pod. Also raises it if the pod has no
         readinessProbe. Without the probe, nothing shows when a replacement is serving.
         """
         pod = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{self._name}")
@@ -312,11 +312,11 @@ class Evictor:
             )
 
     async def _read_lease(self) -> Object:
-        """Return the Lease if it is free or held by this pod, or {} if there is no Lease.
+        """Return the Lease, or {} if it does not exist.
 
-        A Lease counts as expired if this pod has seen it unchanged for its full duration. The
-        clocks of two machines are therefore never compared. Raises NotNowError while another pod
-        holds the Lease.
+        A Lease that this pod has seen unchanged for its full duration counts as expired. The clocks
+        of two machines are therefore never compared. Raises NotNowError while another pod holds the
+        Lease.
         """
         try:
             lease = await self._ask("GET", f"{self._leases_path}/{self._lease_name}")
@@ -340,8 +340,8 @@ class Evictor:
     async def _take_lease(self, lease: Object, began_seconds: float) -> None:
         """Take or renew the Lease; `lease` was read after `began_seconds`.
 
-        Raises NotNowError if another pod has changed the Lease since it was read, or if the API
-        server refuses the request.
+        Raises NotNowError if another pod has changed the Lease since it was read. Also raises it if
+        the API server refuses the request.
         """
         former_spec = lease.get("spec", {})
         now = to_datetime(self._clock.time()).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -361,7 +361,10 @@ class Evictor:
         self._lease_held_until = began_seconds + LEASE_SECONDS
 
     async def _release(self) -> bool:
-        """Give the Lease to the next pod; if writing fails, let it expire and return False."""
+        """Give the Lease to the next pod.
+
+        If writing fails, the Lease expires and the result is False.
+        """
         self._lease_held_until = 0.0
         try:
             await self._write_lease(self._lease, self._lease["spec"] | {"holderIdentity": ""})
@@ -370,13 +373,13 @@ class Evictor:
         return True
 
     async def _write_lease(self, lease: Object, spec: Object) -> Object:
-        """Write the Lease with this spec and return it as stored; create it if `lease` is empty.
+        """Write the Lease with this spec and return it as stored.
 
-        Raises NotNowError if another pod has changed the Lease since `lease` was read, or if the
-        API server refuses the request.
+        If `lease` is empty, the Lease is created. Raises NotNowError if another pod has changed the
+        Lease since `lease` was read. Also raises it if the API server refuses the request.
         """
-        # The request contains the Lease's version as read, so the API server refuses to overwrite a
-        # newer one.
+        # The request contains the Lease's version as read. The API server therefore refuses to
+        # overwrite a newer Lease.
         if lease:
             method = "PUT"
             path = f"{self._leases_path}/{self._lease_name}"
@@ -410,7 +413,7 @@ class Evictor:
             "apiVersion": "policy/v1",
             "kind": "Eviction",
             "metadata": {"name": self._name, "namespace": self._namespace},
-            # A StatefulSet gives the replacement the same name, so the UID protects the replacement
+            # A StatefulSet gives the replacement the same name. The UID protects the replacement
             # from eviction.
             "deleteOptions": {"preconditions": {"uid": self._pod["metadata"]["uid"]}},
         }
@@ -427,7 +430,11 @@ class Evictor:
     async def _ask(self, method: str, path: str, body: Object | None = None) -> Object:
         """Return the object in the API server's response.
 
-        Raises NotNowError if there is no response, or if it reports a failure or is not an object.
+        Raises NotNowError in three cases:
+
+        - There is no response.
+        - The response reports a failure.
+        - The response is not an object.
         """
         reply = await self._api.send(method, path, body)
         if isinstance(reply, Failure):
@@ -479,7 +486,10 @@ def _selects(budget: Object, labels: Object) -> bool:
 
 
 def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
-    """Return the evictor for this pod; outside of a pod, log an error and return None."""
+    """Return the evictor for this pod.
+
+    Outside of a pod, logs an error and returns None.
+    """
     pod_api = open_pod_api(ACCOUNT, EVICTION_REQUEST_SECONDS)
     if pod_api is None:
         log.error(
@@ -496,7 +506,10 @@ def build_evictor(policy: EvictionPolicy, clock: Clock) -> Evictor | None:
 def build_evictor_of(
     policy: EvictionPolicy, clock: Clock, pod: EnginePod, uid: str
 ) -> Evictor | None:
-    """Return the evictor for another pod, given its names and UID, or None if there is no token."""
+    """Return the evictor for another pod, given its names and UID.
+
+    Returns None if there is no token.
+    """
     api = open_api(ACCOUNT, EVICTION_REQUEST_SECONDS)
     if api is None:
         return None

@@ -1,4 +1,4 @@
-"""Write the flight record, and save an incident from it when the engine exits or stalls."""
+"""Write the flight record, and save an incident when the engine exits or stalls."""
 
 import os
 from collections import deque
@@ -140,7 +140,7 @@ class RecentReadings:
             for xid, count in gpu.reading.xid_errors
         }
         previous_counts = self._xid_counts
-        # The counts of a GPU that is missing for one tick are kept, so that its errors are not
+        # The counts of a GPU that is missing for one tick are kept. Otherwise, its errors would be
         # reported again.
         self._xid_counts = {**(previous_counts or {}), **counts}
         if previous_counts is None:  # It is unknown when the errors counted so far occurred.
@@ -232,8 +232,8 @@ class Flight:
         now = snapshot.monotonic_seconds
         self.recent.add_xids(snapshot)
         self._mappings.step(snapshot, values)
-        # If this snapshot has no errors, perhaps because the probe's files are missing, the last
-        # known errors are kept.
+        # If this snapshot has no errors, the last known errors are kept. The probe's files may be
+        # missing.
         self._ooms = list_ooms(snapshot) or self._ooms
         self._snapshots = list_snapshots(snapshot) or self._snapshots
         self._now_seconds = snapshot.time_seconds
@@ -261,9 +261,8 @@ class Flight:
     ) -> None:
         """Store this tick's context.
 
-        While an engine that has served before is out of service, the stored context does not
-        change. That context describes the last tick in service, so it explains how the service
-        ended.
+        Once an engine that has served is out of service, the context stays unchanged. That context
+        describes the last tick in service, so it explains how the service ended.
         """
         is_known = snapshot.engine_status is not None
         if is_known and self._has_served and not snapshot.is_in_service:
@@ -283,14 +282,14 @@ class Flight:
     def _take_event(self, status: EngineStatus | None) -> Ending | None:
         """Return the tick's event, or None if there is none.
 
-        If the engine has served since the open incident, the event closes that incident and begins
-        another.
+        If the engine has served since the open incident, the event closes that incident. The event
+        then begins another incident.
         """
         if status is None:
             return None
         if status.event is not None and self._last_known_state is EngineState.SERVING:
             self._incident = None
-        # A stall counts as one stall even if the state is unknown for a while during it.
+        # A stall interrupted by an unknown state still counts as one stall.
         if status.state is not EngineState.UNKNOWN:
             self._last_known_state = status.state
         return status.event
@@ -311,8 +310,8 @@ class Flight:
         self._has_served = False
         incident = self._incident
         if incident is None:
-            # Memory may fill up between two lines of the record, so the header contains the samples
-            # taken in between.
+            # Memory may fill up between two lines of the record. The header therefore contains the
+            # samples between the lines.
             leaks = self._last_context.get("leaks", ())
             used = self.recent.list_used(leak["uuid"] for leak in leaks)
             self._incident = OpenIncident(
@@ -358,8 +357,8 @@ class Flight:
         is_written = await self._writer.do(
             partial(write_incident, self._folder, incident.seconds, header)
         )
-        # Writing is retried until long after the incident's end, because someone may free space on
-        # a full volume.
+        # Writing is retried until long after the incident's end. Someone may free space on a full
+        # volume.
         closes_at_seconds = incident.closes_at_seconds
         if not is_written:
             is_abandoned = now >= closes_at_seconds + INCIDENT_SECONDS
@@ -390,7 +389,7 @@ class Flight:
         return find_log_ending(self._engine_log, incident.ending.seconds, self._now_seconds)
 
     def _find_last_incident(self) -> None:
-        """Set `last` to the newest incident from an earlier process, or None if there is none.
+        """Set `last` to the newest incident from an earlier process, or to None.
 
         If the folder is a link, its current target is used from now on.
         """
@@ -402,7 +401,7 @@ class Flight:
 def build_context(
     snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values
 ) -> dict[str, Any]:
-    """Return, for JSON, the facts of a tick that cannot be derived from the recorded samples.
+    """Return a tick's facts that cannot be derived from the samples, for JSON.
 
     These are:
 
@@ -469,9 +468,10 @@ def list_ooms(snapshot: Snapshot) -> tuple[Oom, ...]:
 
 
 def list_snapshots(snapshot: Snapshot) -> tuple[SnapshotFile, ...]:
-    """Return the torch snapshot that each process, running or exited, took at its first OOM error.
+    """Return the torch snapshot of each process's first OOM error.
 
-    The newest snapshot comes last. If there are many ranks, only the newest snapshots are listed.
+    Exited processes are included. The newest snapshot comes last. If there are many ranks, only the
+    newest snapshots are listed.
     """
     files = [
         _describe_snapshot(process.pid, process.history.oom)
@@ -513,13 +513,19 @@ def _drop_sizes(process: ProbedProcess) -> ProbedProcess:
 
 
 def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
-    """Return all processes that have a probe file, or none if the files could not be read."""
+    """Return all processes that have a probe file.
+
+    The result is empty if the files could not be read.
+    """
     probe = snapshot.probe
     return probe.processes if isinstance(probe, ProbeReadings) else ()
 
 
 def _summarise_incident(file: Path, header: Mapping[str, Any]) -> LastIncident | None:
-    """Return what the page shows about an incident, or None if its header contains no event."""
+    """Return what the page shows about an incident.
+
+    Returns None if the header contains no event.
+    """
     incident = read_incident(header)
     if incident is None:
         return None

@@ -1,4 +1,4 @@
-"""Write the log lines of the daemon and of libraries to stderr, as logfmt or JSON."""
+"""Write the daemon's and the libraries' log lines to stderr, as logfmt or JSON."""
 
 import contextlib
 import json
@@ -38,10 +38,10 @@ second.
 
 
 class Background(logging.Handler):
-    """Writes to stderr from a separate thread, so that an unread pipe does not block the daemon.
+    """Writes to stderr from a separate thread.
 
-    Lines that do not fit in the queue are dropped and counted. The next line is followed by one
-    that reports how many were dropped.
+    An unread pipe therefore does not block the daemon. Lines that do not fit in the queue are
+    dropped and counted. The next line is followed by one that reports how many were dropped.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Background(logging.Handler):
             dropped_lines = self._dropped
             if dropped_lines > reported_lines:
                 message = "log lines were dropped, stderr was not read: dropped=%d"
-                # The line is built by hand, because a logger would put it into the full queue.
+                # The line is built by hand. A logger would put it into the full queue.
                 arguments = (dropped_lines - reported_lines,)
                 self._write(
                     logging.LogRecord(OURS, logging.WARNING, "", 0, message, arguments, None)
@@ -84,7 +84,10 @@ class Background(logging.Handler):
             self._waiting.task_done()
 
     def _write(self, record: logging.LogRecord) -> None:
-        """Write one line to stderr and wait for its reader; the line is lost if writing fails."""
+        """Write one line to stderr and wait for its reader.
+
+        If writing fails, the line is lost.
+        """
         try:
             unwritten = f"{self.format(record)}\n".encode(errors="backslashreplace")
             while unwritten:
@@ -171,7 +174,10 @@ class Logfmt(logging.Formatter):
 
 
 def _render_word(value: object) -> str:
-    """Return a value in logfmt notation, quoted if it has special characters, or "" for None."""
+    """Return a value in logfmt notation, or "" for None.
+
+    A value with special characters is quoted.
+    """
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -64,9 +64,9 @@ async def run_every(
 ) -> None:
     """Run `step` immediately, and then once per interval until cancelled.
 
-    The times form a grid. If a step takes longer than the interval, the runs that were due
-    meanwhile are skipped. Errors in a step are logged, and the loop continues. If every step of the
-    sampling loop raises, the health check reports it.
+    The times form a grid. If a step takes longer than the interval, the missed runs are skipped.
+    Errors in a step are logged, and the loop continues. If every step of the sampling loop raises,
+    the health check reports it.
     """
     began_seconds = clock.monotonic()
     guard = StepGuard()
@@ -110,8 +110,10 @@ class Heartbeat:
     def find_stall(self) -> str | None:
         """Return why the loop is unhealthy, or None while it is healthy.
 
-        The loop is unhealthy if its last run was more than three intervals ago and, on the
-        machine's clock, more than LEAST_SILENCE_SECONDS ago.
+        The loop is unhealthy if both are true:
+
+        - Its last run was more than three intervals ago.
+        - On the machine's clock, that was more than LEAST_SILENCE_SECONDS ago.
         """
         silent_seconds = self._clock.monotonic() - self._beat_seconds
         silent_machine_seconds = self._read_machine_seconds() - self._beat_machine_seconds
@@ -127,14 +129,14 @@ class Heartbeat:
 
 
 class GraceTime:
-    """Measures how long the GPUs have been failing in a way that only a new container can fix."""
+    """Measures how long the GPUs have had failures that only a new container fixes."""
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
         self._failing_since_seconds: float | None = None
 
     def update(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure, now_seconds: float) -> bool:
-        """Add the GPUs of a tick; return whether they have been failing for the whole grace time.
+        """Add a tick's GPUs; return whether they have failed for the whole grace time.
 
         Only failures that last until the container is replaced are counted. `now_seconds` is a time
         on the monotonic clock.
@@ -176,7 +178,10 @@ class TickMonitor:
         return self._heartbeat.find_stall()
 
     def note_tick(self, gpus: tuple[Gpu, ...] | GpuReadings | Failure) -> None:
-        """Record that a tick has read its sources; end the daemon if the GPUs stay unreadable."""
+        """Record that a tick has read its sources.
+
+        Ends the daemon if the GPUs stay unreadable.
+        """
         self._heartbeat.beat()
         if not self._has_ticked:
             self._has_ticked = True
@@ -190,7 +195,10 @@ class TickMonitor:
 
 
 def request_end(ending: asyncio.Future[int], status: int) -> None:
-    """Request that the daemon exit with this status; the status of an earlier request is kept."""
+    """Request that the daemon exit with this status.
+
+    The status of an earlier request is kept.
+    """
     if not ending.done():
         ending.set_result(status)
 

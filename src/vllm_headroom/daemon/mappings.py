@@ -1,4 +1,4 @@
-"""Find the kinds of mappings that grow while the host memory of engine processes is growing."""
+"""Find which kinds of mappings grow along with an engine process's host memory."""
 
 import asyncio
 import contextlib
@@ -70,9 +70,9 @@ class _Growth(Struct, frozen=True, kw_only=True):
 class Mappings:
     """Owns the first and newest readings of each process.
 
-    The first reading is taken once the engine is serving. Later readings are taken while the leak
-    detector finds host memory growing in processes of the same role. `read` runs on a thread, for
-    one process per step. If a call to `read` hangs, no other process is read.
+    The first reading is taken once the engine is serving. A process is read again while the leak
+    detector finds growth in its role. `read` runs on a thread, for one process per step. If a call
+    to `read` hangs, no other process is read.
     """
 
     def __init__(self, read: Callable[[int], Sizes | None]) -> None:
@@ -83,9 +83,10 @@ class Mappings:
         """The process that is being read and the future for its sizes, or None between readings."""
 
     def step(self, snapshot: Snapshot, values: Values) -> None:
-        """Store what was read since the last step, and begin the next reading if one is due.
+        """Store new readings, and begin the next reading if one is due.
 
-        Does nothing while the engine is out of service, or if its processes could not be read.
+        Does nothing while the engine is out of service. Also does nothing if its processes could
+        not be read.
         """
         if isinstance(snapshot.processes, Failure) or not snapshot.is_in_service:
             return
@@ -112,10 +113,10 @@ class Mappings:
                 self._running = due_name, self._worker.begin(partial(self._read, pid))
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the growth of each process that was read at least twice, as a record for JSON.
+        """Return the growth of each process with two or more readings, for JSON.
 
         `kinds` contains the growth in bytes of each kind of mapping. `since` and `t` are the times
-        of the first and newest readings, in seconds since the epoch.
+        of the first and newest readings (epoch seconds).
         """
         return [
             {
@@ -135,7 +136,7 @@ class Mappings:
         """Return the next process to read, or None if no reading is due.
 
         The largest process that has never been read comes first. If all have been read, the result
-        is a process that may be read again and whose role's memory is growing.
+        is a process that may be read again. The memory of its role must be growing.
         """
         # The largest process is the most likely to leak.
         by_size = sorted(processes, key=lambda name: -processes[name].rss_bytes)
@@ -152,7 +153,10 @@ class Mappings:
         return None
 
     def _add_reading(self, name: ProcessName, role: Role, snapshot: Snapshot, sizes: Sizes) -> None:
-        """Add a reading of a process; `sizes` is empty if the process could not be read."""
+        """Add a reading of a process.
+
+        `sizes` is empty if the process could not be read.
+        """
         now_seconds = round(snapshot.time_seconds, 3)
         growth = self._growths.get(name)
         # A first reading that failed is replaced by the next one.

@@ -10,7 +10,7 @@ from vllm_headroom.model import TokenBytes
 
 
 class ModelReader(Struct, frozen=True, kw_only=True):
-    """Provides the bytes per token of the model named by the operator, or of the engine's model."""
+    """Provides the bytes per token of the operator's model or the engine's model."""
 
     configured: TokenBytes | None = None
     """The bytes per token of the named model, or None if the operator does not name one."""

@@ -86,12 +86,15 @@ def serve(settings: Settings, model: ModelReader = NO_MODEL) -> NoReturn:
         log.warning("engines of other pods cannot be found", problem=NO_HOST_PIDS)
     status = runner.run(app.run(parts, settings, model, NodeDaemon))
     logging.shutdown()
-    # As in app.serve, a thread that waits for a DNS resolver must not delay the exit.
+    # As in app.serve, a hung DNS resolver's thread must not delay the exit.
     os._exit(status)
 
 
 def locate_urls(settings: Settings) -> tuple[LocatedEngine, ...]:
-    """Return the engines that the operator named by URL, or () if the daemon finds them itself."""
+    """Return the engines that the operator named by URL.
+
+    The result is () if the daemon finds the engines itself.
+    """
     if not isinstance(settings.engines, tuple):
         return ()
     engines = []
@@ -110,7 +113,7 @@ def locate_urls(settings: Settings) -> tuple[LocatedEngine, ...]:
 
 
 def list_folder_parts(located: LocatedEngine) -> tuple[str, ...]:
-    """Return the parts of the name of an engine's state folder: pod names, UID and port."""
+    """Return the parts of a state folder's name: pod names, UID and port."""
     name = located.name
     if name.pod is not None:
         uid = located.owner_key.removeprefix("pod:")
@@ -120,14 +123,20 @@ def list_folder_parts(located: LocatedEngine) -> tuple[str, ...]:
 
 
 def find_pod(name: EngineName) -> EnginePod | None:
-    """Return an engine's pod, for use in shown commands, or None if its names are unknown."""
+    """Return an engine's pod, for commands that are shown.
+
+    Returns None if the pod's names are unknown.
+    """
     if name.namespace is None or name.pod is None or name.container is None:
         return None
     return EnginePod(namespace=name.namespace, pod=name.pod, container=name.container)
 
 
 def find_probe_dir(probe_dir: Path, located: LocatedEngine) -> Path | None:
-    """Return the folder of an engine's probe, named after the pod's UID, or None if none exists."""
+    """Return the folder of an engine's probe, named after the pod's UID.
+
+    Returns None if no such folder exists.
+    """
     folder = probe_dir / located.owner_key.removeprefix("pod:")
     is_in_pod = located.name.pod is not None
     return folder if is_in_pod and folder.is_dir() else None
@@ -230,7 +239,7 @@ class NodeDaemon:
         self._monitor.note_tick(await self._node.tick())
 
     def _build_engine(self, located: LocatedEngine, gpus: SharedGpus) -> WatchParts:
-        """Return the parts that watch an engine, like those of a daemon that watches only it."""
+        """Return the parts that watch an engine, as in a daemon for one engine."""
         # The settings are as if this URL had been configured as the only engine.
         changes: dict[str, Any] = {
             "engine_url": located.page_url,
@@ -257,13 +266,15 @@ class NodeDaemon:
     def _is_gone(self, located: LocatedEngine) -> bool:
         """Return whether an engine's pod or unit no longer has any processes.
 
-        If it has none, its address may already belong to another engine, because pod addresses are
-        reused.
+        Its address may then belong to another engine, because pod addresses are reused.
         """
         return self._processes is not None and not self._processes.has_processes(located.owner_key)
 
     def _build_evictor(self, located: LocatedEngine) -> Evictor | None:
-        """Return the evictor of an engine's pod, or None if eviction is off or no pod is known."""
+        """Return the evictor of an engine's pod.
+
+        Returns None if eviction is off or no pod is known.
+        """
         pod = find_pod(located.name)
         if self._settings.evict == "off" or pod is None:
             return None
@@ -335,7 +346,10 @@ class NodeDaemon:
         )
 
     def _build_engine_view(self, engine: WatchedEngine, stall_reason: str | None) -> View:
-        """Return the view for an engine's own page; before the first sample, it has no snapshot."""
+        """Return the view for an engine's own page.
+
+        Before the first sample, the view has no snapshot.
+        """
         view = View(
             version=app.read_version(),
             interval_seconds=self._settings.sample_interval_seconds,

@@ -114,8 +114,7 @@ def build_real_parts(
         engine=build_page_reader(
             settings,
             settings.engine_url,
-            # The timeout does not exceed the interval, because a tick must end before the next one
-            # is due.
+            # The timeout does not exceed the interval. A tick must end before the next one is due.
             timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
             is_gone=is_gone,
         ),
@@ -165,7 +164,10 @@ def build_node_parts(settings: Settings) -> NodeParts:
 
 
 def build_real_evictor(settings: Settings, clock: Clock) -> Evictor | None:
-    """Return the evictor for this pod, or None if there is no pod or eviction is not configured."""
+    """Return the evictor for this pod.
+
+    Returns None if there is no pod or eviction is not configured.
+    """
     if settings.evict == "off":
         return None
     return build_evictor(build_eviction_policy(settings), clock)

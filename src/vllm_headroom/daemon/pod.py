@@ -12,10 +12,10 @@ CONTAINER_VARIABLE: Final = "HEADROOM_ENGINE_CONTAINER"
 
 
 def read_engine_pod(container: str | None = None) -> EnginePod | None:
-    """Return the engine's pod as named by the downward API, or None outside of a pod.
+    """Return the engine's pod as named by the downward API.
 
-    If `container` is None, the container's name is taken from the environment. Also returns None if
-    a name is not valid in Kubernetes.
+    If `container` is None, the container's name is taken from the environment. Returns None outside
+    of a pod, or if a name is not valid in Kubernetes.
     """
     names = {
         "namespace": os.environ.get("POD_NAMESPACE"),

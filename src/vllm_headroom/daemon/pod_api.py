@@ -42,7 +42,7 @@ def open_api(account: Path, timeout_seconds: float) -> PageReader | None:
 def open_pod_api(account: Path, timeout_seconds: float) -> PodApi | None:
     """Return this pod and its API server, or None outside of a pod.
 
-    Outside of a pod, an environment variable or one of the service account's files is missing.
+    Outside of a pod, a service account file or an environment variable is missing.
     """
     name = os.environ.get("POD_NAME", "")
     try:

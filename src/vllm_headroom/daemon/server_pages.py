@@ -1,4 +1,4 @@
-"""Request other pages from the engine's server if its metrics page fails or shows no progress."""
+"""Request other pages if the engine's metrics page fails or shows no progress."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -26,7 +26,7 @@ a login page means that the address or the token is wrong.
 
 
 class ServerPages:
-    """Sends one round of requests at a time, and only while the metrics page is not sufficient."""
+    """Sends requests while the metrics page is not sufficient, one round at a time."""
 
     def __init__(self, request: Callable[[], Awaitable[ServerReply]], clock: Clock) -> None:
         self._request = request
@@ -70,8 +70,7 @@ def _is_page_insufficient(snapshot: Snapshot) -> bool:
     status = snapshot.engine_status
     if status is None:
         return False
-    # If the engine has made no progress for a while, other pages may show whether the server still
-    # responds.
+    # If the engine makes no progress, other pages may show whether the server responds.
     is_still = status.progress_age_seconds is not None and (
         status.progress_age_seconds >= SIGN_SECONDS
     )

@@ -92,7 +92,7 @@ class Transitions:
     def report_leaks(self, values: Values) -> None:
         """Log when the leak detector begins or stops finding growth in GPU or host memory.
 
-        While the detector cannot reach a verdict, nothing is logged, and the last state is kept.
+        While the detector cannot reach a verdict, nothing is logged. The last state is kept.
         """
         gpu_states = values.find_all(catalog.LEAK_STATE)
         host_states = values.find_all(catalog.HOST_LEAK_STATE)
@@ -121,9 +121,10 @@ class Transitions:
                 )
 
     def log_fault(self, name: str, error: Exception | None) -> None:
-        """Log an error of a derivation, with the traceback, when the error begins and when it ends.
+        """Log an error of a derivation when it begins and when it ends.
 
-        `error` is what the derivation raised in this tick, or None if it succeeded.
+        The line includes the traceback. `error` is what the derivation raised in this tick, or None
+        if it succeeded.
         """
         is_faulty = error is not None
         if not self._note_change(f"derivation {name}", is_faulty, usual_state=False):
@@ -134,10 +135,10 @@ class Transitions:
             log.info("derivation works again", derivation=name)
 
     def log_reader_fault(self, source: Source, step: str, error: Exception | None) -> None:
-        """Log an error, with its traceback, when a step of reading a source begins to fail.
+        """Log an error when a step of reading a source begins to fail.
 
-        `error` is None if the source responded. Do not call this while the source is already
-        failing for another reason; the fault would be logged twice.
+        The line includes the traceback. `error` is None if the source responded. Do not call this
+        while the source is already failing for another reason. The fault would be logged twice.
         """
         is_faulty = error is not None
         is_change = self._note_change(f"{step} of {source}", is_faulty, usual_state=False)
@@ -236,8 +237,7 @@ class Transitions:
     def _report_inputs(self, page: EnginePage) -> None:
         """Log when the page begins or stops offering at least one of the profile's inputs."""
         missing_inputs = [name for name, is_offered in page.inputs if not is_offered]
-        # A page that offers at least one of the inputs is the engine's; a page that offers none is
-        # not.
+        # A page with at least one of the inputs is the engine's. A page with none is not.
         offers_inputs = len(missing_inputs) < len(page.inputs)
         if not self._note_change("inputs", offers_inputs):
             return
@@ -264,7 +264,7 @@ class Transitions:
         attributions = [
             (gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution is not None
         ]
-        # The attributions are compared as a set, because NVML may renumber the GPUs after a loss.
+        # The attributions are compared as a set. NVML may renumber the GPUs after a loss.
         if not self._note_change("owners", frozenset(attributions)):
             return
         for uuid, attribution in attributions:
@@ -273,7 +273,7 @@ class Transitions:
             log.warning(
                 "no GPU attributed to the engine", problem=NOT_ATTRIBUTED, visible=len(gpus)
             )
-        # Operators name a GPU by its UUID (in upper or lower case) or by its index.
+        # Operators name a GPU by its index or its UUID. The UUID may be in upper or lower case.
         visible_names: set[str] = set()
         for gpu in gpus:
             visible_names.add(gpu.reading.uuid.casefold())

@@ -73,7 +73,10 @@ def build_application(
     }
 
     def answer(request: Request) -> Response:
-        """Return the response to a request: 405 for a wrong method, 404 for an unknown path."""
+        """Return the response to a request.
+
+        The status is 405 for a wrong method and 404 for an unknown path.
+        """
         if request.method not in {"GET", "HEAD"}:
             return respond_text(405, "only GET and HEAD", ("Allow", "GET, HEAD"))
         if request.path not in handlers:
@@ -85,7 +88,7 @@ def build_application(
 
 
 def _build_check(find_problem: Callable[[], str | None], text: str) -> Handler:
-    """Return a handler that responds with 503 and the problem, or with 200 and the text."""
+    """Return a handler that responds with the text, or with 503 and the problem."""
 
     def check(_request: Request) -> Response:
         problem = find_problem()

@@ -106,9 +106,10 @@ pixels wide.
 
 
 def find_top(values: Iterable[float | None], *, limit: float | None = None) -> float:
-    """Return the top of the scale for a picture of free memory, or 1 if no value is known.
+    """Return the top of the scale for a picture of free memory.
 
     The top is at most `limit`. The values of a card that was empty only briefly may lie above it.
+    Returns 1 if no value is known.
     """
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
@@ -121,7 +122,7 @@ class Frame(Struct, frozen=True, kw_only=True):
     """Maps times and values to a box of `width` by `height`.
 
     The times range from `begin` to `end`, the values from 0 to `top`. The time scale is the same
-    for past and future, so a forecast continues the slope of its curve.
+    for past and future. A forecast therefore continues the slope of its curve.
     """
 
     begin: float
@@ -137,7 +138,10 @@ class Frame(Struct, frozen=True, kw_only=True):
         return self.width * (seconds - self.begin) / span_seconds
 
     def y(self, value: float) -> float:
-        """Return a value's distance from the upper edge; values above the top lie on the edge."""
+        """Return a value's distance from the upper edge.
+
+        Values above the top lie on the edge.
+        """
         return self.height * max(0.0, 1 - value / (self.top or 1.0))
 
 
@@ -191,16 +195,19 @@ def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[LineP
 
 
 def draw_line(frame: Frame, stretches: Iterable[LinePoints], *, kind: str) -> str:
-    """Return a line with the CSS class `kind` through each stretch, or "" if there are none.
+    """Return a line through each stretch, or "" if there are none.
 
-    A stretch of one point is drawn as a dot.
+    `kind` is the line's CSS class. A stretch of one point is drawn as a dot.
     """
     path = "".join(_draw_path(frame, stretch) for stretch in stretches)
     return f'<path class="{kind}" d="{path}"/>' if path else ""
 
 
 def draw_curve(frame: Frame, stretches: Iterable[LinePoints]) -> str:
-    """Return a line through each stretch with a shaded area below, or "" if there are none."""
+    """Return a line through each stretch, with a shaded area below.
+
+    Returns "" if there are no stretches.
+    """
     paths = [_draw_path(frame, stretch) for stretch in stretches]
     if not paths:
         return ""
@@ -223,7 +230,10 @@ def draw_zero(frame: Frame) -> str:
 
 
 def draw_mark(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
-    """Return a vertical line of the class `kind` at a time, or "" if it is outside the frame."""
+    """Return a vertical line at a time, or "" outside of the frame.
+
+    `kind` is the line's CSS class.
+    """
     if not frame.begin <= seconds <= frame.end:
         return ""
     x = f"{frame.x(seconds):.1f}"
@@ -231,7 +241,7 @@ def draw_mark(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
 
 
 def draw_grid(frame: Frame, times: Iterable[float]) -> str:
-    """Return a horizontal line at each quarter of the height, and a vertical line at each time."""
+    """Return horizontal lines at each quarter of the height, and vertical lines at `times`."""
     right = f"{frame.width:.0f}"
     lines = []
     for quarter in range(GRID_PARTS):
@@ -242,7 +252,7 @@ def draw_grid(frame: Frame, times: Iterable[float]) -> str:
 
 
 def round_top(top: float, unit: float) -> float:
-    """Return `top` rounded up, so that a quarter of it is a round multiple of `unit`.
+    """Return `top` rounded up to four times a round multiple of `unit`.
 
     `unit` is, for example, the number of bytes in a GiB.
     """
@@ -253,7 +263,10 @@ def round_top(top: float, unit: float) -> float:
 
 
 def list_ticks(begin: float, end: float) -> list[float]:
-    """Return at most MOST_TICKS round times in a period, or none if the period is very long."""
+    """Return at most MOST_TICKS round times in a period.
+
+    The result is empty if the period is very long.
+    """
     for step_seconds in TICK_SECONDS:
         first = ceil(begin / step_seconds)
         last = floor(end / step_seconds)
@@ -263,10 +276,10 @@ def list_ticks(begin: float, end: float) -> list[float]:
 
 
 def draw_forecast(frame: Frame, forecast: Forecast) -> str:
-    """Return the forecast's line to zero, with a shaded area if the earliest end is known.
+    """Return the forecast's line to zero.
 
-    The area lies between this line and the one to the earliest end. Both lines are cut off at the
-    right edge of the frame.
+    A shaded area is added if the earliest end is known. The area lies between this line and the one
+    to the earliest end. Both lines are cut off at the right edge of the frame.
     """
     begin = (forecast.begin, forecast.value)
     likely_end = _find_end(frame, forecast, forecast.seconds)
@@ -275,7 +288,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
         return line
     earliest_end = _find_end(frame, forecast, forecast.earliest_seconds)
     earliest_value = earliest_end[1]
-    # If the line to the earliest end is also cut off, the area ends at the edge of the frame.
+    # If both lines are cut off, the area ends at the frame's edge.
     edge_seconds = earliest_end[0] if earliest_value == 0 else likely_end[0]
     corners = [
         begin,
@@ -288,7 +301,7 @@ def draw_forecast(frame: Frame, forecast: Forecast) -> str:
 
 
 def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
-    """Return the end of a line that begins with the forecast and reaches zero after `seconds`.
+    """Return the end of a forecast's line that reaches zero after `seconds`.
 
     The line ends at zero, or where it leaves the frame.
     """
@@ -312,8 +325,8 @@ def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
 def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
     """Return the SVG picture of the shapes in a frame.
 
-    `title` is for screen readers. With `stretch`, the picture fills a box of any proportions, which
-    distorts any text in it.
+    `title` is for screen readers. With `stretch`, the picture fills a box of any proportions. Text
+    in the picture is then distorted.
     """
     ratio = ' preserveAspectRatio="none"' if stretch else ""
     return (

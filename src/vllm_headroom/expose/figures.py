@@ -112,10 +112,10 @@ class _Figure(Struct, frozen=True, kw_only=True):
 def draw_figures(
     view: View, snapshot: Snapshot, past_seconds: float | None = None
 ) -> Iterator[str]:
-    """Yield at most three pieces of HTML: the worst figure, the load, and all other figures.
+    """Yield up to three pieces of HTML: worst figure, load, and other figures.
 
-    There is a figure for each of the engine's GPUs and for the host, unless its curve is empty. The
-    figure of the GPU or host with the worst verdict is large and has the legend. The figure of the
+    There is a figure for the host and for each of the engine's GPUs. Figures with an empty curve
+    are left out. The figure with the worst verdict is large and has the legend. The figure of the
     load has the same time axis. It is left out if the load's curve has fewer than two points.
     Nothing is yielded if there are no curves. `past_seconds` is the length of the past to show. If
     it is None, the length suits the curve and its forecast.
@@ -155,7 +155,10 @@ def _count_columns(view: View, snapshot: Snapshot) -> int:
 
 
 def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> Iterator[_Room]:
-    """Yield the free memory of the engine's GPUs and of the host; leave out any without a curve."""
+    """Yield the free memory of the engine's GPUs and of the host.
+
+    Entries without a curve are left out.
+    """
     ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
     for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:
         free_curve = view.history.read_curve(f"free {gpu.reading.uuid}", past_seconds)
@@ -194,7 +197,10 @@ def _build_gpu_room(
 
 
 def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve: Curve) -> _Room:
-    """Return the free memory of the host, with a forecast if memory use grows without bound."""
+    """Return the free memory of the host.
+
+    A forecast is included if memory use grows without bound.
+    """
     free_bytes = None
     total_bytes = 0
     if host is not None:
@@ -205,8 +211,7 @@ def _build_host_room(view: View, host: HostMemory | None, rank: int, free_curve:
     }
     left_seconds = None
     earliest_seconds = None
-    # Growth that fills a configured pool stops at the pool's size, so a line to zero would be
-    # wrong.
+    # Growth that fills a configured pool stops at the pool's size. A line to zero would be wrong.
     if situations != {Situation.FILLING}:
         left_seconds = view.values.value(catalog.HOST_TIME_TO_OOM)
         earliest_seconds = view.values.value(catalog.HOST_TIME_TO_OOM_LOWER)
@@ -252,7 +257,7 @@ def _draw_room(
         (value for stretch in past for _, value in stretch),
         limit=None if room.free_bytes is None else room.total_bytes,
     )
-    # The top is at least the current free memory, which rises when the engine falls asleep.
+    # The top is at least the current free memory. Free memory rises when the engine falls asleep.
     top = max(usual_top, room.free_bytes or 0, 1)
     # Small amounts of memory are easier to read in MiB.
     unit = GIB if top >= GIB else MIB
@@ -295,8 +300,8 @@ def _draw_room(
 def _choose_past(known_seconds: float, left_seconds: float) -> float:
     """Return how much of the past to show next to a forecast of `left_seconds`.
 
-    `known_seconds` is how much of the past is known. Past and future have the same scale, so a long
-    past is truncated if the forecast is short.
+    `known_seconds` is how much of the past is known. Past and future have the same scale. A short
+    forecast therefore truncates a long past.
     """
     forecast_seconds = MARGIN * max(left_seconds, 1.0)
     # At least an hour is shown, because the curve has only one point per minute.
@@ -318,8 +323,8 @@ def _render_plot(
 ) -> str:
     """Return a picture with labels on its axes; `ticks` are the times to label.
 
-    The page's script reads the curve's values from the SVG `<path>` element, and the scale from the
-    `data-` attributes.
+    The page's script reads the curve's values from the SVG `<path>` element. The script reads the
+    scale from the `data-` attributes.
     """
     if is_in_bytes:
         unit = "B"
@@ -340,16 +345,18 @@ def _render_plot(
 
 
 def _format_level(top_bytes: float, quarter: int) -> str:
-    """Return the amount of memory at a grid line; `quarter` counts the lines from the bottom."""
+    """Return the amount of memory at a grid line.
+
+    `quarter` counts the lines from the bottom.
+    """
     unit_bytes = GIB if top_bytes >= GIB else MIB
     unit_name = "GiB" if top_bytes >= GIB else "MiB"
     return f"{top_bytes * quarter / svg.GRID_PARTS / unit_bytes:.3g} {unit_name}"
 
 
 def _render_tick(frame: Frame, seconds: float) -> str:
-    """Return the label of a tick, or "" if the label would extend beyond the plot."""
-    # The position is a percentage of the width, because the labels are outside the stretched
-    # picture.
+    """Return a tick's label, or "" if it would extend beyond the plot."""
+    # The position is a percentage of the width. The labels are outside the stretched picture.
     percent = 100 * frame.x(seconds) / frame.width
     if not EDGE_PERCENT <= percent <= 100 - EDGE_PERCENT:
         return ""
@@ -371,7 +378,7 @@ def _format_tick(seconds: float) -> str:
 
 
 def _render_end(now: float, forecast: Forecast | None, end: float) -> str:
-    """Return the earliest and the likely time at which memory will be full, or "" if unknown."""
+    """Return the earliest and likely times when memory is full, or "" if unknown."""
     if forecast is None:
         return ""
     likely_seconds = now + forecast.seconds
@@ -399,7 +406,10 @@ def _draw_load(
     running_now: float | None,
     above: Frame | None,
 ) -> str:
-    """Return the figure of running requests, with the time axis of `above` if that is given."""
+    """Return the figure of running requests.
+
+    If `above` is given, the figure has its time axis.
+    """
     begin = running_curve[0][0]
     end = now
     if above is not None:
@@ -410,7 +420,7 @@ def _draw_load(
         # As in the memory figures, the last point is the current value.
         stretches[-1].append((now, running_now))
     most_running = max((value for stretch in stretches for _, value in stretch), default=1.0)
-    # The top is never 0, even for an idle engine, because the frame needs a height.
+    # The frame needs a height, so the top is never 0, even when idle.
     top = svg.round_top(MARGIN * most_running or 1.0, 1.0)
     frame = Frame(begin=begin, end=end, top=top, height=40.0)
     span = f"from {format_instant(begin)} to {format_instant(now)}"

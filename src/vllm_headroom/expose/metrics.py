@@ -184,7 +184,7 @@ class MetricsPage:
         page = self._pages[content_type]
         if published is None:
             return page
-        # The page may have been encoded for an earlier scrape, so the age in it is updated.
+        # The page may have been encoded for an earlier scrape. The age in it is therefore updated.
         age_seconds = self._collector.age_seconds(published)
         age_line = f"\n{catalog.SAMPLE_AGE.name} {age_seconds!r}"
         return _AGE_LINE.sub(age_line.encode(), page, count=1)
@@ -242,6 +242,6 @@ def _is_gzip_accepted(accept_encoding: str) -> bool:
 
 
 def _is_refused(choice: str) -> bool:
-    """Return whether an entry of a weighted header has a weight of 0 (RFC 9110, 12.4.2)."""
+    """Return whether an entry of a header has the weight 0 (RFC 9110, 12.4.2)."""
     _, *parameters = choice.lower().split(";")
     return any(_ZERO_WEIGHT.fullmatch(parameter.strip()) for parameter in parameters)

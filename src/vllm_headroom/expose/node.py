@@ -86,7 +86,7 @@ def list_engine_names(name: EngineName) -> tuple[str, ...]:
 
 
 def respond_node_page(view: NodeView, request: Request) -> Response:
-    """Return the page of all engines or, with a query, the page of one of them."""
+    """Return the page of all engines or, with a query, of one."""
     wanted = _read_wanted(request)
     if wanted is None:
         return respond_html(render_node(view))
@@ -97,7 +97,7 @@ def respond_node_page(view: NodeView, request: Request) -> Response:
 
 
 def respond_node_snapshot(view: NodeView, request: Request) -> Response:
-    """Return the document about all engines or, with a query, the document about one of them."""
+    """Return the document about all engines or, with a query, about one."""
     wanted = _read_wanted(request)
     if wanted is None:
         body = json.dumps(build_node_document(view)).encode()
@@ -112,10 +112,10 @@ def respond_node_metrics(
     metrics: Handler,
     find_metrics: Callable[[EngineName], Handler],
 ) -> Response:
-    """Return the metrics of all engines or, with a query, the metrics of one of them.
+    """Return the metrics of all engines or, with a query, of one.
 
-    The metrics of one engine are the same as those that a separate sidecar would serve. `metrics`
-    is the handler for all engines; `find_metrics` returns the handler for one engine.
+    The metrics of one engine are those that a separate sidecar would serve. `metrics` is the
+    handler for all engines; `find_metrics` returns the handler for one engine.
     """
     wanted = _read_wanted(request)
     if wanted is None:
@@ -172,7 +172,10 @@ def _read_wanted(request: Request) -> str | None:
 
 
 def _find_one(view: NodeView, wanted: str) -> EngineView | Response:
-    """Return the engine with this name, or an error response if there is not exactly one."""
+    """Return the engine with this name.
+
+    Returns an error response if there is not exactly one such engine.
+    """
     engines = view.find_engines(wanted)
     if len(engines) == 1:
         return engines[0]
@@ -199,8 +202,8 @@ def render_node(view: NodeView) -> str:
         reason = escape_text(view.stall_reason)
         stall = f"<p class=notice>The daemon does not sample: {reason}; all below is old.</p>"
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
-    # A shorter interval would leave too little time to read the page, or show the same sample
-    # twice.
+    # A shorter interval would leave too little time to read the page. It could also show the same
+    # sample twice.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     engine_count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     return (
@@ -240,14 +243,14 @@ def _count_levels(engines: list[EngineView]) -> str:
 
 
 def _render_engine(engine: EngineView) -> str:
-    """Return a line with an engine's worst verdict, its key figure, and the link to its page.
+    """Return a line with an engine's worst verdict, key figure and page link.
 
-    If the verdict is an alarm or a warning, or the engine cannot be read, the line also shows when
-    this began and what to do.
+    The line also shows when a problem began and what to do. A problem is an alarm, a warning or an
+    unreadable engine.
     """
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
-    # The longest name is used, because it is unique even if two containers in a pod run engines.
+    # The longest name is used. It is unique even if two containers in a pod run engines.
     link = f"/?{QUERY}={quote(list_engine_names(engine.name)[-1], safe='')}"
     sentence = render_text(worst.sentence)
     number, caption = find_key_figure(engine.view, worst)

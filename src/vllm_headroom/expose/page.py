@@ -85,7 +85,10 @@ def render_page(view: View, query: str = "") -> str:
 
 
 def _render_header(view: View) -> str:
-    """Return the names of host, engine and GPUs, the sample's age, the version and the notice."""
+    """Return the names, the sample's age, the version and the notice.
+
+    The names are those of the host, the engine and the GPUs.
+    """
     names = escape_text(DOT.join(_list_names(view)))
     seconds = None
     if view.snapshot is not None:
@@ -112,7 +115,10 @@ def render_age(seconds: float | None, age_seconds: float, version: str) -> str:
 
 
 def _list_names(view: View) -> Iterator[str]:
-    """Yield the names of the pod or host, the engine, the models and the GPUs, if known."""
+    """Yield the names of the pod or host, the engine, models and GPUs.
+
+    Unknown names are left out.
+    """
     yield "vllm-headroom"
     if view.pod is not None:
         yield f"{view.pod.namespace}/{view.pod.pod}"

@@ -39,7 +39,10 @@ class UnusableState(Exception):  # noqa: N818 - the name describes the file
 
 
 class StateFile(Generic[T]):
-    """The name, format and value type of a state file; the folder is passed to each method."""
+    """The name, format and value type of a state file.
+
+    The folder is passed to each method.
+    """
 
     def __init__(self, name: str, value_type: type[T], format_number: int, loss: str) -> None:
         self.name = name
@@ -49,8 +52,8 @@ class StateFile(Generic[T]):
         """What the operator loses if the file is unusable, as a clause for the log."""
         self._value_type = value_type
         # msgspec prepares a type when it is first used. If two threads do this at the same time,
-        # for example for two engines' files, msgspec 0.22 crashes with SIGSEGV. Therefore, the
-        # types are prepared here, when the module is imported.
+        # msgspec 0.22 crashes with SIGSEGV. Therefore, the types are prepared here, when the module
+        # is imported.
         msgspec.json.Decoder(value_type)
         self._format_number = format_number
 
@@ -60,7 +63,7 @@ class StateFile(Generic[T]):
         Raises ValueError if the value contains a number that is not finite.
         """
         document = msgspec.to_builtins(value, str_keys=True)
-        # The format number is set first, so that the checksum also detects a change to it.
+        # The format number is set first, so the checksum covers it too.
         document["format"] = self._format_number
         document["checksum"] = _compute_checksum(document)
         return _encode_canonical(document)
@@ -89,8 +92,13 @@ class StateFile(Generic[T]):
     def read(self, folder: Path) -> T | None:
         """Return the saved value, or None if the file does not exist.
 
-        Raises UnusableState if the file is not a regular file, is too large, or has content that
-        `decode` rejects. Raises OSError if the file cannot be read.
+        Raises UnusableState in three cases:
+
+        - The file is not a regular file.
+        - The file is too large.
+        - `decode` rejects the content.
+
+        Raises OSError if the file cannot be read.
         """
         try:
             # With O_NONBLOCK, opening a pipe does not wait for a writer.
@@ -113,8 +121,8 @@ class StateFile(Generic[T]):
     def write(self, folder: Path, value: T) -> None:
         """Replace the saved value atomically and durably.
 
-        The folder is created if it is missing. Raises OSError if writing fails, and ValueError if
-        the value contains a number that is not finite.
+        The folder is created if it is missing. Raises OSError if writing fails. Raises ValueError
+        if the value contains a number that is not finite.
         """
         content = self.encode(value)
         make_folder(folder)

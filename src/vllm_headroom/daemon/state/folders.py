@@ -38,8 +38,8 @@ def name_folder(*parts: str) -> str:
 def remove_unused(state_dir: Path, used_names: Collection[str]) -> None:
     """Remove the folders of engines that are not watched, except the newest ones.
 
-    At most MOST_RECENT folders are kept. Folders that have not changed for UNUSED_SECONDS are kept
-    only if they are among the newest MOST_UNUSED. Raises OSError if `state_dir` cannot be read.
+    At most MOST_RECENT folders are kept. A folder unchanged for UNUSED_SECONDS is removed, unless
+    it is among the newest MOST_UNUSED. Raises OSError if `state_dir` cannot be read.
     """
     newest_seconds: dict[Path, float] = {}
     for folder in state_dir.iterdir():

@@ -11,9 +11,9 @@ from vllm_headroom.trace.recorder import make_folder
 class FolderLock:
     """Locks a folder for this process, as soon as no other process holds the lock.
 
-    The folder itself is locked, because a lock file in it could be replaced and would need space.
-    If the folder cannot be opened, or its file system does not support locks, this process counts
-    as the folder's owner. Saving the state is more important than the lock.
+    The folder itself is locked. A lock file could be replaced and would need space. If the folder
+    cannot be opened, this process counts as its owner. The same holds if the file system does not
+    support locks. Saving the state is more important than the lock.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The saved state of an engine, and whether it belongs to the engine that is running now."""
+"""The saved state of an engine, and whether it belongs to the running engine."""
 
 from typing import Final
 
@@ -75,7 +75,10 @@ class SavedState(Struct, frozen=True, kw_only=True):
 
 
 def identify_engine(page: EnginePage | Failure) -> Identity | None:
-    """Return the identity of the engine on the page, or None while no engine on it has a name."""
+    """Return the identity of the engine on the page.
+
+    Returns None while no engine on the page has a name.
+    """
     if isinstance(page, Failure):
         return None
     models = {engine.model_name for engine in list_named(page)}
@@ -89,11 +92,11 @@ def identify_engine(page: EnginePage | Failure) -> Identity | None:
 
 
 def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> str | None:
-    """Return why the running engine is not the saved one, or None if it is the same run.
+    """Return why the running engine is not the saved one.
 
     `gap_seconds` is the time since the state was saved. If the engine does not report its start
     time, the gap must be short. The number of finished requests must also be at least the saved
-    number.
+    number. Returns None if it is the same run.
     """
     if current.models != saved.models:
         return f"it is of another model ({', '.join(saved.models)})"
@@ -115,10 +118,13 @@ def explain_mismatch(saved: Identity, current: Identity, gap_seconds: float) -> 
 
 
 def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
-    """Return why the saved state must not be restored, or None if it may belong to this engine.
+    """Return why the saved state must not be restored.
 
-    The answer is also None while the page names no engine or a saved GPU may not have been opened
-    yet.
+    Returns None in three cases:
+
+    - The state may belong to this engine.
+    - The page does not name an engine yet.
+    - A saved GPU may not have been opened yet.
     """
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds
     if age_seconds > STALE_STATE_SECONDS:
@@ -143,20 +149,22 @@ def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
     visible_uuids = list_visible(snapshot)
     if saved.memory.leak.gpus.keys() <= visible_uuids:
         return True
-    # A GPU that is not open yet has no UUID, so it may be any of the missing ones.
+    # A GPU that is not open yet has no UUID. It may be any of the missing GPUs.
     return not isinstance(snapshot.gpus, Failure) and "" not in visible_uuids
 
 
 def list_visible(snapshot: Snapshot) -> set[str]:
-    """Return the UUIDs of the GPUs in the last reading, with "" for a GPU that is not open yet."""
+    """Return the UUIDs of the GPUs in the last reading.
+
+    A GPU that is not open yet has the UUID "".
+    """
     return {gpu.reading.uuid for gpu in snapshot.devices}
 
 
 def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
     """Return the saved states, moved to this machine's clock and without invisible GPUs.
 
-    All monotonic times are shifted, so that the time since the state was saved becomes a gap
-    without samples.
+    All monotonic times are shifted. The time since the save becomes a gap without samples.
     """
     gap_seconds = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
     # The monotonic clock may have restarted, or may belong to another machine.
@@ -194,10 +202,15 @@ def restore_memory(saved: SavedState, snapshot: Snapshot) -> DerivationStates:
 def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
     """Return a leak state with the precedents from an earlier run of the same models.
 
-    A precedent is growth that was not a leak, so the same amount of growth does not indicate a leak
-    in the next run. A series has no precedent if its run ended in an alarm, or with memory nearly
-    full. The result is empty if the state is too old, is from the future, or belongs to other
-    models. GPUs on another machine have other UUIDs, so their precedents do not match any GPU here.
+    A precedent is growth that was not a leak. In the next run, the same growth does not indicate a
+    leak. If a series' run ended in an alarm, the series has no precedent. The same holds if the run
+    ended with memory nearly full. The result is empty in three cases:
+
+    - The state is too old.
+    - The state is from the future.
+    - The state belongs to other models.
+
+    Precedents from another machine match no GPU here, because the UUIDs differ.
     """
     identity = identify_engine(snapshot.engines)
     age_seconds = snapshot.time_seconds - saved.saved_at_seconds

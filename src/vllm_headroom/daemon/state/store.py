@@ -67,15 +67,14 @@ class StateKeeper:
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Return the saved states that can be restored in this tick, keyed by derivation.
 
-        Each state is returned in only one tick, so in most ticks the result is empty. The engine's
-        runs and the page's history are restored in the tick that reads their files. The states of
-        the leak detector and the baseline wait until the engine and its GPUs are recognised.
+        Each state is returned in only one tick. In most ticks, the result is empty. The engine's
+        runs and the page's history are restored when their files are read. The leak detector and
+        the baseline wait until the engine and GPUs are recognised.
         """
         if not self._owns_folder:
             await self._lock_folder()
         states: dict[str, Any] = {}
-        # The files are read even if another daemon holds the lock, because the lock prevents only
-        # writing.
+        # The files are read even if another daemon holds the lock. The lock prevents only writing.
         if self._owns_folder is not None:
             states |= await self._read_files()
         states |= await self._restore_waiting(snapshot)
@@ -84,8 +83,8 @@ class StateKeeper:
     async def _read_files(self) -> dict[str, Any]:
         """Read each file that has not been read yet.
 
-        Returns the runs and the history if their files were read in this call and are usable. The
-        leak detector's state is stored as the waiting state.
+        Returns the runs and the history if this call has read their files. Unusable files are left
+        out. The leak detector's state is stored as the waiting state.
         """
         # If a file cannot be read, reading it is retried in the next tick.
         runs = await self._read(RUNS)
@@ -101,11 +100,11 @@ class StateKeeper:
         return states
 
     async def _restore_waiting(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Return the waiting states of the detector and the baseline if they can be restored now.
+        """Return the states of the detector and baseline if they can be restored now.
 
-        The result is empty if no state is waiting. It is also empty while it is unknown whether the
-        engine and its GPUs are the saved ones. If they are not, the file is set aside. The result
-        then contains at most the precedents from an earlier run of the same models.
+        The result is empty if no state is waiting. The result is also empty while the engine or its
+        GPUs are still unknown. If they differ from the saved ones, the file is set aside. The
+        result then contains at most the precedents of an earlier run.
         """
         identity = identify_engine(snapshot.engines)
         if identity is not None:
@@ -113,8 +112,8 @@ class StateKeeper:
         saved = self._waiting_state
         if saved is None:
             return {}
-        # In case of doubt, the detector starts over, because otherwise it could continue another
-        # engine's leak.
+        # In case of doubt, the detector starts over. Otherwise, it could continue another engine's
+        # leak.
         refusal = explain_refusal(saved, snapshot)
         if refusal is not None:
             self._waiting_state = None
@@ -139,8 +138,8 @@ class StateKeeper:
         """Write the states of this engine, each file within `timeout_seconds`.
 
         Nothing is written while another daemon holds the folder's lock. The leak detector's state
-        is written only if a page has named the engine and no older state is waiting. Failures are
-        logged when they begin and when they end. Never raises OSError.
+        is written only after a page has named the engine. It is not written while an older state is
+        waiting. Failures are logged when they begin and when they end. Never raises OSError.
         """
         if self._owns_folder:
             # Another daemon may have deleted and recreated the folder.
@@ -173,7 +172,7 @@ class StateKeeper:
         """
         owned_before = self._owns_folder
         if owned_before is None:
-            # A link may be changed later, so only the folder that it points to now is used.
+            # A link may be changed later. Only the folder that it points to now is used.
             real_folder = await self._try(".", lambda: Path(os.path.realpath(self._folder)))
             if real_folder is not None:
                 self._folder = real_folder
@@ -194,8 +193,10 @@ class StateKeeper:
     async def _read(self, file: StateFile[T]) -> T | None:
         """Return a file's value on the first call that can read the file.
 
-        An unusable file is set aside. Returns None on every later call, and also if the file does
-        not exist, cannot be read now, or is unusable.
+        An unusable file is set aside. Returns None in two cases:
+
+        - An earlier call has read the file.
+        - The file does not exist, cannot be read now, or is unusable.
         """
         if file.name not in self._unread_names:
             return None
@@ -213,7 +214,7 @@ class StateKeeper:
         return value
 
     async def _write(self, file: StateFile[T], value: T, timeout_seconds: float) -> None:
-        """Write a file; do nothing if the old file must be read or set aside first."""
+        """Write a file, unless the old file must first be read or set aside."""
         if file.name not in self._unread_names:
             await self._try(file.name, partial(file.write, self._folder, value), timeout_seconds)
 
@@ -240,8 +241,8 @@ class StateKeeper:
 
         Raises any error of `function` other than OSError and ValueError.
         """
-        # The shutdown must not cancel the call, because a cancelled call would block the thread
-        # that the final save needs.
+        # The shutdown must not cancel the call. A cancelled call would block the thread for the
+        # final save.
         value, problem = await asyncio.shield(self._worker.attempt(function, timeout_seconds))
         self._report(name, problem)
         return value
@@ -249,7 +250,8 @@ class StateKeeper:
     def _report(self, name: str, problem: str | None) -> None:
         """Record the problem of a file's last operation, or None if the operation succeeded.
 
-        A line is logged when the first file begins to fail, and when no file fails any more.
+        A line is logged when the first file begins to fail. Another line is logged when no file
+        fails any more.
         """
         was_failing = bool(self._failing_names)
         if problem is None:
