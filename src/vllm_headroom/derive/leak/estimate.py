@@ -1,4 +1,4 @@
-"""How fast memory grows, per second and per request, and when the device will be full."""
+"""How fast memory grows, and when the device will be full."""
 
 from bisect import bisect_right
 from itertools import combinations, pairwise
@@ -79,7 +79,7 @@ judged every 30 s, so a smaller margin is sufficient.
 
 
 class Slope(NamedTuple):
-    """The slope of memory over time or over requests, in bytes per second or bytes per request."""
+    """The slope of memory: bytes per second or bytes per request."""
 
     rate: float
     half_width: float
@@ -133,7 +133,7 @@ def estimate_growth(
         fastest = PEAK_MARGIN * highest_rate * (by_request.rate + by_request.half_width)
     if room_bytes is not None and not _is_load_known(track, by_requests=by_requests):
         # Load hardly changes within a short time. The rate is therefore raised only if the room
-        # lasts for more than half of the observed time.
+        # lasts long enough. It must last for more than half of the observed time.
         now_seconds = track.clock.now_seconds
         if fastest * now_seconds / 2 < room_bytes:
             fastest /= UNSEEN_SHARE
@@ -154,9 +154,9 @@ def estimate_growth(
 def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, ...]:
     """Return the retained memory of the growth with its largest rise clipped.
 
-    Clipping keeps a single large demand from shortening the time left. The largest rise is clipped
-    to the largest of these: the second largest rise, three median rises and LARGE_BYTES. Steps that
-    repeat are therefore not clipped.
+    Clipping keeps a single large demand from shortening the time left. The limit is the largest of
+    the second largest rise, three median rises and LARGE_BYTES. Steps that repeat are therefore not
+    clipped.
     """
     *_, second_bytes, largest_bytes = sorted(growth.rises_bytes)
     limit_bytes = max(second_bytes, CLIP_MEDIANS * median_rise_bytes, LARGE_BYTES)
@@ -170,12 +170,12 @@ def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, 
 
 
 def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) -> Estimate:
-    """Return the estimate, using the rate of the newest stretch of growth if that rate is higher.
+    """Return the estimate with the rate of the newest stretch if that is higher.
 
-    The rate of the growth as a whole includes pauses and releases, so it may be too low. If the
-    stretch is not expected to fill the room, the estimate uses the mean rate since the alarm's
-    growth began, including pauses. The highest plausible rate assumes that the stretch does not
-    end.
+    The rate of the growth as a whole may be too low. It includes pauses and releases. If the
+    stretch will not fill the room, the estimate uses a mean rate. The mean covers the time since
+    the alarm's growth began, including pauses. The highest plausible rate assumes that the stretch
+    does not end.
     """
     if track.alarm is None or track.alarm.stretch is None:
         return estimate
@@ -189,8 +189,8 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
     pace = min(pace, stretch.bytes_per_second)
     if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
         pace = stretch.bytes_per_second
-    # The rate of the growth as a whole is the most precise, so it is replaced only if the stretch
-    # is clearly faster.
+    # The rate of the growth as a whole is the most precise. It is therefore replaced only if the
+    # stretch is clearly faster.
     if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
         return estimate
     bytes_per_request = estimate.bytes_per_request
@@ -209,9 +209,9 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
 
 
 def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> bool:
-    """Return whether the stretch is still growing and is expected to last until the room is full.
+    """Return whether the stretch is still growing and is expected to fill the room.
 
-    The stretch is expected to continue for as long as the longest stretch so far lasted.
+    The stretch is expected to last as long again as the longest stretch so far.
     """
     if track.clock.now_seconds - stretch.ended_seconds > QUIET_SECONDS:
         return False
@@ -220,11 +220,11 @@ def _will_stretch_fill(stretch: Stretch, track: Track, room_bytes: float) -> boo
 
 
 def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
-    """Return the slope of growth that has no pauses, with its half width limited by Poisson's law.
+    """Return the slope with its half width limited by Poisson's law.
 
-    The law is applied to steps of the growth's typical size, as in `weigh_pace`. The five batches
-    may have only two or three blocks each. They may then differ so much by chance that their
-    interval is meaningless.
+    The growth must have no pauses. The law is applied to steps of the growth's typical size, as in
+    `weigh_pace`. The five batches may have only two or three blocks each. They may then differ so
+    much by chance that their interval is meaningless.
     """
     step_count = growth.grown_bytes / growth.typical_step_bytes
     limit = slope.rate * STANDARD_ERRORS_95 / sqrt(step_count)
@@ -243,12 +243,12 @@ def _is_load_known(track: Track, *, by_requests: bool) -> bool:
 
 
 def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estimate:
-    """Return the estimate with the time left in `room_bytes`, and a lower bound on that time.
+    """Return the estimate with the time left in `room_bytes` and its lower bound.
 
     Memory runs out at a peak rather than in the current valley. The lower bound is therefore the
-    time until the next peak fills the room. At the next peak, memory that follows load or is rarely
-    collected returns to its old height, plus what has leaked since. In addition, there may be a
-    demand as large as the largest recent one. Both times are None if the estimate has no pace.
+    time until the next peak fills the room. Memory that follows load or is rarely collected then
+    returns to its old height. What has leaked since is added to that height. In addition, there may
+    be a demand as large as the largest recent one. Both times are None if the estimate has no pace.
     """
     floors_bytes = [block.floor_bytes for block in track.history.rings[0].blocks]
     swing_bytes = 0.0
@@ -266,8 +266,8 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
     stretch = None if track.alarm is None else track.alarm.stretch
     if stretch is not None and _will_stretch_fill(stretch, track, room_bytes):
         fastest = max(fastest, stretch.bytes_per_second)
-        # During a long-lasting alarm, the estimate is made only every 16 minutes, so it may be
-        # older than this stretch.
+        # During a long alarm, an estimate is made only every 16 minutes. It may therefore be older
+        # than this stretch.
         if stretch.bytes_per_second >= DILUTED_RATIO * pace:
             pace = stretch.bytes_per_second
     oom_seconds = None
@@ -281,7 +281,7 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 
     next_step = find_next_step(track.history.steps)
     if next_step is not None and next_step.size_bytes > room_bytes - OUT_OF_MEMORY_BYTES:
-        # The next large step does not fit, so memory will be full at that step at the latest.
+        # The next large step does not fit. Memory will be full at that step at the latest.
         now_seconds = track.clock.now_seconds
         earliest_seconds = max(0.0, next_step.earliest_seconds - now_seconds)
         likely_seconds = max(0.0, next_step.likely_seconds - now_seconds)
@@ -294,12 +294,12 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: float) -> Slope:
     """Return the slope of retained memory along an axis of seconds or requests.
 
-    The slope is the Theil-Sen estimator over the later half: the median of the slopes between all
-    pairs of blocks. Single benign steps hardly affect it. If the median is zero, memory grew in a
-    few large steps. The slope is then taken between the first and the last block. The interval is
-    computed from batch means over the last three quarters, because single rises are not
-    independent. One allocator step is added to the interval, because memory is not known more
-    precisely. If the axis spans no time or no requests, the rate is 0 and the spread is infinite.
+    The slope is the Theil-Sen estimator over the later half. It is the median of the slopes between
+    all pairs of blocks. Single benign steps hardly affect it. If the median is zero, memory grew in
+    a few large steps. The slope is then taken between the first and the last block. The interval is
+    computed from batch means over the last three quarters. Single rises would not be independent.
+    One allocator step is added to the interval, because memory is not known more precisely. If the
+    axis has no length, the rate is 0 and the spread is infinite.
     """
     length = axis[-1] - axis[0]
     if length <= 0:
@@ -328,9 +328,10 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
 
 
 def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
-    """Return the slope of each of the batches into which the last three quarters are divided.
+    """Return each batch's slope.
 
-    A batch is omitted if it spans no time or no requests.
+    The batches divide the last three quarters. A batch is omitted if it spans no time or no
+    requests.
     """
     # The batches are cut backwards from the newest block. If the blocks do not divide evenly, the
     # oldest ones are omitted.
@@ -346,9 +347,9 @@ def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float
 def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon.
 
-    The rate is the mean over the last `horizon_seconds`, or over all known data if that is shorter.
-    If the horizon or the known past is shorter than SHORTEST_MEAN_SECONDS, the rate is the average
-    of the last few minutes.
+    The rate is the mean over the last `horizon_seconds`, or over all known data. If this period is
+    shorter than SHORTEST_MEAN_SECONDS, the recent rate is used. That is the average of the last few
+    minutes.
     """
     recent_rate = track.work.requests_per_second
     longest_blocks = track.history.rings[-1].blocks

@@ -68,10 +68,10 @@ class Certainty(IntEnum):
 
 
 class Block(Struct, frozen=True, gc=False):
-    """A block of readings: its time, the work done until then, and the lowest memory in the block.
+    """A block of readings: its time, the work done, and its lowest memory.
 
-    The time is the end of the block, or its start while the block is still open. There are hundreds
-    of blocks, so gc=False keeps the garbage collector from visiting them.
+    The time is the end of the block. While the block is open, the time is its start. There are
+    hundreds of blocks, so gc=False keeps the garbage collector from visiting them.
     """
 
     seconds: float
@@ -93,10 +93,10 @@ class Block(Struct, frozen=True, gc=False):
 
 
 class Ring(Struct, frozen=True, kw_only=True):
-    """The newest blocks of one length, and the verdict reached when the newest of them ended.
+    """The newest blocks of one length.
 
-    The rings are ordered by the length of their blocks. Several blocks of one ring make up one
-    block of the next ring.
+    A ring also has the verdict reached when its newest block ended. The rings are ordered by the
+    length of their blocks. Several blocks of one ring make up one block of the next ring.
     """
 
     parts: int = 0
@@ -123,8 +123,8 @@ def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
     """Yield each block after which memory was released, with the number of bytes released."""
     now_bytes = rings[0].blocks[-1].floor_bytes
     for ring in rings:
-        # A ring with longer blocks does not cover the last few minutes, so `now_bytes` is used for
-        # them.
+        # A ring with longer blocks does not cover the last few minutes. `now_bytes` is used for
+        # those minutes.
         for block, retained_bytes in zip(ring.blocks, find_retained(ring.blocks), strict=True):
             fall_bytes = block.floor_bytes - min(retained_bytes, now_bytes)
             if fall_bytes > 0:
@@ -132,7 +132,10 @@ def list_falls(rings: tuple[Ring, ...]) -> Iterator[tuple[Block, float]]:
 
 
 class Growth(Struct, frozen=True, kw_only=True):
-    """The growth in a window: by how much the retained memory exceeds the highest earlier floor."""
+    """The growth in a window.
+
+    Growth is the retained memory above the highest earlier floor.
+    """
 
     blocks: tuple[Block, ...]
     """The last block before the window, followed by the blocks of the window."""

@@ -1,4 +1,4 @@
-"""The evidence for a leak: windows of blocks, the witnesses that growth is even, and large steps.
+"""The evidence for a leak: windows, witnesses of even growth, and large steps.
 
 A witness is a single test of whether growth is a leak.
 """
@@ -89,12 +89,13 @@ evidence.
 
 
 def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float], list[float]]:
-    """Return what a rise in each block adds to the odds of a leak, and what its absence adds.
+    """Return what a rise in each block adds to the odds of a leak.
 
-    The first block has no entry: entry i is for the rise from block i to block i + 1. The entries
-    are log likelihood ratios of a leak versus benign rises (new maxima and first uses). A block is
-    not evidence if the running requests reached a new maximum in it or in the previous block.
-    Higher load explains such a rise, even if it shows up only in the floor of the next block.
+    The second list is what the absence of a rise adds. Entry i is for the rise from block i to
+    block i + 1. The entries are log likelihood ratios of a leak versus benign rises. Benign rises
+    are new maxima and first uses. A block is not evidence if the running requests reached a new
+    maximum in it. The same applies if they did so in the previous block. Higher load explains such
+    a rise. The rise may only show in the floor of the next block.
     """
     odds_of_rise: list[float] = []
     odds_of_none: list[float] = []
@@ -107,14 +108,14 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
         else:  # The block is not evidence, no matter whether memory rises in it.
             odds_of_rise.append(0.0)
             odds_of_none.append(0.0)
-        # The peak is taken one block late. A rise after a new peak in load shows up in the floor of
-        # the next block.
+        # The peak is taken one block late. A rise after a new load peak shows in the next block's
+        # floor.
         peak_running = previous.peak_running
     return odds_of_rise, odds_of_none
 
 
 class RingSurvey(Struct, frozen=True):
-    """A ring's blocks since the origin, and the figures that all windows in these blocks share."""
+    """A ring's blocks since the origin, and the figures that their windows share."""
 
     blocks: tuple[Block, ...]
     retained_bytes: tuple[float, ...]
@@ -160,8 +161,8 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
     The caller ensures that memory has grown.
     """
-    # Memory that merely returns to an earlier height has not grown, so growth is measured from the
-    # highest floor.
+    # Growth is measured from the highest floor. Memory that merely returns to an earlier height has
+    # not grown.
     held_before_bytes = survey.highest_bytes[begin]
     retained_bytes = tuple(
         max(held_before_bytes, floor_bytes) for floor_bytes in survey.retained_bytes[begin:]
@@ -207,9 +208,9 @@ seconds and in requests.
 def has_ended(growth: Growth) -> bool:
     """Return whether memory has not risen for so long that growth has ended (see `is_over`).
 
-    The quiet time starts when 95 % of the growth has been reached, so that a small rise at the end
-    does not restart it. The quiet time must be at least twice the time that 5 % of the growth would
-    take at an even pace.
+    The quiet time starts when 95 % of the growth has been reached. A small rise at the end
+    therefore does not restart it. At an even pace, 5 % of the growth would take a certain time. The
+    quiet time must be at least twice that time.
     """
     last_part_bytes = growth.retained_bytes[-1] - LAST_SHARE * growth.grown_bytes
     newest_rise = growth.blocks[bisect_left(growth.retained_bytes, last_part_bytes)]
@@ -236,8 +237,7 @@ def is_over(
 
     The time must exceed both `quiet_seconds` and `quiet_gaps` times the usual gap between steps.
     The usual gap is computed from `step_count`, the number of steps since `began`. The condition on
-    gaps must also hold when the gaps are measured in requests, so that idle time does not end
-    growth.
+    gaps must also hold when gaps are measured in requests. Idle time therefore does not end growth.
     """
     # There are n - 1 gaps between n steps.
     gap_count = max(1.0, step_count - 1)
@@ -281,14 +281,14 @@ rise may be one segment for the first use of a kernel or a batch size.
 
 
 def is_straight(growth: Growth) -> bool:
-    """Return whether all blocks of the window rose by nearly the same amount, without slowing down.
+    """Return whether all blocks rose by nearly the same amount, without slowing down.
 
-    A window has at least six blocks, so a straight line is recognised after three minutes. Memory
-    that follows load would rise more and more slowly.
+    A window has at least six blocks. A straight line is therefore recognised after three minutes.
+    Memory that follows load would rise more and more slowly.
     """
     if growth.rise_count < len(growth.rises_bytes):
         return False
-    # Memory that follows load slows down, so the later half contains less than half of its growth.
+    # Memory that follows load slows down. Its later half contains less than half of its growth.
     later_bytes = sum(growth.rises_bytes[len(growth.rises_bytes) // 2 :])
     if later_bytes < LATER_HALF_SHARE * growth.grown_bytes:
         return False
@@ -306,9 +306,9 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
     Benign rises occur at a constant or falling rate per e-fold of work since `origin`. A leak grows
     at a constant rate per second or per request. Both are modelled as Poisson processes whose steps
-    have the same size. For each byte of growth, the logarithm of the ratio of the two intensities
-    in its block is added. The sum is then divided by the step size. If the growth is a leak, its
-    pace by e-folds may have been different before the window.
+    have the same size. Each byte of growth adds the log ratio of the two intensities in its block.
+    The sum is then divided by the step size. In a leak, the pace by e-folds may have been different
+    before the window.
     """
     opened = growth.blocks[0]
     now = growth.blocks[-1]
@@ -324,14 +324,13 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     least_odds = -inf
     if odds_per_byte_before >= 0:
         # Growth per e-fold is slower within the window than before, as after a large warm-up. Only
-        # the growth within the window is compared in this case, because the earlier growth must not
-        # lower the odds.
+        # the growth within the window is then compared. The earlier growth must not lower the odds.
         odds_per_byte_before = 0.0
         least_odds = 0.0
         bytes_per_fold = grown_bytes / count_folds(origin, opened, now)
 
-    # One part of the logarithm of the ratio is the same in all blocks, and the other part differs
-    # between blocks. The part that differs is averaged over the blocks, weighted by their bytes.
+    # One part of the logarithm is the same in all blocks, another part differs. The part that
+    # differs is averaged over the blocks, weighted by their bytes.
     seconds_by_folds = 0.0
     requests_by_folds = 0.0
     for (previous, block), rise_bytes in zip(
@@ -354,8 +353,8 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
     step_bytes = growth.typical_step_bytes
     if is_steady(growth):
-        # Each block contains many steps. By Poisson's law, the step size is the variance of the
-        # rises divided by their mean.
+        # Each block contains many steps. By Poisson's law, the step size is the rises' variance
+        # divided by their mean.
         step_bytes -= grown_bytes / growth.rise_count
     step_bytes = max(RISE_BYTES, step_bytes)
     odds = (before_bytes * odds_per_byte_before + grown_bytes * odds_per_byte) / step_bytes
@@ -397,9 +396,9 @@ ended within the window, so it is uneven.
 def is_even(growth: Growth) -> bool:
     """Return whether growth is spread over the window, by requests or by busy time.
 
-    The later half, the first quarter and the last quarter must each have their minimum share. Each
-    of the two middle quarters must have some growth. The half may meet its condition by requests
-    and the quarters theirs by busy time, or vice versa.
+    The later half, the first and the last quarter each need a minimum share. Each of the two middle
+    quarters must have some growth. The half and the quarters may meet their conditions on different
+    axes.
     """
     clipped_bytes = clip_rises(growth)
     later_half_share = 0.0
@@ -478,14 +477,15 @@ raise an alarm. In the first hours of a run, caches, heaps and warm-ups grow as 
 def compute_patience(left_seconds: float, *, is_room_known: bool, is_straight: bool) -> float:
     """Return for how many seconds growth must have lasted to raise an alarm.
 
-    If the room is unknown, `left_seconds` is the time in which growth would fill an assumed amount
-    of room. An alarm is then raised within hours only if growth would fill that amount soon.
+    If the room is unknown, an amount of room is assumed. `left_seconds` is then the time in which
+    growth would fill it. An alarm is then raised within hours only if growth would fill that amount
+    soon.
     """
     longest_seconds = LONGEST_PATIENCE_SECONDS if is_room_known else UNKNOWN_PATIENCE_SECONDS
     if not is_straight:
         uneven_seconds = max(UNEVEN_PATIENCE_SHARE * left_seconds, HASTE_SECONDS)
         return min(uneven_seconds, longest_seconds)
-    # If the device will soon be full, this share of the time left is shorter than LEAKING_SECONDS.
+    # If the device will soon be full, this is shorter than LEAKING_SECONDS.
     haste_seconds = max(HASTE_SHARE * left_seconds, HASTE_SECONDS)
     if is_room_known:
         patience_seconds = max(PATIENCE_SHARE * left_seconds, LEAKING_SECONDS)
@@ -504,7 +504,7 @@ def measure_deviation(growth: Growth) -> float:
     """Return how far the growth deviates from a straight line, by time or by requests.
 
     This is Kolmogorov's distance, between 0 and 1. The smaller value of the two axes is used. The
-    rises are clipped, because a single large demand does not change the shape of a leak.
+    rises are clipped. A single large demand does not change the shape of a leak.
     """
     rises_bytes = clip_rises(growth)
     sum_bytes = sum(rises_bytes)
@@ -546,10 +546,10 @@ about the pace.
 
 
 def find_step_windows(survey: RingSurvey) -> Iterator[Growth]:
-    """Yield each window that begins with a rise and has growth of about two large steps.
+    """Yield each window that begins with a rise and grew by two large steps.
 
-    The shortest window comes first. A rise in a block with a new peak in load is not counted,
-    because load explains it. Nothing is yielded if no window has enough growth.
+    The shortest window comes first. A rise in a block with a new peak in load is not counted. The
+    load explains that rise. Nothing is yielded if no window has enough growth.
     """
     # The loop starts at the newest block, so that shorter windows come first.
     for begin in range(len(survey.blocks) - 2, -1, -1):
@@ -607,9 +607,9 @@ def score_likeness(
     """Return the log likelihood ratio of a leak, judged by the sizes of the steps.
 
     Benign steps are records: each is larger than all previous steps. The allocator takes a new
-    segment only for a demand that does not fit into any cached segment. The steps of a leak are of
-    the same kind and size. Only steps of at least `least_bytes` are compared, and only steps after
-    `since_seconds` add to the result.
+    segment only for a demand that fits no cached segment. The steps of a leak are of the same kind
+    and size. Only steps of at least `least_bytes` are compared. Only steps after `since_seconds`
+    add to the result.
     """
     odds = 0.0
     earlier_bytes: list[float] = []
@@ -623,7 +623,10 @@ def score_likeness(
 
 
 def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
-    """Return what a step's size adds to the log odds, or 0 if the size is not evidence."""
+    """Return what a step's size adds to the log odds.
+
+    The result is 0 if the size is not evidence.
+    """
     largest_bytes = max(earlier_bytes, default=0.0)
     if size_bytes <= largest_bytes:  # A record does not repeat any earlier size.
         for other_bytes in earlier_bytes:
@@ -692,7 +695,10 @@ class NextStep(NamedTuple):
 
 
 def find_next_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
-    """Return the next step if steps repeat or double in size, or None if no step is expected."""
+    """Return the next step if steps repeat or double in size.
+
+    Returns None if no step is expected.
+    """
     return _find_repeated_step(steps) or _find_doubled_step(steps)
 
 
@@ -700,8 +706,8 @@ def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     """Return the next step if large steps of one size repeat.
 
     The step is expected once the shortest interval so far has passed again. Returns None if fewer
-    than LEAST_REPEATS steps are as large as the newest one, or if the newest step is below
-    LEAST_STEPS_BYTES.
+    than LEAST_REPEATS steps are as large as the newest one. Also returns None if the newest step is
+    below LEAST_STEPS_BYTES.
     """
     large_steps = [
         step for step in _join_steps(steps, JOINED_SECONDS) if step.size_bytes >= LEAST_STEPS_BYTES
@@ -723,7 +729,8 @@ def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
 
     The step is expected after twice the last interval. A list, a hash table or a growing buffer
     doubles whenever it is full. It then lasts about twice as long until the next doubling. Returns
-    None if the newest three steps do not double, or if the newest step is below LEAST_STEPS_BYTES.
+    None if the newest three steps do not double. Also returns None if the newest step is below
+    LEAST_STEPS_BYTES.
     """
     joined_steps = _join_steps(steps, REALLOCATED_SECONDS)
     if not joined_steps or joined_steps[-1].size_bytes < LEAST_STEPS_BYTES:
@@ -765,8 +772,8 @@ def _join_steps(steps: tuple[MemoryStep, ...], apart_seconds: float) -> list[Mem
     newest_seconds = -inf
     for step in steps:
         if step.seconds - newest_seconds <= apart_seconds:
-            # Both steps are segments of the same demand. The joined step has the time of the first
-            # step and the height after the last.
+            # Both steps are segments of the same demand. The joined step has the first step's time
+            # and the last step's height.
             size_bytes = joined_steps[-1].size_bytes + step.size_bytes
             joined_steps[-1] = MemoryStep(joined_steps[-1].seconds, size_bytes, step.top_bytes)
         else:
@@ -803,12 +810,12 @@ WARNING_SHARE: Final = 0.25
 def judge_steps(
     growth: Growth, track: Track, origin: Block, room_bytes: float | None
 ) -> tuple[Certainty, float]:
-    """Return the verdict on a window that begins with a step, and its evidence as log odds.
+    """Return the verdict on a window that begins with a step, and its log odds.
 
-    GROWING requires that growth does not slow down, and that the device would be full within a day.
-    It also requires that growth has lasted for a quarter of the time left. LEAKING additionally
-    requires that the sizes of the steps repeat, and that growth has used enough of the room. If the
-    room is unknown, it is assumed to be as large as the memory that was held initially.
+    GROWING requires that growth does not slow down. The device must be expected to be full within a
+    day. It also requires that growth has lasted for a quarter of the time left. LEAKING
+    additionally requires that step sizes repeat. Growth must also have used enough of the room. An
+    unknown room is assumed to be as large as the initially held memory.
     """
     odds = weigh_pace(growth, origin)
     grown_bytes = growth.grown_bytes
@@ -818,7 +825,7 @@ def judge_steps(
     assumed_room_bytes = origin.floor_bytes if room_bytes is None else max(1.0, room_bytes)
     left_seconds = assumed_room_bytes / grown_bytes * lasted_seconds
 
-    # Caches also fill in steps, but few become that large, and most fill early in a run.
+    # Caches also fill in steps. Few caches become that large, and most fill early in a run.
     enough_bytes = min(ENOUGH_BYTES, ROOM_SHARE * (assumed_room_bytes + grown_bytes))
     # In the first hour, the engine holds large temporary buffers that it will release later.
     is_late = room_bytes is not None and lasted_seconds >= LATE_SHARE * left_seconds
@@ -832,7 +839,7 @@ def judge_steps(
         leaking_odds = LEAKING_ODDS_WHERE_FULL
         sure_odds = SURE_OF_STEPS_WHERE_FULL
     may_be_leak = odds >= leaking_odds and grown_bytes >= enough_bytes
-    # A few steps never form a straight line, so the likeness of their sizes is scored instead.
+    # A few steps never form a straight line. The likeness of their sizes is scored instead.
     patience_seconds = compute_patience(
         left_seconds, is_room_known=room_bytes is not None, is_straight=True
     )
@@ -844,7 +851,7 @@ def judge_steps(
         if odds + likeness >= sure_odds:
             return Certainty.LEAKING, odds + likeness
 
-    # A warning requires only this pace, and that the device would be full within a day.
+    # A warning requires only this pace and a device that is full within a day.
     is_soon = left_seconds <= DAY_SECONDS and lasted_seconds >= WARNING_SHARE * left_seconds
     if odds >= GROWING_ODDS and age_seconds >= YOUNG_SECONDS / 2 and is_soon:
         return Certainty.GROWING, odds

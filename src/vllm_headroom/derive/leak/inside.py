@@ -104,8 +104,8 @@ def update_insides(
 def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
     """Return the memory in each place on a GPU.
 
-    Returns None if the engine's memory, or how much of it torch has allocated or reserved, is
-    unknown.
+    Returns None if the engine's memory is unknown. Also returns None if torch's allocated or
+    reserved memory is unknown.
     """
     inside = gpu.inside
     if inside is None or gpu.held_bytes is None:
@@ -114,7 +114,7 @@ def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
     reserved_bytes = inside.reserved_bytes
     if allocated_bytes is None or reserved_bytes is None:
         return None
-    # If torch does not report how its unused memory is split, all of it counts as fragmented.
+    # If torch does not report its fragmented memory, all its unused memory counts as fragmented.
     unused_bytes = reserved_bytes - allocated_bytes
     fragmented_bytes = dict(inside.parts).get(MemoryPart.FRAGMENTED, unused_bytes)
     outside_bytes = gpu.held_bytes - reserved_bytes
@@ -127,8 +127,8 @@ def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> Insid
     The reading is added to the open mark. If the open mark is old enough, it is complete. The
     reading then begins the next mark.
     """
-    # Within MARK_SECONDS, only the lowest reading is used, because temporary memory of a request is
-    # not growth.
+    # Within MARK_SECONDS, only the lowest reading is used. Temporary memory of a request is not
+    # growth.
     open_mark = track.open_mark
     if mark.seconds - open_mark.seconds < MARK_SECONDS:
         least_bytes = tuple(map(min, open_mark.held_bytes, mark.held_bytes))
@@ -147,7 +147,7 @@ def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Trac
     used_bytes = int(allocated_bytes + outside_bytes)
     room_bytes = None
     if observation.room_bytes is not None:
-        # torch releases its cache when memory is short, so the cache is part of the room.
+        # torch releases its cache when memory is short. The cache is therefore part of the room.
         room_bytes = observation.room_bytes + (observation.held_bytes or 0) - used_bytes
     return observe(
         in_use,
@@ -158,9 +158,9 @@ def _observe_in_use(in_use: Track, mark: Mark, observation: Observation) -> Trac
 def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None) -> Track:
     """Return the track of held memory with the most certain of three verdicts.
 
-    The three verdicts are those on held memory, on memory kept during sleep, and on memory in use.
-    If several are equally certain, the one on held memory is used. Only its time to out-of-memory
-    includes the next peak. The figures on held memory are omitted while the engine rests.
+    The verdicts are on held memory, memory kept during sleep, and memory in use. If several are
+    equally certain, the one on held memory is used. Only its time to out-of-memory includes the
+    next peak. The figures on held memory are omitted while the engine rests.
     """
     if track.presence.rested_seconds is not None:
         track = replace(track, estimate=None)
@@ -215,16 +215,17 @@ word "in".
 
 
 def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
-    """Return the place where memory grows, or None if nothing grows or there is no mark.
+    """Return the place where memory grows.
 
-    The duration of the leak is divided into sixths. Each place is rated by the sixth in which it
-    grew least. First uses occur in steps and add nothing in at least one sixth. The place with the
-    highest rating is returned. If even this rating is close to zero, the place that grew most over
-    the whole duration is returned. torch's cache is not a place, because torch releases it.
+    Returns None if nothing grows or there is no mark. The duration of the leak is divided into
+    sixths. Each place is rated by the sixth in which it grew least. First uses occur in steps and
+    add nothing in at least one sixth. The place with the highest rating is returned. If even this
+    rating is close to zero, the total growth decides. The place that grew most is then returned.
+    Cached memory is not a place, because torch releases it.
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None
-    # This is how long the leak would have lasted if it had always grown at its current rate.
+    # This is the leak's duration if it had always grown at its current rate.
     leak_seconds = estimate.leaked_bytes / estimate.bytes_per_second
     began_seconds = inside.in_use.clock.snapshot_seconds - leak_seconds
     begin = bisect_left(inside.marks, began_seconds, key=lambda mark: mark.seconds)

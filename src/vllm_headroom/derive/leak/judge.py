@@ -130,10 +130,10 @@ missing from that ring. This is the length of one of the longest blocks.
 def judge_track(track: Track, room_bytes: int | None) -> Track:
     """Return the track with its verdict, alarm and estimate.
 
-    Call this whenever a block of the shortest length ends. Computing the verdict is expensive, so
-    it is computed only every two minutes, when a block of the second ring ends. At other times,
-    only the time left is updated. The verdict uses the room that was available when other processes
-    held the least memory. The time left uses the current room. If `room_bytes` is None, the room is
+    Call this whenever a block of the shortest length ends. Computing the verdict is expensive. It
+    is computed only every two minutes, when a block of the second ring ends. At other times, only
+    the time left is updated. The verdict uses the room that was available when other processes held
+    the least memory. The time left uses the current room. If `room_bytes` is None, the room is
     unknown.
     """
     origin = track.history.origin
@@ -142,8 +142,8 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
         return track  # The block that ended was idle, so it is not in the ring.
     own_room_bytes = None
     if room_bytes is not None:
-        # The highest capacity so far is used. Otherwise, a little growth could be judged as a leak
-        # only because a neighbour takes room.
+        # The highest capacity so far is used. Otherwise, a neighbour that takes room could make a
+        # little growth a leak.
         capacity_bytes = (track.history.held_bytes or 0.0) + room_bytes
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
         track = replace(track, history=replace(track.history, capacity_bytes=capacity_bytes))
@@ -160,8 +160,7 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
     is_between = second_ring.parts > 0
     if is_between and is_slow:
         return _update_estimate(track, None, room_bytes)
-    # During an alarm, no verdict is reached, because the alarm continues until its growth has
-    # ended.
+    # During an alarm, no verdict is reached. The alarm continues until its growth has ended.
     if track.alarm is not None:
         alarm = _measure_stretch(track, track.alarm)
         track = replace(track, alarm=alarm)
@@ -229,9 +228,9 @@ LEAST_BREATH_BLOCKS: Final = 6
 
 
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
-    """Return the track with its alarm updated by the newest block, or removed if it has ended.
+    """Return the track with its alarm updated by the newest block.
 
-    The alarm ends if:
+    An alarm that has ended is removed. The alarm ends if:
 
     - memory has not risen for a long time
     - most of its growth was released
@@ -243,7 +242,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
     track = replace(track, alarm=alarm)
     if is_breathing(track, alarm, newest):
         return _end_alarm(track, alarm.peak)
-    # If a card was nearly full, torch may have released its cache even though the leak continued.
+    # On a nearly full card, torch may have released its cache although the leak continued.
     was_nearly_full = _compute_hold_factor(track, alarm.peak) > 1.0
     if not was_nearly_full and _has_faded(track):
         return _end_alarm(track, alarm.newest_rise)
@@ -271,8 +270,8 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
             return replace(track, alarm=replace(alarm, began=began, newest_rise=newest))
         return replace(track, alarm=replace(alarm, low=began, newest_rise=newest))
 
-    # The highest value in five minutes is used, because the engine takes its memory again within
-    # minutes after a sleep.
+    # The highest value in five minutes is used. After a sleep, the engine takes its memory again
+    # within minutes.
     recent_blocks = track.history.rings[0].blocks[-RETAINED_BLOCKS:]
     is_retained = max(block.floor_bytes for block in recent_blocks) >= retained_bytes
     has_stopped = is_over(
@@ -298,10 +297,11 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
 
 
 def _has_faded(track: Track) -> bool:
-    """Return whether memory has been lower for half a day, or would take a year to fill the room.
+    """Return whether growth no longer justifies an alarm.
 
-    Returns False until the series has been observed for half a day. If load was lower too, lower
-    memory proves nothing, because memory may follow load.
+    Memory must have been lower for half a day, or need a year to fill. Returns False until the
+    series has been observed for half a day. If load was lower too, lower memory proves nothing,
+    because memory may follow load.
     """
     longest_ring = track.history.rings[-1]
     if not _has_just_ended(longest_ring, track):
@@ -329,13 +329,13 @@ def _has_faded(track: Track) -> bool:
 
 
 def _measure_load(blocks: tuple[Block, ...]) -> float:
-    """Return the requests per second from the first block to the last, or 0 if no time passed."""
+    """Return the requests per second between these blocks, or 0 if no time passed."""
     seconds = blocks[-1].seconds - blocks[0].seconds
     return (blocks[-1].requests - blocks[0].requests) / max(1.0, seconds)
 
 
 def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
-    """Return the alarm with the newest block as its peak if that block is sufficiently higher."""
+    """Return the alarm with the newest block as its peak if it is sufficiently higher."""
     least_rise_bytes = max(RISE_BYTES, SLOWED_SHARE * _expect_rise(alarm, alarm.peak, newest))
     if newest.floor_bytes < alarm.peak.floor_bytes + least_rise_bytes:
         return alarm
@@ -343,9 +343,10 @@ def _update_peak(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 
 
 def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
-    """Return the growth expected between two blocks at the pace that the alarm had until its peak.
+    """Return the growth expected between two blocks at the alarm's pace.
 
-    The lower of the paces by time and by requests is used, because a leak may follow either.
+    The pace is that of the growth until the alarm's peak. The lower of the paces by time and by
+    requests is used. A leak may follow either.
     """
     grown_bytes = alarm.peak.floor_bytes - alarm.began.floor_bytes
     share = (end.seconds - begin.seconds) / max(1.0, alarm.peak.seconds - alarm.began.seconds)
@@ -358,13 +359,13 @@ def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
 def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     """Return whether a full cache is merely being released in part and filled again.
 
-    In a leak, memory would have returned to its peak by now, and its low points would be rising.
-    torch may release its cache while the leak continues.
+    In a leak, memory would have returned to its peak by now. Its low points would also be rising. A
+    release of torch's cache does not end a leak.
     """
     peak = alarm.peak
     grown_bytes = peak.floor_bytes - alarm.began.floor_bytes
     hold_factor = _compute_hold_factor(track, peak)
-    # On a nearly full card, torch's cache hides growth and is released even though the leak
+    # On a nearly full card, torch's cache hides growth. The cache is released even though the leak
     # continues.
     if hold_factor > 1.0 or newest.floor_bytes > peak.floor_bytes:
         return False
@@ -401,7 +402,10 @@ def _add_rise(alarm: LeakAlarm, newest: Block) -> LeakAlarm:
 
 
 def _compute_hold_factor(track: Track, newest_rise: Block) -> float:
-    """Return how many times longer than usual an alarm lasts, or 1 if memory is not nearly full."""
+    """Return how many times longer than usual an alarm lasts.
+
+    The result is 1 if memory is not nearly full.
+    """
     if not track.history.capacity_bytes:
         return 1.0
     room_bytes = track.history.capacity_bytes - newest_rise.floor_bytes
@@ -442,7 +446,10 @@ def _end_alarm(track: Track, newest_rise: Block) -> Track:
 
 
 def _find_reaching_ring(rings: tuple[Ring, ...], seconds: float) -> Ring:
-    """Return the ring with the shortest blocks that reaches back to this time, or the last ring."""
+    """Return the ring with the shortest blocks that reaches back to this time.
+
+    If no ring reaches back so far, the last ring is returned.
+    """
     for ring in rings:
         if ring.blocks and ring.blocks[0].seconds <= seconds:
             return ring
@@ -457,8 +464,8 @@ def _has_just_ended(ring: Ring, track: Track) -> bool:
 def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
     """Return the growth since the alarm's growth began.
 
-    Returns None if that growth is too small. Also returns None if no block has just ended in the
-    ring that reaches back to the start of that growth.
+    Returns None if that growth is too small. Also returns None unless a block of the ring used has
+    just ended. That ring reaches back to the start of the growth.
     """
     ring = _find_reaching_ring(track.history.rings, alarm.began.seconds)
     if not _has_just_ended(ring, track):
@@ -487,9 +494,10 @@ fluctuates by a few MiB during a pause.
 
 
 def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
-    """Return the alarm with its newest stretch of growth that has no pause or large release.
+    """Return the alarm with its newest stretch of growth.
 
-    The previous stretch is kept if the newest blocks have fewer than LEAST_RISES rises.
+    A stretch has no pause and no large release. The previous stretch is kept if the newest blocks
+    have fewer than LEAST_RISES rises.
     """
     blocks = track.history.rings[1].blocks
     begin = len(blocks) - 1
@@ -498,11 +506,10 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     least_rise_bytes = max(RISE_BYTES, LEAST_RISE_SHARE * all_rises_bytes / len(blocks))
     newest_rise = blocks[-1]
     rises_bytes: list[float] = []
-    # The loop runs backwards from the newest block, until it reaches a large release or a long
-    # pause.
+    # The loop runs backwards from the newest block. It ends at a large release or a long pause.
     for number in range(len(blocks) - 1, 0, -1):
         rise_bytes = blocks[number].floor_bytes - blocks[number - 1].floor_bytes
-        # A warm-up before the alarm's growth is faster than that growth, so the loop stops there.
+        # The loop stops before the alarm's growth. A warm-up before that growth is faster.
         if rise_bytes < -LARGE_BYTES or blocks[number - 1].seconds < alarm.began.seconds:
             break
         if rise_bytes >= least_rise_bytes:
@@ -544,10 +551,11 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
 
 
 def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None) -> Track:
-    """Return the track with a new estimate based on this growth, and with the time left now.
+    """Return the track with a new estimate of this growth, and with the time left.
 
     The old estimate is kept if `growth` is None. It is also kept if the new estimate shows no
-    growth, as in a valley between two peaks. If there is no verdict, the track has no estimate.
+    growth. That happens in a valley between two peaks. If there is no verdict, the track has no
+    estimate.
     """
     if not track.verdict:
         return replace(track, estimate=None)
@@ -585,8 +593,8 @@ def _judge_rings(
     Returns the track and the growth with the most certain verdict. The track's verdict is the
     highest verdict of all rings. If it is LEAKING, it raises an alarm. The returned growth is from
     the window whose verdict is now the most certain. It is None if no window has a verdict. It is
-    also None if another ring has an older, more certain verdict, because the growth for that
-    verdict has already been estimated.
+    also None if another ring has an older, more certain verdict. The growth for that verdict has
+    already been estimated.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
     excused_bytes = find_excused_bytes(track)
@@ -624,8 +632,8 @@ def _judge_rings(
     history = replace(track.history, rings=tuple(rings))
     track = replace(track, history=history, verdict=verdict, is_excused=is_excused)
     urgent_growth = None
-    # Regardless of the windows, an alarm is also raised if another step of a repeating size would
-    # not fit, or if most of the room is gone.
+    # Two other conditions also raise an alarm, regardless of the windows. Another step of a
+    # repeating size would not fit, or most room is gone.
     if verdict is not Certainty.LEAKING and room_bytes is not None:
         urgent_growth = _find_growth_without_next_step(track, room_bytes)
         if urgent_growth is None and not is_excused:
@@ -650,15 +658,16 @@ def _judge_rings(
 def is_room_gone(room_bytes: float | None) -> bool:
     """Return whether so little room is left that a new alarm would come too late.
 
-    If an engine keeps serving without any room left, it has already taken everything that it needs.
+    An engine that keeps serving without any room left needs no more memory.
     """
     return room_bytes is not None and room_bytes <= OUT_OF_MEMORY_BYTES
 
 
 def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | None:
-    """Return the growth since the first of several large steps if the next step does not fit.
+    """Return the growth since the first of several large steps.
 
-    Returns None if the next step fits, or if memory did not grow.
+    The next step must not fit into the room. Returns None if the next step fits, or if memory did
+    not grow.
     """
     next_step = find_next_step(track.history.steps)
     if next_step is None or next_step.size_bytes <= room_bytes - OUT_OF_MEMORY_BYTES:
@@ -670,10 +679,10 @@ def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | 
 
 
 def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
-    """Return the run's growth if it took most of the room, has not slowed down, and continues.
+    """Return the run's growth if it took most of the room and continues.
 
-    Bounded growth slows down before it gets this far. Returns None in the first hour, because
-    memory grows fast during startup.
+    It must not have slowed down. Bounded growth slows down before it gets this far. Returns None in
+    the first hour, because memory grows fast during startup.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -686,8 +695,8 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     if is_young or newest.floor_bytes < _find_full_pools(track):
         return None
     survey = survey_ring(_find_reaching_ring(track.history.rings, anchor.seconds), anchor)
-    # No odds are used here. This excludes a cache that grows at each new maximum, because its
-    # growth slows down over time.
+    # No odds are used here. This excludes a cache that grows at each new maximum. Its growth slows
+    # down over time.
     if survey is None or is_fading(track, by_either=True):
         return None
     growth = cut_window(survey, 0)
@@ -709,10 +718,10 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
 def _judge_straight_line(
     ring: Ring, track: Track, room_bytes: float | None
 ) -> WindowJudgement | None:
-    """Return an alarm if growth in a straight line fills the room within minutes, otherwise None.
+    """Return an alarm if straight growth fills the room within minutes, otherwise None.
 
-    Growth is measured from the start of the stretch, because a burst of requests may double the
-    load in each block.
+    Growth is measured from the start of the stretch. A burst of requests may double the load in
+    each block.
     """
     blocks = ring.blocks[-WINDOW_BLOCKS[0] - 1 :]
     anchor = track.history.anchor
@@ -800,8 +809,8 @@ def _judge_windows(
     if not has_steps:
         return
     # A window of large steps may begin anywhere since the origin. Only one ring is therefore
-    # searched for such windows. Of the rings that reach back to the origin, it is the one with the
-    # shortest blocks.
+    # searched for such windows. It is the ring with the shortest blocks that reaches back to the
+    # origin.
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
     for growth in find_step_windows(survey):
@@ -816,7 +825,7 @@ def _judge_windows(
 
 
 def is_busiest(growth: Growth, track: Track) -> bool:
-    """Return whether load is at a new maximum that explains growth lasting less than an hour.
+    """Return whether a new maximum of the load explains growth of under an hour.
 
     Returns False for steady growth, because memory that follows load slows down. Also returns False
     if the engine has served for less time than the growth lasted.
@@ -838,9 +847,8 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
     """Return the verdict on even growth.
 
     `odds` is the sum of the log odds of rises and pace. An alarm is raised, whatever the cause, if
-    growth has lasted for longer than the time left until the device is full. A single large rise
-    does not shorten that time. In the first minutes of a run, new demands are likely, so the growth
-    must also be steady.
+    growth has outlasted the time left. A single large rise does not shorten that time. In the first
+    minutes of a run, new demands are likely. The growth must then also be steady.
     """
     # A single large demand must not shorten the time left, so the rises are clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
@@ -865,11 +873,11 @@ def is_fading(track: Track, *, by_either: bool = False) -> bool:
 
     If `by_either` is true, slowing down by one of the two measures is sufficient.
 
-    The time since the first quarter of the run is divided into thirds. The growth in the last two
-    thirds is compared with the growth in the first third. On a straight line, the growth in the
-    last two thirds is twice as large. On a logarithmic curve, both are equal. Memory with a bound
-    grows less in the last two thirds, once the run has lasted about as long as filling up takes.
-    The first quarter of the run is ignored, because it is the warm-up.
+    The time since the first quarter of the run is divided into thirds. Growth in the last two
+    thirds is compared with growth in the first third. On a straight line, the growth in the last
+    two thirds is twice as large. On a logarithmic curve, both are equal. Memory with a bound grows
+    less in the last two thirds. This shows once the run has lasted about as long as filling up
+    takes. The first quarter of the run is ignored, because it is the warm-up.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -877,7 +885,7 @@ def is_fading(track: Track, *, by_either: bool = False) -> bool:
     blocks = _find_reaching_ring(track.history.rings, quarter_seconds).blocks
     rises_bytes = [later - earlier for earlier, later in pairwise(find_retained(blocks))]
     rising = [rise_bytes for rise_bytes in rises_bytes if rise_bytes >= RISE_BYTES]
-    # A single large demand early in the run does not mean that a leak has slowed down.
+    # A large demand early in the run does not mean that a leak slowed down.
     limit_bytes = CLIP_MEDIANS * median(rising) if rising else 0.0
     clipped_bytes = [min(limit_bytes, rise_bytes) for rise_bytes in rises_bytes]
     slowdowns = []
@@ -897,7 +905,10 @@ def is_fading(track: Track, *, by_either: bool = False) -> bool:
 
 
 def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
-    """Return whether growth has lasted so long, given the time left, that no odds are required."""
+    """Return whether growth has outlasted a share of the time left.
+
+    If so, no odds are required.
+    """
     left_share = SOON_SHARE if growth.lasted_seconds < LEAKING_SECONDS else LATE_SHARE
     return left_share * left_seconds <= growth.lasted_seconds
 
@@ -905,7 +916,7 @@ def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
 def _judge_likely(
     growth: Growth, odds: float, left_seconds: float, track: Track, *, is_long: bool
 ) -> Certainty:
-    """Return the verdict on even growth that is likely to be a leak, given the time left.
+    """Return the verdict on even growth that is likely to be a leak.
 
     `is_long` is whether the growth has lasted long enough to raise an alarm.
     """
@@ -921,7 +932,8 @@ def _judge_likely(
         return Certainty.LEAKING
     if growth.lasted_seconds < GROWING_SECONDS:
         return Certainty.NONE
-    # More than half of the room is gone, so the evidence for a warning is sufficient for an alarm.
+    # More than half of the room is gone. The evidence for a warning is then sufficient for an
+    # alarm.
     if growth.lasted_seconds >= left_seconds:
         return Certainty.LEAKING
     return Certainty.GROWING

@@ -81,12 +81,12 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
 def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
     """Return the detector's new state and all its samples.
 
-    The samples show the memory kept during sleep, whether load is level, and the leaks on every GPU
-    and in every role. Leaks are searched for only while the engine is in service; sleep is always
-    tracked.
+    The samples show residues, whether load is level, and leaks. Residues are the memory kept during
+    sleep. Leaks are shown for every GPU and role. Leaks are searched for only while the engine is
+    in service; sleep is always tracked.
     """
-    # The original snapshot is used, because the engine may sleep before its first request, while it
-    # is not yet in service.
+    # The original snapshot is used. The engine may sleep before its first request, while it is not
+    # yet in service.
     sleep, sleep_samples = derive_sleep(state.sleep, snapshot)
     served = keep_service(snapshot)
     load, load_samples = derive_load(state.load, served)
@@ -108,11 +108,11 @@ def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tup
 
 
 def keep_service(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot, removing the evidence of a leak if the engine is out of service.
+    """Return the snapshot without evidence of a leak if the engine is out of service.
 
     The evidence consists of the page, the processes and the held memory. Memory that grows while
-    weights are loaded would look like a leak. If it is unknown whether an engine is in service, it
-    is treated as out of service.
+    weights are loaded would look like a leak. If the service state is unknown, the engine is
+    treated as out of service.
     """
     if snapshot.is_in_service:
         return snapshot
@@ -163,7 +163,7 @@ def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
         return
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
     if room_bytes is not None:
-        # The detector keeps this much room in reserve on a GPU, but host memory can be used up
+        # On a GPU, the detector keeps this much room in reserve. Host memory can be used up
         # completely.
         room_bytes += OUT_OF_MEMORY_BYTES
     of_page = observe_page(snapshot)
@@ -193,7 +193,7 @@ def _count_held(process: EngineProcess) -> int:
 
 
 def _identify_processes(processes: list[EngineProcess]) -> str:
-    """Return the pids and start times of a role's processes as text that identifies its run."""
+    """Return a role's pids and start times as text that identifies its run."""
     # The names are sorted, because /proc lists processes in no fixed order. Start times are
     # multiples of a 0.01 s clock tick.
     return ",".join(
@@ -211,11 +211,10 @@ def derive_gpu_leaks(
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the new tracks, and the leak samples of each GPU in `observations`.
 
-    `is_settled` is whether load is level. `inside` has the tracks of the probe's figures, and
-    `asleep` those of the memory kept during sleep. The most certain of the three verdicts is
-    exported. While another process comes and goes on a GPU, the verdict on that GPU does not
-    change. A verdict only states that memory is filling up; `is_alone` states whether the engine is
-    the cause.
+    `is_settled` is whether load is level. `inside` has the tracks of the probe's figures. `asleep`
+    has the tracks of the memory kept during sleep. The most certain of the three verdicts is
+    exported. While another process comes and goes, the GPU's verdict does not change. A verdict
+    only states that memory is filling up. `is_alone` states whether the engine is the cause.
     """
     tracks = keep_recent(tracks, {gpu.reading.uuid for gpu, _ in observations})
     samples: list[Sample] = []
@@ -241,8 +240,8 @@ def derive_gpu_leaks(
 def is_alone(gpu: Gpu) -> bool:
     """Return whether growth on a GPU is known to be the engine's.
 
-    This is the case if the driver reports the engine's memory, or if there is no other process on
-    the GPU.
+    This is the case if the driver reports the engine's memory. It is also the case if there is no
+    other process on the GPU.
     """
     return gpu.engine_bytes is not None or gpu.process_count == 1
 
@@ -285,9 +284,10 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
 
 
 def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
-    """Yield how much memory configured pools may still take: their size minus the growth so far.
+    """Yield how much memory configured pools may still take.
 
-    Nothing is yielded if there is no pool, or before the first block of a stretch.
+    This is their size minus the growth so far. Nothing is yielded without a pool, or before a
+    stretch's first block.
     """
     history = track.history
     if not track.bound_bytes or history.origin is None or history.anchor is None:
@@ -305,9 +305,9 @@ def update_residues(
     """Return the tracks of the memory kept during sleep, by UUID, after one more sample.
 
     `residues_bytes` is the memory kept during the newest sleep. A track begins during a sleep.
-    While the engine is awake, each sample adds a reading: the memory kept during the previous
-    sleep. During a sleep, no reading is added, because the room is different then. The same applies
-    while another process may hold part of the memory.
+    While the engine is awake, each sample adds a reading. The reading is the memory kept during the
+    previous sleep. During a sleep, no reading is added, because the room is different then. The
+    same applies while another process may hold part of the memory.
     """
     tracks = {uuid: track for uuid, track in asleep.items() if uuid in residues_bytes}
     for gpu, observation in observations:
@@ -316,9 +316,9 @@ def update_residues(
             continue
         track = tracks.get(uuid)
         if track is None:
-            # The memory kept during sleep can only be measured during a sleep. A track that begins
-            # while the engine is awake would compare this memory with the memory of a working
-            # engine.
+            # The memory kept during sleep can only be measured during a sleep. If a track began
+            # while the engine is awake, it would compare unlike figures. One would be of a sleeping
+            # engine, the other of a working one.
             if observation.awake is not False:
                 continue
             track = start_track(observation.seconds)
@@ -334,10 +334,10 @@ def derive_host_leaks(
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the new tracks and the samples of host memory.
 
-    The samples are the leak state of each role's processes, and the time until the growth of all
-    roles together fills the room. A role without a process has no samples. Whenever a process of a
-    role starts, exits or is replaced, the comparison for that role starts over. There are no
-    samples if the processes could not be read.
+    The samples are each role's leak state and one time. The time is until the growth of all roles
+    together fills the room. A role without a process has no samples. If a process starts, exits or
+    is replaced, its role's comparison starts over. There are no samples if the processes could not
+    be read.
     """
     if isinstance(snapshot.processes, Failure):
         return tracks, ()
@@ -384,14 +384,15 @@ def _join_times(times: Iterable[float | None]) -> float | None:
 def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
     """Return the leak samples of an engine that is out of service.
 
-    The engine's GPUs and roles get a leak state derived from the engine's state, such as WARMING_UP
-    while it is starting.
+    The engine's GPUs and roles get a leak state derived from the engine's state. For example, a
+    starting engine's leak state is WARMING_UP.
     """
     status = snapshot.engine_status
     state = LeakState.UNKNOWN
     if status is not None and status.is_in_service is not None:
         state = _STATES_BEFORE_WORK.get(status.state, LeakState.UNKNOWN)
-    # The detector does not judge an engine that is out of service, so its states are replaced.
+    # The detector does not judge an engine that is out of service. Its states are therefore
+    # replaced.
     derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned_gpus:
         # If the memory is unknown, the detector could not judge even an engine in service.

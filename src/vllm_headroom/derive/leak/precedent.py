@@ -1,4 +1,7 @@
-"""The precedent of a series: growth in the last run or on earlier days that was not a leak."""
+"""The precedent of a series: earlier growth that was not a leak.
+
+The growth was in the last run or on earlier days.
+"""
 
 from typing import Final
 
@@ -77,7 +80,7 @@ NEAR_HOURS: Final = 2
 def note_reached(track: Track, newest: Block) -> Track:
     """Return the track, with `reached` updated by the newest block.
 
-    When an hour ends, the growth so far becomes a precedent if it was not a leak.
+    When an hour ends, growth that was not a leak becomes a precedent.
     """
     reached = track.reached
     hour = int(newest.seconds / HOUR_SECONDS)
@@ -109,7 +112,7 @@ def _put(growth_bytes: tuple[float, ...], slot: int, value: float) -> tuple[floa
 
 
 def _end_hour(reached: Reached, newest: Block) -> Reached:
-    """Return what the run has reached, with the request rate of the hour that has just ended."""
+    """Return what the run has reached, with the request rate of the ended hour."""
     seconds = newest.seconds - reached.hour_begin.seconds
     rate = (newest.requests - reached.hour_begin.requests) / max(1.0, seconds)
     # The hour in which the peak occurred counts towards the load that caused it.
@@ -122,10 +125,11 @@ def _end_hour(reached: Reached, newest: Block) -> Reached:
 
 
 def settle_precedent(track: Track, newest: Block) -> Track:
-    """Return the track; if this run's growth was not a leak, it becomes the track's precedent.
+    """Return the track, with this run's growth as its precedent.
 
-    The growth was not a leak if memory has levelled off or has fallen together with load. There
-    must also have been room left and no alarm.
+    If the growth may be a leak, the precedent does not change. The growth was not a leak if memory
+    has levelled off. It was not a leak either if memory has fallen together with load. There must
+    also have been room left and no alarm.
     """
     reached = track.reached
     if reached is None or track.alarm is not None:
@@ -140,8 +144,8 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     by_hour = reached.growth_bytes
     has_levelled = _has_levelled(reached, newest, is_counted=track.work.counter_total is not None)
     if has_levelled:
-        # After its peak, the engine held no more than at the peak, so the later hours are filled
-        # with the peak's growth.
+        # After its peak, the engine held no more than at the peak. The later hours are therefore
+        # filled with the peak's growth.
         by_hour = tuple(bytes_ or growth_bytes for bytes_ in by_hour)
     elif not _has_followed_load(reached, newest):
         return track
@@ -177,7 +181,7 @@ def _find_least_room(growth_bytes: float) -> float:
 
 
 def _has_levelled(reached: Reached, newest: Block, *, is_counted: bool) -> bool:
-    """Return whether there has been no new peak for a long time, while the engine was working."""
+    """Return whether a working engine has had no new peak for a long time."""
     peak = reached.peak
     quiet_seconds = newest.seconds - peak.seconds
     growth_seconds = peak.seconds - reached.base.seconds
@@ -206,9 +210,10 @@ def _is_similar(precedent: Precedent, reached: Reached) -> bool:
 
 
 def end_run(track: Track) -> Precedent | None:
-    """Return the precedent for the next run, or None after an alarm or with memory nearly full.
+    """Return the precedent for the next run.
 
-    A run that may have ended out of memory excuses no growth, nor do the runs before it.
+    Returns None after an alarm, or if memory was nearly full. A run that may have ended out of
+    memory excuses no growth. Nor do the runs before it.
     """
     reached = track.reached
     if track.alarm is not None:
@@ -226,10 +231,10 @@ def end_run(track: Track) -> Precedent | None:
 
 
 def find_excused_bytes(track: Track) -> float:
-    """Return the height up to which the precedent excuses growth, or 0 if there is no precedent.
+    """Return the height up to which growth is excused, or 0 without a precedent.
 
-    The run that set the precedent uses the growth during the same hours of earlier days. A later
-    run uses the growth that the earlier run had reached after a similar time.
+    In the precedent's own run, growth is compared with the same hours of earlier days. In a later
+    run, growth is compared with the earlier run after a similar time.
     """
     precedent = track.precedent
     reached = track.reached
@@ -237,21 +242,21 @@ def find_excused_bytes(track: Track) -> float:
         return 0.0
     hours = track.clock.now_seconds / HOUR_SECONDS
     if precedent.run_id == track.work.run_id:
-        # Within the same run, growth above the highest earlier level is new, unless memory follows
-        # load.
+        # Within a run, growth above the earlier level is new unless memory follows load.
         if not precedent.follows_load:
             return 0.0
         near = range(int(hours) - NEAR_HOURS, int(hours) + NEAR_HOURS + 1)
         growth_bytes = max(precedent.growth_bytes[hour % GROWTH_HOURS] for hour in near)
     else:
-        # These are the hours of this run plus half as many, the hour that has begun, and one more.
+        # These are one and a half times this run's hours. The hour that has begun and one more are
+        # added.
         reached_hours = int(SLOWER_FACTOR * hours) + 2
         growth_bytes = max(precedent.growth_bytes[:reached_hours])
     margin_share = LOAD_MARGIN_SHARE if precedent.follows_load else LEVEL_MARGIN_SHARE
     margin_bytes = margin_share * growth_bytes
     if precedent.room_bytes is not None:
         margin_bytes = min(margin_bytes, max(0.0, precedent.room_bytes - OUT_OF_MEMORY_BYTES) / 2)
-    # The lower of the two initial values is used, because the higher one may already include part
-    # of the growth.
+    # The lower of the two initial values is used. The higher one may already include part of the
+    # growth.
     base_bytes = min(precedent.base_bytes, reached.base.floor_bytes)
     return base_bytes + growth_bytes + margin_bytes

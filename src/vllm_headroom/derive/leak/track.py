@@ -88,20 +88,20 @@ def observe(track: Track, observation: Observation) -> Track:
     """Return the track with one more reading.
 
     If the reading ends a block, the growth is judged. The track starts over when another run of the
-    engine begins, and after a gap of a day. If the memory is unknown in a reading, only the clock
-    and the work are updated. A call takes microseconds, or a millisecond if growth is judged.
+    engine begins. It also starts over after a gap of a day. If a reading has no memory, only the
+    clock and the work are updated. A call takes microseconds, or a millisecond if growth is judged.
     """
     clock = track.clock
     elapsed_seconds = observation.seconds - clock.snapshot_seconds
     is_near = 0 <= elapsed_seconds < DOUBTED_SECONDS
     if not is_near and not _confirms_doubted_time(clock, observation.seconds):
-        # A single wrong clock reading, as after a VM was suspended, must not erase the history.
+        # A single wrong clock reading must not erase the history. Such a reading occurs after a VM
+        # was suspended.
         return replace(track, clock=replace(clock, doubted_seconds=observation.seconds))
     elapsed_seconds = max(0.0, elapsed_seconds)
 
     work = track.work
-    # After a gap of a day, or when another run of the engine begins, earlier readings are not
-    # comparable.
+    # Earlier readings are not comparable after a gap of a day, or in another run.
     is_another_run = is_new_run(
         work.run_id, observation.run_id, work.counter_total, observation.finished_total
     )
@@ -147,9 +147,9 @@ def add_work(
 ) -> FinishedWork:
     """Return the work, including the requests that have finished since the last reading.
 
-    While the counter cannot be read, or may belong to another server, requests are assumed to
-    continue at the last known rate. If the engine were assumed to be idle during such a gap, growth
-    in that time would seem to require no work.
+    If the counter is unusable, requests are assumed to continue at the last rate. A counter is
+    unusable if it cannot be read, or may be another server's. If the engine were assumed to be
+    idle, growth would seem to require no work.
     """
     run_id = work.run_id or observation.run_id
     peak_running = max(work.peak_running, observation.running or 0.0)
@@ -184,7 +184,7 @@ def add_work(
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:
-        # This is an exponential average whose time constant is at first the time observed so far.
+        # This is an exponential average. Its time constant is at first the time observed so far.
         weight = 1 - exp(-elapsed_seconds / min(now_seconds, AVERAGE_SECONDS))
         newest_rate = (requests - work.requests) / elapsed_seconds
         requests_per_second += weight * (newest_rate - requests_per_second)
@@ -199,7 +199,10 @@ def add_work(
 
 
 def is_warming_up(track: Track) -> bool:
-    """Return whether so little work has been done that the next block cannot be evidence yet."""
+    """Return whether the next block cannot be evidence yet.
+
+    This is the case while little work has been done.
+    """
     anchor = track.history.anchor
     if anchor is None:
         return True
@@ -210,9 +213,9 @@ def is_warming_up(track: Track) -> bool:
 
 
 def anchor_track(track: Track) -> Track:
-    """Return the track at the start of a new stretch, with no history, verdict or alarm.
+    """Return the track at the start of a new stretch.
 
-    The clock and the work are kept.
+    It has no history, verdict or alarm. The clock and the work are kept.
     """
     return Track(
         clock=track.clock,
@@ -236,13 +239,12 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
 
     `neighbours` is None if that number does not matter.
 
-    While there is an additional process, `crowded_since_seconds` is set, and the track is paused
-    without an open block. If the process stays for long, or if a usual process has exited, a new
-    stretch begins.
+    While there is an additional process, `crowded_since_seconds` is set. The track is then paused
+    without an open block. If the process stays, or a usual process has exited, a new stretch
+    begins.
     """
     presence = track.presence
-    # Either there are as many processes as usual, or the engine's memory is known without counting
-    # them.
+    # There are as many processes as usual, or their number does not matter.
     if not neighbours or neighbours == presence.neighbours:
         if presence.crowded_since_seconds is None:
             return track
@@ -266,16 +268,21 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
 def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_idle: bool) -> Track:
     """Return the track, with `rested_seconds` set while the engine rests.
 
-    The engine rests while it sleeps, while it has released most of its memory, or while it may hold
-    a backup of its weights. The evidence is kept, because the process is the same and still holds
-    the memory that it did not release. A new stretch begins after LONGEST_REST_SECONDS of work.
+    The engine rests in three cases:
+
+    - It sleeps.
+    - It has released most of its memory.
+    - It may hold a backup of its weights.
+
+    The evidence is kept. The process is the same, and holds the memory that it did not release. A
+    new stretch begins after LONGEST_REST_SECONDS of work.
     """
     if track.history.anchor is None:
         track = anchor_track(track)
     presence = track.presence
     rested_seconds = presence.rested_seconds
     peak_bytes = track.history.peak_bytes
-    # The two shares differ, so that a rest does not begin and end repeatedly near a single limit.
+    # The two shares differ. With a single limit, a rest might begin and end repeatedly.
     present_share = REST_SHARE if rested_seconds is None else WAKE_SHARE
     is_present = held_bytes >= present_share * peak_bytes
     has_doubled = 0 < peak_bytes < REST_SHARE * held_bytes
@@ -298,7 +305,7 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
         track,
         presence=replace(presence, rested_seconds=rested_seconds, is_asleep=is_asleep),
         history=replace(track.history, open_block=None, held_bytes=None),
-        # After the engine wakes up, the growth that caused the alarm continues, and may stay below
+        # After the engine wakes up, the growth that caused the alarm continues. It may stay below
         # its old height for an hour.
         estimate=None if track.alarm is None else track.estimate,
     )
@@ -360,9 +367,9 @@ def _cut_steps(steps: tuple[MemoryStep, ...], held_bytes: float) -> tuple[Memory
 def _close_block(track: Track, open_block: Block) -> Track:
     """Return the track with its open block closed and added to the rings.
 
-    An idle block without a rise is omitted, because it does not speak against a leak that is driven
-    by requests. Demands can be compared only at similar load. If load has doubled since the origin,
-    the closed block becomes the new origin, except during an alarm.
+    An idle block without a rise is omitted. It does not speak against a leak that is driven by
+    requests. Demands can be compared only at similar load. If load has doubled since the origin,
+    the closed block becomes the origin. During an alarm, the origin does not change.
     """
     history = track.history
     work = track.work
@@ -392,7 +399,7 @@ def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
     """Return the rings after adding a closed block of the shortest length.
 
     The block becomes part of the incomplete block in the next ring. If that block is now complete,
-    it becomes part of the incomplete block in the ring after that, and so on.
+    it is passed on in turn.
     """
     updated = list(rings)
     floor_bytes = closed.floor_bytes
@@ -406,8 +413,7 @@ def _add_to_rings(rings: tuple[Ring, ...], closed: Block) -> tuple[Ring, ...]:
         blocks = (*ring.blocks, replace(closed, floor_bytes=floor_bytes))
         highest_bytes = ring.highest_bytes
         if len(blocks) > RING_BLOCKS:
-            # A dropped block is still taken into account, because memory that returns to its
-            # earlier height has not grown.
+            # A dropped block still counts. Memory that returns to its earlier height has not grown.
             highest_bytes = max(highest_bytes, blocks[0].floor_bytes)
             blocks = blocks[1:]
         updated[number] = Ring(blocks=blocks, highest_bytes=highest_bytes, verdict=ring.verdict)

@@ -1,8 +1,9 @@
-"""A table of the detector's witnesses: what each one measures and adds, and which test covers it.
+"""A table of the detector's witnesses.
 
-The judge calls the functions directly rather than through this table. The benchmark turns the
-witnesses off one at a time. A test turns off the witness in each row, and checks that the test
-named in that row then fails.
+It shows what each witness measures and adds, and which test covers it. The judge calls the
+functions directly rather than through this table. The benchmark turns the witnesses off one at a
+time. A test turns off the witness in each row. It checks that the test named in that row then
+fails.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from vllm_headroom.derive.leak import estimate, facts, growth_evidence, judge, p
 
 
 class Witness(Struct, frozen=True, kw_only=True):
-    """A rule that provides evidence for or against a leak, as one row of the table."""
+    """A row of the table: a rule with evidence for or against a leak."""
 
     name: str
     measures: str
