@@ -67,7 +67,7 @@ WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryP
 
 
 class GpuBudget(Struct, frozen=True, kw_only=True):
-    """The memory on one GPU compared with the engine's budget, since the run first had work.
+    """One GPU's memory compared with the engine's budget, since its first work.
 
     Times are on the monotonic clock.
     """
@@ -99,15 +99,18 @@ def update_budgets(
 ) -> dict[str, GpuBudget]:
     """Add one sample to the GPUs' budgets, and return the budgets by UUID.
 
-    A budget does not change while the engine sleeps, has not processed a request yet, or returns no
-    page.
+    A budget does not change while the engine:
+
+    - sleeps
+    - has not processed a request yet
+    - returns no page
     """
     page = snapshot.page
     if page is None or run.has_worked is False or run.lost_roles:
         return budgets
     if is_page_awake(page) is False:
         return budgets
-    # The union below keeps the old entry of a GPU that has no figure in this sample.
+    # A GPU without a figure in this sample keeps its old entry.
     sampled = {}
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
@@ -123,7 +126,10 @@ def update_budgets(
 def _update_budget(
     previous: GpuBudget | None, gpu: Gpu, snapshot: Snapshot, budget_bytes: float
 ) -> GpuBudget:
-    """Return a GPU's budget after one more sample; it starts over if the budget has changed."""
+    """Return a GPU's budget after one more sample.
+
+    It starts over if the budget has changed.
+    """
     now = snapshot.monotonic_seconds
     if previous is None or previous.budget_bytes != budget_bytes:
         previous = GpuBudget(budget_bytes=budget_bytes, newest_seconds=now)
@@ -142,7 +148,7 @@ def _update_budget(
             over_since_busy_seconds = previous.over_since_busy_seconds
     levels = _add_level(previous.levels, now, held_bytes)
     first_excess_bytes = previous.first_excess_bytes
-    # An excess has not settled in its first minutes, because part of it may be a burst.
+    # An excess has not settled in its first minutes. Part of it may be a burst.
     if over_since_seconds is not None and now - over_since_seconds <= REST_SECONDS:
         first_excess_bytes = _find_level(levels, over_since_seconds) - budget_bytes
     return GpuBudget(
@@ -169,13 +175,19 @@ def _add_level(
 
 
 def _find_level(levels: tuple[tuple[float, int], ...], since_seconds: float) -> float:
-    """Return the median level since a given time, or the newest level if none is that recent."""
+    """Return the median level since a given time.
+
+    If no level is that recent, the newest level is returned.
+    """
     sizes = [held_bytes for at_seconds, held_bytes in levels if at_seconds >= since_seconds]
     return median(sizes or [levels[-1][1]])
 
 
 def _is_over(previous: GpuBudget, held_bytes: int) -> bool:
-    """Return whether the engine exceeds its budget, or did so and is not yet well below it."""
+    """Return whether the engine exceeds its budget.
+
+    An excess ends only below RESUMED_SHARE of the minimum excess.
+    """
     least_excess_bytes = max(OVER_BUDGET_BYTES, OVER_BUDGET_RATIO * previous.budget_bytes)
     if previous.over_since_seconds is not None:
         least_excess_bytes *= RESUMED_SHARE
@@ -188,7 +200,7 @@ def _are_requests_running(snapshot: Snapshot) -> bool:
 
 
 def _find_peak(gpu: Gpu) -> int:
-    """Return how far the last minute's peak was above the current use, or 0 if unknown."""
+    """Return the last minute's peak above the current use, or 0 if unknown."""
     memory = gpu.reading.memory
     if memory is None or gpu.reading.used_peak_bytes is None:
         return 0
@@ -213,7 +225,7 @@ def _find_profile_peak(gpu: Gpu, snapshot: Snapshot) -> int:
 
 
 def _find_largest_profile(probe: ProbeReadings) -> int:
-    """Return the largest activation peak of any process in vLLM's profile run, or 0 if unknown."""
+    """Return the largest activation peak in vLLM's profile run, or 0 if unknown."""
     peaks_bytes = [
         process.parts.activation_peak_bytes or 0
         for process in probe.present
@@ -223,10 +235,10 @@ def _find_largest_profile(probe: ProbeReadings) -> int:
 
 
 def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | None:
-    """Return how far and for how long the engine has exceeded its budget on a GPU.
+    """Return the engine's excess over its budget on a GPU, and its duration.
 
-    Returns None if the engine does not exceed its budget, or if its memory is unknown. Also returns
-    None above LARGEST_EXCESS_RATIO, because the real budget must then be a different one.
+    Returns None if there is no excess, or if the memory is unknown. Also returns None above
+    LARGEST_EXCESS_RATIO, because the real budget must then be a different one.
     """
     memory = gpu.reading.memory
     if budget.over_since_seconds is None or memory is None:
@@ -235,8 +247,7 @@ def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | N
     excess_bytes = _find_level(budget.levels, over_since_seconds) - budget.budget_bytes
     if excess_bytes > LARGEST_EXCESS_RATIO * budget.budget_bytes:
         return None
-    # The engine needs the largest of three peaks: an observed burst, vLLM's profile run, and the
-    # usual peak.
+    # The engine needs the largest of three peaks: observed, in the profile run, and usual.
     needed_bytes = max(
         budget.peak_bytes,
         budget.profile_peak_bytes,

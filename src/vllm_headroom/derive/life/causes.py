@@ -1,4 +1,4 @@
-"""The causes of an exit or a stall: which of them fit, and how certain each is.
+"""The causes of an exit or a stall, and how certain each is.
 
 The exit counter, the page and all commands take the cause from this module. The table of causes is
 in docs/commands/postmortem.md.
@@ -190,8 +190,7 @@ def _judge_samples(end: Ending) -> tuple[Diagnosis, ...]:
 def is_gpu_full(gpu: GpuAtEnd) -> bool:
     """Return whether almost no memory was left free, or False if that is unknown.
 
-    If memory grew in a straight line, memory that would have been used up within FILL_SECONDS
-    counts as taken.
+    With growth in a straight line, memory used up within FILL_SECONDS counts as taken.
     """
     if gpu.last_room_bytes is None:
         return False
@@ -210,9 +209,9 @@ def is_gpu_full(gpu: GpuAtEnd) -> bool:
 def find_full_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the GPU whose lack of memory can explain the exit or stall.
 
-    If the engine is known to have run out of memory, this is the GPU with the least free memory,
-    full or not. Otherwise, it is the first full GPU. Returns None if no GPU is full, if the run is
-    not over, or if the run has never served.
+    If memory is known to have run out, this is the fullest GPU. Otherwise, it is the first full
+    GPU. Returns None if no GPU is full. Also returns None if the run is not over or has never
+    served.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -231,7 +230,7 @@ def is_shutdown(end: Ending) -> bool:
 def _fit_kill(end: Ending) -> CauseFit | None:
     """Judge whether the kernel killed the engine because host memory ran out.
 
-    Returns None if the kernel counted no such kill in the engine's container for this exit.
+    Returns None if the kernel counted no such kill for this exit.
     """
     if end.reason is not ExitReason.OOM_KILLED:
         return None
@@ -241,8 +240,8 @@ def _fit_kill(end: Ending) -> CauseFit | None:
 def _fit_failed_start(end: Ending) -> CauseFit | None:
     """Judge whether the engine exited before serving because it did not fit into memory.
 
-    Returns None if the engine has served. Also returns None if the fullest GPU had plenty of free
-    memory and other processes held little. The cause is certain if the GPU was full.
+    Returns None if the engine has served. Also returns None if the fullest GPU had free memory and
+    others held little. The cause is certain if the GPU was full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
@@ -275,8 +274,8 @@ def _grade(*, is_sure: bool) -> Sureness:
 def _fit_neighbour(end: Ending) -> CauseFit | None:
     """Judge whether other processes took most of the memory that filled a GPU.
 
-    If the memory of other processes is unknown, it is sufficient that a new process appeared on the
-    GPU. Returns None if no GPU was full, or if other processes took little memory.
+    If the memory of other processes is unknown, a new process on the GPU suffices. Returns None if
+    no GPU was full, or if other processes took little memory.
     """
     gpu = find_full_gpu(end)
     if gpu is None:
@@ -284,8 +283,7 @@ def _fit_neighbour(end: Ending) -> CauseFit | None:
     cause = "Out of GPU memory by a neighbour"
     other_growth_bytes = gpu.other_growth_bytes
     if other_growth_bytes is None:
-        # If it is unknown which process holds the memory, only a new process is evidence of a
-        # neighbour.
+        # Without figures, only a new process is evidence of a neighbour.
         if not gpu.has_new_process:
             return None
         return CauseFit(
@@ -316,8 +314,9 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
     """Judge whether the engine has exceeded its budget since it first processed requests.
 
     Returns None if the engine stayed within its budget, or if enough memory was left. The cause is
-    certain if the GPU was full and later growth took much less than the excess. The cause is merely
-    possible if some memory was left but a single allocation may have needed more.
+    certain if the GPU was full and later growth was small. Small growth is much less than the
+    excess. It is merely possible if little memory was left. A single allocation may then have
+    needed more.
     """
     gpu = find_over_budget_gpu(end)
     if gpu is None or gpu.excess is None:
@@ -338,7 +337,7 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
         )
     is_attributed = gpu.other_growth_bytes is not None and not gpu.is_peak_unattributed
     is_settled = excess.seconds >= KNOWN_BEFORE_SECONDS
-    # If later growth is large compared with the excess, that growth may be the real cause.
+    # If later growth is large compared with the excess, it may be the real cause.
     later_growth_bytes = _measure_later_growth(gpu, excess)
     is_alone = later_growth_bytes <= LIKELY_SHARE * excess.first_excess_bytes
     is_sure = is_gpu_full(gpu) and is_attributed and is_settled and is_alone
@@ -358,8 +357,8 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
     # A run that was replaced between two samples may have been restarted on purpose.
     if end.reason is ExitReason.REPLACED:
         return False
-    # Memory held by other processes is treated as free here, because without them, the engine could
-    # have used it.
+    # Memory held by other processes is treated as free here. Without them, the engine could have
+    # used it.
     room_bytes = (gpu.last_room_bytes or 0) + (gpu.last_other_bytes or 0)
     return bool(end.running) and room_bytes < excess.tight_bytes
 
@@ -367,8 +366,8 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
 def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the fullest GPU on which the engine was over its budget from the start.
 
-    Returns None if something else explains the exit or stall: growth, other processes, a GPU fault,
-    a kill, a hang or a stop.
+    Returns None if something else explains the exit or stall. That may be growth, other processes
+    or a GPU fault. It may also be a kill, a hang or a stop.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -396,7 +395,7 @@ def _is_excess_decisive(gpu: GpuAtEnd) -> bool:
 
 
 def _measure_later_growth(gpu: GpuAtEnd, excess: BudgetExcess) -> int:
-    """Return how far the engine's highest use at the end exceeded its use in the first minutes."""
+    """Return the engine's highest use at the end minus its use in the first minutes."""
     first_bytes = excess.budget_bytes + excess.first_excess_bytes
     return (gpu.last_engine_bytes or 0) - first_bytes
 
@@ -414,10 +413,10 @@ def _describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
-    """Return the option that makes up for an excess, with its value if it can be computed."""
+    """Return the option that makes up for an excess, with its value if known."""
     option = "--gpu-memory-utilization"
     ratios = {engine.gpu_memory_utilization_ratio for engine in end.engines}
-    # If the engines of one server use different values for the option, no single value is correct.
+    # If the engines of one server use different values, no single value is correct.
     ratio = ratios.pop() if len(ratios) == 1 else None
     if ratio is None:
         return f"{format_size(excess.excess_bytes)} less for vLLM (a lower {option})"
@@ -425,11 +424,11 @@ def describe_lower_budget(end: Ending, excess: BudgetExcess) -> str:
 
 
 def _fit_leak(end: Ending) -> CauseFit | None:
-    """Judge whether the engine leaked, either over the whole run or in a straight line at the end.
+    """Judge whether the engine leaked.
 
-    Returns None if no GPU was full. Also returns None if the memory was taken by a burst, other
-    processes or an excess over the budget. The cause is certain if the leak detector raised an
-    alarm and nothing else took memory.
+    A leak covers the whole run, or is a straight line at the end. Returns None if no GPU was full.
+    Also returns None if a burst, other processes or an excess took the memory. A leak is certain if
+    the detector raised an alarm and nothing else took memory.
     """
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end):
@@ -443,16 +442,15 @@ def _fit_leak(end: Ending) -> CauseFit | None:
         return CauseFit(
             _grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth)
         )
-    # Growth in the last minutes is attributed to a burst, and growth of other processes to a
-    # neighbour. Neither is a leak.
+    # Growth in the last minutes is a burst. Growth of other processes is a neighbour's. Neither is
+    # a leak.
     recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     other_share = gpu.share_of_lost_room(gpu.other_growth_bytes)
     if max(recent_share, other_share) >= LIKELY_SHARE:
         return None
     sentence = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
     if gpu.leak in GROWING_STATES:
-        # The check above treats unknown growth as 0, but such growth may still have taken the
-        # memory.
+        # The check above treats unknown growth as 0. Such growth may still have taken the memory.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
         is_sure = gpu.leak is LeakState.LEAKING and is_gpu_full(gpu) and is_attributed
         return CauseFit(_grade(is_sure=is_sure), sentence)
@@ -463,7 +461,7 @@ def _fit_leak(end: Ending) -> CauseFit | None:
 
 
 def find_straight_growth_gpu(end: Ending) -> GpuAtEnd | None:
-    """Return the GPU that growth in a straight line has filled, or None if there is none."""
+    """Return the GPU that straight growth has filled, or None if there is none."""
     gpu = find_full_gpu(end)
     if gpu is None or is_over_budget(end) or not _has_grown_straight(gpu):
         return None
@@ -484,10 +482,10 @@ FAILED_ALLOCATION: Final = "Out of GPU memory in a burst: an allocation of torch
 
 
 def _fit_burst(end: Ending) -> CauseFit | None:
-    """Judge whether memory ran out in a burst: within a few minutes, or in a single allocation.
+    """Judge whether memory ran out in a burst.
 
-    Returns None if the memory was taken by growth in a straight line, other processes or an excess
-    over the budget.
+    A burst takes a few minutes, or is a single allocation. Returns None if the memory was taken by
+    straight growth, other processes or an excess.
     """
     if is_over_budget(end):
         return None
@@ -504,7 +502,8 @@ def _fit_burst(end: Ending) -> CauseFit | None:
     if _is_surely_burst(end, gpu):
         return CauseFit(Sureness.SURE, sentence)
     share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
-    # torch recorded the failed allocation, so a burst is likely even if no growth was observed.
+    # torch recorded the failed allocation. A burst is therefore likely even without observed
+    # growth.
     if share >= LIKELY_SHARE or end.ooms:
         return CauseFit(Sureness.LIKELY, sentence)
     return CauseFit(Sureness.POSSIBLE, sentence)
@@ -513,8 +512,8 @@ def _fit_burst(end: Ending) -> CauseFit | None:
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
     """Return whether the engine alone filled the GPU within minutes, after a level phase.
 
-    Also returns True if the probe observed the step that raised an OutOfMemoryError just before the
-    end.
+    Also returns True if the probe saw the failed step just before the end. That step raised an
+    OutOfMemoryError.
     """
     if gpu.leak in GROWING_STATES:
         return False
@@ -532,9 +531,10 @@ def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
 def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     """Judge whether an allocation failed even though no GPU was full.
 
-    The cause is certain if the probe observed the step that raised an OutOfMemoryError just before
-    the end. It is likely if torch counted such an error. It is possible if requests were running
-    and free memory was low enough for an allocation to fail unobserved. Otherwise, returns None.
+    The cause is certain if the probe saw the failed step just before the end. That step raised an
+    OutOfMemoryError. It is likely if torch counted such an error. It is possible if requests were
+    running and little memory was free. An allocation may then have failed unobserved. Otherwise,
+    returns None.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -546,7 +546,7 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     gpu = end.fullest_gpu
     if gpu is None:
         return None
-    # The free memory of the fullest GPU is always known, so it is never None here.
+    # The free memory of the fullest GPU is always known.
     room_bytes = gpu.last_room_bytes or 0
     # An excess over the budget explains the same failure, and has been measured.
     if not _may_allocation_have_failed(end, room_bytes) or _fit_over_budget(end) is not None:
@@ -574,7 +574,7 @@ def _may_allocation_have_failed(end: Ending, room_bytes: int) -> bool:
 
 
 def _list_excess(end: Ending, gpu: GpuAtEnd) -> tuple[str, ...]:
-    """Return a remark that the engine exceeded its budget on a GPU, or nothing if it did not."""
+    """Return a remark on the engine's excess on a GPU, or nothing without an excess."""
     excess = gpu.excess
     if excess is None:
         return ()
@@ -596,7 +596,7 @@ def _fit_hang(end: Ending) -> CauseFit | None:
     Returns None if the engine did not hang, had never served, or was shutting down. The cause is
     certain if the engine's page was served and showed running requests.
     """
-    # A server that is shutting down also makes no progress while it waits for its clients.
+    # A server that is shutting down also makes no progress. It waits for its clients.
     if end.hung_seconds is None or not end.has_served or is_shutdown(end):
         return None
     duration = format_duration(end.hung_seconds)
@@ -641,7 +641,7 @@ def _fit_idle_exit(end: Ending) -> CauseFit | None:
     # If there is a GPU fault, the exit is a crash.
     if end.unreadable or FATAL_XIDS & set(end.xids):
         return None
-    # After a longer gap, the engine may have started to work again since the last sample.
+    # After a longer gap, the engine may have worked again since the last sample.
     is_observed = (end.unobserved_seconds or 0.0) <= UNOBSERVED_SECONDS
     duration = format_duration(end.idle_seconds)
     return CauseFit(
@@ -681,7 +681,7 @@ def _list_crash_remarks(end: Ending, room_bytes: int | None) -> Iterator[str]:
         if end.is_probed:
             yield "torch raised no OutOfMemoryError, by the probe"
         return
-    # A GPU that cannot be read explains the crash, so there is no need to look for a failed
+    # A GPU that cannot be read explains the crash. There is no need to look for a failed
     # allocation.
     if end.running and not end.unreadable:
         yield _describe_search(room_bytes)
@@ -701,7 +701,10 @@ def _grade_crash(end: Ending, room_bytes: int | None) -> Sureness:
 
 
 def _describe_crash(end: Ending, room_bytes: int | None) -> str:
-    """Return the sentence on an exit that no cause explains; `room_bytes` was free at the exit."""
+    """Return the sentence on an unexplained exit.
+
+    `room_bytes` was free at the exit.
+    """
     crash = "A crash"
     crashed = "crashed"
     if not end.has_served:
@@ -729,7 +732,10 @@ def _is_memory_excluded(end: Ending) -> bool:
 
 
 def _find_room_at_exit(end: Ending) -> int | None:
-    """Return the free memory on the fullest GPU at the exit, or None if no sample was recent."""
+    """Return the free memory on the fullest GPU at the exit.
+
+    Returns None if no sample was recent.
+    """
     if end.unobserved_seconds is None or end.unobserved_seconds > UNOBSERVED_SECONDS:
         return None
     if end.fullest_gpu is None:
@@ -808,7 +814,7 @@ def _describe_full_gpu(gpu: GpuAtEnd, observed_seconds: float) -> Iterator[str]:
 
 
 def _describe_room(gpu: GpuAtEnd) -> str:
-    """Return the evidence on how much of a GPU's memory was free at the end and at the start."""
+    """Return the evidence on a GPU's free memory at the end and at the start."""
     if gpu.last_room_bytes is None:
         return f"the memory left on {gpu.display_name} is not known"
     sentence = f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.display_name}"
@@ -820,7 +826,7 @@ def _describe_room(gpu: GpuAtEnd) -> str:
 def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
     """Return the causes with the log's evidence added, with the most certain first.
 
-    `diagnoses` has the causes that fit all evidence besides the log, with the most certain first.
+    `diagnoses` has the causes that fit all other evidence. The most certain cause comes first.
     There is at least one.
     """
     if end.log is None:
@@ -866,7 +872,7 @@ def _add_failure(
         sentence = f"{describe_failure(failure)}."
         return _conclude_by_log(cause, Sureness.SURE, sentence, evidence, diagnoses)
     # Any other failure proves nothing. An exception without a known cause may affect only a single
-    # request, and the core may exit for any cause.
+    # request. The core may exit for any cause.
     return _append_evidence(evidence, diagnoses)
 
 
@@ -876,7 +882,7 @@ def _add_refusal(
     """Return the causes for a working engine whose log shows that GPU memory ran out.
 
     If one cause fits the samples best, it becomes certain. If several causes fit equally well,
-    their certainty does not change. If no cause is likely, the cause is a burst: a single
+    their certainty does not change. If no cause is likely, the cause is a burst. A single
     allocation exceeded the memory that was left.
     """
     evidence = _cite(failure)
@@ -911,7 +917,7 @@ def _measure_newcomer(end: Ending, refusal: Refusal) -> int | None:
     Unlike the samples, torch's message includes a process that started after the last sample.
     Returns None if the refused allocation would not have fitted even without the new process. Also
     returns None if the memory is too little for a process. Also returns None if the engine has
-    several GPUs, because torch and the driver number GPUs differently.
+    several GPUs. The driver numbers GPUs differently than torch.
     """
     if refusal.asked_bytes is None or refusal.free_bytes is None or refusal.other_bytes is None:
         return None
@@ -980,14 +986,14 @@ def _append_evidence(evidence: str, diagnoses: Iterable[Diagnosis]) -> tuple[Dia
 
 
 def _cite(failure: LogFailure) -> str:
-    """Return what the log reports and in which line, as a sentence without a full stop."""
+    """Return what the log reports and where, as a sentence without a full stop."""
     return f"its log: {_begin_lower(describe_failure(failure))} ({describe_place(failure)})"
 
 
 def _begin_lower(sentence: str) -> str:
     """Return a sentence with its first letter in lower case, for use inside another sentence.
 
-    A sentence that begins with an option, or with a name in capitals, is not changed.
+    A sentence that begins with an option or a name in capitals does not change.
     """
     first_word = sentence.split(" ", 1)[0]
     if first_word.isupper() and first_word not in {"A", "I"}:

@@ -1,4 +1,4 @@
-"""Follow one engine from sample to sample: its status, its runs, its exits and its stalls."""
+"""Follow one engine: its status, its runs, its exits and its stalls."""
 
 from statistics import median
 from typing import Final
@@ -165,12 +165,12 @@ def update_engine(
 ) -> tuple[EngineMemory, Snapshot]:
     """Return what is remembered after this snapshot, and the snapshot with the status added.
 
-    In the returned snapshot, `left_behind` contains only those processes that were left behind at
-    least LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure for the memory that the
-    engine uses on each GPU.
+    In the returned snapshot, `left_behind` omits processes left behind only recently. They must
+    have been left behind at least LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure
+    for the memory that the engine uses on each GPU.
     """
     now = snapshot.monotonic_seconds
-    # An exit is described by the earlier record, because this sample may be from the next run.
+    # An exit is described by the earlier record. This sample may be from the next run.
     was_answering = memory.record.page.is_answering
     update = update_state(
         snapshot,
@@ -199,7 +199,7 @@ def update_engine(
     new_memory = EngineMemory(
         runs=runs,
         state=state,
-        # While the state is unknown, the last known state is used to decide whether a stall is new.
+        # While the state is unknown, the last known state decides whether a stall is new.
         known_state=memory.known_state if state is EngineState.UNKNOWN else state,
         progress=update.progress,
         record=_update_run_record(
@@ -238,8 +238,8 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
     # If there is no page, the run is not considered replaced. The next run is still loading, and
-    # clients have lost this one. If a kubelet restarts a container within a second, no sample shows
-    # an engine without processes.
+    # clients have lost this one. A kubelet may restart a container within a second. No sample then
+    # shows an engine without processes.
     is_replaced = record.page.is_answering and evidence.answer is PageAnswer.GIVEN
     reason = _find_exit_reason(run, evidence, gpus, is_replaced=is_replaced)
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
@@ -273,11 +273,11 @@ def _find_exit_reason(
 
 
 def _refine_reason(ending: Ending) -> ExitReason | None:
-    """Return the reason for an exit, using its whole ending and the engine's log if there is one.
+    """Return the reason for an exit, using its whole ending and the log.
 
-    Only the whole ending shows whether a shutdown was requested, or whether the engine was over its
-    budget from the start. Otherwise, a reason that the log states replaces GONE. Returns None for a
-    stall, because a stall is not an exit and has no reason.
+    Only the whole ending shows whether a shutdown was requested. Only it shows whether the engine
+    was over its budget from the start. Otherwise, a reason that the log states replaces GONE.
+    Returns None for a stall, which has no reason.
     """
     # A reason in the engine's log is better evidence than the memory.
     if ending.reason is ExitReason.GONE and ending.log is not None:
@@ -292,7 +292,7 @@ def _refine_reason(ending: Ending) -> ExitReason | None:
 
 
 def _find_logged_reason(log: LogEnding) -> ExitReason:
-    """Return the exit reason according to the engine's log, or GONE if the log gives none."""
+    """Return the exit reason in the engine's log, or GONE if there is none."""
     if log.failure is None:
         return ExitReason.STOPPED if log.is_stopped else ExitReason.GONE
     if log.failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
@@ -342,12 +342,12 @@ def build_ending(
     now = snapshot.monotonic_seconds
     is_exit = kind is IncidentKind.ENDED
     lost_processes = list_lost_at_end(record.processes, run, snapshot, kind)
-    # If a necessary process is gone, there is no progress either, but the cause is a crash and not
-    # a hang.
+    # Without a necessary process, there is no progress either. The cause is then a crash and not a
+    # hang.
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
-        # At an exit, the time of the last progress is unknown, so the time since the last sign of
-        # work is used.
+        # At an exit, the time of the last progress is unknown. The last sign of work is used
+        # instead.
         hung_seconds = progress_age_seconds or now - _find_silence(record)
     observed_seconds = 0.0
     unobserved_seconds = None
@@ -380,16 +380,19 @@ def build_ending(
 
 
 def _find_usual_running(page: PageRecord, now: float) -> float | None:
-    """Return the median of the running requests before the end, or None if it is unknown."""
+    """Return the median of the running requests before the end, or None if unknown."""
     loads = [running for at_seconds, running in page.loads if at_seconds < now - END_SECONDS]
     return median(loads) if loads else None
 
 
 def _has_hung(record: RunRecord, reason: ExitReason | None, now: float) -> bool:
-    """Return whether the engine had stalled before its exit, rather than as part of the exit."""
+    """Return whether the engine had stalled before its exit.
+
+    A stall that is part of the exit does not count.
+    """
     if record.stalled_since_seconds is None:
         return False
-    # If memory ran out, a stall in the last seconds before the exit is part of the exit.
+    # If memory ran out, a stall in the last seconds is part of the exit.
     return reason not in MEMORY_REASONS or now - record.stalled_since_seconds > SAME_END_SECONDS
 
 
@@ -423,7 +426,7 @@ def _has_loaded_unseen(record: RunRecord) -> bool:
 def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tuple[GpuAtEnd, ...]:
     """Describe each GPU of a run that ended with this snapshot.
 
-    The snapshot's peaks may be those of the ended run, but its other values are not.
+    Only the snapshot's peaks may be those of the ended run.
     """
     peak_bytes = {gpu.reading.uuid: gpu.reading.used_peak_bytes or 0 for gpu in snapshot.owned_gpus}
     gpus = []
@@ -440,7 +443,7 @@ def describe_gpus(record: RunRecord, run: EngineRun, snapshot: Snapshot) -> tupl
 
 
 def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> GpuAtEnd:
-    """Describe a GPU's memory at the start, in the minutes before the end, and at the end."""
+    """Describe a GPU's memory at the start, in the last minutes, and at the end."""
     reading = gpu.newest.reading
     total_bytes = None
     usable_bytes = None
@@ -455,7 +458,7 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
     end_slots = [slot for slot in gpu.slots if slot.newest_seconds >= end_begin_seconds]
     room_bytes = find_least_known(slot.least_room_at_peak_bytes for slot in end_slots)
     sampled_room_bytes = find_least_known(slot.least_room_bytes for slot in end_slots)
-    # Without the number of processes at the start, it is unknown whether a process is new.
+    # Without the number at the start, it is unknown whether a process is new.
     first_processes = gpu.first.most_processes or 0
     end_processes = find_most_known(slot.most_processes for slot in end_slots) or 0
     return GpuAtEnd(
@@ -479,7 +482,7 @@ def _describe_gpu(gpu: GpuRecord, first_room_bytes: int | None, now: float) -> G
 
 
 def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
-    """Return the most memory that was held in the minutes before the end, or None if unknown."""
+    """Return the most memory held in the minutes before the end, or None if unknown."""
     end_begin_seconds = now - END_SECONDS
     oldest_seconds = end_begin_seconds - BURST_SECONDS
     earlier_slots = [
@@ -487,7 +490,7 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
         for slot in (gpu.first, *gpu.slots)
         if oldest_seconds <= slot.newest_seconds < end_begin_seconds
     ]
-    # If a record began within the last minute and a half, only its first sample is old enough.
+    # If a record is younger than that, only its first sample is old enough.
     if not earlier_slots and gpu.first.newest_seconds >= oldest_seconds:
         earlier_slots = [gpu.first]
     return find_most_known(slot.most_held_bytes for slot in earlier_slots)
@@ -497,7 +500,7 @@ def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | 
     """Return the longest growth in a straight line that ends with the newest sample.
 
     Returns None if there is no such growth. Also returns None if the load is unknown or was not
-    level, because memory grows with the number of requests.
+    level. Memory grows with the number of requests.
     """
     points = [
         (slot.newest_seconds, slot.most_held_bytes)
@@ -510,14 +513,14 @@ def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | 
         seconds = end_seconds - begin_seconds
         if seconds < STRAIGHT_SECONDS or end_bytes <= begin_bytes:
             continue
-        # The loop starts with the oldest point, so the first line that fits is the longest.
+        # The loop starts with the oldest point. The first line that fits is therefore the longest.
         if _is_straight(points[begin:]) and _is_load_level(page, begin_seconds):
             return StraightGrowth(grown_bytes=end_bytes - begin_bytes, seconds=seconds)
     return None
 
 
 def _is_straight(points: list[tuple[float, int]]) -> bool:
-    """Return whether all points are close to the line through the first and the last point."""
+    """Return whether all points are close to the line between the end points."""
     begin_seconds, begin_bytes = points[0]
     end_seconds, end_bytes = points[-1]
     grown_bytes = end_bytes - begin_bytes
@@ -538,8 +541,8 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
     loads = [running for at_seconds, running in page.loads if at_seconds >= begin_seconds]
     if not loads:
         return False
-    # The halves are compared separately, because the median of a steadily rising load may equal the
-    # usual load.
+    # The halves are compared separately. The median of a steadily rising load may equal the usual
+    # load.
     half = len(loads) // 2
     usual_running = median(earlier_loads or loads)
     tolerance = max(LEVEL_LOAD_REQUESTS, LEVEL_LOAD_RATIO * usual_running)
@@ -548,7 +551,10 @@ def _is_load_level(page: PageRecord, begin_seconds: float) -> bool:
 
 
 def _count_exit(runs: EngineRuns, ending: Ending) -> EngineRuns:
-    """Return the runs with one more exit, counted under its reason, or unchanged after a stall."""
+    """Return the runs with one more exit, counted under its reason.
+
+    A stall does not change the runs.
+    """
     if ending.reason is None:
         return runs
     exits = {**runs.exits, ending.reason: runs.exits.get(ending.reason, 0) + 1}
@@ -581,7 +587,7 @@ def _update_run_record(
     is_stalled: bool,
     configured_bytes: float | None,
 ) -> RunRecord:
-    """Return the record of the current run, or an empty record if there is no current run."""
+    """Return the record of the current run, or an empty record without a run."""
     run = runs.newest
     if run is None or run.has_ended:
         return RunRecord(
@@ -596,7 +602,10 @@ def _update_run_record(
 def _update_served_bytes(
     memory: EngineMemory, evidence: Evidence, state: EngineState
 ) -> dict[str, int]:
-    """Return the most memory held on each GPU while serving, since the last start or wake-up."""
+    """Return the most memory held on each GPU while serving.
+
+    The maximum starts over at a start or wake-up.
+    """
     if state is not EngineState.SERVING:
         return memory.served_bytes
     previous_bytes = {} if memory.runs.present.was_asleep else memory.served_bytes
@@ -649,7 +658,10 @@ def _describe_engine(
 
 
 def _find_log(runs: EngineRuns, snapshot: Snapshot, state: EngineState) -> LogEnding | None:
-    """Return what the log reports about the last exit, or None once the engine serves again."""
+    """Return what the log reports about the last exit.
+
+    Returns None once the engine serves again.
+    """
     if state is EngineState.SERVING or not runs.ends_seconds:
         return None
     if not isinstance(snapshot.log, LogReading):
@@ -671,10 +683,10 @@ def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, Bu
 
 
 def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple[str, int], ...]:
-    """Return how many bytes a sleeping engine needs on each GPU to wake up, by UUID.
+    """Return the bytes that a sleeping engine needs to wake up, by GPU UUID.
 
-    This is the most memory that the engine held while serving, minus what it holds now. A GPU is
-    omitted if either value is unknown.
+    This is the most memory held while serving, minus the memory held now. A GPU is omitted if
+    either value is unknown.
     """
     needs = []
     for uuid, held_bytes in evidence.held_bytes.items():

@@ -1,4 +1,4 @@
-"""Whether the engines on a page make progress, are idle, or show signs of a hang."""
+"""Whether the engines on a page make progress, are idle, or seem to hang."""
 
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
@@ -79,10 +79,10 @@ EngineLabels = tuple[str, str]
 class WorkCounters(NamedTuple):
     """The values that change while an engine works.
 
-    A value is None if it is missing from the page. vLLM creates IterationStats only with outputs
-    (vllm/v1/engine/async_llm.py), so a step that only prefills changes no counter. However, the KV
-    cache grows with each chunk. The number of waiting requests is omitted, because it also changes
-    when clients send requests.
+    A value is None if it is missing from the page. A step that only prefills changes no counter. In
+    vLLM, only outputs create IterationStats (vllm/v1/engine/async_llm.py). However, the KV cache
+    grows with each chunk. The number of waiting requests is omitted, because it also changes when
+    clients send requests.
     """
 
     finished_total: float | None
@@ -100,8 +100,8 @@ class WorkCounters(NamedTuple):
     def done(self) -> tuple[float | None, ...]:
         """Return only the token and step counters.
 
-        The other counters also change when a request is aborted: it counts as finished, and its
-        cache is freed.
+        The other counters also change when a request is aborted. The request counts as finished,
+        and its cache is freed.
         """
         return self[1:4]
 
@@ -122,7 +122,7 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
 
 
 class CpuUse(Struct, frozen=True):
-    """When the API servers last used enough CPU time, and their total CPU time at that point."""
+    """When the API servers last used enough CPU time, and how much by then."""
 
     cpu_seconds: float
     monotonic_seconds: float
@@ -229,8 +229,7 @@ def update_progress(
     age_seconds = None
     if snapshot.page is not None:
         engines = _update_engines(engines, snapshot.page, now)
-        # The longest time is used, because a single hung rank blocks all requests that were sent to
-        # it.
+        # The longest time is used. A single hung rank blocks all requests that were sent to it.
         age_seconds = _find_age(engines, now, snapshot.unanswered_since_seconds)
     # This is the time since any of the engines last produced tokens or ran steps.
     rest_seconds = min((now - engine.done_seconds for engine in engines.values()), default=0.0)
@@ -258,8 +257,8 @@ def update_progress(
 def _is_without_work(snapshot: Snapshot, engines: Mapping[EngineLabels, EngineProgress]) -> bool:
     """Return whether the page shows that no engine has had work since the previous page.
 
-    Returns False if there is no page, if an engine sleeps, or if an engine is on the page for the
-    first time.
+    Returns False if there is no page or an engine sleeps. Also returns False if an engine is on the
+    page for the first time.
     """
     if snapshot.page is None or not engines:
         return False
@@ -285,7 +284,7 @@ def _update_engine(
 ) -> EngineProgress:
     """Return the progress of an engine.
 
-    Time during which the engine is idle or asleep is not treated as time without progress.
+    Time while the engine is idle or asleep is not time without progress.
     """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
@@ -299,8 +298,8 @@ def _update_engine(
     idle_since_seconds = now
     stranded_ratios: tuple[float, ...] = ()
     if previous is not None:
-        # Any difference is progress, even a decrease, because the KV cache in use shrinks when a
-        # request ends.
+        # Any difference is progress, even a decrease. The KV cache in use shrinks when a request
+        # ends.
         if previous.has_work and previous.counters == counters:
             moved_seconds = previous.moved_seconds
         if previous.counters.done == counters.done:
@@ -343,9 +342,10 @@ def _find_age(
 
     Returns None if no work is visible.
 
-    A request that the daemon sent at `unanswered_since_seconds` also counts as work while it is
-    unanswered, because the gauges of a hung core do not change. The time without progress then
-    begins when the request was sent, or at the last progress of any engine if that is later.
+    An unanswered request from the daemon also counts as work. It was sent at
+    `unanswered_since_seconds`. The gauges of a hung core would not show the request. The time
+    without progress then begins when the request was sent. If any engine made progress later, the
+    time begins then.
     """
     ages = [
         now - engine.moved_seconds
@@ -353,8 +353,8 @@ def _find_age(
         if engine.has_work and set(engine.counters) != {None}
     ]
     if unanswered_since_seconds is not None and engines:
-        # If another rank is busy, the server does respond, and the request may only be waiting for
-        # its turn.
+        # If another rank is busy, the server does respond. The request may only be waiting for its
+        # turn.
         newest_done_seconds = max(engine.done_seconds for engine in engines.values())
         ages.append(now - max(unanswered_since_seconds, newest_done_seconds))
     return max(ages, default=None)
@@ -363,14 +363,14 @@ def _find_age(
 def update_cpu_use(
     previous: CpuUse | None, processes: Collection[EngineProcess] | None, now: float
 ) -> CpuUse | None:
-    """Return when the API servers last used enough CPU time, or None before the first known time.
+    """Return when the API servers last used enough CPU time.
 
-    Other processes are not considered, because only the API servers can prevent the page from being
-    served. The core and its workers may spin while they wait for a hung GPU, as in NCCL. The page
-    is then still served and shows no progress.
+    Returns None before the first known time. Other processes are not considered. Only the API
+    servers can prevent the page from being served. While they wait for a hung GPU, the core and its
+    workers may spin. The page is then still served and shows no progress.
     """
     servers = [process for process in processes or () if process.role is Role.API_SERVER]
-    # The times are summed, because the request for the page may reach any of several servers.
+    # The times are summed. Any of several servers may receive the request for the page.
     cpu_seconds = sum_known(process.cpu_seconds for process in servers)
     if cpu_seconds is None:
         return previous
@@ -407,14 +407,14 @@ def update_hints(
     rest_seconds: float,
     has_silent_core: bool,
 ) -> dict[Hint, HintSpan]:
-    """Return the signs of a hang that exist while the page shows no work, with their times.
+    """Return the signs of a hang while the page shows no work, with their times.
 
     While /proc cannot be read, the signs from the last sample are returned. `rest_seconds` is the
     time since the last token. `has_silent_core` is the snapshot's value of that name. The signs
     are:
 
     - The main thread of a core or worker is stopped or blocked.
-    - The probe in the core is silent while the probe in another process is writing.
+    - The probe in the core is silent, but the probe in another process writes.
     - A request that arrived after the engine last worked has not been answered. An earlier request
       proves nothing, because its client may never have finished sending it.
     """
@@ -459,13 +459,16 @@ def update_activity(
     *,
     is_without_work: bool,
 ) -> ActivityTrack:
-    """Return the track with one more sample; `is_without_work` is set if the page shows no work."""
+    """Return the track with one more sample.
+
+    `is_without_work` is whether the page shows no work.
+    """
     now = snapshot.monotonic_seconds
     cpu_seconds = _sum_cpu_seconds(processes)
     gpu_ratio = _find_gpu_ratio(snapshot)
     if previous.begin_seconds is None:
         return _begin_span(previous, now, cpu_seconds, gpu_ratio, is_without_work=is_without_work)
-    # If the utilisation is unknown in any sample of a span, the span's peak is unknown too.
+    # If a sample's utilisation is unknown, so is the span's peak.
     peak_gpu_ratio = None
     if previous.peak_gpu_ratio is not None and gpu_ratio is not None:
         peak_gpu_ratio = max(previous.peak_gpu_ratio, gpu_ratio)
@@ -520,7 +523,10 @@ def _begin_span(
 
 
 def _sum_cpu_seconds(processes: Collection[EngineProcess] | None) -> float | None:
-    """Return the CPU time of core and workers, or None if there are none or any time is unknown."""
+    """Return the CPU time of core and workers.
+
+    Returns None if there are none or any time is unknown.
+    """
     total_seconds = None
     for process in processes or ():
         if process.role not in NECESSARY_ROLES:
@@ -548,8 +554,8 @@ def _find_gpu_ratio(snapshot: Snapshot) -> float | None:
 def _find_own_ratio(gpu: Gpu) -> float | None:
     """Return the engine's utilisation of a GPU.
 
-    Returns None if the utilisation is unknown, or if the GPU is busy and other processes may be the
-    cause.
+    Returns None if the utilisation is unknown. Also returns None if the GPU is busy and other
+    processes may be the cause.
     """
     ratio = gpu.reading.utilization_ratio
     if ratio is None or ratio < BUSY_GPU_RATIO:
@@ -561,11 +567,11 @@ def _find_own_ratio(gpu: Gpu) -> float | None:
 def find_stranded(
     engines: Mapping[EngineLabels, EngineProgress], now: float
 ) -> tuple[tuple[EngineLabels, float], ...]:
-    """Return the share of each engine's KV cache that no request holds, where it is known.
+    """Return the share of each engine's KV cache that no request holds, if known.
 
-    Once an engine has been idle for a minute, all KV cache in use is stranded. Before that, the
-    share is the lowest of the probe's most recent readings. The probe also counts while the
-    scheduler works.
+    If an engine has been idle for a minute, all used KV cache is stranded. Before that, the share
+    is the lowest of the probe's most recent readings. The probe also counts while the scheduler
+    works.
     """
     stranded = []
     for labels, engine in engines.items():

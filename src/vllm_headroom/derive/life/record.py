@@ -42,9 +42,9 @@ USUAL_LOAD_SECONDS: Final = 900.0
 
 
 class MemoryExtremes(Struct, frozen=True, gc=False):
-    """The extremes of one GPU's memory in a time slot, both in samples and at peaks between them.
+    """The extremes of one GPU's memory in a time slot.
 
-    None means unknown.
+    They are known both in samples and at peaks between samples. None means unknown.
 
     There are many of these objects, so gc=False keeps the garbage collector from visiting them.
     """
@@ -191,7 +191,7 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
         previous = record.gpus.get(gpu.reading.uuid)
         if previous is not None:
             slots = previous.slots
-            # Memory grows while weights are loaded, so only the memory of a serving engine is
+            # Memory grows while weights are loaded. Only the memory of a serving engine is
             # comparable.
             if not begins_to_serve:
                 first_extremes = previous.first
@@ -205,18 +205,17 @@ def _record_gpus(record: RunRecord, snapshot: Snapshot, run: EngineRun) -> dict[
 
 
 def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
-    """Return the memory at a sample and at the peak use, which may be between two samples."""
+    """Return the memory at a sample and at the peak since the previous sample."""
     memory = gpu.reading.memory
     room_bytes = None
     room_at_peak_bytes = None
     held_at_peak_bytes = gpu.held_bytes
     if memory is not None:
-        # The peak that NVML reports for the time since the previous sample may exceed the current
-        # use.
+        # NVML reports the peak since the previous sample. The peak may exceed the current use.
         peak_rise_bytes = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
         room_bytes = memory.left_bytes
         room_at_peak_bytes = room_bytes - peak_rise_bytes
-        # The driver does not report which process caused a peak, so all of it may be the engine's.
+        # The driver does not report which process caused a peak. All of it may be the engine's.
         if gpu.held_bytes is not None:
             held_at_peak_bytes = gpu.held_bytes + peak_rise_bytes
     return MemoryExtremes(
@@ -234,12 +233,15 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
 def _add_extremes(
     slots: tuple[MemoryExtremes, ...], sample: MemoryExtremes
 ) -> tuple[MemoryExtremes, ...]:
-    """Return the slots of the last minutes after adding one sample, possibly to the newest slot."""
+    """Return the slots of the last minutes after adding one sample.
+
+    The sample may be added to the newest slot.
+    """
     now = sample.newest_seconds
     # In a trace, time may jump back. A new slot then starts.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
         return (*slots[:-1], _merge_extremes(slots[-1], sample))
-    # To judge an exit, two time spans are needed: the minutes of a burst, and the end of the run.
+    # To judge an exit, two spans are needed: a burst's minutes and the run's end.
     oldest_seconds = now - BURST_SECONDS - END_SECONDS
     recent_slots = [slot for slot in slots if slot.newest_seconds >= oldest_seconds]
     return (*recent_slots, sample)
@@ -290,7 +292,10 @@ def _is_page_refused(snapshot: Snapshot) -> bool:
 
 
 def _record_page(previous: PageRecord, snapshot: Snapshot) -> PageRecord:
-    """Return the page's record after this sample; if there is no page, the old load is kept."""
+    """Return the page's record after this sample.
+
+    Without a page, the old load is kept.
+    """
     now = snapshot.monotonic_seconds
     if snapshot.page is None:
         return replace(previous, is_answering=False)
@@ -335,7 +340,7 @@ def _list_lost(processes: ProcessRecord, run: EngineRun, snapshot: Snapshot) -> 
         return ()
     if not processes.complete:
         return tuple(Lost(role) for role in run.lost_roles)
-    # A trace has no pids, so only the number of processes per role can be compared.
+    # A trace has no pids. Only the number of processes per role can be compared.
     orphaned_processes = _list_orphaned(processes, snapshot)
     running = Counter(_name_processes((*snapshot.engine_processes, *orphaned_processes)))
     necessary = Counter(
@@ -351,8 +356,8 @@ def _name_processes(processes: Iterable[EngineProcess]) -> list[Lost]:
 def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineProcess]:
     """Return the engine's processes that hold GPU memory even though their server has exited.
 
-    A trace has no pids. For a trace, the result has as many workers as there are processes left on
-    the GPUs. If the engine has no workers, cores are returned instead.
+    A trace has no pids. The result then has as many workers as processes left on the GPUs. If the
+    engine has no workers, cores are returned instead.
     """
     pids = [
         leftover.pid
@@ -399,6 +404,5 @@ def list_lost_at_end(
         for process in processes.complete
         if process.role is not Role.OTHER and process not in orphaned_processes
     ]
-    # If none of the exited processes was ever observed, the server is returned, because the orphans
-    # were its children.
+    # If no exited process was ever observed, the server is returned. The orphans were its children.
     return tuple(sorted(_name_processes(exited_processes))) or (Lost(Role.API_SERVER),)

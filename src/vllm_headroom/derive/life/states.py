@@ -88,7 +88,7 @@ _STATE_FILE_NAMES: Final = {
 
 
 class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
-    """One run of the engine: what identifies it, and its state when it was last observed."""
+    """One run of the engine: its identity, and its last observed state."""
 
     began_seconds: float | None = None
     """When the run began, in seconds since the epoch."""
@@ -221,7 +221,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     @property
     def started_at_seconds(self) -> float | None:
-        """Return when the server started, by its page or its oldest process, or None if unknown."""
+        """Return when the server started, by its page or processes, or None if unknown."""
         page_starts = [
             engine.started_at_seconds
             for engine in list_engines(self.page)
@@ -310,8 +310,10 @@ def _judge_held_memory(
 ) -> Presence:
     """Return whether GPU memory shows that processes of the engine exist.
 
-    A small amount of held memory does not prove an exit if the engine was asleep, or if one of its
-    GPUs cannot be read.
+    A small amount of held memory does not prove an exit in two cases:
+
+    - The engine was asleep.
+    - One of its GPUs cannot be read.
     """
     gpus = snapshot.owned_gpus
     run = runs.present
@@ -328,7 +330,7 @@ def _judge_held_memory(
     are_all_gpus_read = 0 < len(held_bytes) == len(gpus)
     if are_all_gpus_read and not run.was_asleep:
         return Presence.GONE
-    # A run that is still loading also held memory, but its page has not been served yet.
+    # A run that is still loading also held memory. Its page has not been served yet.
     is_loading = run is runs.newest and not run.is_ready
     if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
         return Presence.OUT_OF_SIGHT
@@ -338,11 +340,11 @@ def _judge_held_memory(
 def update_runs(
     runs: EngineRuns, evidence: Evidence, *, was_answering: bool
 ) -> tuple[EngineRuns, EngineRun | None]:
-    """Return the runs after one more sample, and the run that has exited according to the sample.
+    """Return the runs after one more sample, and the run that has exited.
 
-    The exited run is returned as it was before the sample, or as None if no run exited.
+    The exited run is returned as it was before the sample. It is None if no run exited.
     `was_answering` is whether the page was served at the previous sample. If the clock was set
-    back, earlier exits that now lie in the future are dropped.
+    back, exits that now lie in the future are dropped.
     """
     now = evidence.snapshot.time_seconds
     run = runs.newest
@@ -366,7 +368,8 @@ def update_runs(
         return replace(runs, newest=run), exited_run
     if run is not None:
         runs = replace(runs, restarts=runs.restarts + 1)
-    # If a container outlives its engines, as a systemd unit does, its count of kills is not reset.
+    # If a container outlives its engines, its count of kills is not reset. A systemd unit is such a
+    # container.
     new_run = EngineRun(oom_kills=evidence.host.oom_kills or 0)
     return replace(runs, newest=_update_run(new_run, evidence)), exited_run
 
@@ -379,7 +382,7 @@ def _was_mistaken(run: EngineRun, evidence: Evidence) -> bool:
 
 
 def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
-    """Return whether a run is over, or has been replaced by another run, according to a sample."""
+    """Return whether a run has ended or been replaced, according to a sample."""
     if run.has_ended:
         return False
     if evidence.answer is not PageAnswer.GIVEN and evidence.presence is Presence.GONE:
@@ -393,7 +396,7 @@ def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> 
     If both start times are known, they are compared. Otherwise, the processes are compared or, if
     they are unknown too, the request counters. If several servers answer in turn, a lower counter
     may be from another server. A lower counter is therefore evidence only if it has more than
-    halved, or if the page was not served before.
+    halved. It is also evidence if the page was not served before.
     """
     finished_total = evidence.finished_total
     if run.page_run_id is not None and evidence.page_run_id is not None:
@@ -407,9 +410,10 @@ def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> 
 
 
 def _is_any_among(names: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
-    """Return whether any process has the pid and nearly the start time of an entry in `names`.
+    """Return whether any process has the same pid as an entry in `names`.
 
-    A trace has no pids, so all its processes have the same pid here.
+    The start times must also be nearly equal. A trace has no pids, so all its processes have the
+    same pid here.
     """
     return any(
         pid == other_pid and abs(started_seconds - other_started_seconds) <= SAME_START_SECONDS
@@ -443,8 +447,8 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
     first_host_room_bytes = run.first_host_room_bytes
     if first_host_room_bytes is None:
         first_host_room_bytes = evidence.host.room_bytes
-    # A kill is the reason for an exit even if the exit is observed several samples later. Once a
-    # process is lost, the count from before the loss is therefore kept.
+    # A kill may be the reason for an exit that is observed several samples later. Once a process is
+    # lost, the count from before the loss is therefore kept.
     oom_kills = evidence.host.oom_kills
     if oom_kills is None or lost_roles:
         oom_kills = run.oom_kills
@@ -469,7 +473,7 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
 
 
 def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
-    """Return the least free memory on each of the engine's GPUs in the last minute, by UUID."""
+    """Return the last minute's least free memory on the engine's GPUs, by UUID."""
     rooms = {}
     for gpu in snapshot.owned_gpus:
         memory = gpu.reading.memory
@@ -482,7 +486,7 @@ def _find_room_bytes(snapshot: Snapshot) -> dict[str, int]:
 
 
 def is_error_answer(failure: Failure) -> bool:
-    """Return whether the failure is an error that a running server returned instead of its page."""
+    """Return whether the failure is an error from a running server."""
     return _read_failure(failure) is PageAnswer.ERROR
 
 
@@ -550,7 +554,7 @@ class Symptom(Enum):
 
 
 class Transition(NamedTuple):
-    """One row of the table: a state, what a sample shows, the next state, and the reason for it."""
+    """A row of the table: a state, a symptom, the next state, and the reason."""
 
     state: EngineState | None
     """The state before the sample, or None for any state."""
@@ -921,7 +925,7 @@ def _is_closed_port_all(evidence: Evidence, run: EngineRun | None) -> bool:
 def _read_page(page: EnginePage, evidence: Evidence, run: EngineRun, progress: Progress) -> Symptom:
     """Return what a served page shows, together with the processes behind it."""
     if not page.engines:
-        # Once a page has shown an engine, every later page in this run is the engine's.
+        # If one page of a run shows an engine, so do all later pages.
         has_shown_engine = run.page_run_id is not None or run.finished_total is not None
         if has_shown_engine or not evidence.processes:
             return Symptom.OTHER_PAGE
@@ -988,7 +992,7 @@ def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
 
 
 def _is_canary_unanswered(evidence: Evidence) -> bool:
-    """Return whether a canary request has waited long enough for a response to be a stall."""
+    """Return whether a canary request has waited for so long that the engine stalls."""
     since_seconds = evidence.snapshot.unanswered_since_seconds
     if since_seconds is None:
         return False
@@ -1011,9 +1015,9 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
     """Return whether the API server uses CPU time and may still respond.
 
-    If the server answers with an error, the activity of the core, the workers and the GPUs is also
-    considered. If the server is silent, their activity proves nothing, because hung processes may
-    spin, as in NCCL.
+    If the server answers with an error, other activity is also considered. This is the activity of
+    the core, the workers and the GPUs. If the server is silent, this activity proves nothing. Hung
+    processes may spin, as in NCCL.
     """
     if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
         return True
@@ -1022,8 +1026,8 @@ def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -
     if cpu_use is None or now - cpu_use.monotonic_seconds >= STALLED_SECONDS:
         return False
     # A server that is short of CPU may deliver every page late. A server that has closed its port
-    # may be finishing its last requests. A server therefore counts as spinning only if it does not
-    # answer and neither is the case.
+    # may be finishing its last requests. If neither is the case, a server that does not answer is
+    # spinning.
     is_spinning = (
         evidence.answer is PageAnswer.SILENT
         and away_seconds >= SPINNING_SECONDS
