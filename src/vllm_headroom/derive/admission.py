@@ -47,11 +47,10 @@ class Batches(Struct, frozen=True, kw_only=True):
 def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
     """Return how many more requests each engine can run, given its KV cache and `max_num_seqs`.
 
-    vLLM's metrics page does not expose `max_num_seqs`. If the setting is unknown, the limit is the
-    highest number of running requests so far. This applies only if requests were waiting at that
-    number although the KV cache had room. There is no sample while nothing is running. There is
-    also no sample while the engine is not serving, because the gauges of a sleeping or stalled
-    engine do not change.
+    vLLM's metrics page does not expose `max_num_seqs`. An unknown setting is replaced by the
+    highest number of running requests so far. Requests must have waited at that number although the
+    KV cache had room. There is no sample while nothing is running. There is also no sample while
+    the engine is not serving. The gauges of a sleeping or stalled engine do not change.
     """
     status = snapshot.engine_status
     if snapshot.page is None:
@@ -77,7 +76,7 @@ def _update_batch(batch: BatchEvidence, engine: EngineReading) -> BatchEvidence:
     """Return the evidence for an engine's limit, updated with this reading."""
     running = engine.running or 0.0
     is_reported = batch.is_reported or engine.max_num_seqs is not None
-    # The engine can run at least this many requests, so queues seen at lower loads are no longer
+    # The engine can run at least this many requests. Queues at lower loads are therefore no
     # evidence of a limit.
     if running > batch.most_running or is_reported != batch.is_reported:
         batch = BatchEvidence(most_running=running, is_reported=is_reported)
@@ -97,7 +96,7 @@ def _fits_one_more(engine: EngineReading) -> bool:
 
 
 def _count_additional(engine: EngineReading, batch: BatchEvidence) -> float | None:
-    """Return how many more requests of average size can run, or None if that is unknown."""
+    """Return how many more requests of average size can run, or None if unknown."""
     if not engine.running or not engine.kv_used_ratio:
         return None
     limit = None
@@ -109,7 +108,7 @@ def _count_additional(engine: EngineReading, batch: BatchEvidence) -> float | No
             return None
     elif batch.waited_samples >= FULL_BATCH_SAMPLES:
         limit = batch.most_running
-    # The running requests occupy the used share of the cache, so the free share has room for
+    # The running requests occupy the used share of the cache. The free share has room for
     # proportionally many more.
     fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     # If the used share is tiny, the division yields infinity.

@@ -43,8 +43,8 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     """Return the allocator's counters for each of the engine's GPUs, summed over all processes.
 
     For an exited process, the counts in its last file are used. There are no samples if the probe's
-    files cannot be read, or if no GPU is known to be the engine's. A counter that no process has
-    reported has no sample.
+    files cannot be read. There are also none if no GPU is known to be the engine's. A counter that
+    no process has reported has no sample.
     """
     probe = snapshot.probe
     gpus = snapshot.owned_gpus
@@ -78,7 +78,7 @@ def _count_device(
     process: ProbedProcess,
     device: AllocatorReading,
 ) -> None:
-    """Add a process's new errors on a device to `counts` and `sums`, which are changed in place."""
+    """Add a process's new errors on a device to `counts` and `sums`, in place."""
     uuid = device.uuid.casefold()
     _add_count(counts, sums, process, (uuid, catalog.ALLOCATOR_RETRIES.name), device.retries)
     ooms = device.ooms
@@ -96,12 +96,14 @@ def _add_count(
     sum_key: SumKey,
     count: int | None,
 ) -> None:
-    """Add the increase in a process's counter to the sum; a counter that fell adds nothing."""
+    """Add the increase in a process's counter to the sum.
+
+    A counter that fell adds nothing.
+    """
     if count is None:
         return
     key = (*sum_key, process.pid, process.started_at_seconds)
-    # The counter is removed and added again at the end, so that the oldest counters are dropped
-    # first.
+    # The counter moves to the end of the dict. The oldest counters are dropped first.
     earlier_count = counts.pop(key, 0)
     counts[key] = max(earlier_count, count)
     sums[sum_key] = sums.get(sum_key, 0) + counts[key] - earlier_count

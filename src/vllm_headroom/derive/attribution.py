@@ -45,7 +45,7 @@ def is_alive(pid: int, processes: ProcessReadings) -> bool:
 
 
 def describe_leftover(leftover: Leftover) -> str:
-    """Return a clause that states which process holds how much memory, and how to release it."""
+    """Return a clause on a leftover process: its memory, and how to release it."""
     size = "an unknown share"
     if leftover.used_bytes is not None:
         size = format_size(leftover.used_bytes)
@@ -55,8 +55,11 @@ def describe_leftover(leftover: Leftover) -> str:
 
 
 def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
-    """Return a clause about orphans without memory on these GPUs, or None if there are none."""
-    # Orphans that hold memory on a GPU are already named in the sentence about that GPU.
+    """Return a clause about orphans that hold no memory on these GPUs.
+
+    Returns None if there are none.
+    """
+    # The sentence about a GPU already names the orphans that hold its memory.
     holders = set[int]()
     for gpu in gpus:
         holders.update(leftover.pid for leftover in gpu.leftovers)
@@ -69,12 +72,16 @@ def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None
 
 
 def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int]) -> Fate | None:
-    """Return what became of a process that the driver lists, or None if it may be alive.
+    """Return what became of a process that the driver lists.
 
-    The pid must refer to the same process in NVML and in /proc. `engine_pids` are the pids of the
-    engine's former processes. A process that /proc does not show counts as vanished if it belonged
-    to the engine, or if /proc shows all processes of the machine. If /proc does not show pid 1, it
-    may hide other processes too.
+    Returns None if the process may be alive. The pid must refer to the same process in NVML and in
+    /proc. `engine_pids` are the pids of the engine's former processes. A process that /proc does
+    not show counts as vanished in two cases:
+
+    - It belonged to the engine.
+    - /proc shows all processes of the machine.
+
+    If /proc does not show pid 1, it may hide other processes too.
     """
     if pid in processes.left_behind:
         return Fate.ORPHANED
@@ -88,8 +95,8 @@ def find_fate(pid: int, processes: ProcessReadings, engine_pids: frozenset[int])
     return None
 
 
-# Outside the machine's initial PID namespace, the pids that an NVIDIA driver lists depend on its
-# version (open-gpu-kernel-modules, gpu_rmapi.c: `_gpuConvertPid`, `_gpuMatchClientPid`; #614).
+# Outside the machine's initial PID namespace, an NVIDIA driver's pids depend on its version.
+# Source: open-gpu-kernel-modules, gpu_rmapi.c (`_gpuConvertPid`, `_gpuMatchClientPid`; #614).
 
 _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
 """The first driver version that lists pids as numbered in the container's PID namespace. In a
@@ -195,8 +202,8 @@ def attribute(
     }
     state = _follow_engine(replace(state, indices=indices), readings, processes)
     is_memory_reliable = is_process_memory_reliable(readings, processes)
-    # To split memory and to find a process's fate, a pid must refer to the same process in NVML and
-    # /proc.
+    # Splitting requires that a pid refers to the same process in NVML and /proc. So does finding a
+    # process's fate.
     splitting_processes = None
     if state.device_uuids and is_memory_reliable and not state.is_ambiguous:
         splitting_processes = processes
@@ -217,8 +224,8 @@ def attribute(
         )
         engine_bytes, other_bytes = _split_memory(device, splitting_processes, engine_pids)
         held_bytes = engine_bytes
-        # In a container, old drivers never report the engine's memory, so all memory in use counts
-        # as the engine's.
+        # In a container, old drivers never report the engine's memory. All memory in use therefore
+        # counts as the engine's.
         if engine_bytes is None and not can_be_known:
             held_bytes = _assume_held_bytes(device, other_bytes)
         gpu = Gpu(
@@ -265,7 +272,7 @@ def _find_leftovers(
     leftovers = []
     for process in device.processes or ():
         fate = find_fate(process.pid, processes, engine_pids)
-        # If the fate is unknown, the process may be alive, so it is not a leftover.
+        # If the fate is unknown, the process may be alive.
         if fate is not None:
             used_bytes = process.used_bytes if is_memory_reliable else None
             leftovers.append(Leftover(pid=process.pid, fate=fate, used_bytes=used_bytes))
@@ -287,9 +294,8 @@ def _follow_engine(
 ) -> AttributionState:
     """Return the state, updated with the devices that the engine's processes use now.
 
-    If any engine process from the last reading is still on a device, the engine has not changed.
-    Devices that this engine has already freed are then kept, because an exiting engine frees its
-    devices one by one.
+    If an earlier engine process is still on a device, the engine is unchanged. Devices that this
+    engine has already freed are then kept. An exiting engine frees its devices one by one.
     """
     if isinstance(processes, Failure):
         return state
@@ -310,8 +316,8 @@ def _follow_engine(
                 holders.add((process.pid, starts[process.pid]))
                 is_memory_reported |= process.used_bytes is not None
 
-    # An exited process counts as the engine's while NVML lists it, because its memory has not been
-    # freed yet.
+    # An exited process counts as the engine's while NVML lists it. Its memory has not been freed
+    # yet.
     exited_pids = frozenset(pid for pid in state.engine_pids if not is_alive(pid, processes))
     engine_pids = exited_pids | processes.orphans | frozenset(starts)
     state = replace(state, engine_pids=engine_pids & pids_on_devices)
@@ -335,7 +341,7 @@ def _follow_engine(
 def _has_same_pids(
     processes: ProcessReadings | Failure, readings: GpuReadings, driver_needed: tuple[int, int, int]
 ) -> bool:
-    """Return whether NVML and /proc use the same pids, given the PID namespace and the driver."""
+    """Return whether NVML and /proc use the same pids."""
     if isinstance(processes, Failure):
         return False
     if processes.sees_host_pids:
@@ -374,9 +380,9 @@ def _split_memory(
 ) -> tuple[int | None, int | None]:
     """Return the bytes held by the engine's processes, and those held by other live processes.
 
-    Both sums are None if the processes are unknown, or if the two sums together exceed the memory
-    in use. A sum is None if the driver does not report the memory of one of its processes.
-    Together, the sums may be less than the memory in use.
+    Both sums are None if the processes are unknown. They are also None if together they exceed the
+    memory in use. A sum is None if the memory of one of its processes is unknown. Together, the
+    sums may be less than the memory in use.
     """
     if not isinstance(processes, ProcessReadings):
         return None, None
@@ -398,7 +404,7 @@ def _split_memory(
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _NVML_RACE_BYTES:
         return None, None
     # NVML reads the processes' memory and the memory in use one after the other. If memory is freed
-    # in between, the sum exceeds the memory in use, so the sum is capped.
+    # in between, the sum is too large and is capped.
     if engine_bytes is not None:
         engine_bytes = min(engine_bytes, used_bytes)
     if other_bytes is not None:
@@ -407,12 +413,11 @@ def _split_memory(
 
 
 def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
-    """If GPUs that cannot be opened must be the engine's missing ones, attribute them to it.
+    """Attribute GPUs that cannot be opened to the engine if its GPUs are missing.
 
-    A GPU that cannot be opened has neither a UUID nor a process list. Unopened GPUs are attributed
-    to the engine if at least as many of its GPUs are missing. While GPUs are missing, no readable
-    GPU is assumed to be the engine's, even if it is the only GPU. If no GPU is missing, the
-    snapshot is returned unchanged.
+    A GPU that cannot be opened has neither a UUID nor a process list. Unopened GPUs count as the
+    engine's unless they outnumber its missing GPUs. While GPUs are missing, a machine's only GPU is
+    not assumed to be the engine's. If no GPU is missing, the snapshot is returned unchanged.
     """
     if snapshot.engine_status is None or not snapshot.devices:
         return snapshot
@@ -420,8 +425,8 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     missing_uuids = sorted(engine_uuids - {gpu.reading.uuid for gpu in snapshot.devices})
     if not missing_uuids:
         return snapshot
-    # If the unopened GPUs outnumber the missing ones, some of them are not the engine's, and it is
-    # unknown which.
+    # If the unopened GPUs outnumber the missing ones, some are not the engine's. It is unknown
+    # which.
     unopened_count = sum(1 for gpu in snapshot.devices if not gpu.reading.uuid)
     is_engines = unopened_count <= len(missing_uuids)
     # If several GPUs are missing, an unopened GPU cannot be matched to one of them.

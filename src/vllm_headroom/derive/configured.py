@@ -1,4 +1,4 @@
-"""Complete an engine's facts from the probe and the options, and list the engine's memory pools."""
+"""Complete an engine's facts, and list its memory pools."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -76,13 +76,13 @@ def complete_page(
     options: EngineOptions | None,
     model: TokenBytes | None = None,
 ) -> EnginePage | Failure:
-    """Return the page with facts from the probe and the command line added to each engine.
+    """Return the page with each engine's facts from the probe and the command line.
 
     Facts from the probe replace those on the page. An option adds a fact only if neither the page
     nor the probe has it. While an engine core's probe is silent, the facts that it reported last
-    are kept. In some models, groups of layers share the cache's blocks. If `model` or the model's
-    name in the options shows such groups, a capacity computed from the number of blocks is dropped.
-    A failure is returned unchanged.
+    are kept. In some models, groups of layers share the cache's blocks. Such groups show in `model`
+    or in the model's name in the options. A capacity computed from the number of blocks is then
+    dropped. A failure is returned unchanged.
     """
     if isinstance(page, Failure):
         return page
@@ -146,8 +146,8 @@ def list_pools(
     counts = Counter[Role]()
     if not isinstance(processes, Failure):
         counts.update(process.role for process in processes)
-    # A core without its own process runs in the server, and a worker without its own process runs
-    # in the core.
+    # A core without its own process runs in the server. A worker without its own process runs in
+    # the core.
     core = Role.ENGINE_CORE if counts[Role.ENGINE_CORE] else Role.API_SERVER
     worker = Role.WORKER if counts[Role.WORKER] else core
     # If a container hides its processes, one worker is assumed.
@@ -166,8 +166,7 @@ def _size_kv_offload(
 ) -> Pool:
     """Return the host-memory pool for KV cache: every engine's tier plus every worker's LMCache."""
     tiers_bytes = sum(engine.kv_offload_bytes or 0 for engine in engines)
-    # If the page does not show a tier, each engine is assumed to have a tier of the configured
-    # size.
+    # If the page shows no tier, each engine is assumed to have the configured one.
     if not tiers_bytes:
         option_bytes = (options.kv_offloading_size or 0) * GIB
         tier_bytes = option_bytes or options.kv_connector_bytes or 0
@@ -199,7 +198,10 @@ def _size_multimodal_caches(
 def _find_multimodal_cache_gb(
     engines: Collection[EngineReading], options: EngineOptions
 ) -> float | None:
-    """Return one cache's size in GiB, or None if there is no cache or a file may set its size."""
+    """Return one cache's size in GiB.
+
+    Returns None if there is no cache. Also returns None if a file may set the size.
+    """
     if options.mm_processor_cache_gb is not None:
         return options.mm_processor_cache_gb
     is_used = any(engine.multimodal_cache_queries_total for engine in engines)

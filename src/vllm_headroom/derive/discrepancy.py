@@ -6,18 +6,19 @@ from vllm_headroom.model import EnginePage, Gpu, Sample, Snapshot
 
 
 def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[Sample, ...]:
-    """Return how much memory the engine reports on each of its GPUs, and how much more it holds.
+    """Return the memory reported on each GPU, and how much more is held.
 
     The difference is negative if the engine holds less than it reports. The reported memory is the
     first of these that is known:
 
     - a metric in bytes on the engine's page;
     - torch's reserved bytes, from the probe;
-    - the budget, which vLLM computes as gpu_memory_utilization times the device's total memory
-      (vllm/v1/worker/utils.py), unless kv_cache_memory_bytes is set;
+    - the budget: gpu_memory_utilization times the device's total memory (vllm/v1/worker/utils.py),
+      unless kv_cache_memory_bytes is set;
     - `configured_bytes` per GPU.
 
-    There is no sample if none of these is known, or while the page or the device cannot be read.
+    There is no sample if none of these is known. There is also none while the page or the device
+    cannot be read.
     """
     samples: list[Sample] = []
     if snapshot.page is None:
@@ -38,7 +39,7 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
         samples.append(Sample(catalog.MEMORY_DISCREPANCY, labels, excess_bytes))
         ratio = excess_bytes / reported_bytes
         samples.append(Sample(catalog.MEMORY_DISCREPANCY_RATIO, labels, ratio))
-        # Free memory that the engine may still take within its budget does not count as unused.
+        # Memory that the engine may still take within its budget is not unused.
         unused_bytes = max(0.0, memory.left_bytes + min(0.0, excess_bytes))
         samples.append(Sample(catalog.ENGINE_UNUSED, label_gpu(gpu), unused_bytes))
     return tuple(samples)
@@ -47,9 +48,10 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
 def _find_reported(
     page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: float | None
 ) -> tuple[str, float] | None:
-    """Return the reported bytes on a GPU and their basis, or None if there is no basis.
+    """Return the reported bytes on a GPU and their basis.
 
-    A basis is skipped if the page's engines disagree on it, or if it gives 0 bytes.
+    Returns None if there is no basis. A basis is skipped if it gives 0 bytes, or if the page's
+    engines disagree.
     """
     # If engines disagree, it is unknown which of their figures is for this GPU.
     measured_sizes = {engine.memory_bytes for engine in page.engines}

@@ -76,7 +76,7 @@ def describe_refusal(refusal: Refusal) -> str:
 
 
 def describe_place(failure: LogFailure) -> str:
-    """Return the place of a failure in the log: the line, its time, the process and the code."""
+    """Return where a failure is in the log: line, time, process and code."""
     parts = [f"line {failure.line_number:,}"]
     time = describe_time(failure.time)
     if time is not None:

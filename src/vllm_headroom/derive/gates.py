@@ -29,7 +29,10 @@ class Gate(Struct, frozen=True):
 
 
 class Guardrail(Struct, frozen=True, kw_only=True):
-    """The settings and the state of the guardrail, which evicts the pod of a leaking engine."""
+    """The settings and the state of the guardrail.
+
+    The guardrail evicts the pod of a leaking engine.
+    """
 
     near_seconds: float
     """The pod is evicted if a leak may fill the memory within this time."""
@@ -67,11 +70,12 @@ def derive_gate(
     gate_seconds: float | None,
     guardrail: Guardrail | None = None,
 ) -> tuple[Gate, tuple[Sample, ...]]:
-    """Return the gate and its samples, computed from the `values` of all derivations of this tick.
+    """Return the gate and its samples, computed from the `values` of this tick.
 
-    The gate is closed while the engine is stalled. While this pod holds its workload's Lease, the
-    gate is also closed if GPU or host memory may be full within `gate_seconds`. Unknown values
-    never close the gate. If `gate_seconds` is None, the gate is always open and has no series.
+    The gate is closed while the engine is stalled. It is also closed if GPU or host memory may be
+    full within `gate_seconds`. This applies only while this pod holds its workload's Lease. Unknown
+    values never close the gate. If `gate_seconds` is None, the gate is always open and has no
+    series.
     """
     reason = None
     due = None
@@ -106,7 +110,7 @@ def _find_gate_reason(
 def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardrail) -> str | None:
     """Return why the pod should be evicted, or None if it should not.
 
-    The pod is evicted if the engine is serving, is known to leak, and may soon run out of memory.
+    The pod is evicted if its serving engine leaks and may soon exhaust memory.
     """
     status = snapshot.engine_status
     if status is None or status.state is not EngineState.SERVING:
@@ -114,7 +118,8 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
     within_seconds = guardrail.near_seconds
     hour = snapshot.time_seconds % DAY_SECONDS // HOUR_SECONDS
     if hour == guardrail.quiet_hour:
-        # The leak must not fill the memory before the next quiet hour, which is at most a day away.
+        # The leak must not fill the memory before the next quiet hour. That hour is at most a day
+        # away.
         within_seconds = DAY_SECONDS
     leaking = _list_leaking(snapshot, values)
     near = [
@@ -129,10 +134,10 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
 
 
 def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
-    """Return the owners that are known to leak (GPUs or the host), named as in sentences.
+    """Return the GPUs and the host that are known to leak, named as in sentences.
 
-    A GPU whose growth may come from another process is omitted, because an eviction would not stop
-    that growth.
+    A GPU whose growth may come from another process is omitted. An eviction would not stop that
+    growth.
     """
     shared_uuids = {gpu.reading.uuid for gpu in snapshot.devices if not is_alone(gpu)}
     names = set()
@@ -146,7 +151,7 @@ def _list_leaking(snapshot: Snapshot, values: Values) -> set[str]:
 
 
 def _list_times_to_oom(values: Values) -> Iterator[TimeToOom]:
-    """Yield the known lower bounds on the time to out-of-memory, for each GPU and the host."""
+    """Yield the lower bounds on the time to out-of-memory of each GPU and the host."""
     for (gpu, uuid), seconds in values.find_all(catalog.TIME_TO_OOM_LOWER).items():
         yield TimeToOom(seconds, name_device(gpu, uuid))
     for seconds in values.find_all(catalog.HOST_TIME_TO_OOM_LOWER).values():

@@ -65,7 +65,10 @@ def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, 
 
 
 def _measure_skew(snapshot: Snapshot, failed_sources: set[Source]) -> float | None:
-    """Return the time between reading the engine and the GPUs, or None if either reading failed."""
+    """Return the time between reading the engine and the GPUs.
+
+    Returns None if either reading failed.
+    """
     ends_seconds = {}
     # A failed reading may have waited for its timeout, so its end time is meaningless.
     for reading in snapshot.reading_times:

@@ -53,7 +53,7 @@ PROBE_PREFIX: Final = "probe:"
 
 
 class ContainerState(Struct, frozen=True, kw_only=True):
-    """The last reading of the host memory, and the state with which later readings are compared."""
+    """The last reading of the host memory, and the state for comparing later readings."""
 
     memory: HostMemory = field(default_factory=HostMemory)
     """The last reading; a figure is None if it is unknown."""
@@ -94,13 +94,13 @@ def update_container(
 
     The sources, from the most to the least reliable, are:
 
-    - the cgroup of the engine's processes, or the machine if that cgroup has no limit;
+    - the cgroup of the engine's processes, or the machine if it has no limit;
     - the cgroup that the probe reads;
     - the sum of the processes' memory and /dev/shm.
 
     `limit_bytes`, from the settings, is used as the limit if the kernel reports none. The host
-    memory is None if nothing is known. Figures from a source that is less reliable than an earlier
-    one of the same run are dropped, because they are not comparable.
+    memory is None if nothing is known. Within a run, figures from a less reliable source than
+    before are dropped. They are not comparable.
     """
     probed_cgroup, probed_shm = _find_probed_host(probe)
     reading = HostReading()
@@ -116,10 +116,10 @@ def update_container(
 
     root = _identify_root(state, processes, probed_cgroup)
     memory = _choose_memory(reading, probed_cgroup, engine, limit_bytes)
-    # The next run may be in another container, so each run starts with an empty scope.
+    # The next run may be in another container, so its scope starts empty.
     scope = state.scope if root == state.root else HostMemory()
-    # A jump between the container's and the machine's figures would look like a leak, or like the
-    # end of one.
+    # A jump between the container's and the machine's figures would look like a leak. It could also
+    # look like the end of a leak.
     if _has_lost_scope(memory, scope):
         memory = HostMemory()
     # This is the most reliable basis of this run so far.
@@ -159,17 +159,20 @@ def _identify_root(
 
 
 def _has_lost_scope(memory: HostMemory, scope: HostMemory) -> bool:
-    """Return whether a reading has a less reliable basis than `scope`, the best one of this run."""
+    """Return whether a reading's basis is less reliable than that of `scope`.
+
+    `scope` is the most reliable reading of this run.
+    """
     if _rank_basis(memory) >= _rank_basis(scope):
         return False
-    # If the limits are equal, the probe reads the same container that /proc showed, so its figures
-    # are comparable.
+    # If the limits are equal, the probe reads the container that /proc showed. Its figures are
+    # therefore comparable.
     is_same_container = scope.basis is HostBasis.CGROUP and memory.basis is HostBasis.PROBE
     return not (is_same_container and scope.limit_bytes == memory.limit_bytes)
 
 
 def _rank_basis(memory: HostMemory) -> int:
-    """Return the reliability of a reading as a number, or 0 if it has no figures."""
+    """Return a reading's reliability as a number, or 0 if it has no figures."""
     return (None, *reversed(HostBasis)).index(memory.basis)
 
 
@@ -186,10 +189,10 @@ def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> floa
 def _find_probed_host(
     probe: ProbeReadings | Failure | None,
 ) -> tuple[Cgroup | None, Shm | None]:
-    """Return the container and /dev/shm as the probe reads them; each is None if it is unknown.
+    """Return the container and /dev/shm as the probe reads them, or None each.
 
-    All processes of the engine share the container and /dev/shm, so the report of one process is
-    used.
+    All processes of the engine share the container and /dev/shm. The report of one process is
+    therefore sufficient.
     """
     if not isinstance(probe, ProbeReadings):
         return None, None
@@ -199,8 +202,8 @@ def _find_probed_host(
     host = hosts[0]
     if host.cgroup is None:
         return None, host.shm
-    # The probe does not report the identity of its cgroup, so the start time of the oldest process
-    # is used instead.
+    # The probe does not report its cgroup's identity. The start time of the oldest process is used
+    # instead.
     started_at_seconds = min(process.started_at_seconds for process in probe.present)
     return replace(host.cgroup, identity=f"{PROBE_PREFIX}{started_at_seconds:.0f}"), host.shm
 
@@ -252,8 +255,8 @@ def _measure_processes(
 ) -> HostMemory:
     """Return the private and shared memory of the processes, excluding mapped files.
 
-    All figures are None if there are no processes, or if the private memory of any process is
-    unknown.
+    All figures are None if there are no processes. They are also None if any process's private
+    memory is unknown.
     """
     # Mapped files are excluded, because the kernel can drop them.
     private_bytes = sum_known(process.anonymous_bytes for process in engine)
@@ -276,8 +279,8 @@ def count_shared(processes: Iterable[EngineProcess], shm_bytes: int | None) -> i
 
     `shm_bytes` is how much of /dev/shm is in use, or None if that is unknown. Memory in /dev/shm
     counts once, no matter how many processes map it. Memory pinned by CUDA counts for each process,
-    because processes cannot share it. In vllm-project/vllm#53042, the four workers reported 192 GiB
-    of shared memory each, but the whole machine had only 769 GiB.
+    because processes cannot share it. In vllm-project/vllm#53042, four workers reported 192 GiB of
+    shared memory each. The whole machine had only 769 GiB.
     """
     shared_sizes = [process.shared_bytes or 0 for process in processes]
     if shm_bytes is None:
@@ -298,7 +301,7 @@ def _count_kills(
     not counted twice.
     """
     has_ended = state.root is not None and root != state.root
-    # The machine counts the kills of all containers, so new kills are attributed only to a
+    # The machine counts the kills of all containers. New kills are therefore attributed only to a
     # container that was full enough.
     if has_ended and _was_full(state.memory):
         state = _count_machine_kills(state, machine)
@@ -310,15 +313,15 @@ def _count_kills(
 
 
 def _was_full(memory: HostMemory) -> bool:
-    """Return whether the container may have been full enough to be killed, or False if unknown."""
+    """Return whether the container was full enough for a kill, or False if unknown."""
     full_bytes = FULL_SHARE * (memory.limit_bytes or inf)
     return (memory.used_bytes or 0) >= full_bytes
 
 
 def _count_machine_kills(state: ContainerState, machine: MachineMemory | None) -> ContainerState:
-    """Return the state with the machine's new kills added to the last container that was read.
+    """Add the machine's new kills to the last container that was read.
 
-    Nothing is counted if the previous or the current value of the machine's counter is unknown.
+    Nothing is counted if the machine's previous or current count is unknown.
     """
     if machine is None or machine.oom_kills is None or state.machine_kills is None:
         return state
@@ -345,7 +348,7 @@ def _count_container_kills(
     counters = state.kills_by_container
     earlier_kills = [counters[name] for name in names if name in counters]
     if not earlier_kills and root == state.root:
-        # This is the first reading in this run, so the kills so far may predate the run.
+        # In the first reading of a run, the kills may predate the run.
         earlier_kills = [oom_kills]
     # If a counter fell, it was reset to 0, so all its kills are new.
     counted_kills = max((kills for kills in earlier_kills if kills <= oom_kills), default=0)

@@ -122,7 +122,10 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
 
 
 def _sum_up(reports: list[ProbedDevice]) -> Sums:
-    """Return the sums over the processes on one GPU; a sum is None if any value is unknown."""
+    """Return the sums over the processes on one GPU.
+
+    A sum is None if any value is unknown.
+    """
     allocators = [report.allocator for report in reports]
     return Sums(
         allocated=sum_known(allocator.allocated_bytes for allocator in allocators),
@@ -137,7 +140,7 @@ def _sum_up(reports: list[ProbedDevice]) -> Sums:
 def _find_current(
     parts: WorkerMeasurements | None, name: Literal["weights_bytes", "kv_cache_bytes"]
 ) -> int | None:
-    """Return the current size of the weights or the KV cache of one process, or None if unknown.
+    """Return the current size of one process's weights or KV cache, or None.
 
     If vLLM uses its own memory pool, this is the size in that pool. Otherwise, it is the size
     measured at startup, or None while the engine sleeps.
@@ -159,15 +162,15 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
 
     Allocated memory consists of weights, KV cache and other tensors. Reserved memory that is not
     allocated is fragmented or cached. Held memory that torch has not reserved is outside torch. A
-    part that is computed as a difference is present only if all its terms are known. If all of
-    torch's figures are known, the parts add up to what the engine holds.
+    part computed as a difference is present only if all its terms are known. If all of torch's
+    figures are known, the parts add up to `held_bytes`.
 
-    Captured graphs occupy free blocks in torch's private pools and memory in the driver, so they
-    are contained in other parts. vLLM's figure for graphs is subtracted from those parts, so that
-    every byte counts once.
+    Captured graphs occupy free blocks in torch's private pools and memory in the driver. They are
+    therefore contained in other parts. The size that vLLM reports for graphs is subtracted there.
+    Every byte thus counts once.
 
     The result is empty if weights and KV cache exceed what the engine holds. The probe writes only
-    every five seconds, so it may have measured weights and cache before the engine fell asleep.
+    every five seconds. It may have measured weights and cache before the engine fell asleep.
     """
     parts = {}
     if sums.weights is not None:

@@ -16,11 +16,11 @@ def derive_kv_cache(
 ) -> tuple[Sample, ...]:
     """Return the KV-cache samples of each engine.
 
-    vLLM does not export how many bytes of KV cache one token takes across all GPUs of an engine.
-    The size is taken from the first of these sources that is known:
+    vLLM does not export the bytes of one token across an engine's GPUs. The size is taken from the
+    first of these sources that is known:
 
     - `bytes_per_token`, which the operator configured;
-    - the size of the cache that the probe reports, divided by the cache's capacity in tokens;
+    - the cache's size according to the probe, divided by its capacity in tokens;
     - `model`, which computes the size from the cache's dtype. `model` defaults to the model that
       the engine's processes load.
 
@@ -60,7 +60,7 @@ def _measure_bytes_per_token(
 
 
 def _count_gpus_per_engine(snapshot: Snapshot) -> int | None:
-    """Return how many of the server's GPUs each engine has, rounded up, or None if unknown."""
+    """Return how many GPUs each engine has, rounded up, or None if unknown."""
     ranks = {engine.engine for engine in list_engines(snapshot.page)}
     return ceil(len(snapshot.owned_gpus) / max(1, len(ranks))) or None
 
@@ -83,8 +83,8 @@ def _derive_engine_cache(engine: EngineReading, token_bytes: float | None) -> It
 def count_tokens_per_request(engine: EngineReading) -> float | None:
     """Return the average number of tokens per running request.
 
-    Returns None while nothing is running, if the cache is empty, or if one of the figures is
-    unknown.
+    Returns None while nothing is running or the cache is empty. Also returns None if one of the
+    figures is unknown.
     """
     if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
         return None

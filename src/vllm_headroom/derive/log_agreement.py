@@ -1,4 +1,4 @@
-"""Compare the figures in the engine's log with those of the probe and the metrics page."""
+"""Compare the log's figures with those of the probe and the metrics page."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -20,10 +20,10 @@ TOLERANCE_RATIO: Final = 0.005
 def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
     """Return a sentence for each figure in the log that another source contradicts.
 
-    The figures are those of the engine's newest start. The result is empty if there is no log, and
-    until the engine has served after that start. The weights and the KV cache are compared with the
-    probe's figures, and the budget with the page's. The log gives only an upper bound on the size
-    of the KV cache, because an option can make vLLM use fewer blocks.
+    The figures are those of the engine's newest start. The result is empty if there is no log. It
+    is also empty until the engine has served after that start. Weights and KV cache are compared
+    with the probe's figures. The budget is compared with the page's. For the KV cache, the log
+    gives only an upper bound. An option can make vLLM use fewer blocks.
     """
     if not isinstance(snapshot.log, LogReading) or not snapshot.is_in_service:
         return ()
@@ -53,7 +53,7 @@ def _compare_with_probe(start: EngineStart, snapshot: Snapshot) -> Iterator[str]
 
 
 def _list_sizes(parts: list[WorkerMeasurements], name: str) -> Iterator[int]:
-    """Yield the known sizes of a part, except those of an engine that may be asleep."""
+    """Yield the known sizes of a part, except those of a possibly sleeping engine."""
     for process_parts in parts:
         n_bytes = getattr(process_parts, name)
         if n_bytes is not None and process_parts.pool is None and not process_parts.asleep:
@@ -69,7 +69,7 @@ def _describe(part: str, log_bytes: float, probe_bytes: float) -> str:
 
 
 def _compare_budget(start: EngineStart, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a sentence if the log reports a memory share that no engine on the page has."""
+    """Yield a sentence if no engine on the page has the log's memory share."""
     if snapshot.page is None:
         return
     log_ratio = start.find_option("gpu_memory_utilization")

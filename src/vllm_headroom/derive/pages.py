@@ -18,7 +18,7 @@ def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
 
 
 def count_running(page: EnginePage | None) -> float | None:
-    """Return how many requests all engines run in total, or None if any number is unknown.
+    """Return how many requests all engines run in total, or None if unknown.
 
     The result is also None if there are no engines. A sleeping engine is assumed to run no
     requests, because its gauges do not change.
@@ -31,20 +31,20 @@ def count_running(page: EnginePage | None) -> float | None:
 
 
 def count_finished(page: EnginePage | None) -> float | None:
-    """Return the number of requests that all engines have finished, or None if it is unknown."""
+    """Return how many requests all engines have finished, or None if unknown."""
     return sum_known(engine.finished_total for engine in list_named(page))
 
 
 def is_page_awake(page: EnginePage | None) -> bool | None:
-    """Return whether all engines of the page are awake, or None if no engine reports that."""
+    """Return whether all engines of the page are awake, or None if unknown."""
     reports = [engine.awake for engine in list_engines(page) if engine.awake is not None]
     return all(reports) if reports else None
 
 
 def find_highest_kv_use(page: EnginePage | None) -> float | None:
-    """Return the used share of the fullest KV cache on the page, or None if no share is known.
+    """Return the used share of the page's fullest KV cache, or None if unknown.
 
-    Sleeping engines are left out, because they have no cache and their gauges do not change.
+    Sleeping engines are left out. They have no cache, and their gauges do not change.
     """
     used_ratios = [
         engine.kv_used_ratio

@@ -1,4 +1,4 @@
-"""How high memory rises during a step, by kind of work, and which requests still fit."""
+"""How high memory rises during a step, and which requests still fit."""
 
 from collections.abc import Mapping
 from math import sqrt
@@ -59,8 +59,8 @@ LARGEST_T: Final = 2.2
 class PeakLine(Struct, frozen=True, kw_only=True):
     """A line of peak bytes over step size, with the data for its prediction interval.
 
-    The line is fitted by weighted least squares. Large peaks scatter more than small ones, so the
-    weight of a peak decreases with its size.
+    The line is fitted by weighted least squares. Large peaks scatter more than small ones. A peak's
+    weight therefore decreases with its size.
     """
 
     base_bytes: float
@@ -101,7 +101,10 @@ class PeakLine(Struct, frozen=True, kw_only=True):
 
 
 def fit_sizes(peaks: tuple[SizePeak, ...]) -> PeakLine | None:
-    """Return the line of peak bytes over step size, or None if the work was observed too rarely."""
+    """Return the line of peak bytes over step size.
+
+    Returns None if the work was observed too rarely.
+    """
     largest_size = max((peak.size for peak in peaks), default=0)
     lowest_size = max(1.0, LOWEST_SIZE_SHARE * largest_size)
     fitted = [peak for peak in peaks if peak.size >= lowest_size]
@@ -146,17 +149,20 @@ class FitPoint(NamedTuple):
 
 
 def _weigh(peak: SizePeak) -> FitPoint:
-    """Return a peak with its weight: the inverse of the variance, which grows with the peak."""
+    """Return a peak, weighted by the inverse of its variance."""
     deviation = peak.transient_bytes + SMALLEST_DEVIATION_BYTES
     return FitPoint(peak.size, peak.transient_bytes, 1 / deviation**2)
 
 
 def find_largest_size(fit: PeakLine, room_bytes: float, limit: int) -> int:
-    """Return the largest size up to `limit` whose upper bound fits the room, or 0 if none does."""
+    """Return the largest size up to `limit` that fits the room, or 0.
+
+    A size fits if its upper bound does.
+    """
     if fit.predict_upper_bytes(limit) <= room_bytes:
         return limit
-    # The interval is narrowest near the mean, so the upper bound may first fall and then rise with
-    # the size. The size sought is above the size with the lowest upper bound.
+    # The interval is narrowest near the mean. With the size, the upper bound may therefore first
+    # fall and then rise. The size sought is above the size with the lowest upper bound.
     fitting_size = 0
     too_large_size = limit
     while too_large_size - fitting_size > 1:
@@ -179,24 +185,31 @@ class PeakRoom(NamedTuple):
 
     @property
     def repeated_bytes(self) -> int:
-        """Return the room for a step like an earlier one, which can use all cached segments."""
+        """Return the room for a step like an earlier one.
+
+        Such a step can use all cached segments.
+        """
         return self.free_bytes + self.cached_bytes
 
     @property
     def larger_bytes(self) -> float:
-        """Return the room for a step larger than all before, which can use only some segments."""
+        """Return the room for a step larger than all before.
+
+        Such a step can use only some segments.
+        """
         return self.free_bytes + (1 - UNUSABLE_CACHED_SHARE) * self.cached_bytes
 
 
 def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> PeakRoom | None:
-    """Return the memory that a step may take on a GPU, or None if one of the figures is unknown."""
+    """Return the memory that a step may take on a GPU, or None if unknown."""
     free_bytes = gpu.room_bytes
     reserved_bytes = peaks.resting_reserved_bytes
     allocated_bytes = peaks.resting_allocated_bytes
     split_bytes = peaks.resting_split_bytes
     if free_bytes is None or reserved_bytes is None or allocated_bytes is None:
         return None
-    # Since the newest step, torch may have returned memory to the GPU, where it now counts as free.
+    # Since the newest step, torch may have returned memory to the GPU. That memory now counts as
+    # free.
     newest_reserved_bytes = None if gpu.inside is None else gpu.inside.reserved_bytes
     if newest_reserved_bytes is not None:
         reserved_bytes = min(reserved_bytes, newest_reserved_bytes)
@@ -217,7 +230,7 @@ def derive_peaks(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 
 def find_worker(gpu: Gpu, snapshot: Snapshot) -> ProbedProcess | None:
-    """Return the newest process that reports its peaks on a GPU, or None if there is none."""
+    """Return the newest process that reports its peaks on a GPU, or None."""
     if not isinstance(snapshot.probe, ProbeReadings):
         return None
     uuid = gpu.reading.uuid.casefold()
@@ -231,7 +244,7 @@ def find_worker(gpu: Gpu, snapshot: Snapshot) -> ProbedProcess | None:
 def _derive_gpu(
     gpu: Gpu, process: ProbedProcess, peaks: PeakReadings, snapshot: Snapshot
 ) -> list[Sample]:
-    """Return the samples of one GPU: the peaks, the room for them, and the sizes that fit."""
+    """Return one GPU's samples: the peaks, their room, and the sizes that fit."""
     labels = label_gpu(gpu)
     room = find_peak_room(gpu, peaks)
     room_bytes = None if room is None else room.repeated_bytes
@@ -255,7 +268,10 @@ def _derive_gpu(
 def _derive_work(
     work: WorkPeaks, fit: PeakLine | None, labels: tuple[str, ...], room_bytes: int | None
 ) -> list[Sample]:
-    """Return the samples of one kind of work; `fit` is None if it was observed too rarely."""
+    """Return the samples of one kind of work.
+
+    `fit` is None if the work was observed too rarely.
+    """
     samples = []
     if work.recent is not None:
         recent_bytes = float(work.recent.transient_bytes)
@@ -279,8 +295,8 @@ SAFE_METRICS: Final = (
 def _find_free_cache_tokens(snapshot: Snapshot, rank: int | None) -> int | None:
     """Return the free KV-cache tokens of the engine with this data-parallel rank.
 
-    If the rank is None or missing from the page, the engine with the fewest free tokens is used.
-    Returns None if the number of tokens is unknown.
+    If no engine has that rank, the engine with the fewest free tokens is used. Returns None if the
+    number of tokens is unknown.
     """
     engines = list_engines(snapshot.page)
     named = [engine for engine in engines if engine.engine == str(rank)]
@@ -298,11 +314,11 @@ def _find_safe_sizes(
     room_bytes: float,
     cache_tokens: int | None,
 ) -> dict[Work, int]:
-    """Return, for each kind of work, the size of the largest single request that fits the room.
+    """Return the largest single request of each kind of work that fits the room.
 
-    A kind of work is omitted if it was observed too rarely to be fitted. vLLM computes a long
-    prompt in steps of at most `batch_tokens`. If such a step fits, the prompt is limited only by
-    the KV cache and the model. If neither of these limits is known, the prompt size is omitted.
+    A kind of work is omitted if it was observed too rarely to be fitted. A long prompt is computed
+    in steps of at most `batch_tokens`. If such a step fits, only the KV cache and the model limit
+    the prompt. If neither of these limits is known, the prompt size is omitted.
     """
     sizes: dict[Work, int] = {}
     for work in (Work.PREFILL, Work.PROMPT_LOGPROBS):
@@ -311,7 +327,7 @@ def _find_safe_sizes(
             tokens = _find_safe_tokens(fit, peaks, room_bytes, cache_tokens)
             if tokens is not None:
                 sizes[work] = tokens
-    # A prompt with prompt logprobs is also a prompt, so the smaller of the two sizes applies.
+    # A prompt with prompt logprobs is also a prompt. The smaller of the two sizes applies.
     if Work.PROMPT_LOGPROBS in sizes:
         sizes[Work.PROMPT_LOGPROBS] = min(sizes.values())
     encoder_fit = fits.get(Work.ENCODER)
@@ -324,7 +340,7 @@ def _find_safe_sizes(
 def _find_safe_tokens(
     fit: PeakLine, peaks: PeakReadings, room_bytes: float, cache_tokens: int | None
 ) -> int | None:
-    """Return the number of tokens in the largest safe prompt, or None if its limit is unknown."""
+    """Return the tokens of the largest safe prompt, or None if the limit is unknown."""
     step_limit = peaks.batch_tokens or FURTHEST_SIZE_FACTOR * fit.largest_size
     step_tokens = find_largest_size(fit, room_bytes, step_limit)
     if peaks.batch_tokens is None or step_tokens < peaks.batch_tokens:

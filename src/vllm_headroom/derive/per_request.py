@@ -33,14 +33,17 @@ HALF_LIFE_SECONDS: Final = DAY_SECONDS
 
 
 class Baseline(NamedTuple):
-    """The memory that the engine held on a GPU in the first readings within one load band."""
+    """The memory held on a GPU in the first readings of one load band."""
 
     readings: int = 0
     mean_bytes: float = 0.0
 
 
 class BusiestLoad(NamedTuple):
-    """The highest number of running requests, and when it was seen, in seconds since the epoch."""
+    """The highest number of running requests, and when it was seen.
+
+    The time is in seconds since the epoch.
+    """
 
     running: float = 0.0
     seconds: float = 0.0
@@ -65,9 +68,8 @@ def derive_baseline(
 
     `configured_bytes` is the baseline: the memory per running request on each GPU at full load. If
     it is set, there is a sample only near the highest load. At lower load, the memory per request
-    is higher. If it is None, the baseline is the mean of the first readings at comparable load.
-    There is no sample until the baseline has been learned. There is no sample while nothing is
-    running.
+    is higher. Otherwise, the baseline is the mean of the first readings at comparable load. There
+    is no sample until the baseline has been learned. There is no sample while nothing is running.
     """
     page = snapshot.page
     if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):
@@ -88,8 +90,7 @@ def derive_baseline(
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
     band = find_load_band(running)
     for gpu in snapshot.gpus:
-        # The memory is None if unknown. It is 0 if the engine exited between the readings of the
-        # page and the GPU.
+        # The memory is None if unknown. It is 0 if the engine exited between the two readings.
         if not gpu.held_bytes:
             continue
         ratio = None
@@ -108,7 +109,10 @@ def derive_baseline(
 
 
 def _follow_run(state: Baselines, page: EnginePage) -> Baselines:
-    """Return the state with the page's run and finished requests; a new run has no baselines."""
+    """Return the state with the page's run and finished requests.
+
+    A new run has no baselines.
+    """
     run_id = identify_run(page)
     finished_total = count_finished(page)
     if is_new_run(state.run_id, run_id, state.finished_total, finished_total):
@@ -126,7 +130,10 @@ def _decay_busiest(busiest: BusiestLoad, now: float) -> float:
 
 
 def _compare(held_bytes: int, baseline: Baseline) -> float | None:
-    """Return the memory as a ratio of its baseline, or None while the baseline is being learned."""
+    """Return the memory as a ratio of its baseline.
+
+    Returns None while the baseline is being learned.
+    """
     if baseline.readings < BASELINE_READINGS or baseline.mean_bytes <= 0:
         return None
     return held_bytes / baseline.mean_bytes
@@ -140,17 +147,20 @@ def _learn(baseline: Baseline, held_bytes: int) -> Baseline:
 
 
 def find_load_band(running: float) -> int:
-    """Return the number of the band that contains this load; loads in one band are comparable."""
+    """Return the number of the band that contains this load.
+
+    Loads in one band are comparable.
+    """
     return round(log(running) / log(COMPARABLE_FACTOR))
 
 
 def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the memory that the engine holds on each GPU, divided by the page's running requests.
+    """Return the memory held on each GPU, divided by the page's running requests.
 
-    The sum over the GPUs is the memory per request of the whole server, with both tensor and data
-    parallelism. There are no samples while nothing is running, or while an engine does not report
-    its requests. A GPU on which the engine holds nothing has no sample. This happens when the
-    engine exits between the readings of the page and the GPU.
+    The sum over the GPUs is the whole server's memory per request. This holds for both tensor and
+    data parallelism. There are no samples while nothing is running. There are none either while an
+    engine does not report its requests. A GPU on which the engine holds nothing has no sample. This
+    happens when the engine exits between the readings of the page and the GPU.
     """
     running = count_running(snapshot.page)
     if not running:

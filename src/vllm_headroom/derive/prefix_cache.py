@@ -29,8 +29,8 @@ class Count(Struct, frozen=True, kw_only=True):
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
     """The counts of each engine within the window, and the last count before the window.
 
-    The oldest count comes first. An engine is dropped once it has been missing from the page for
-    the length of the window.
+    The oldest count comes first. An engine that is missing from the page for a whole window is
+    dropped.
     """
 
     engines: dict[tuple[str, str], tuple[Count, ...]] = field(default_factory=dict)
@@ -42,8 +42,8 @@ def derive_prefix_cache(
 ) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
     """Return, for each engine, hits divided by queries over the last five minutes.
 
-    An engine that received no queries in that time has no sample. vLLM V0 exports no counters, so
-    the sample is the average since the engine started.
+    An engine that received no queries in that time has no sample. For vLLM V0, which exports no
+    counters, the sample is a lifetime average.
     """
     # Counts from an ended run are not compared with those from the next run.
     if snapshot.engine_status is not None and not snapshot.engine_status.is_in_service:
@@ -60,7 +60,7 @@ def derive_prefix_cache(
             ratio = _measure_hit_ratio(counts)
         if ratio is not None:
             samples.append(Sample(catalog.ENGINE_PREFIX_HIT_RATIO, labels, ratio))
-    # If an engine is missing from the page for a few minutes, its counts are kept.
+    # If an engine is briefly missing from the page, its counts are kept.
     recent_counts = {
         labels: counts
         for labels, counts in limit_remembered(counts_by_engine, engines).items()
@@ -72,7 +72,7 @@ def derive_prefix_cache(
 def _update_counts(
     counts: tuple[Count, ...], engine: EngineReading, now: float
 ) -> tuple[Count, ...]:
-    """Return the counts in the window that ends at `now` (in seconds), with the newest count added.
+    """Return the counts in the window that ends at `now`, with the newest added.
 
     If the page has no counters, nothing is added. If a counter fell, it was reset to 0, so the
     counts start over.
@@ -90,13 +90,13 @@ def _update_counts(
         len(counts) > 1
         and counts[-1].seconds - counts[-2].seconds < RATIO_WINDOW_SECONDS / RATIO_WINDOW_STEPS
     ):
-        # The newest stored count is too close to the previous one, so the new count replaces it.
+        # The newest stored count is too close to the previous one. The new count replaces it.
         counts = counts[:-1]
     return (*counts, Count(seconds=now, queries=queries, hits=hits))
 
 
 def _measure_hit_ratio(counts: tuple[Count, ...]) -> float | None:
-    """Return hits divided by queries from the first count to the last, or None without queries."""
+    """Return hits divided by queries over these counts, or None without queries."""
     queries = counts[-1].queries - counts[0].queries
     hits = counts[-1].hits - counts[0].hits
     if queries <= 0:

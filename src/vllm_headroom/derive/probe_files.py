@@ -31,10 +31,9 @@ def classify_probe(
 ) -> ProbeReadings | Failure | None:
     """Sort the probe's files, as of `now` in epoch seconds, into present, silent and others.
 
-    While /proc shows engine processes, a file belongs to this run if its writer has the same start
-    time as one of them. Pids are not compared, because they may belong to another PID namespace.
-    While /proc shows no engine process, a file belongs to this run if it is fresh. A failure or
-    None is returned unchanged.
+    While /proc shows engine processes, a file's writer must be one of them. The start times are
+    then equal. Pids are not compared, because they may belong to another PID namespace. While /proc
+    shows none, a file belongs to this run if it is fresh. A failure or None is returned unchanged.
     """
     if files is None or isinstance(files, Failure):
         return files
@@ -44,7 +43,7 @@ def classify_probe(
     others = []
     for file in _list_newest(files, now):
         is_running = any(_is_same_process(file, process) for process in shown)
-        # If no process is visible, a fresh file is sufficient proof that its process is running.
+        # If no process is visible, a fresh file proves that its process is running.
         may_run = is_running or not shown
         if file.stopped is not None:
             others.append(file)

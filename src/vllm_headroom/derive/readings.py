@@ -57,8 +57,8 @@ def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
 def _derive_gpu(gpu: Gpu) -> tuple[Sample, ...]:
     """Return the samples of one GPU, no matter which process uses it.
 
-    The result is cached. A daemon that watches several engines reads each GPU once per tick, and
-    the data differs only for the engine that holds the GPU.
+    The result is cached. A daemon that watches several engines reads each GPU once per tick. The
+    data differs only for the engine that holds the GPU.
     """
     return tuple(_list_gpu_samples(gpu))
 
@@ -68,8 +68,8 @@ def _list_gpu_samples(gpu: Gpu) -> Iterator[Sample]:
     labels = label_gpu(gpu)
     reading = gpu.reading
     name = reading.name
-    # The figures of a GPU with unified memory describe the machine's memory, so the GPU's name is
-    # marked.
+    # With unified memory, a GPU's figures describe the machine's memory. The GPU's name is
+    # therefore marked.
     if reading.memory is not None and reading.memory.is_unified:
         name += " (unified memory)"
     yield Sample(catalog.GPU_INFO, (*labels, name, gpu.attribution or ""), 1.0)
@@ -79,8 +79,8 @@ def _list_gpu_samples(gpu: Gpu) -> Iterator[Sample]:
         yield from _derive_holders(gpu, reading.memory.used_bytes)
     if gpu.process_count is not None:
         yield Sample(catalog.GPU_PROCESSES, labels, float(gpu.process_count))
-    # If the driver does not report a size, the sample is omitted, because 0 would mean that nothing
-    # is held.
+    # If the driver does not report a size, the sample is omitted. A size of 0 would mean that
+    # nothing is held.
     leftover_sizes = [
         leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None
     ]
@@ -96,7 +96,10 @@ def _list_gpu_samples(gpu: Gpu) -> Iterator[Sample]:
 
 
 def _derive_holders(gpu: Gpu, used_bytes: int) -> Iterator[Sample]:
-    """Yield how much memory each holder has; the sizes add up to the memory in use."""
+    """Yield how much memory each holder has.
+
+    The sizes add up to the memory in use.
+    """
     labels = label_gpu(gpu)
     unattributed_bytes = used_bytes
     for holder, held_bytes in (("engine", gpu.engine_bytes), ("other", gpu.other_bytes)):

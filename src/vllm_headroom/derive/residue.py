@@ -23,7 +23,7 @@ for example, only pauses the scheduler.
 
 
 class SleepState(Struct, frozen=True, kw_only=True):
-    """The newest sleep in a run, and the memory that the engine kept on each GPU during it."""
+    """The newest sleep in a run, and the memory kept on each GPU."""
 
     run_id: str | None = None
     since_seconds: float | None = None
@@ -42,10 +42,10 @@ class SleepState(Struct, frozen=True, kw_only=True):
 
 
 def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
-    """Return the residue on each of the engine's GPUs: the memory that it holds while asleep.
+    """Return the residue on each GPU: the memory that the engine holds while asleep.
 
-    While memory may still be released in the current sleep, the residue of the previous sleep is
-    returned. There is no sample before the run's first sleep.
+    Until the current sleep has settled, the previous sleep's residue is returned. There is no
+    sample before the run's first sleep.
     """
     state = _update_sleep(state, snapshot)
     samples: list[Sample] = []
@@ -57,7 +57,10 @@ def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tup
 
 
 def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
-    """Return the state after one more snapshot, or `state` if the page could not be read."""
+    """Return the state after one more snapshot.
+
+    Without a page, the state does not change.
+    """
     page = snapshot.page
     if page is None:
         return state
@@ -88,9 +91,10 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
-    """Return the memory now held on each GPU on which the sleep released enough, by UUID.
+    """Return the memory held on each GPU after a real release, by UUID.
 
-    A GPU is also included if it is unknown how much was released there.
+    On these GPUs, the sleep released enough. A GPU is also included if it is unknown how much was
+    released there.
     """
     status = snapshot.engine_status
     bytes_to_wake = {} if status is None else dict(status.wake_bytes)

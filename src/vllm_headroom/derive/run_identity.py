@@ -30,7 +30,7 @@ def is_new_run(
     """Return whether a new id or a new count of finished requests indicates another run.
 
     Returns False if too little is known to detect a restart. If the ids are equal, the run is the
-    same even if the count was reset. Several servers that share a port have different start times
+    same, even after a counter reset. Several servers that share a port have different start times
     and may answer in turn. A later start therefore indicates a new run. An earlier start does so
     only if the count has also more than halved. The counts of servers that share the load are
     similar. Such a drop therefore means that the engine restarted after its clock was set back.

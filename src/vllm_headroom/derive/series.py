@@ -37,7 +37,7 @@ def label_engine(engine: EngineReading) -> tuple[str, str]:
 
 
 def make_states(metric: Metric, labels: tuple[str, ...], current: StrEnum) -> tuple[Sample, ...]:
-    """Return one sample per state of a series: 1 for the current state, 0 for the others."""
+    """Return one sample per state: 1 for the current state, 0 for the others."""
     members = type(current).__members__.values()  # three times as fast as a loop over the class
     return tuple(
         [
@@ -50,9 +50,10 @@ def make_states(metric: Metric, labels: tuple[str, ...], current: StrEnum) -> tu
 def make_facts(
     table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object
 ) -> list[Sample]:
-    """Return the samples of a reading, using a table of metrics and the attributes they export.
+    """Return the samples of a reading.
 
-    An attribute that is None has no sample. There are no samples if the reading is None.
+    The table has each metric and the attribute that it exports. An attribute that is None has no
+    sample. There are no samples if the reading is None.
     """
     if reading is None:
         return []

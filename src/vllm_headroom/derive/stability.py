@@ -1,4 +1,4 @@
-"""Whether load is level, and how much each GPU's memory has changed since it became level."""
+"""Whether load is level, and each GPU's memory change since it became level."""
 
 from statistics import fmean
 from typing import Final

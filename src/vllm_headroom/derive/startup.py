@@ -1,4 +1,4 @@
-"""What the engine's log reports about the last start, and about the exit before that start."""
+"""What the engine's log reports about the last start and the exit before."""
 
 from typing import Final
 
@@ -19,10 +19,9 @@ value is used.
 
 
 def derive_startup(snapshot: Snapshot) -> tuple[Sample, ...]:
-    """Return the part sizes from the newest start, each from the rank where it is largest.
+    """Return the part sizes of the newest start, from the rank with the largest.
 
-    A part has no sample if the log does not contain its size, or contains a negative size from a
-    failed start.
+    A part has no sample if its size is missing or negative. A failed start logs negative sizes.
     """
     if not isinstance(snapshot.log, LogReading) or snapshot.log.start is None:
         return ()

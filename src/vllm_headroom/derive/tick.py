@@ -1,4 +1,4 @@
-"""The steps of a tick, in order: attribute the GPUs, follow the engine's run, derive, judge."""
+"""The steps of a tick: attribute GPUs, follow the run, derive, judge."""
 
 from collections.abc import Callable
 from functools import partial
@@ -91,10 +91,10 @@ class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
 def answer(
     derivation: Derivation[State], state: State, snapshot: Snapshot
 ) -> tuple[State, tuple[Sample, ...]]:
-    """Run one step of a derivation, and return the next state and the samples with finite values.
+    """Run one step of a derivation.
 
-    Absurd numbers on a page may overflow or yield infinity, so values that are not finite are
-    dropped.
+    Returns the next state and the samples with finite values. Absurd numbers on a page may overflow
+    or yield infinity. Such values are dropped.
     """
     following, samples = derivation.step(state, snapshot)
     return following, tuple([sample for sample in samples if isfinite(sample.value)])
@@ -293,7 +293,7 @@ class Evaluation:
         )
 
     def follow_run(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with the run's status and with the GPUs that the engine has lost.
+        """Return the snapshot with the run's status and the GPUs that were lost.
 
         If following the run fails, the snapshot is returned unchanged, and the run is forgotten.
         """
@@ -354,7 +354,7 @@ class Evaluation:
     def _attribute_gpus(
         self, gpus: GpuReadings | Failure, processes: ProcessReadings | Failure
     ) -> tuple[Gpu, ...] | Failure:
-        """Return the GPUs with what the engine holds on each, or a Failure if none is readable."""
+        """Return the GPUs with what the engine holds, or a Failure if none is readable."""
         if isinstance(gpus, Failure):
             return gpus
         self._attribution, attributed = self._border(

@@ -301,7 +301,7 @@ def derive_verdicts(
     verdicts = judge_snapshot(
         snapshot, values, measure_watches(leak), role=role, excused=list_excused(leak)
     )
-    # The page shows a single situation for the engine and all its GPUs: the worst one.
+    # The page shows the worst situation of the engine and all its GPUs.
     samples = make_states(catalog.SITUATION, (), verdicts[0].situation)
     if role != SERVING:
         samples += (Sample(catalog.ROLE, (role,), 1.0),)
@@ -322,7 +322,7 @@ def measure_watches(state: LeakMemory) -> dict[str, float]:
 
 
 def list_excused(state: LeakMemory) -> frozenset[str]:
-    """Return the UUIDs and roles whose memory is growing as it did before without a leak."""
+    """Return the UUIDs and roles whose memory grows as before, without a leak."""
     tracks = {**state.gpus, **state.host}.items()
     return frozenset(name for name, track in tracks if track.is_excused)
 
@@ -338,9 +338,9 @@ def judge_snapshot(
 
     Within each group, the worst situation comes first. There is at least one verdict. `values` has
     the samples of all derivations. `watches` contains how many seconds the detector has watched
-    each GPU, by UUID, and each role's host memory, by role. `excused` contains the UUIDs and roles
-    whose memory is growing as it did before without a leak. If the declared `role` shares its GPUs,
-    other processes on these GPUs do not cause a warning.
+    each memory. GPUs are named by UUID, host memory by role. `excused` contains those whose memory
+    grows as before, without a leak. If the declared `role` shares its GPUs, other processes there
+    cause no warning.
     """
     gpu_verdicts = list(_judge_gpus(snapshot, values, watches, role, excused))
     verdicts = [
@@ -353,7 +353,7 @@ def judge_snapshot(
 
 
 def _is_memory_low(gpu_verdicts: Iterable[Verdict]) -> bool:
-    """Return whether any GPU is so short of free memory that the load must be reduced."""
+    """Return whether a GPU's free memory is so low that load must be reduced."""
     return any(
         verdict.situation is Situation.LOW_MEMORY
         or (verdict.situation is Situation.OVER_BUDGET and verdict.level is Level.ALARM)
@@ -428,8 +428,7 @@ def _judge_gpus(
             yield _judge_left_out_gpu(gpu)
     for gpu in sorted(snapshot.owned_gpus, key=lambda gpu: gpu.reading.index):
         yield _judge_gpu(gpu, snapshot, values, watches=watches, role=role, excused=excused)
-        # This is a separate verdict, because memory left behind by an exited engine has a different
-        # remedy.
+        # Memory left behind by an exited engine has a different remedy.
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.display_name,
@@ -512,11 +511,11 @@ def _judge_quiet_gpu(
     watches: Mapping[str, float],
     role: str,
 ) -> Verdict:
-    """Return the verdict on a GPU whose memory is not growing: its problem, or that it has none."""
+    """Return the verdict on a GPU whose memory is not growing."""
     labels = label_gpu(gpu)
     uuid = gpu.reading.uuid
     name = gpu.reading.display_name
-    # If the detector's state is missing, as with a recorded page, only the leak state is used.
+    # Without the detector's state, as with a recorded page, only the leak state is used.
     watched_seconds = watches.get(uuid, SURE_SECONDS)
     level, no_growth = _describe_no_growth({leak_state}, watched_seconds)
     held_bytes = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
@@ -584,7 +583,7 @@ def _find_trouble(
 ) -> Trouble | None:
     """Return the worst problem of a GPU, or None if it has none.
 
-    `wake_bytes` is the memory that a sleeping engine needs to wake up, or 0 if the engine is awake.
+    `wake_bytes` is what a sleeping engine needs to wake up. The value is 0 if the engine is awake.
     """
     return (
         _find_excess(labels, status, values, free_bytes)
@@ -597,16 +596,17 @@ def _find_trouble(
 def _find_low_memory(
     labels: tuple[str, str], status: EngineStatus | None, free_bytes: float, wake_bytes: int
 ) -> Trouble | None:
-    """Return a Trouble if free memory is low, or is too little for a sleeping engine to wake up.
+    """Return a Trouble if free memory is low.
 
-    Returns None if neither applies. The alert fires only if memory is low.
+    Memory is also low if a sleeping engine could not wake up. Returns None if neither applies. The
+    alert fires only if memory is low.
     """
     uuid = labels[1]
     first_free_bytes = 0
     if status is not None:
         first_free_bytes = dict(status.first_room_bytes).get(uuid, 0)
-    # Memory is never reported as low before an engine has served, because a starting engine takes
-    # its granted memory.
+    # Memory is never reported as low before an engine has served. A starting engine takes its
+    # granted memory.
     is_low = free_bytes < min(LOW_BYTES, LOW_FREE_SHARE * first_free_bytes)
     if not is_low and free_bytes >= wake_bytes:
         return None
@@ -625,7 +625,7 @@ def _find_scarce_blocks(
 
     Returns None while no task waits for memory and no model is being loaded.
     """
-    # The driver allocates in blocks of 2 MiB, so it cannot use smaller gaps in the page cache.
+    # The driver allocates in blocks of 2 MiB. It cannot use smaller gaps in the page cache.
     blocks_bytes = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
     if blocks_bytes is None or blocks_bytes >= min(SCARCE_BLOCKS_BYTES, free_bytes):
         return None
@@ -645,16 +645,16 @@ def _find_scarce_blocks(
 def _find_excess(
     labels: tuple[str, str], status: EngineStatus | None, values: Values, free_bytes: float
 ) -> Trouble | None:
-    """Return a Trouble if the engine exceeds its budget and thereby leaves too little free memory.
+    """Return a Trouble if an engine over its budget leaves too little free memory.
 
-    An excess alone is not a problem, because contexts, NCCL and graphs are outside the budget.
-    Returns None if the engine is not serving, is within its budget, or leaves enough memory for
-    bursts of load.
+    An excess alone is not a problem. Contexts, NCCL and graphs are outside the budget. Returns None
+    if the engine is not serving or is within its budget. Also returns None if enough memory is left
+    for bursts of load.
     """
     if status is None or status.state is not EngineState.SERVING:
         return None
     excess = dict(status.excesses).get(labels[1])
-    # A burst of prefills exceeds the budget for a few seconds, and then releases the memory.
+    # A burst of prefills exceeds the budget only for a few seconds.
     if excess is None or excess.seconds < OVER_BUDGET_SECONDS:
         return None
     room_bytes = _find_room_at_rest(labels, values, excess, free_bytes)
@@ -720,7 +720,10 @@ def _find_neighbour(labels: tuple[str, str], values: Values, role: str) -> Troub
 
 
 class GrowingMemory(Struct, frozen=True, kw_only=True):
-    """Growing memory on a GPU or in the processes of one role; a field is None if unknown."""
+    """Growing memory on a GPU or in the processes of one role.
+
+    A field is None if unknown.
+    """
 
     subject: str
     name: str
@@ -759,7 +762,7 @@ def _measure_gpu_growth(
 ) -> GrowingMemory:
     """Return the growth on a GPU, as measured by the leak detector."""
     labels = label_gpu(gpu)
-    # The probe measures only the engine's memory, so any growth that it shows is the engine's.
+    # The probe measures only the engine's memory. Any growth that it shows is the engine's.
     location = values.state(catalog.LEAK_LOCATION, *labels)
     return GrowingMemory(
         subject=gpu.reading.display_name,
@@ -835,10 +838,10 @@ def _judge_filling_pools(growth: GrowingMemory, bound_bytes: float) -> Verdict:
 
 
 def _describe_engine_growth(growth: GrowingMemory) -> str:
-    """Return a statement that the engine leaks or may leak, with the rate and the location."""
+    """Return a statement on the engine's certain or possible leak: rate and location."""
     words = ["leaks" if growth.is_leaking else "may leak"]
     rate = _describe_rate(growth)
-    # If the rate per request is known, it is preferred, because it does not depend on the load.
+    # The rate per request is preferred, because it does not depend on the load.
     if growth.bytes_per_request is not None:
         rate = f"{format_size(1000 * growth.bytes_per_request)} per 1,000 requests"
     if rate:
@@ -850,7 +853,7 @@ def _describe_engine_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_usual_growth(growth: GrowingMemory) -> str:
-    """Return a statement, with the rate, that memory is growing as it did before without a leak."""
+    """Return a statement on growth as before, without a leak, with its rate."""
     rate = _describe_rate(growth)
     text = f"grows by {rate}" if rate else "grows"
     return f"{text}, up to now as in an earlier run or on an earlier day without a leak"
@@ -866,14 +869,20 @@ def _describe_foreign_growth(growth: GrowingMemory) -> str:
 
 
 def _describe_rate(growth: GrowingMemory) -> str:
-    """Return the growth per hour, such as "3 GiB an hour", or "" if it is unknown."""
+    """Return the growth per hour, such as "3 GiB an hour".
+
+    Returns "" if the growth is unknown.
+    """
     if growth.bytes_per_second is None:
         return ""
     return f"{format_size(HOUR_SECONDS * growth.bytes_per_second)} an hour"
 
 
 def _describe_time_to_oom(growth: GrowingMemory) -> str:
-    """Return the time until out-of-memory as the end of a sentence, or "" if it is unknown."""
+    """Return the time until out-of-memory as the end of a sentence.
+
+    Returns "" if the time is unknown.
+    """
     if growth.oom_seconds is None:
         return ""
     if growth.oom_seconds < 1:
@@ -886,7 +895,10 @@ def _describe_time_to_oom(growth: GrowingMemory) -> str:
 
 
 def _describe_full_pools(growth: GrowingMemory) -> str:
-    """Return a note that full offload pools may exceed their size, or "" if no pool is full."""
+    """Return a note that full offload pools may exceed their size.
+
+    Returns "" if no pool is full.
+    """
     # Only offload pools have been observed to exceed their configured size (OFFLOAD_FACTOR).
     has_offloads = any(pool.part is not HostPart.MULTIMODAL_CACHE for pool in growth.pools)
     if growth.bound_bytes != 0 or not has_offloads:
@@ -905,7 +917,7 @@ def _choose_alert(growth: GrowingMemory) -> str:
     """Return the alert that fires for this growth, depending on the time left."""
     if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
         return growth.alerts.hour
-    # An early warning may still be withdrawn, so it is urgent only if less than an hour is left.
+    # An early warning may be withdrawn. It is urgent only if less than an hour is left.
     near_seconds = DAY_SECONDS if growth.is_leaking else HOUR_SECONDS
     if _is_oom_within(growth, near_seconds):
         return growth.alerts.day
@@ -917,11 +929,11 @@ def _is_oom_within(growth: GrowingMemory, seconds: float) -> bool:
 
 
 def _judge_engine(snapshot: Snapshot, values: Values, *, is_memory_low: bool) -> Iterator[Verdict]:
-    """Yield the verdicts on the engine's state, on a crash loop and on a stranded KV cache."""
+    """Yield the verdicts on the engine's state, a crash loop and stranded KV cache."""
     yield _judge_engine_state(snapshot, values, is_memory_low=is_memory_low)
     status = snapshot.engine_status
-    # A crash loop is reported even while the engine is serving, because a looping engine serves
-    # between two exits.
+    # A crash loop is reported even while the engine is serving. A looping engine serves between two
+    # exits.
     if status is not None and status.recent_exits >= CRASH_LOOP_EXITS:
         yield Verdict(
             subject="engine",
@@ -930,8 +942,7 @@ def _judge_engine(snapshot: Snapshot, values: Values, *, is_memory_low: bool) ->
             alert="HeadroomEngineCrashLoop",
             situation=Situation.CRASH_LOOP,
         )
-    # The highest share among the engines is used, because a data-parallel rank cannot use another
-    # rank's cache.
+    # The highest share is used. A data-parallel rank cannot use another rank's cache.
     stranded_ratio = max(values.find_all(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
     if stranded_ratio > STRANDED_RATIO:
         yield Verdict(
@@ -951,7 +962,7 @@ def _describe_crash_loop(status: EngineStatus) -> str:
 
 
 def _judge_engine_state(snapshot: Snapshot, values: Values, *, is_memory_low: bool) -> Verdict:
-    """Return the verdict on the engine's state, with its load or the failure of its page."""
+    """Return the verdict on the engine's state, with its load or page failure."""
     status = snapshot.engine_status
     state = EngineState.UNKNOWN if status is None else status.state
     row = _choose_engine_sentence(snapshot, state)
@@ -974,7 +985,7 @@ def _choose_engine_sentence(snapshot: Snapshot, state: EngineState) -> EngineSen
     if status is not None and state is EngineState.DOWN and not status.was_seen:
         row = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
-        # While the page cannot be read, the state SERVING or ASLEEP is kept from the last page.
+        # While the page cannot be read, the last page's SERVING or ASLEEP is kept.
         if state in UNREAD_SENTENCES:
             row = replace(UNREAD_SENTENCES[state], alert=row.alert)
         if state is EngineState.UNKNOWN:
@@ -993,9 +1004,10 @@ def _choose_engine_sentence(snapshot: Snapshot, state: EngineState) -> EngineSen
 def _describe_engine(
     snapshot: Snapshot, values: Values, state: EngineState, *, is_memory_low: bool
 ) -> str:
-    """Return what follows the sentence on the state: load, signs of a hang, or the page's failure.
+    """Return what follows the sentence on the state.
 
-    The text is empty if there is nothing to add.
+    This is the load, signs of a hang, or the page's failure. The text is empty if there is nothing
+    to add.
     """
     status = snapshot.engine_status
     if isinstance(snapshot.engines, Failure):
@@ -1021,7 +1033,7 @@ def _describe_last_exit(failure: LogFailure) -> str:
 
 
 def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:
-    """Return what is known about an engine whose page is missing and whose state is unknown."""
+    """Return what is known about an engine without a page and a known state."""
     if snapshot.server is not None and snapshot.server.answer is ServerAnswer.HEALTHY:
         return PAGE_ALONE_FAILS
     if failure.reason is Reason.UNAUTHORIZED:
@@ -1052,7 +1064,7 @@ def _describe_hang(hang_signs: Iterable[HangSign]) -> str:
 
 
 def _describe_stuck_requests(values: Values) -> str:
-    """Return the requests of a stalled engine as a clause, or "" if they are unknown."""
+    """Return the requests of a stalled engine as a clause, or "" if unknown."""
     running = values.find_all(catalog.ENGINE_RUNNING).values()
     waiting = values.find_all(catalog.ENGINE_WAITING).values()
     if not running or not waiting:
@@ -1061,7 +1073,10 @@ def _describe_stuck_requests(values: Values) -> str:
 
 
 def _describe_load(values: Values, *, is_memory_low: bool) -> str:
-    """Return the current load as a clause, such as ": 3 running", or "" if it is unknown."""
+    """Return the current load as a clause, or "" if unknown.
+
+    An example is ": 3 running".
+    """
     running = values.find_all(catalog.ENGINE_RUNNING).values()
     waiting = values.find_all(catalog.ENGINE_WAITING).values()
     used_ratios = values.find_all(catalog.ENGINE_KV_USED).values()
@@ -1073,8 +1088,8 @@ def _describe_load(values: Values, *, is_memory_low: bool) -> str:
         words.append(f"{sum(waiting):.0f} waiting")
     if used_ratios:
         words.append(f"KV cache {100 * max(used_ratios):.0f} % used")
-    # While requests are waiting or memory is low, no more requests should be sent, even if the KV
-    # cache has room.
+    # If requests are waiting or memory is low, no more requests should be sent. This is true even
+    # if the KV cache has room.
     if additional and not any(waiting) and not is_memory_low:
         words.append(f"room in it for {sum(additional):.0f} more")
     return f": {', '.join(words)}" if words else ""
@@ -1122,7 +1137,7 @@ def _judge_quiet_host(
     watches: Mapping[str, float],
 ) -> Verdict:
     """Return the verdict on host memory that is not growing, given each role's leak state."""
-    # The sentence covers all roles, so the role that was watched for the shortest time counts.
+    # The sentence covers all roles. The role that was watched for the shortest time counts.
     watched_seconds = min(watches.get(role, SURE_SECONDS) for role in leak_states)
     level, no_growth = _describe_no_growth(leak_states.values(), watched_seconds)
     use = _describe_host_use(snapshot, values) + _describe_offloads(snapshot, values)
@@ -1157,10 +1172,9 @@ def _is_host_memory_low(snapshot: Snapshot) -> bool:
 
 
 def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
-    """Return a text with the host memory in use, its limit, and the use of /dev/shm and swap.
+    """Return a text on the host memory in use, its limit, /dev/shm and swap.
 
-    If the memory in use or the limit is unknown, the text states how much the engine's processes
-    hold.
+    If the use or the limit is unknown, the text states what the processes hold.
     """
     host = snapshot.host or HostMemory()
     used_bytes = values.value(catalog.HOST_MEMORY_USED)
@@ -1180,7 +1194,7 @@ def _describe_host_use(snapshot: Snapshot, values: Values) -> str:
 
 
 def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
-    """Return a text with the planned and actual size of offloads, or "" if there are none.
+    """Return a text with the planned and actual size of offloads, or "" without offloads.
 
     Offloads are in shared memory, so their actual size is that of the shared memory. If the actual
     size is below the planned one, offloads may still grow. The text then states how large they may
@@ -1193,8 +1207,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if not offload_bytes:
         return ""
     shm_bytes = None
-    # The size of /dev/shm is not used if another engine runs on this machine, because it may
-    # include that engine's files.
+    # With another engine on this machine, the size of /dev/shm is not used. It may include the
+    # other engine's files.
     if snapshot.host is not None and not snapshot.neighbours:
         shm_bytes = snapshot.host.shm_used_bytes
     shared_bytes = count_shared(snapshot.engine_processes, shm_bytes)
