@@ -119,14 +119,20 @@ def parse_listen_host(text: str) -> str:
 
 
 def parse_number(text: str) -> float:
-    """Parse a number; raise ValueError for other text and for 1_0, which Python accepts as 10."""
+    """Parse a number.
+
+    Raises ValueError for other text. This includes 1_0, although Python accepts it as 10.
+    """
     if "_" in text:
         raise ValueError
     return float(text)
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a number of seconds, or a duration such as 5s; raise ValueError for any other text."""
+    """Parse a number of seconds, or a duration such as 5s.
+
+    Raises ValueError for any other text.
+    """
     try:
         return parse_duration(text)
     except ValueError:
@@ -136,8 +142,8 @@ def parse_seconds(text: str) -> float:
 def parse_ratio(text: str) -> float:
     """Parse a ratio such as 0.92 or 92%; raise ValueError for any other text.
 
-    Raises RefusedError, a ValueError with a suggestion, for a number that can only be meant as a
-    percentage.
+    Raises RefusedError for a number that can only be meant as a percentage. RefusedError is a
+    ValueError with a suggestion.
     """
     try:
         ratio = parse_share(text)
@@ -154,9 +160,10 @@ def parse_whole_number(text: str) -> int:
 
 
 def parse_gpus(value: object) -> object:
-    """Parse a list or comma-separated text into `auto`, `all`, or a tuple of indices and UUIDs.
+    """Parse a list or a comma-separated text.
 
-    Raises ValueError for anything else, such as an empty list or an invalid UUID.
+    The result is `auto`, `all`, or a tuple of indices and UUIDs. Raises ValueError for anything
+    else, such as an empty list or an invalid UUID.
     """
     if isinstance(value, str):
         if value.lower() in {"auto", "all"}:
@@ -175,7 +182,10 @@ def parse_gpus(value: object) -> object:
 
 
 def parse_engine_urls(text: str) -> object:
-    """Return `node`, or a tuple of the URLs of engines' pages; raise ValueError for other text."""
+    """Return `node` or a tuple of the URLs of engines' pages.
+
+    Raises ValueError for other text.
+    """
     if text.lower() == "node":
         return "node"
     urls = tuple(parse_metrics_url(url.strip()) for url in text.split(","))
@@ -199,7 +209,10 @@ def show_urls(value: object) -> str:
 
 
 def parse_header_name(text: str) -> str:
-    """Parse the name of a header that an operator may add; raise ValueError for any other text."""
+    """Parse the name of a header that an operator may add.
+
+    Raises ValueError for any other text.
+    """
     if text.lower() in RESERVED_HEADERS:
         raise RefusedError(f"{text} is not yours to set")
     return require_match(HEADER_NAME, text)
@@ -216,9 +229,8 @@ def redact_url(url: str) -> str:
     """Return a URL with its user, password and query replaced by stars.
 
     Any text is accepted, even if it is not a valid URL. The stars replace everything before the
-    last @, so that even a password that was not percent-encoded is hidden. If an @ follows a
-    question mark, the question mark may be part of the password. The stars then replace everything
-    after the scheme.
+    last @. They thus hide even a password that was not percent-encoded. If an @ follows a question
+    mark, the mark may belong to the password. The stars then replace everything after the scheme.
     """
     address, question_mark, query = url.partition("?")
     if "@" in query:
@@ -236,14 +248,20 @@ def show_value(value: object) -> str:
 
 
 def show_url(value: object) -> str:
-    """Return a refused URL without its user, password and query, or "no text" for other values."""
+    """Return a refused URL without its user, password and query.
+
+    Returns "no text" for other values.
+    """
     if not isinstance(value, str):
         return "no text"
     return show_value(redact_url(value))
 
 
 def split_closed_set(accepts: str) -> list[str]:
-    """Return the accepted names in a text such as "a, b or c", or [] for any other text."""
+    """Return the accepted names in a text such as "a, b or c".
+
+    Returns [] for any other text.
+    """
     if not CLOSED_SET.fullmatch(accepts):
         return []
     return re.split(", | or ", accepts)
@@ -259,8 +277,8 @@ def describe_refused(
     """Return the line that refuses a value.
 
     If `error` is a RefusedError, the line includes its reason. Otherwise, the line suggests the
-    accepted name with the most similar spelling, if there is one. `show` returns the value in a
-    form that may be shown.
+    most similar accepted name, if there is one. `show` returns the value in a form that may be
+    shown.
     """
     similar_names = difflib.get_close_matches(str(value), split_closed_set(accepts), n=1)
     reason = ""
@@ -274,7 +292,7 @@ def describe_refused(
 def describe_unknown(name: str, names: Iterable[str], kind: str = "a setting") -> str:
     """Return the line that refuses a name not in `names`, and suggests similar names.
 
-    The line does not show the value, which may be a secret under a misspelled name.
+    The line does not show the value, because it may be a secret.
     """
     similar_names = _find_similar(name, names)
     if not similar_names:
@@ -288,8 +306,7 @@ def _find_similar(name: str, names: Iterable[str]) -> list[str]:
     If no name contains every word, the name with the most similar spelling is returned. The result
     is empty if no name is similar.
     """
-    # The names are sorted, so that the suggestion is deterministic if several names are equally
-    # similar.
+    # The names are sorted, so that the suggestion is deterministic.
     names_by_form = {_normalise(known_name): known_name for known_name in sorted(names)}
     form = _normalise("".join(name.split(maxsplit=1)[:1]))  # A name may be empty.
     words = set(form.split("_"))

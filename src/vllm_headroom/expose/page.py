@@ -131,7 +131,8 @@ def _list_names(view: View) -> Iterator[str]:
     yield from dict.fromkeys(model_names)
     if view.snapshot is None:
         return
-    # Cards with the same name are counted, because eight copies of the name would fill the header.
+    # Cards with the same name are counted. Otherwise, eight copies of the name would fill the
+    # header.
     gpu_names = [gpu.reading.name for gpu in view.snapshot.owned_gpus if gpu.reading.name]
     for gpu_name, count in Counter(gpu_names).items():
         yield gpu_name if count == 1 else f"{count} \N{MULTIPLICATION SIGN} {gpu_name}"
@@ -168,8 +169,8 @@ def _render_headline(view: View, worst: Verdict) -> str:
     if len(alike_gpus) > 1:
         subject = f"{len(alike_gpus)} GPUs"
     text = HEADLINES.get(worst.situation, f"{{subject}} {worst.situation.replace('_', ' ')}")
-    # HEALTHY with an unknown level means that no problem was found, but that there is no verdict on
-    # leaks yet.
+    # HEALTHY with an unknown level means that no problem was found. There is no verdict on leaks
+    # yet.
     if worst.situation is Situation.HEALTHY and worst.level is Level.GOOD:
         text = "all healthy"
     elif worst.situation is Situation.HEALTHY and worst.level is Level.UNKNOWN:
@@ -188,7 +189,10 @@ def _render_headline(view: View, worst: Verdict) -> str:
 
 
 def _list_alike_gpus(view: View, worst: Verdict) -> list[str]:
-    """Return the GPUs in the worst verdict's situation, or [] if it is not about a GPU."""
+    """Return the GPUs in the worst verdict's situation.
+
+    The list is empty if the verdict is not about a GPU.
+    """
     if not worst.subject.startswith("GPU "):
         return []
     subjects = [
@@ -239,8 +243,7 @@ def render_since(view: View, worst: Verdict) -> str:
         return ""
     verdict = worst
     if worst.situation is Situation.CRASH_LOOP:
-        # In a crash loop, the length of the current downtime matters more than the length of the
-        # loop.
+        # In a crash loop, the current downtime matters more than the loop's length.
         verdict = _find_down(view) or worst
     start = _find_start(view, verdict)
     if start is None:
@@ -268,8 +271,8 @@ def _find_down(view: View) -> Verdict | None:
 def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
     """Return when a verdict began, or None if unknown.
 
-    As in the page's key figure, a stall begins at the last progress, and an engine's start begins
-    at the start of its process. Both times are before the first sample with the verdict.
+    A stall begins at the last progress, as in the page's key figure. An engine's start begins when
+    its process starts. Both times are before the first sample with the verdict.
     """
     start = view.find_start(verdict)
     began_seconds = None
@@ -473,7 +476,7 @@ situation's action.
 
 
 def find_advice(view: View, worst: Verdict) -> str:
-    """Return the first thing to do in a situation, referring to what is on this page."""
+    """Return what to do first in a situation, referring to this page."""
     if _was_never_seen(view, worst):
         return NEVER_SEEN_ADVICE
     adviser = ADVISERS.get(worst.situation)
@@ -483,7 +486,7 @@ def find_advice(view: View, worst: Verdict) -> str:
 
 
 def _find_command(view: View, worst: Verdict) -> str | None:
-    """Return the command that explains a situation in more detail, or None if there is none."""
+    """Return the command that explains a situation in more detail, or None."""
     if _was_never_seen(view, worst):
         return COMMAND_BY_SITUATION[Situation.BLIND]
     if worst.situation in EXIT_SITUATIONS and view.last_incident is not None:
@@ -492,7 +495,7 @@ def _find_command(view: View, worst: Verdict) -> str | None:
 
 
 def _render_explained(view: View, worst: Verdict) -> str:
-    """Return the command that explains a situation, with its purpose, or "" if there is none."""
+    """Return the command that explains a situation, with its purpose, or ""."""
     command = _find_command(view, worst)
     if command is None:
         return ""
@@ -504,7 +507,7 @@ def _render_explained(view: View, worst: Verdict) -> str:
 
 
 def _render_command(command: str | None) -> str:
-    """Return a command with a button that copies it, or "" if there is no command.
+    """Return a command with a button that copies it, or "" for None.
 
     The script shows the button only if the browser supports copying.
     """
@@ -677,7 +680,10 @@ NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], KeyFigure | None]]] 
 
 
 def _find_free_memory(values: Values) -> tuple[str, str]:
-    """Return the fullest GPU's free memory and a caption; both are "" if it is unknown."""
+    """Return the fullest GPU's free memory and a caption.
+
+    Both are "" if the free memory is unknown.
+    """
     free_bytes = values.find_all(catalog.GPU_MEMORY_FREE)
     if not free_bytes:
         return "", ""
@@ -696,8 +702,8 @@ def _find_free_memory(values: Values) -> tuple[str, str]:
 def _render_verdicts(view: View) -> str:
     """Return the verdicts after the worst one, which is at the top of the page.
 
-    If many GPUs share the worst verdict's situation, they are folded into one line that the reader
-    can open. Healthy GPUs are folded in the same way.
+    If many GPUs share the worst situation, they are folded into one line. The reader can open that
+    line. Healthy GPUs are folded in the same way.
     """
     worst, *others = view.shown_verdicts
     contradictions = _find_contradictions(view)
@@ -708,7 +714,7 @@ def _render_verdicts(view: View) -> str:
 
 
 def _find_contradictions(view: View) -> list[Verdict]:
-    """Return the engine's verdict HEALTHY, if there is also an alarm or a warning about the engine.
+    """Return the engine's verdict HEALTHY, if it also has an alarm or warning.
 
     In a crash loop, the engine serves for a while between exits. A green line would then contradict
     the alarm.
@@ -724,8 +730,8 @@ def _fold_gpus(
 ) -> tuple[list[Verdict], str]:
     """Return the verdicts that are not folded, and the line for the folded GPUs.
 
-    The GPUs in `situation` are folded. If fewer than FOLDED_GPUS are in this situation, nothing is
-    folded, and the line is empty.
+    The GPUs in `situation` are folded. With fewer than FOLDED_GPUS such GPUs, nothing is folded and
+    the line is empty.
     """
     folded = [
         verdict
@@ -784,7 +790,10 @@ def _render_sentence(view: View, verdict: Verdict) -> str:
 
 
 def _render_runbook(view: View, verdict: Verdict) -> str:
-    """Return a link to the runbook of a verdict's alert, or "" if there is no alert or runbook."""
+    """Return a link to the runbook of a verdict's alert.
+
+    Returns "" if there is no alert or runbook.
+    """
     url = view.find_runbook(verdict.alert)
     if url is None:
         return ""

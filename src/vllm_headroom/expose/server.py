@@ -128,8 +128,8 @@ class Connection(asyncio.Protocol):
         if self._is_abandoned:
             transport.abort()
             return
-        # With these limits, `pause_writing` is called even if only one byte is waiting to be sent.
-        # high=0 is not used, because uvloop's TLS would then also pause a connection that has
+        # With these limits, `pause_writing` is called even if one byte is waiting to be sent. A
+        # limit of high=0 is not used. With it, uvloop's TLS would also pause a connection with
         # nothing to send.
         transport.set_write_buffer_limits(high=1, low=0)
         self._transport = transport
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
         self._http.receive_data(data)
-        # The time limit for a request starts with its first byte and not with the last response.
+        # A request's time limit starts with its first byte, not with the last response.
         if self.phase is Phase.IDLE:
             self._enter(Phase.HEAD)
         if self.phase is Phase.HEAD:
@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _refuse(self, status: int) -> None:
-        """Respond with an error status, or drop the client if it is too late for a response."""
+        """Respond with an error status; if it is too late, drop the client."""
         self._method = b""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.answer(respond_text(status, "not an HTTP request that is understood here"))
@@ -194,14 +194,14 @@ class Connection(asyncio.Protocol):
         events: list[h11.Event] = [
             h11.Response(status_code=answer.status, reason=reason, headers=headers)
         ]
-        # A response to HEAD states the length of the body but does not contain the body.
+        # A response to HEAD states the body's length but does not contain the body.
         if self._method != b"HEAD":
             events.append(h11.Data(data=answer.body))
         events.append(h11.EndOfMessage())
         parts = [self._http.send(event) or b"" for event in events]
         self._transport.write(b"".join(parts))
-        # If the client is blocked, the exchange ends when the client has received the response or
-        # its time is up.
+        # A blocked client's exchange ends when the client has received the response. It also ends
+        # when the time is up.
         if not self._is_blocked:
             self._finish_exchange()
 
@@ -216,9 +216,10 @@ class Connection(asyncio.Protocol):
             self._finish_exchange()
 
     def _finish_exchange(self) -> None:
-        """Wait for the next request on this connection, or close it if it cannot be reused.
+        """Wait for the next request on this connection.
 
-        A request that has already been received is processed at once.
+        A connection that cannot be reused is closed. A request that has already been received is
+        processed at once.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -266,8 +267,8 @@ class Connection(asyncio.Protocol):
     def abandon(self) -> None:
         """Forget the transport, because opening the connection was cancelled.
 
-        uvloop closes the transport. In the same iteration of the event loop, the connection may
-        already have been made, and a request may have been read.
+        uvloop closes the transport. The connection may have been made in the same iteration of the
+        event loop. A request may even have been read.
         """
         self._is_abandoned = True
         self.connection_lost(None)
@@ -298,8 +299,8 @@ def _build_request(event: h11.Request) -> Request:
 def find_connection_limit() -> int:
     """Return the maximum number of connections, which is between 1 and MOST_CONNECTIONS.
 
-    Connections use at most a quarter of the process's file descriptors, because the sources and the
-    state also need some.
+    Connections use at most a quarter of the process's file descriptors. The sources and the state
+    also need descriptors.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -313,9 +314,9 @@ class Server:
     With a `door`, only admitted requests are answered. The client's certificate is checked when a
     connection is opened. The login is checked for each request. Admitted requests wait in a queue.
 
-    The event loop runs once between two responses, so that sampling waits for at most one response.
-    There is one queue for short requests and one for all others. The queues take turns, so that
-    neither blocks the other.
+    The event loop runs once between two responses. Sampling therefore waits for at most one
+    response. There is one queue for short requests and one for all others. The queues take turns,
+    so that neither blocks the other.
     """
 
     def __init__(self, handler: Handler, door: Door | None = None) -> None:
@@ -418,14 +419,14 @@ class Server:
     def add(self, connection: Connection) -> None:
         """Add a new connection, or drop it if its certificate is not admitted.
 
-        If there are too many connections, the one that has been idle the longest is dropped. If
-        none is idle, the one that has been in its phase the longest is dropped.
+        If there are too many connections, the longest idle one is dropped. If none is idle, the one
+        longest in its phase is dropped.
         """
         if self._door is not None and not self._door.is_admitted(connection.certificate):
             connection.drop()
             return
         if len(self.connections) >= find_connection_limit():
-            # Another connection is dropped rather than the new one, so that idle connections cannot
+            # Another connection is dropped instead of the new one. Idle connections then cannot
             # block a scrape.
             now_seconds = connection.since_seconds
             idle = [peer for peer in self.connections if peer.is_idle(now_seconds)]
@@ -498,8 +499,8 @@ class Server:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
-    An empty `host` means all interfaces, over both IPv4 and IPv6 if the machine supports them.
-    Raises OSError if the address cannot be bound.
+    An empty `host` means all interfaces, over IPv4 and, if supported, IPv6. Raises OSError if the
+    address cannot be bound.
     """
     listener = None
     if not host and socket.has_dualstack_ipv6():

@@ -55,7 +55,7 @@ def respond_snapshot(view: View) -> Response:
 
 
 def build_document(view: View) -> dict[str, Any]:
-    """Return the newest sample with its verdicts, and the curves of the last day, for JSON.
+    """Return the newest sample, its verdicts and the last day's curves, for JSON.
 
     Before the first sample, all values are None and all lists are empty.
     """
@@ -103,7 +103,7 @@ def _build_incident(incident: LastIncident | None) -> dict[str, Any] | None:
 
 
 def _build_list(values: Values, list_name: str) -> list[dict[str, Any]]:
-    """Return an entry for each GPU or engine that has a series for any of the list's metrics."""
+    """Return an entry for each GPU or engine with any of the list's metrics."""
     metrics = LIST_METRICS[list_name]
     entry_labels: dict[tuple[str, ...], None] = {}
     for metric in metrics:
@@ -149,10 +149,10 @@ def _build_history(values: Values, history: History) -> dict[str, Any]:
 
 
 def build_key(metric: Metric, list_name: str | None) -> str:
-    """Return a metric's key in the list `list_name`, or at the top level if that is None.
+    """Return a metric's key in a list.
 
-    The key is the metric's name without `headroom_` and, in a list, also without `gpu_` or
-    `engine_`.
+    If `list_name` is None, returns the key at the top level. The key is the metric's name without
+    `headroom_`. In a list, it is also without `gpu_` or `engine_`.
     """
     key = metric.name.removeprefix("headroom_")
     if list_name is None:
@@ -168,8 +168,7 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
     - none: the value;
     - labels of an info metric: an object with the label values, by label name;
     - only the state: the current state;
-    - other labels and the state: an object with the current state for each value of the other
-      labels;
+    - other labels and the state: an object of states, keyed by the other labels;
     - other labels: an object with the metric's value for each label value.
     """
     more_label_names = metric.labels[len(labels) :]
@@ -198,7 +197,10 @@ def _read_fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any: 
 def _read_info(
     label_names: tuple[str, ...], series: Iterable[tuple[str, ...]]
 ) -> dict[str, str] | None:
-    """Return the first series' label values by label name, or None if there are no series."""
+    """Return the first series' label values by label name.
+
+    Returns None if there are no series.
+    """
     for labels in series:
         return dict(zip(label_names, labels, strict=True))
     return None

@@ -20,7 +20,10 @@ LEAST_SHOWN_MS: Final = 0.1
 
 
 class Cell(Struct, frozen=True):
-    """A table cell; if it has a level, its text is bold and in the level's colour."""
+    """A table cell.
+
+    If the cell has a level, its text is bold and in the level's colour.
+    """
 
     text: str
     level: Level | None = None
@@ -69,7 +72,10 @@ PEAK_SAFE_SIZES: Final = {
 
 
 def _list_peak_tables(values: Values) -> tuple[Table, ...]:
-    """Return the table of peaks by kind of work, or nothing if the probe does not measure peaks."""
+    """Return the table of peaks by kind of work.
+
+    The result is empty if the probe does not measure peaks.
+    """
     rows = tuple(_list_peaks(values))
     if not rows:
         return ()
@@ -78,7 +84,10 @@ def _list_peak_tables(values: Values) -> tuple[Table, ...]:
 
 
 def _list_peaks(values: Values) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each GPU and kind of work that has a peak or a safe size."""
+    """Yield a row for each GPU and kind of work.
+
+    Rows without a peak or a safe size are left out.
+    """
     for gpu, uuid in values.find_all(catalog.ENGINE_PEAK_ROOM):
         for work in Work:
             peak_bytes = values.value(catalog.ENGINE_PEAK, gpu, uuid, work)
@@ -105,7 +114,7 @@ HOLDERS: Final = ("engine", "other", "unattributed")
 
 
 def _list_gpus(values: Values) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each visible GPU: its name and owner, and who holds its memory."""
+    """Yield a row for each visible GPU: name, owner, and holders of its memory."""
     for gpu, uuid, name, attribution in values.find_all(catalog.GPU_INFO):
         # A MIG instance's name may already contain the short form of its UUID.
         part = find_part(uuid)
@@ -192,7 +201,10 @@ def _list_engines(values: Values) -> Iterator[tuple[Cell, ...]]:
 
 
 def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each configured source: when it was read, or why it could not be read."""
+    """Yield a row for each configured source.
+
+    The row shows when the source was read, or why it could not be.
+    """
     failures = {str(failure.source): failure for failure in snapshot.failures}
     for (source,), up in values.find_all(catalog.SOURCE_UP).items():
         read_seconds = values.value(catalog.SOURCE_READ_SECONDS, source)
@@ -207,7 +219,7 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
         elif success_seconds is None:
             last_success = "never"
         else:
-            # The age must not be negative, even if the clock was set back in the meantime.
+            # The clock may have been set back, but the age must not be negative.
             age_seconds = max(0.0, snapshot.time_seconds - success_seconds)
             last_success = f"{format_duration(age_seconds)} before"
         yield (

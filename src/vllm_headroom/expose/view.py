@@ -1,4 +1,4 @@
-"""The state shown by the page and the snapshot, and the history of the last week."""
+"""The state that the page and snapshot show, and the last week's history."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -110,7 +110,7 @@ class SavedHistory(Struct, frozen=True, kw_only=True):
 class _Rings:
     """The curves over the newest `points` steps.
 
-    Each curve is a ring of floats, in which NaN means that there is no value.
+    Each curve is a ring of floats. NaN means that there is no value.
     """
 
     def __init__(self, step_minutes: int, points: int) -> None:
@@ -151,7 +151,10 @@ class _Rings:
             curve[slot] = choose(curve[slot], value)
 
     def read(self, name: str) -> Curve:
-        """Return a curve from its first known value on, or an empty one if nothing is known."""
+        """Return a curve from its first known value on.
+
+        The curve is empty if nothing is known.
+        """
         ring = self.curves.get(name)
         newest_step = self._newest_step
         if ring is None or newest_step is None:
@@ -196,11 +199,11 @@ class _Rings:
 
 
 class History:
-    """The curves of the last day and week, the newest events, and how long starts took.
+    """The day and week curves, the newest events, and how long starts took.
 
-    A day curve has one point per minute, and a week curve one per ten minutes. These are the
+    A day curve has one point per minute. A week curve has one per ten minutes. These are the
     curves:
-    - Each GPU's lowest free memory, both in samples and at the usage peaks between samples.
+    - Each GPU's lowest free memory, in samples and at peaks between samples.
     - The host's lowest free memory.
     - The highest number of running requests.
     - The highest KV cache usage.
@@ -227,7 +230,7 @@ class History:
         running: float | None,
         kv_used_ratio: float | None = None,
     ) -> None:
-        """Add one tick with the number of running requests and the usage of the fullest KV cache.
+        """Add one tick: the running requests and the fullest KV cache's usage.
 
         `running` and `kv_used_ratio` are None if unknown. If the clock was set back by more than
         MOST_MINUTES_BACK, all curves start over.
@@ -245,10 +248,11 @@ class History:
         self._add_events(snapshot, verdicts)
 
     def read_curve(self, name: str, past_seconds: float | None = None) -> Curve:
-        """Return a curve from its first known value on, or an empty one if nothing is known.
+        """Return a curve from its first known value on.
 
-        The result is the week curve if `past_seconds` is more than a day, and the day curve
-        otherwise. The names of the curves:
+        The curve is empty if nothing is known. If `past_seconds` is more than a day, the result is
+        the week curve. Otherwise, it is the day curve. The names of the curves:
+
         - `free UUID` and `peak UUID`: a GPU's free memory in bytes.
         - `host`: the host's free memory in bytes.
         - `running`: the number of running requests.
@@ -307,8 +311,8 @@ class History:
         self._week.move_to(minute)
 
     def _drop_curves_of_others(self, uuids: set[str]) -> None:
-        """If there are too many curves, drop those of GPUs and MIG instances not in `uuids`."""
-        # A curve's name is "free UUID" or "peak UUID", or a single word such as "host".
+        """If there are too many curves, drop those with UUIDs not in `uuids`."""
+        # A curve's name is "free UUID", "peak UUID" or a word such as "host".
         kept_uuids = {"", *uuids}
         for rings in (self._day, self._week):
             if len(rings.curves) > MOST_CURVES:
@@ -330,9 +334,9 @@ class History:
         self._add(f"peak {gpu.uuid}", free_at_peak_bytes, min)
 
     def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
-        """Add a value, unless it is None, to the newest point of the day curve and the week curve.
+        """Add a value to the newest point of the day and week curves.
 
-        If the point already has a value, `choose` picks which of the two is kept.
+        None is ignored. If the point already has a value, `choose` picks which of the two is kept.
         """
         if value is None:
             return
@@ -375,8 +379,8 @@ class History:
                 key=key, seconds=snapshot.time_seconds, is_exact=not is_first
             )
         if state is EngineState.ASLEEP:
-            # These alerts pause while the engine is asleep, so they are not new when the engine
-            # wakes up.
+            # These alerts pause while the engine is asleep. They are therefore not new when the
+            # engine wakes up.
             starts |= {
                 key: start for key, start in previous_starts.items() if _is_paused_by_sleep(key)
             }
@@ -480,7 +484,10 @@ class View(Struct, frozen=True, kw_only=True):
         return (stall, *outdated)
 
     def find_runbook(self, alert: str | None) -> str | None:
-        """Return an alert's runbook URL, or None if there is no alert or no configured URL."""
+        """Return an alert's runbook URL.
+
+        Returns None if there is no alert or no configured URL.
+        """
         if alert is None or self.runbooks is None:
             return None
         if "{alert}" in self.runbooks:

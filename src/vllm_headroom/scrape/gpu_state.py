@@ -20,7 +20,7 @@ class RecentPeak:
 
     def __init__(self) -> None:
         # Samples that can no longer become the highest in the window are dropped. Each remaining
-        # sample is higher than all later ones, so the first one is always the peak.
+        # sample is higher than all later ones. The first one is therefore always the peak.
         self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
@@ -44,7 +44,10 @@ class RecentPeak:
 
 
 class GpuTransitions:
-    """Logs when a GPU fails or recovers, and logs once if a GPU does not report its memory."""
+    """Logs when a GPU fails or recovers.
+
+    Logs once if a GPU does not report its memory.
+    """
 
     def __init__(self) -> None:
         self._failed_names: frozenset[str] = frozenset()
@@ -66,8 +69,8 @@ class GpuTransitions:
                     fields |= {"reason": str(failure.reason), "problem": failure.message}
                     log.warning("GPU failed", **fields)
                 continue
-            # A GPU that cannot be opened has no known UUID, so its failure was recorded under its
-            # index.
+            # A GPU that cannot be opened has no known UUID. Its failure was therefore recorded
+            # under its index.
             if previously_failed_names & {name, _name_by_index(reading)}:
                 log.info("GPU answers again", **fields)
             if reading.memory is None and reading.uuid not in self._uuids_without_memory:
@@ -78,7 +81,10 @@ class GpuTransitions:
 
 
 def _name(reading: GpuReading) -> str:
-    """Return a GPU's UUID, or a name built from its index while the UUID is unknown."""
+    """Return a GPU's UUID.
+
+    While the UUID is unknown, returns a name built from the index.
+    """
     return reading.uuid or _name_by_index(reading)
 
 

@@ -67,7 +67,7 @@ class Gpus:
     def _complete_nvidia(self, nvml: GpuReadings | Failure) -> tuple[GpuReading, ...]:
         """Return the readings of NVIDIA GPUs on a machine that may also have AMD cards.
 
-        If NVML fails, the result contains a failed reading of each GPU in NVML's last reading.
+        If NVML fails, each GPU in NVML's last reading gets a failed reading.
         """
         if not isinstance(nvml, Failure):
             return nvml.devices
@@ -80,8 +80,7 @@ class Gpus:
     def _number_amd(self, amd: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
         """Return the readings of AMD cards, numbered after the NVIDIA GPUs.
 
-        If the machine has another GPU, integrated GPUs are left out, because they drive the
-        display.
+        If the machine has another GPU, integrated GPUs are left out. They drive the display.
         """
         discrete = tuple(
             reading for reading in amd if reading.uuid not in self._amd.integrated_uuids

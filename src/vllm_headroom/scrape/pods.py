@@ -1,4 +1,4 @@
-"""Read the names of this node's pods and containers from the names of their log files."""
+"""Read the names of this node's pods and containers from log file names."""
 
 import os
 import re
@@ -81,7 +81,10 @@ class ContainerNames:
 
 
 def _list_containers(logs: Path) -> dict[str, ContainerName]:
-    """Return each container's names, keyed by its ID, or {} if the log links cannot be listed."""
+    """Return each container's names, keyed by its ID.
+
+    Returns {} if the log links cannot be listed.
+    """
     matches = (_LINK.fullmatch(link) for link in _list_entries(logs))
     return {
         match[4]: ContainerName(namespace=match[2], pod=match[1], container=match[3])
@@ -91,7 +94,10 @@ def _list_containers(logs: Path) -> dict[str, ContainerName]:
 
 
 def _list_folders(logs: Path) -> dict[str, PodFolder]:
-    """Return each pod's names, keyed by its UID, or {} if the folders cannot be listed."""
+    """Return each pod's names, keyed by its UID.
+
+    Returns {} if the folders cannot be listed.
+    """
     matches = (_FOLDER.fullmatch(folder) for folder in _list_entries(logs))
     return {
         match[3]: PodFolder(namespace=match[1], pod=match[2], folder=logs / match[0])
@@ -108,11 +114,11 @@ def _list_entries(folder: Path) -> list[str]:
 
 
 def _find_container(folder: Path, container_id: str | None, usual_name: str) -> str | None:
-    """Return the name of a container in a pod's folder, or None if it is unknown.
+    """Return the name of a container in a pod's folder, or None if unknown.
 
     The result is the first of these that exists:
     - The pod's only container.
-    - The container that has a log linked to a file with the container's ID, as with Docker.
+    - The container whose log links to a file with its ID (Docker).
     - The container with the usual name of an engine's container.
     """
     containers = _list_entries(folder)
@@ -125,7 +131,7 @@ def _find_container(folder: Path, container_id: str | None, usual_name: str) -> 
 
 
 def _has_log_of(folder: Path, container_id: str) -> bool:
-    """Return whether a log in the folder is a link to a file with the container's ID."""
+    """Return whether a log in the folder links to a file with this ID."""
     try:
         with os.scandir(folder) as entries:
             links = [Path(entry.path) for entry in entries if entry.is_symlink()]

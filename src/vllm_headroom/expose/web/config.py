@@ -167,9 +167,10 @@ def _build_tls(tls: Mapping[str, Any], folder: Path) -> Tls:
 
 
 def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value of the table
-    """Return the meaning of this key's value, or of the default if the key has no value.
+    """Return the meaning of this key's value.
 
-    Returns None if the value is not one of the accepted ones.
+    If the key has no value, returns the meaning of the default. Returns None if the value is not
+    one of the accepted ones.
     """
     choice = _CHOICES[name]
     value = tls.get(name)
@@ -184,8 +185,8 @@ def _choose(tls: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - a value
 def _find_mistakes(top: object) -> Iterator[str]:
     """Yield a line for each mistake.
 
-    A key without a value counts as missing. Any other empty value, such as an empty list, is a
-    mistake if a mapping is expected.
+    A key without a value counts as missing. Any other empty value, such as [], is a mistake where a
+    mapping is expected.
     """
     yield from _check_keys(_WHOLE_FILE, top)
     sections = top if isinstance(top, dict) else {}
@@ -198,9 +199,10 @@ def _find_mistakes(top: object) -> Iterator[str]:
 
 
 def _check_keys(section_name: str, section: object) -> Iterator[str]:
-    """Yield a line for each refused or unknown key in a section, if there is such a section.
+    """Yield a line for each refused or unknown key in a section.
 
-    If the section is not a mapping, a single line is yielded.
+    Yields nothing if the section is missing. If the section is not a mapping, a single line is
+    yielded.
     """
     if section is None:
         return
@@ -253,7 +255,7 @@ def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_http(http: dict[str, Any]) -> Iterator[str]:
-    """Yield a line if HTTP/2 is enabled, and for each header with a wrong name or value."""
+    """Yield a line if HTTP/2 is enabled, and for each wrong header."""
     if http.get("http2") is True:
         problem = "HTTP/2 is not spoken here: leave it out, or set it to false"
         yield f"http_server_config.http2: {problem}"
@@ -287,8 +289,8 @@ def _check_users(users: object) -> Iterator[str]:
         return
     for name, password_hash in users.items():
         if not isinstance(name, str):
-            # YAML reads `yes` as true, 007 as 7 and `~` as null, so the name would differ from the
-            # intended one.
+            # YAML reads `yes` as true, 007 as 7 and `~` as null. The name would then differ from
+            # the intended one.
             yield f"basic_auth_users.{name}: not a text, write the name in quotes"
         elif not _BCRYPT.fullmatch(str(password_hash)):
             advice = "make one with htpasswd -nBC 10 ''"

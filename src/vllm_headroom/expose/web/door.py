@@ -26,7 +26,7 @@ READ_CONFIG_SECONDS: Final = 2.0
 
 
 class _LoadedConfig(Struct, frozen=True, kw_only=True):
-    """A valid version of the file, its TLS context, and the state of all files at that time."""
+    """A valid version of the file, with its TLS context and all files' state."""
 
     config: WebConfig
     tls: ssl.SSLContext | None
@@ -39,8 +39,8 @@ class Door:
     """Admits clients by the web configuration in `file`, and reloads the file when it changes.
 
     If a later version contains a mistake, the last valid version remains in effect. Files are read
-    on one thread and passwords are checked on another, because file access may hang and the checks
-    are slow on purpose.
+    on one thread, because file access may hang. Passwords are checked on another, because the
+    checks are slow on purpose.
     """
 
     def __init__(self, file: Path) -> None:
@@ -71,7 +71,8 @@ class Door:
 
         Status 401 means that the login is missing or wrong. Status 429 means that the login was not
         checked, because too many logins are waiting. A request may be answered if its login is
-        valid or the configuration has no users. `client` is the client's address.
+        valid. It may also be answered if the configuration has no users. `client` is the client's
+        address.
         """
         users = self.loaded.config.users
         if not users:
@@ -134,7 +135,7 @@ def _reload(file: Path, current: _LoadedConfig) -> _LoadedConfig:
     """Return the new version of the file, or `current` if no file has changed.
 
     Raises WebConfigError if the new version contains a mistake or would provide less protection. A
-    file that was emptied by mistake must not remove TLS or the login from a running daemon.
+    file that was emptied by mistake must not remove TLS or the login.
     """
     if _stat_files(file, current.config) == current.file_states:
         return current

@@ -1,4 +1,7 @@
-"""Check logins one at a time, so that guesses take little CPU time and do not delay others."""
+"""Check logins one at a time.
+
+Guesses then take little CPU time and do not delay others.
+"""
 
 import asyncio
 import base64
@@ -96,8 +99,8 @@ class Users:
     ) -> bool | None:
         """Return whether the Authorization header contains a user and the correct password.
 
-        `users` contains bcrypt hashes by name. Returns None if the check took too long, or if too
-        many other logins were waiting.
+        `users` contains bcrypt hashes by name. Returns None if the check took too long. Also
+        returns None if too many other logins were waiting.
         """
         credentials = _parse_credentials(authorization)
         if credentials is None:
@@ -110,8 +113,8 @@ class Users:
             b"\0".join((name.encode(), password_hash.encode(), password[:BCRYPT_BYTES])),
             key=self._key,
         ).digest()
-        # This is the fast path: bcrypt takes a tenth of a second, and Prometheus logs in on every
-        # scrape.
+        # This is the fast path: Prometheus logs in on every scrape. A bcrypt check takes a tenth of
+        # a second.
         if name in users and self._right_logins.get(name) == cache_key:
             return True
         if cache_key in self._outcomes:
@@ -141,8 +144,8 @@ class Users:
     def _note_request(self, cache_key: bytes, now_seconds: float) -> float:
         """Return when this login was first requested.
 
-        A client that knows the password sends the same login again, whereas a guesser sends a new
-        one each time.
+        A client that knows the password sends the same login again. A guesser sends a new login
+        each time.
         """
         if len(self._first_requests) >= MOST_REMEMBERED_REQUESTS:
             oldest = next(iter(self._first_requests))
@@ -157,7 +160,7 @@ class Users:
         """
         self._waiting.append(login)
         if len(self._waiting) > MOST_WAITING_LOGINS:
-            # If several logins are tied for the most mistakes, the newest of them is given up.
+            # If several logins have the most mistakes, the newest of them is given up.
             worst = max(reversed(self._waiting), key=self._rank)
             self._waiting.remove(worst)
             if not worst.outcome.done():
@@ -184,7 +187,7 @@ class Users:
     def _choose_next(self) -> _Login:
         """Return the next login to check: alternately the lowest-ranking one and the oldest one.
 
-        If only the rank mattered, guessers could lock out a valid login from the same address.
+        If only the rank mattered, guessers could lock out a valid login from their address.
         """
         is_turn_of_oldest = self._is_turn_of_oldest
         self._is_turn_of_oldest = not is_turn_of_oldest
@@ -196,8 +199,8 @@ class Users:
         """Check the waiting logins one after another until none is left.
 
         After a wrong password, a mistake is counted and a pause follows. A check that was given up
-        also counts as a mistake. The outcome is None if the check took too long or no thread could
-        be started.
+        also counts as a mistake. The outcome is None if the check took too long. It is also None if
+        no thread could be started.
         """
         loop = asyncio.get_running_loop()
         while self._waiting:
@@ -223,7 +226,10 @@ class Users:
 
 
 def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
-    """Return the name and password in a header, or None if it is not valid basic authentication."""
+    """Return the name and password in a header.
+
+    Returns None if the header is not valid basic authentication.
+    """
     scheme, _, token = authorization.partition(" ")
     try:
         raw_name, colon, password = base64.b64decode(token, validate=True).partition(b":")
@@ -246,10 +252,10 @@ def _find_costliest(users: Mapping[str, str]) -> str:
 def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
     """Return whether a password is correct. A wrong one takes the same time for every user.
 
-    Otherwise, the timing would reveal which names exist. A check at one cost takes twice as long as
-    a check at the next lower cost. After a wrong password, one more check is made at each cost,
-    from that of `password_hash` to the second highest. Together, all checks take as long as one
-    check at the highest cost.
+    Otherwise, the timing would reveal which names exist. Each increase of the cost by one doubles
+    the time of a check. After a wrong password, further checks follow: one at each cost. The costs
+    range from that of `password_hash` to the second highest. Together, all checks take as long as
+    one check at the highest cost.
     """
     if _is_right(password, password_hash.encode()):
         return True
@@ -260,7 +266,10 @@ def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
 
 
 def _is_right(password: bytes, password_hash: bytes) -> bool:
-    """Return whether the password matches the hash, or False if this is not a bcrypt hash."""
+    """Return whether the password matches the hash.
+
+    Returns False if the hash is not a bcrypt hash.
+    """
     import bcrypt  # noqa: PLC0415 - most daemons have no users
 
     try:

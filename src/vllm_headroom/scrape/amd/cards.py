@@ -12,7 +12,10 @@ from vllm_headroom.scrape.proc.files import parse_digits, read_start, split_kern
 
 
 def read_text_file(path: str) -> str:
-    """Return the text of a file in /sys or /proc; raise OSError if the file cannot be read."""
+    """Return the text of a file in /sys or /proc.
+
+    Raises OSError if the file cannot be read.
+    """
     return read_start(path).decode(errors="replace").strip()
 
 
@@ -25,7 +28,10 @@ def read_line(path: str) -> str:
 
 
 def read_number_file(path: str) -> int | None:
-    """Return the number in a file, or None if it cannot be read or contains no number."""
+    """Return the number in a file.
+
+    Returns None if the file cannot be read or contains no number.
+    """
     try:
         return int(read_start(path))
     except (OSError, ValueError):
@@ -33,7 +39,10 @@ def read_number_file(path: str) -> int | None:
 
 
 def list_folder(folder: str) -> list[str]:
-    """Return the sorted names in a folder, or an empty list if it cannot be listed."""
+    """Return the sorted names in a folder.
+
+    The list is empty if the folder cannot be listed.
+    """
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - no Path per file
     except OSError:
@@ -107,8 +116,8 @@ class AmdCard(Struct, frozen=True, kw_only=True):
 def find_cards(sys: str) -> dict[str, AmdCard]:
     """Return the driver's cards, keyed by UUID, or {} if there are none.
 
-    The cards are ordered by PCI address, not by DRM number. If a card has no unique id, or shares
-    it with another card, its UUID is derived from its PCI address.
+    The cards are ordered by PCI address, not by DRM number. If a card has no unique id, its UUID is
+    derived from its PCI address. The same holds if another card has the same id.
     """
     folders = _find_folders(sys)
     kfd = _read_nodes(sys, folders.keys())
@@ -156,7 +165,7 @@ def _find_folders(sys: str) -> dict[str, str]:
 
 
 def _find_sensor(monitor: str, sensors: list[str], names: Collection[str]) -> str:
-    """Return the path of the first sensor in `names` that the card has, or "" if it has none."""
+    """Return the path of the card's first sensor in `names`, or ""."""
     for name in names:
         if name in sensors:
             return f"{monitor}/{name}"
@@ -217,7 +226,7 @@ def _format_address(domain: int, location: int, addresses: Collection[str]) -> s
 def _read_node_memory(folder: str) -> int | None:
     """Return the total size of a node's memory banks in bytes.
 
-    Returns None if the node lists no banks, or if the size of any bank is unknown.
+    Returns None if the node lists no banks. Also returns None if the size of any bank is unknown.
     """
     memory_bytes = 0
     banks = list_folder(f"{folder}/mem_banks")

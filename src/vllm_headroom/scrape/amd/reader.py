@@ -48,7 +48,7 @@ wake for every sample on a machine with only NVIDIA GPUs.
 
 
 def explain_error(error: OSError) -> Failure:
-    """Return the failure for an error in a card's file, or for a timeout of the thread."""
+    """Return the failure for an error in a card's file or a thread's timeout."""
     reason = _REASONS.get(error.errno, Reason.DRIVER_ERROR)
     suffix = "" if reason is Reason.TIMEOUT else f" ({error.strerror or error})"
     return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
@@ -82,9 +82,10 @@ class Amd:
         self._worker = Worker[Any]("amd")
 
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
-        """Return a reading of every card or partition, or an empty tuple if there is no card.
+        """Return a reading of every card or partition.
 
-        Never raises. A card that cannot be read in time gets a failed reading.
+        The tuple is empty if there is no card. Never raises. A card that cannot be read in time
+        gets a failed reading.
         """
         now_seconds = self._monotonic()
         if not self._cards and now_seconds < self._search_at_seconds:
@@ -146,15 +147,14 @@ class Amd:
         )
         if topology != self._topology:
             self._topology = topology
-            # Known cards keep their positions even if they are gone, because a card's position is
-            # its index.
+            # Known cards keep their positions even if they are gone. A card's position is its
+            # index.
             self._cards = self._cards | find_cards(self._sys)
 
     def _build_failed(self, card: AmdCard, index: int, failure: Failure) -> tuple[GpuReading, ...]:
-        """Return a failed reading of each partition that the card had when it was last read.
+        """Return a failed reading of each partition in the card's last reading.
 
-        If the card had no partitions or has never been read, returns one failed reading of the
-        whole card.
+        If no partitions are known, returns one failed reading of the whole card.
         """
         whole_card = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
         last_readings = self._last_readings.get(card.uuid, (whole_card,))

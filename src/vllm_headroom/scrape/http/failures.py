@@ -73,14 +73,14 @@ def strip_advice(failure: Failure) -> str:
 
 
 def hide_secrets(url: httpx.URL) -> httpx.URL:
-    """Return the URL without user, password and fragment, and with `***` in place of a query."""
+    """Return the URL without user, password and fragment, and with `***` as its query."""
     return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
 def describe_answer(response: httpx.Response, url: str) -> str:
     """Return a clause such as "URL answers 404 Not Found".
 
-    The standard phrase for the status is used, because the server's phrase may contain a secret.
+    The standard phrase for the status is used. The server's phrase may contain a secret.
     """
     phrase = httpx.codes.get_reason_phrase(response.status_code)
     return f"{url} answers {response.status_code} {phrase}".strip()
@@ -126,8 +126,8 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
             return build_failure(
                 Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s"
             )
-        # These errors quote the received bytes or the header, which may contain a secret, so their
-        # text is left out.
+        # These errors quote the received bytes or the header. The quote may contain a secret, so
+        # their text is left out.
         case httpx.LocalProtocolError():
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
         case httpx.RemoteProtocolError() | httpx.InvalidURL():
@@ -182,7 +182,7 @@ class UnusableCredentials(Exception):  # noqa: N818 - the name describes the fil
 def name_token_file(file: Path) -> str:
     """Return the name by which a message refers to a token file.
 
-    A name that is not an absolute path is hidden, because it may be the token itself.
+    A name that is not an absolute path is hidden. It may be the token itself.
     """
     if file.is_absolute():
         return f"the token file {file}"
@@ -210,9 +210,8 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
     """Return a client TLS context that trusts the authorities in the file.
 
     If the file is None, the context trusts the machine's authorities and those from certifi. The
-    certificate's chain, name and validity period are verified as in Go and curl, with every Python
-    version. Raises UnusableCredentials if the file cannot be read or does not contain a
-    certificate.
+    certificate's chain, name and validity period are verified as in Go and curl. Raises
+    UnusableCredentials if the file cannot be read or does not contain a certificate.
     """
     try:
         if ca_file is None:
@@ -226,7 +225,7 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
             f"{problem}: make it a readable file of PEM certificates"
         ) from None
     # Python 3.13 and newer set this flag. It rejects authorities without key usage or key
-    # identifiers, such as those of EKS clusters and many companies.
+    # identifiers. Examples are those of EKS clusters and many companies.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     # Python 3.13 and newer set this flag. With it, the file may contain only an intermediate
     # authority.

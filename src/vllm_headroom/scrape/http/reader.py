@@ -66,7 +66,7 @@ def find_port(url: httpx.URL) -> int:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host is an address of this machine or pod, or the name localhost.
+    """Return whether a host is localhost or an address of this machine or pod.
 
     Returns False for any other name, without resolving it.
     """
@@ -74,8 +74,8 @@ def is_here(host: str) -> bool:
         address = ipaddress.ip_address(host)
         is_ipv6 = isinstance(address, ipaddress.IPv6Address)
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        # A socket can be bound only to an address of this machine. With a datagram socket and port
-        # 0, no listening port is opened, and binding succeeds regardless of the ports in use.
+        # A socket can be bound only to an address of this machine. A datagram socket with port 0
+        # opens no listening port. Binding it succeeds regardless of the ports in use.
         with socket.socket(family, socket.SOCK_DGRAM) as datagram_socket:
             datagram_socket.bind((host, 0))
     except (OSError, ValueError):
@@ -93,11 +93,11 @@ class Reply(Struct, frozen=True, kw_only=True):
 class PageReader:
     """Repeatedly fetches the page at `url`, an http or https URL.
 
-    Files are read and host names are resolved on a separate thread, because both operations may
-    hang. The token in `bearer_token_file` replaces the URL's user and password. It is read for each
-    request, because tokens may be rotated. `ca_file` replaces the default authorities. `max_bytes`
-    limits the size of the page. `timeout_seconds` limits the duration of the whole request. Nothing
-    is sent while `is_gone` returns True, because the address may already belong to another server.
+    Files are read and host names are resolved on a separate thread. Both may hang. The token in
+    `bearer_token_file` replaces the URL's user and password. It is read for each request, because
+    tokens may be rotated. `ca_file` replaces the default authorities. `max_bytes` limits the size
+    of the page. `timeout_seconds` limits the duration of the whole request. Nothing is sent while
+    `is_gone` returns True. The address may already belong to another server.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class PageReader:
         is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         url_with_login = httpx.URL(url)
-        # The login is sent as a header and removed from the URL, so that it cannot appear in a
-        # message or log line.
+        # The login is sent as a header and removed from the URL. It then cannot appear in a message
+        # or log line.
         self._url = url_with_login.copy_with(userinfo=b"")
         self._shown_url = str(failures.hide_secrets(url_with_login))
         self._timeout_seconds = timeout_seconds
@@ -127,12 +127,11 @@ class PageReader:
         if url_with_login.userinfo:
             login = f"{url_with_login.username}:{url_with_login.password}"
             self._headers["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
-        # Compressing with gzip would take 1.1 ms on vLLM's event loop, and decompressing 0.2 ms in
-        # the daemon.
+        # Compressing with gzip would take 1.1 ms on vLLM's event loop. Decompressing would take
+        # 0.2 ms in the daemon.
         self._headers["Accept-Encoding"] = "identity"
         self._page_request = httpx.Request("GET", self._url, headers=self._headers)
-        # Connecting to one address may take half of the time, so that a second address can be
-        # tried.
+        # Connecting to one address may take half of the time. A second address can then be tried.
         self._timeouts_seconds = {"connect": timeout_seconds / 2}
         self._worker = Worker[Any]("http")
         self._transport: PageTransport | None = None
@@ -149,10 +148,10 @@ class PageReader:
     async def send(
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> Reply | Failure:
-        """Return the response to a request, whatever its status, or a Failure if there is none.
+        """Return the response to a request, whatever its status.
 
         `path` is relative to the URL; "" is the URL itself. `body` is sent as JSON, unless it is
-        None.
+        None. Returns a Failure if there is no response.
         """
         request = httpx.Request(method, self._url.join(path), headers=self._headers, json=body)
         return await self._exchange(request, is_page=False)
@@ -182,7 +181,7 @@ class PageReader:
         self._worker = Worker("http")
 
     async def _send(self, request: httpx.Request, *, is_page: bool) -> Reply | Failure:
-        """Send a request with the current token, and wait for its reply without a time limit.
+        """Send a request with the current token, and await its reply without time limit.
 
         For a page, any status other than 200 is a failure. Returns a Failure if the body cannot be
         read or exceeds a limit. Raises UnusableCredentials, TimeoutError while the thread is stuck,
@@ -208,15 +207,15 @@ class PageReader:
     async def _resolve(self, url: httpx.URL) -> list[tuple[str, int]]:
         """Return each IP address of a URL's host, along with the URL's port.
 
-        Raises OSError or UnicodeError if the name cannot be resolved, and TimeoutError while the
+        Raises OSError or UnicodeError if the name cannot be resolved. Raises TimeoutError while the
         thread is stuck.
         """
         host = url.raw_host.decode("ascii")
         port = find_port(url)
         if _is_address(host):
             return [(host, port)]
-        # The event loop's resolver is not used, because a hung lookup would block one of the loop's
-        # few threads.
+        # The event loop's resolver is not used. A hung lookup would block one of the loop's few
+        # threads.
         entries: list[tuple[Any, ...]] = await self._worker.begin(
             partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         )
@@ -315,7 +314,7 @@ def _judge_answers(health: Reply | Failure, *others: Reply | Failure) -> ServerA
         return ServerAnswer.HEALTHY
     if _reports_death(health, others):
         return ServerAnswer.UNHEALTHY
-    # An engine other than vLLM, or a proxy in front of the engine, may have no health path.
+    # An engine other than vLLM, or a proxy, may have no health path.
     if any(_is_ok(other) for other in others):
         return ServerAnswer.HEALTHY
     if all(_is_silence(answer) for answer in (health, *others)):
@@ -337,8 +336,8 @@ def _is_silence(answer: Reply | Failure) -> bool:
 def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...]) -> bool:
     """Return whether a health check reports that the engine has died.
 
-    After the engine has died, vLLM returns 503, or 500 in older versions. If all other pages of the
-    server return errors too, a status of 500 proves nothing.
+    After the engine has died, vLLM returns 503, or 500 in older versions. If all other pages return
+    errors too, a status of 500 proves nothing.
     """
     if isinstance(health, Failure) or _is_silence(health):
         return False
@@ -353,7 +352,7 @@ def _reports_death(health: Reply | Failure, others: tuple[Reply | Failure, ...])
 
 
 def _read_load(load: Reply | Failure) -> float | None:
-    """Return the number of requests in the server, or None if the server does not report it."""
+    """Return how many requests are in the server, or None if not reported."""
     if isinstance(load, Failure) or load.status != HTTPStatus.OK:
         return None
     try:
@@ -376,13 +375,14 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
     async def ask(self, model_name: str) -> bool | None:
         """Return whether the engine completes one token; never raise.
 
-        Returns False if the server accepts the connection but does not respond, or responds with a
-        status of 500 or higher. Returns None if the outcome proves nothing, because the engine is
-        asleep, or because the server refuses the request or the connection.
+        Returns False if the server accepts the connection but does not respond. Also returns False
+        for a status of 500 or higher. Returns None if the outcome proves nothing:
+
+        - The engine is asleep.
+        - The server refuses the request or the connection.
         """
         # A sleeping engine must not get a request. The metrics page cannot rule out that the engine
-        # is asleep. The page may have been fetched earlier, and before vLLM 0.11.1, it does not
-        # report sleep.
+        # is asleep. The page may be old, and before vLLM 0.11.1, it does not report sleep.
         for reader in (self.health, self.sleep):
             page = await reader.fetch()
             if isinstance(page, Failure):
@@ -396,8 +396,8 @@ class CanaryRequest(Struct, frozen=True, kw_only=True):
             return _judge_failure(answer)
         if answer.status == HTTPStatus.OK:
             return True
-        # With a status below 500, the server itself refused the request, and the engine never
-        # received it.
+        # With a status below 500, the server itself refused the request. The engine never received
+        # it.
         return False if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR else None
 
     async def close(self) -> None:

@@ -35,7 +35,7 @@ Resolve = Callable[[httpx.URL], Awaitable[Sequence[tuple[str, int]]]]
 
 
 class TooManyParts(httpx.RemoteProtocolError):
-    """A response arrives in so many small parts that reading it would take too much CPU time."""
+    """A response arrives in too many small parts to read cheaply."""
 
 
 class PageTransport(httpx.AsyncBaseTransport):
@@ -62,7 +62,7 @@ class PageTransport(httpx.AsyncBaseTransport):
         """Return the response once its head has been received.
 
         The request's body must be in memory. Only connecting has a time limit. The limit is in the
-        request's extension `timeout`, and applies to each address of the host. Raises
+        request's extension `timeout`. It applies to each address of the host. Raises
         httpx.TransportError.
         """
         # If the server has closed an idle connection, the request is sent again. Therefore, only
@@ -190,8 +190,8 @@ class _Connection(asyncio.Protocol):
     async def send(self, request: httpx.Request) -> h11.Response:
         """Send a request and return the head of its response.
 
-        Raises httpx.LocalProtocolError if a header is not valid in HTTP, and the same errors as
-        `receive`.
+        Raises httpx.LocalProtocolError if a header is not valid in HTTP. Also raises the same
+        errors as `receive`.
         """
         self._is_idle = False
         self._parts = 0
@@ -226,8 +226,7 @@ class _Connection(asyncio.Protocol):
             try:
                 event = self._http.next_event()
             except h11.RemoteProtocolError as error:
-                # A lost connection can look like a violation of HTTP, so the loss is reported
-                # instead.
+                # A lost connection can look like a violation of HTTP. The loss is reported instead.
                 if self._problem is not None:
                     raise httpx.ReadError(str(self._problem)) from self._problem
                 raise httpx.RemoteProtocolError(str(error)) from error
@@ -241,7 +240,7 @@ class _Connection(asyncio.Protocol):
     def finish(self) -> bool:
         """End the exchange; return whether another request may be sent.
 
-        Another request may be sent if the whole response was received and no bytes follow it.
+        Another request may be sent if the response is complete and no bytes follow.
         """
         is_complete = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         if not self.is_open or not is_complete or self._http.trailing_data != (b"", False):

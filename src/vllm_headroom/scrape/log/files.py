@@ -63,9 +63,10 @@ class ReadPosition(NamedTuple):
 
 
 class LogFiles:
-    """Reads additions to the newest file that matches a path or a pattern, on a daemon thread.
+    """Reads additions to the newest file that matches a path or pattern.
 
-    The operator sets the pattern. The content may be arbitrary, so it is returned as bytes.
+    The files are read on a daemon thread. The operator sets the pattern. The content may be
+    arbitrary, so it is returned as bytes.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -101,7 +102,7 @@ class LogFiles:
     def _read(self) -> LogBatch:
         """Continue reading; runs on the thread.
 
-        Raises OSError if a file cannot be read, and TooManyFilesError if the pattern matches too
+        Raises OSError if a file cannot be read. Raises TooManyFilesError if the pattern matches too
         many files.
         """
         if self._descriptor is None:
@@ -153,10 +154,10 @@ class LogFiles:
         """Return the next bytes of the open file; start over if it was truncated."""
         status = os.fstat(descriptor)
         file = _identify(status)
-        # The entry is removed and added again so that the most recently read file comes last.
+        # The entry is removed and added again. The most recently read file then comes last.
         place = self._places.pop(file, None)
         if place is None:
-            # Only the first file can contain lines from before the daemon began to follow the log.
+            # Only the first file can contain lines from before the daemon followed the log.
             place = ReadPosition(old_end=0 if self._places else status.st_size)
         elif _is_truncated(descriptor, place, status.st_size):
             place = ReadPosition()
@@ -185,7 +186,10 @@ def _identify(status: os.stat_result) -> FileId:
 
 
 def _open_regular(path: Path) -> int:
-    """Open a file and return its descriptor; raise OSError if it is not a regular file."""
+    """Open a file and return its descriptor.
+
+    Raises OSError if it is not a regular file.
+    """
     # A pipe without a writer must not block the thread.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -63,7 +63,10 @@ class Journal:
         return LogBatch(content=answer, is_old=is_first, is_broken=is_first)
 
     async def _call(self, timeout_seconds: float) -> bytes | Failure:
-        """Return journalctl's output up to its last full line, or a Failure if the call fails."""
+        """Return journalctl's output up to its last full line.
+
+        Returns a Failure if the call fails.
+        """
         arguments = [f"--unit={self._unit}", "--output=json", "--all", "--no-pager"]
         if self._cursor is None:
             arguments.append(f"--lines={MOST_LINES}")

@@ -67,8 +67,7 @@ class PodLog:
         now_seconds = asyncio.get_running_loop().time()
         if now_seconds < self._next_seconds:
             return self._failure or LogBatch(content=b"")
-        # The time is set before the request, so that a failing server does not get a request on
-        # every tick.
+        # The time is set before the request. A failing server is then not asked on every tick.
         self._next_seconds = now_seconds + PAUSE_SECONDS
         self._failure = None
         try:
@@ -129,7 +128,7 @@ class PodLog:
         try:
             reply = await self._ask(f"{self._path}/log?{urlencode(query)}")
         except RequestFailedError as error:
-            # The container has no log if it is waiting to start or if its log was removed.
+            # A container that is waiting to start has no log. The log may also have been removed.
             if error.failure.reason is Reason.HTTP_STATUS:
                 return b""
             raise
@@ -167,12 +166,13 @@ class PodLog:
 def _build_time_key(line: str) -> str:
     """Return a sort key for a line's timestamp, from which Go omits trailing zeros."""
     time, _, _ = line[:LONGEST_TIME].partition(" ")
-    # Without the Z, a shorter fraction is a prefix of a longer one and sorts before it.
+    # Without the Z, a shorter fraction is a prefix of a longer one. It then sorts before the longer
+    # one.
     return time.rstrip("Z")
 
 
 def _choose_reason(reason: Reason) -> Reason:
-    """Return the reason, or UNAVAILABLE if it is not one of the reasons defined for the log."""
+    """Return the reason, or UNAVAILABLE if it is not defined for the log."""
     return reason if reason in REASONS[Source.LOG] else Reason.UNAVAILABLE
 
 

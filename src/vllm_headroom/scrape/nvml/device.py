@@ -83,7 +83,7 @@ class GpuPart:
 class GpuFaults(Struct, frozen=True, kw_only=True):
     """The memory faults of a GPU.
 
-    A field is None if its value is unknown, for example because the GPU has MIG instances.
+    A field is None if its value is unknown, as with MIG instances.
     """
 
     index: int
@@ -102,7 +102,7 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
 
 
 class ProcessList(Struct, frozen=True, kw_only=True):
-    """The processes on a whole GPU or a MIG instance, and the memory in use at that time."""
+    """The processes on a GPU or MIG instance, and the memory in use then."""
 
     listed_at_seconds: float
     """When the processes were listed, on the monotonic clock."""
@@ -209,8 +209,8 @@ class Session:
     ) -> T | None:
         """Return a fact about the device `uuid` by calling an NVML function.
 
-        Returns None if the device does not provide the fact at the moment, or has refused to
-        provide it before. After a refusal, only essential facts are queried again.
+        Returns None if the device does not provide the fact at the moment. Also returns None if it
+        has refused the fact before. After a refusal, only essential facts are queried again.
 
         Raises NVMLError if the GPU is lost or the driver fails. For an essential fact, "unknown
         error" also raises NVMLError, although healthy devices occasionally return it.
@@ -227,8 +227,8 @@ class Session:
             if is_blocked or error.value in LOST_CODES | DRIVER_WIDE_CODES:
                 raise
             if error.value in REFUSAL_CODES:
-                # If the device has provided the fact before, the refusal may be temporary, so the
-                # entry stays None.
+                # If the device has provided the fact before, the refusal may be temporary. The
+                # entry then stays None.
                 self._refusals.setdefault((uuid, fact), error.value)
             return None
         self._refusals[uuid, fact] = None
@@ -282,10 +282,10 @@ class NvmlDevice:
             raise
 
     def read(self) -> tuple[GpuReading, ...]:
-        """Return a reading of each MIG instance, or one of the whole GPU if there are none."""
+        """Return a reading of each MIG instance, or one of the whole GPU."""
         gpu = self.gpu or self._open()
         previous_uuids = {part.uuid for part in self.parts}
-        # A GPU in MIG mode is read as its instances, and any other GPU as a whole.
+        # A GPU in MIG mode is read as its instances. Any other GPU is read as a whole.
         self.parts = tuple(self._list_instances(gpu)) or (gpu,)
         removed_uuids = previous_uuids - {part.uuid for part in self.parts}
         for uuid in removed_uuids:
@@ -306,7 +306,10 @@ class NvmlDevice:
         return used_bytes
 
     def read_faults(self) -> GpuFaults:
-        """Return the memory faults of the whole GPU; a field is None if its value is unknown."""
+        """Return the memory faults of the whole GPU.
+
+        A field is None if its value is unknown.
+        """
         gpu = self.gpu or self._open()
         ecc = self._query(gpu, "ECC mode", pynvml.nvmlDeviceGetEccMode)
         rows = self._query(gpu, "row remapping", pynvml.nvmlDeviceGetRemappedRows)
@@ -314,8 +317,8 @@ class NvmlDevice:
         return GpuFaults(
             index=gpu.index,
             ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
-            # NVML returns four values: the rows remapped for correctable and for uncorrectable
-            # errors, and whether a remapping is pending or has failed.
+            # The first two values are the rows remapped for correctable and uncorrectable errors.
+            # The last two are whether a remapping is pending or has failed.
             row_remap_pending=None if rows is None else bool(rows[2]),
             row_remap_failed=None if rows is None else bool(rows[3]),
             page_retirement_pending=None if pages is None else bool(pages),
@@ -323,7 +326,7 @@ class NvmlDevice:
         )
 
     def _list_unlinked(self, gpu: GpuPart) -> tuple[int, ...] | None:
-        """Return the indices of the open GPUs that are not connected to this one by NVLink.
+        """Return the indices of open GPUs without an NVLink connection to this one.
 
         Returns None if the driver does not report the connections.
         """
@@ -356,7 +359,10 @@ class NvmlDevice:
         return self.gpu
 
     def _list_instances(self, gpu: GpuPart) -> Iterator[GpuPart]:
-        """Yield the MIG instances visible now; yield none if the GPU is not in MIG mode."""
+        """Yield the MIG instances visible now.
+
+        Yields none if the GPU is not in MIG mode.
+        """
         mode = self._query(gpu, "MIG mode", pynvml.nvmlDeviceGetMigMode)
         # MIG mode is off or not supported, so the whole GPU is the only part.
         if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
@@ -485,16 +491,15 @@ class NvmlDevice:
     def _is_outdated(
         self, previous: ProcessList, now_seconds: float, used_bytes: int | None
     ) -> bool:
-        """Return whether a list is missing, is old, or no longer matches the memory in use.
+        """Return whether a list is missing, is old, or contradicts the memory in use.
 
-        A list younger than MIN_LIST_AGE_SECONDS stays valid even if the memory in use has changed,
-        because listing is expensive.
+        A list younger than MIN_LIST_AGE_SECONDS stays valid, because listing is expensive. It stays
+        valid even if the memory in use has changed.
         """
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:
             return True
-        # A change in the memory in use means that a process has started, exited, allocated memory
-        # or freed memory.
+        # The memory in use changes when processes start, exit, allocate or free memory.
         if used_bytes is None or previous.used_bytes is None or age_seconds < MIN_LIST_AGE_SECONDS:
             return False
         return abs(used_bytes - previous.used_bytes) >= PAGE_BYTES
@@ -544,8 +549,8 @@ class NvmlDevice:
 def _call_process_list(handle: Handle, function: str) -> tuple[GpuProcess, ...]:
     """Return the processes that a pynvml function lists.
 
-    `function` is the versioned name of the function. If the driver lacks the function, pynvml would
-    raise a different class of error for an unversioned name. Raises NVMLError if the call fails.
+    `function` is the versioned name of the function. If the driver lacks the function, pynvml
+    raises another error for an unversioned name. Raises NVMLError if the call fails.
     """
     processes = []
     for process in getattr(pynvml, function)(handle):

@@ -101,7 +101,10 @@ _DEVICE_MESSAGES: Final = {
 
 
 def explain_source(cause: Reason | int) -> Failure:
-    """Return the failure of NVML as a whole, given a reason or an NVML error code."""
+    """Return the failure of NVML as a whole.
+
+    `cause` is a reason or an NVML error code.
+    """
     return _explain(cause, _SOURCE_REASONS, _SOURCE_MESSAGES)
 
 
@@ -123,7 +126,10 @@ def _explain(
 
 
 def explain_unexpected(error: Exception) -> Failure:
-    """Return the failure for an error not raised by NVML: a bug or a shortage in the daemon."""
+    """Return the failure for an error not raised by NVML.
+
+    Such an error is a bug or a shortage in the daemon.
+    """
     if isinstance(error, OSError) and error.errno in SHORTAGES:
         return build_unavailable(Source.NVML, "NVML cannot be asked", error)
     message = f"reading NVML raised {error!r}: please report this with the driver's version"

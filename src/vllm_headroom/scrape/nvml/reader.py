@@ -60,10 +60,10 @@ class Nvml:
     """Reads all GPUs.
 
     If a GPU is lost or hangs, the other GPUs are still read. A failed driver is reinitialised after
-    increasingly long pauses. While a call is stuck, NVML is not shut down, because that could crash
-    the process. A GPU that disappears stays listed as failed, along with its last known MIG
-    instances. A MIG instance that disappears while its GPU is still present was removed on purpose,
-    so it is no longer listed.
+    increasingly long pauses. While a call is stuck, NVML is not shut down. That could crash the
+    process. A GPU that disappears stays listed as failed, along with its last known MIG instances.
+    A MIG instance that disappears while its GPU is present is no longer listed. It was removed on
+    purpose.
 
     If a call to a GPU takes longer than `call_timeout_seconds`, its thread is abandoned. For GPUs
     that use the machine's memory, that memory is read from `proc`.
@@ -108,7 +108,7 @@ class Nvml:
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
-            # The previous reading may still be waiting for a stuck call, and only one may run at a
+            # The previous reading may still be waiting for a stuck call. Only one may run at a
             # time.
             async with asyncio.timeout_at(deadline):
                 await self._lock.acquire()
@@ -157,7 +157,7 @@ class Nvml:
     async def _open(self, deadline: float) -> Failure | None:
         """Initialise NVML if necessary; return None if GPUs can be read now.
 
-        While a call is stuck, NVML is not reinitialised, but GPUs that are open can still be read.
+        While a call is stuck, NVML is not reinitialised. GPUs that are open can still be read.
         `deadline` is a time on the event loop's clock. Raises any unexpected error of the init, and
         OSError if no thread can be started. Returns a Failure in three cases:
         - The last init failed.
@@ -225,7 +225,7 @@ class Nvml:
         """Return the readings of the GPUs that were read, and failed readings of all others.
 
         A GPU gets failed readings if it failed or NVML no longer lists it. It gets one for each of
-        its MIG instances, or one for the whole GPU if it has no instances.
+        its MIG instances. Without instances, it gets one for the whole GPU.
         """
         # A GPU that falls off the bus is not listed after the next init. Without this code, its
         # series would simply end.
@@ -262,7 +262,7 @@ class Nvml:
                 continue
             uuid = device.gpu.uuid
             opened_uuids.add(uuid)
-            # Removing and adding the entry moves it to the end, so that the most recently read GPU
+            # Removing and adding the entry moves it to the end. The most recently read GPU then
             # comes last.
             previous_parts = self._parts.pop(uuid, (device.gpu,))
             self._parts[uuid] = device.parts or previous_parts
@@ -272,16 +272,17 @@ class Nvml:
         return sorted(self._parts.keys() - opened_uuids)
 
     def _find_uuid(self, missing_uuids: Iterable[str], index: int) -> str | None:
-        """Return the UUID of the first missing GPU that had this index, or None if none had."""
+        """Return the UUID of the first missing GPU with this index, or None."""
         for uuid in missing_uuids:
             if self._parts[uuid][0].index == index:
                 return uuid
         return None
 
     def _build_failed(self, uuid: str, failure: Failure) -> list[GpuReading]:
-        """Return a failed reading of each MIG instance of a remembered GPU, or of the whole GPU.
+        """Return a failed reading of each MIG instance of a remembered GPU.
 
-        The readings contain the XID errors counted so far.
+        Without instances, the result is one reading of the whole GPU. The readings contain the XID
+        errors counted so far.
         """
         return [
             GpuReading(
@@ -297,7 +298,10 @@ class Nvml:
     async def _query_quietly(
         self, method: Callable[[NvmlDevice], T], timeout_seconds: float
     ) -> tuple[T, ...]:
-        """Return the result of each GPU that does not fail, or nothing if the driver fails."""
+        """Return the result of each GPU that does not fail.
+
+        The result is empty if the driver fails.
+        """
         async with self._lock:
             with contextlib.suppress(Exception):  # The next reading reports the error.
                 deadline = read_loop_seconds() + timeout_seconds
@@ -318,12 +322,12 @@ class Nvml:
         call fails with an error that affects the whole driver.
         """
         calls: dict[str, Callable[[], Any]] = dict(driver_calls)
-        # A lost GPU is not called again, because it would return the same error or hang.
+        # A lost GPU is not called again. It would return the same error or hang.
         for device in self._session.devices:
             if device.lost_code is None:
                 calls[_name_subject(device)] = partial(device.call, method)
-        # All calls are made in one job, because waking the thread for each GPU (40 µs) would cost
-        # more than the calls themselves.
+        # All calls are made in one job. Waking the thread for each GPU (40 µs) would cost more than
+        # the calls.
         outcomes = await self._lane.make_calls(calls, self._call_timeout_seconds, deadline)
         for outcome in outcomes.values():
             if isinstance(outcome, pynvml.NVMLError) and outcome.value in DRIVER_WIDE_CODES:
@@ -339,7 +343,10 @@ def _name_subject(device: NvmlDevice) -> str:
 
 
 def _explain_outcome(device: NvmlDevice, outcome: T | Exception) -> T | Failure:
-    """Return a device's result, or the failure if the call failed or the GPU is lost."""
+    """Return a device's result.
+
+    Returns a Failure if the call failed or the GPU is lost.
+    """
     if device.lost_code is not None:
         return explain_device(device.lost_code)
     if isinstance(outcome, pynvml.NVMLError):
@@ -389,13 +396,13 @@ class Lane:
     async def make_calls(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
     ) -> dict[str, T | Exception]:
-        """Make the calls in order, and return what each one returned or raised, keyed by subject.
+        """Make the calls in order; return what each returned or raised, by subject.
 
         Calls that were not made or did not return in time are left out. `deadline` is a time on the
-        event loop's clock. A call may take `limit_seconds`, but at most half of the time left until
-        the deadline. The last call may use all of the time left. A call that takes longer, or is
-        running when this method is cancelled, is regarded as stuck. Raises OSError if no thread can
-        be started.
+        event loop's clock. A call may take `limit_seconds`, but at most half of the time left. The
+        last call may use all of the time left. A call that takes longer is regarded as stuck. So is
+        a call that is running when this method is cancelled. Raises OSError if no thread can be
+        started.
         """
         outcomes: dict[str, T | Exception] = {}
         stuck_subjects = self.stuck_subjects
@@ -416,10 +423,10 @@ class Lane:
     async def _call_until_stuck(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
     ) -> tuple[T | Exception, ...]:
-        """Make calls until one is stuck; return the outcomes of all calls before the stuck one.
+        """Make calls until one is stuck; return the outcomes before the stuck one.
 
         The outcome of the stuck call is discarded, and its thread makes no further calls. The
-        thread is woken only once for all calls, because waking it costs more than a call.
+        thread is woken only once for all calls. Waking it costs more than a call.
         """
         outcomes: list[T | Exception] = []
         is_over = threading.Event()
@@ -433,7 +440,7 @@ class Lane:
         finished = self._worker.begin(run)
         previous_count = -1
         try:
-            # The loop continues only if at least one more call has returned within its time limit.
+            # The loop continues only if another call has returned within its time limit.
             while previous_count < len(outcomes) and not finished.done():
                 previous_count = len(outcomes)
                 share_seconds = deadline - read_loop_seconds()

@@ -34,8 +34,8 @@ OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 class Xids:
     """Counts the XID errors of GPUs from the time when this object is created.
 
-    `listen` must be called again after each init of NVML. For each event, NVML reports the GPU and,
-    in MIG mode, the GPU instance if known. NVML does not replay earlier events.
+    `listen` must be called again after each init of NVML. For each event, NVML reports the GPU. In
+    MIG mode, it also reports the GPU instance if known. NVML does not replay earlier events.
     """
 
     def __init__(self) -> None:
@@ -93,10 +93,11 @@ class Xids:
         counts[kind] += 1
 
     def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> XidCounts:
-        """Return pairs of XID and count, sorted by XID, or an empty tuple if there was no error.
+        """Return pairs of XID and count, sorted by XID.
 
-        If `gpu_instance` is None, the errors are those of the whole GPU. Otherwise, they are those
-        of this MIG instance. An event without an instance counts for every instance.
+        The tuple is empty if there was no error. If `gpu_instance` is None, the errors are those of
+        the whole GPU. Otherwise, they are those of this MIG instance. An event without an instance
+        counts for every instance.
         """
         counts: Counter[int] = Counter()
         # The counts are copied, because NVML's thread may be updating them at the same time.
@@ -108,6 +109,5 @@ class Xids:
 
 
 def _find_address(handle: Handle) -> int:
-    # The address identifies the GPU, because the UUID of a lost GPU cannot be read through its
-    # handle.
+    # The address identifies the GPU. The UUID of a lost GPU cannot be read through its handle.
     return ctypes.addressof(handle.contents)
