@@ -1,7 +1,8 @@
-"""The probe that vLLM loads into each of its processes to write memory figures to a file.
+"""The probe that vLLM loads into each process.
 
-The probe never raises an error in vLLM's code, never blocks vLLM and never initialises CUDA. It
-runs in vLLM's Python, version 3.9 or later, without any other packages.
+The probe writes memory figures to a file. It never raises an error in vLLM's code. It never blocks
+vLLM or initialises CUDA. It runs in vLLM's Python, version 3.9 or later, without any other
+packages.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ def register() -> None:
     try:
         folder = os.environ.get("HEADROOM_PROBE_DIR")
         if folder:
-            # The import is here so that an import error is caught, and so that the plugin costs
-            # nothing without a folder.
+            # Importing here catches an import error. Without a folder, the plugin costs nothing.
             from vllm_headroom_probe.hooks import begin  # noqa: PLC0415
 
             # The callers' frames hold the objects that vLLM is building.

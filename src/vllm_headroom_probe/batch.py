@@ -103,7 +103,10 @@ class Batch:
         """The adapters that have been loaded."""
 
     def follow(self, order: Any) -> Step:  # noqa: ANN401 - vLLM's SchedulerOutput
-        """Return what a scheduled step computes; callers may leave out a step like the last one."""
+        """Return what a scheduled step computes.
+
+        Callers may leave out a step that is like the last one.
+        """
         scheduled_tokens: dict[str, int] = order.num_scheduled_tokens
         for request_id in order.finished_req_ids:
             self._prompts.pop(request_id, None)

@@ -55,9 +55,10 @@ AMOUNT_LIMIT = 1 << 63
 
 
 def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of vLLM
-    """Return an instance attribute by its dotted path, or None if a part of the path is missing.
+    """Return an instance attribute by its dotted path.
 
-    Properties and `__getattr__` are not called, because they could run vLLM's code.
+    Returns None if a part of the path is missing. Properties and `__getattr__` are not called,
+    because they could run vLLM's code.
     """
     value = owner
     for name in path.split("."):
@@ -66,7 +67,10 @@ def read_own(owner: object, path: str) -> Any:  # noqa: ANN401 - any object of v
 
 
 def to_integer(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
-    """Convert a value to an integer; return None if it is negative, too large or not a number."""
+    """Convert a value to an integer.
+
+    Returns None if the value is negative, too large or not a number.
+    """
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return int(value) if 0 <= value < AMOUNT_LIMIT else None
@@ -93,8 +97,7 @@ class EngineObjects:
     def search_main(self) -> None:
         """Search the main thread's stack for the worker or core.
 
-        In a forked process, this is the only way to find them, because vLLM does not call the
-        plugin there.
+        In a forked process, vLLM does not call the plugin. Therefore, the search is needed there.
         """
         frames = sys._current_frames()  # noqa: SLF001 - documented
         frame = frames.get(threading.main_thread().ident or 0)
@@ -120,7 +123,8 @@ class EngineObjects:
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
         """Return the worker without vLLM's wrappers, or None if this process has none.
 
-        With a single GPU, the worker is in the core's process, and the core has a reference to it.
+        With a single GPU, the worker is in the core's process. There, the core has a reference to
+        the worker.
         """
         worker = self._worker() or read_own(self.core, "model_executor.driver_worker")
         wrapped = read_own(worker, "worker")
@@ -153,7 +157,7 @@ def find_role(engine: EngineObjects, process_name: str) -> str:
 def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
     """Return the ranks of this process; a rank is None if unknown."""
     parallel = read_own(engine.worker or engine.core, "vllm_config.parallel_config")
-    # The index is preferred, because for models without experts, data_parallel_rank is 0 in every
+    # The index is preferred. For models without experts, data_parallel_rank is 0 in every
     # data-parallel engine.
     data_parallel_rank = read_own(parallel, "data_parallel_index")
     if data_parallel_rank is None:
@@ -180,15 +184,15 @@ def count_requests(core: object) -> dict[str, int | None]:
 
 
 def read_scheduler(core: object) -> dict[str, int | None] | None:
-    """Return the state and limits of the scheduler, or None if there is no scheduler yet."""
+    """Return the scheduler's state and limits, or None if there is no scheduler yet."""
     scheduler = read_own(core, "scheduler")
     if scheduler is None:
         return None
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
-    # The scheduler keeps running during these readings, so live blocks are read before and after
-    # the free blocks. A block that the scheduler moves in the meantime is therefore either counted
-    # as free or live in one of the two readings.
+    # The scheduler keeps running during these readings and may move blocks. Therefore, live blocks
+    # are read before and after the free blocks. A moved block is then counted as free or as live at
+    # least once.
     live_earlier = _find_live_blocks(scheduler)
     free_blocks = to_integer(read_own(pool, "free_block_queue.num_free_blocks"))
     live_later = _find_live_blocks(scheduler)
@@ -198,8 +202,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
-    # If the layers differ in bytes per token, the first tokens of a block may have been dropped. In
-    # this case, tokens cannot be counted.
+    # If the layers differ in bytes per token, a block may lack its first tokens. In this case,
+    # tokens cannot be counted.
     live_tokens = None
     if live_later is not None and bytes_per_token is not None:
         live_tokens = live_later.tokens
@@ -263,8 +267,8 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
 def _compute_bytes_per_kv_token(cache_config: object, parallel: object) -> int | None:
     """Return the bytes per token in the KV cache, added up across all ranks.
 
-    Returns None if not all tokens take the same number of bytes, or if the configuration is
-    unknown.
+    Returns None if the configuration is unknown. Also returns None if the bytes differ between
+    tokens.
     """
     groups: list[Any] = read_own(cache_config, "kv_cache_groups") or []
     if len(groups) != 1:

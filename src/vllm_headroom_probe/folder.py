@@ -60,16 +60,16 @@ def write_document(
 ) -> None:
     """Write the document as a file, atomically.
 
-    Raises OSError if writing fails, and ValueError if the document is too large or contains a
-    number that is not finite.
+    Raises OSError if writing fails. Raises ValueError if the document is too large or has a
+    non-finite number.
     """
     content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     if len(content) > max_bytes:
         raise ValueError(f"{len(content)} bytes for a file of at most {max_bytes}")
     unfinished = os.path.join(folder, f".{name}.tmp")  # noqa: PTH118
     try:
-        # Any old file is removed first, because a pipe in its place would block, and a link would
-        # be followed.
+        # Any old file is removed first. A pipe in its place would block, and a link would be
+        # followed.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)  # noqa: PTH108
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -57,7 +57,7 @@ def read_pinned() -> int | None:
     if torch_cuda is None:
         return None
     stats = torch_cuda.host_memory_stats_as_nested_dict()
-    # In torch 2.7 to 2.9, `allocated_bytes` is the pinned memory in use, and `reserved_bytes` is
+    # In torch 2.7 to 2.9, `allocated_bytes` is the pinned memory in use. There, `reserved_bytes` is
     # all pinned memory.
     owned = stats.get("reserved_bytes") or stats.get("allocated_bytes") or {}
     return to_integer(owned.get("current"))
@@ -87,8 +87,8 @@ class WorkerGpu:
     def read_device(self, worker: object) -> dict[str, Any] | None:
         """Return torch's facts about the device.
 
-        If reading torch's allocator is not safe, the only facts are the UUID and total memory.
-        Returns None if there is no GPU, the worker is unknown, or the device's UUID is unknown.
+        If torch's allocator cannot be read safely, only the UUID and total memory are returned.
+        Returns None if there is no GPU, or if the worker or UUID is unknown.
         """
         index = to_integer(getattr(read_own(worker, "device"), "index", None))
         torch_cuda = find_cuda()
@@ -108,9 +108,8 @@ class WorkerGpu:
         return self._constant_facts | self._read_allocator(torch_cuda, index, worker)
 
     def _read_allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
-        """Return torch's figures for a device; a figure is None if torch does not report it."""
-        # The device is selected by its index, because this thread's current device may be a
-        # different one.
+        """Return torch's figures for a device, with None for those that torch lacks."""
+        # The device is selected by its index. This thread's current device may be a different one.
         start_seconds = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - start_seconds
@@ -146,7 +145,7 @@ class WorkerGpu:
         }
 
     def _measure_weights(self, worker: object) -> int | None:
-        """Return the model's memory as measured by vLLM or, failing that, the size of its tensors.
+        """Return the model's memory as measured by vLLM, or else the size of its tensors.
 
         On a CPU, for example, vLLM does not measure the model's memory. Returns None if there is no
         model or its tensors must not be read.
@@ -165,9 +164,9 @@ class WorkerGpu:
 
 
 def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
-    """Return a device's UUID in the notation of the driver's tools, or None before torch 2.5.
+    """Return a device's UUID as the driver's tools write it.
 
-    If the process uses a MIG instance, this is the instance's UUID.
+    Returns None before torch 2.5. If the process uses a MIG instance, this is the instance's UUID.
     """
     uuid = getattr(properties, "uuid", None)
     digits = bytes.fromhex(str(uuid or "").replace("-", ""))
@@ -184,8 +183,8 @@ def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
 def _read_sleep_pool() -> dict[str, Any]:
     """Return the sleep pool's bytes by tag, and whether part of the pool is asleep.
 
-    Sleeping memory counts as 0 bytes. The result is empty if there is no pool, or if vLLM does not
-    mark which memory is asleep.
+    Sleeping memory counts as 0 bytes. The result is empty if there is no pool. It is also empty if
+    vLLM does not mark sleeping memory.
     """
     pool = find_sleep_pool()
     if pool is None:

@@ -22,11 +22,11 @@ _probe: Probe | None = None
 
 
 def begin(folder: str, frame: FrameType | None) -> None:
-    """Start this process's probe on the first call; look for vLLM's worker or core on each call.
+    """Start this process's probe on the first call.
 
-    `frame` is the caller's frame. vLLM calls this function while building the worker or core. One
-    of the frames on this stack holds that object. Nothing is started in an unsupported version of
-    vLLM.
+    Each call looks for vLLM's worker or core. `frame` is the caller's frame. vLLM calls this
+    function while building the worker or core. One of the frames on this stack holds that object.
+    Nothing is started in an unsupported version of vLLM.
     """
     global _probe  # noqa: PLW0603 - see above
     vllm = sys.modules.get("vllm")
@@ -65,7 +65,10 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    """Start a new probe in a forked process, where vLLM does not load its plugins again."""
+    """Start a new probe in a forked process.
+
+    There, vLLM does not load its plugins again.
+    """
     global _probe  # noqa: PLW0603 - see above
     with contextlib.suppress(Exception):
         if _probe is not None:

@@ -46,7 +46,7 @@ def read_host(root: str = "/") -> dict[str, Any]:
 
 
 def _read_shm(path: str) -> dict[str, int] | None:
-    """Return the used bytes and the size of a file system, or None if it cannot be read."""
+    """Return a file system's used bytes and size, or None if it cannot be read."""
     try:
         volume = os.statvfs(path)
     except OSError:
@@ -56,9 +56,10 @@ def _read_shm(path: str) -> dict[str, int] | None:
 
 
 def _read_cgroup(root: str) -> dict[str, int | None] | None:
-    """Return the memory that counts against the limit; `file` is the part in the page cache.
+    """Return the memory that counts against the limit.
 
-    Values that cannot be read are None. Returns None if the cgroup is not visible.
+    `file` is the part in the page cache. Values that cannot be read are None. Returns None if the
+    cgroup is not visible.
     """
     cgroup = _find_cgroup(root)
     if cgroup is None:

@@ -40,7 +40,7 @@ Call = Callable[..., Any]
 
 
 class Peak(NamedTuple):
-    """The highest transient memory during one half of a step, with the facts about the step."""
+    """The highest transient memory during half a step, with facts about the step."""
 
     transient_bytes: int
     size: int
@@ -91,8 +91,7 @@ class KindTable:
             self.recent[bucket] = peak
         elif peak.transient_bytes > bucket_peak.transient_bytes:
             self.recent[bucket] = peak
-        # The square of the size has twice as many binary digits, which results in two classes per
-        # doubling.
+        # Squaring the size doubles its binary digits. This results in two classes per doubling.
         size_class = (peak.size * peak.size).bit_length()
         highest, count = self.by_class.get(size_class, (peak, 0))
         if peak.transient_bytes > highest.transient_bytes:
@@ -100,7 +99,10 @@ class KindTable:
         self.by_class[size_class] = (highest, count + 1)
 
     def describe(self, now_seconds: float) -> dict[str, Any]:
-        """Return the table for the file; `recent` is absent if no step ran in the last minute."""
+        """Return the table for the file.
+
+        `recent` is absent if no step ran in the last minute.
+        """
         oldest_bucket = int(now_seconds // BUCKET_SECONDS) - RECENT_BUCKETS
         recent = [peak for bucket, peak in list(self.recent.items()) if bucket > oldest_bucket]
         classes = sorted(self.by_class.items())[-MAX_SIZE_CLASSES:]
@@ -142,7 +144,10 @@ def describe_step(step: Step, at_seconds: float) -> dict[str, Any]:
 
 
 class Peaks:
-    """The peaks of this process's worker, measured by wrapping the two methods that run a step."""
+    """The peaks of this process's worker.
+
+    They are measured by wrapping the two methods that run a step.
+    """
 
     def __init__(self) -> None:
         self.step: Step = NO_STEP
@@ -195,8 +200,8 @@ class Peaks:
         """Measure the worker's steps from now on.
 
         Does nothing until vLLM has allocated its KV cache. Before that, vLLM measures the same
-        peaks for its own profiling. Also does nothing if torch's figures must not be read, or if
-        the hook has failed.
+        peaks for its own profiling. Also does nothing if torch's figures must not be read. The same
+        applies if the hook has failed.
         """
         runner = read_own(worker, "model_runner")
         if runner is None or runner is self._runner or self._is_over:
@@ -224,8 +229,7 @@ class Peaks:
         """Stop measuring steps, and restore the runner's own methods."""
         self._is_over = True
         for name, wrapper in self._wrappers.items():
-            # If another plugin has wrapped this wrapper, it stays in place and only passes on
-            # calls.
+            # If another plugin has wrapped this wrapper, it stays. It then only passes on calls.
             if vars(self._runner).get(name) is wrapper:
                 delattr(self._runner, name)
         self._forget_step()
@@ -235,10 +239,10 @@ class Peaks:
         self._wrappers[name] = wrapper
         setattr(self._runner, name, wrapper)
 
-    # If the measurement raises an error, the wrapped methods still run, and their results and
-    # errors are unchanged. Most steps repeat the previous one and are not measured. In such a step,
-    # the wrappers run as little code as possible. After vLLM's own work, their code is no longer in
-    # the CPU's caches and has to be fetched from memory.
+    # If the measurement raises an error, the wrapped methods still run. Their results and errors
+    # are unchanged. Most steps repeat the previous one and are not measured. In such a step, the
+    # wrappers run as little code as possible. After vLLM's own work, their code is no longer in the
+    # CPU's caches.
 
     def _wrap_forward(self, call: Call) -> Call:
         """Return a wrapper that runs and measures a step's first half."""

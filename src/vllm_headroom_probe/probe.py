@@ -64,7 +64,10 @@ MAX_REASON_CHARACTERS = 200
 
 
 def read_or_none(read: Callable[[], T | None]) -> T | None:
-    """Return what `read` returns, or None if it raises, for example in an unknown torch version."""
+    """Return what `read` returns, or None if it raises.
+
+    It may raise in an unknown torch version.
+    """
     try:
         return read()
     except Exception:  # noqa: BLE001 - with any error the fact is absent, and vLLM continues to serve

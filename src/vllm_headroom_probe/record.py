@@ -199,8 +199,8 @@ def is_history_on() -> bool:
 def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
     """Return the request from a file in the folder.
 
-    The result is empty if there is no valid request, or if its file has not been touched for
-    UNATTENDED_SECONDS.
+    The result is empty if there is no valid request. The same applies if the file was not touched
+    for UNATTENDED_SECONDS.
     """
     try:
         file = _read_start(os.path.join(folder, name))  # noqa: PTH118 - see folder

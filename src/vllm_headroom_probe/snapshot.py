@@ -1,7 +1,7 @@
-"""Make torch record its memory history, and write a snapshot when torch runs out of memory.
+"""Make torch record its memory history.
 
-The file is a pickle that torch's viewer memory_viz can read. This module is imported only if
-HEADROOM_PROBE_SNAPSHOT is set.
+If torch runs out of memory, a snapshot of the history is written. The file is a pickle that torch's
+viewer memory_viz can read. This module is imported only if HEADROOM_PROBE_SNAPSHOT is set.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class Snapshots:
     def take_oom(self, owner: object) -> TakenSnapshot | None:
         """Take the snapshot for an OutOfMemoryError; `tick` writes it later.
 
-        Taking a snapshot here is safe, because torch calls its observers without holding the
-        allocator's lock. Returns None if no history is being recorded, or if this is not the first
+        Taking a snapshot here is safe. torch calls its observers without holding the allocator's
+        lock. Returns None if no history is being recorded. Also returns None after the first
         OutOfMemoryError.
         """
         if self._began_at is None or self._has_taken_oom or not can_read_torch(owner):
@@ -205,7 +205,7 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - without the snapshot the probe goes on
             report["problem"] = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
             _warn("no snapshot: %s", report["problem"])
-        # In JSON, non-ASCII letters in a path take up to six bytes each, so the report may be too
+        # In JSON, a non-ASCII letter in a path takes up to six bytes. The report may then be too
         # long.
         while report["largest"] and len(json.dumps(report)) > MAX_REPORT_BYTES:
             report["largest"].pop()
@@ -252,7 +252,7 @@ class Holding:
     def add(self, block: dict[str, Any], allocated_seconds: float | None) -> None:
         """Add a block.
 
-        The time is None if the block was allocated before the oldest event in the history.
+        The time is None for blocks allocated before the oldest event in the history.
         """
         self.size_bytes += block["size"]
         self.n_blocks += 1
@@ -314,7 +314,8 @@ def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 -
 class BoundedFile:
     """A file that a pickler writes to.
 
-    If a snapshot becomes too large or takes too long, the file raises an error to abort it.
+    If a snapshot is too large or takes too long, the file raises an error. The error aborts the
+    snapshot.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -333,11 +334,14 @@ class BoundedFile:
 
 
 def _write(path: str, snapshot: dict[str, Any]) -> int:
-    """Write the snapshot to a file, atomically and only for this user; return its size in bytes."""
+    """Write the snapshot to a file and return its size in bytes.
+
+    The file is written atomically, and only this user may read it.
+    """
     unfinished = f"{path}.tmp"
     try:
-        # Any old file is removed first, because a pipe in its place would block, and a link would
-        # be followed.
+        # Any old file is removed first. A pipe in its place would block, and a link would be
+        # followed.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)  # noqa: PTH108
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

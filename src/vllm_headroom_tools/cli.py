@@ -87,8 +87,8 @@ def start(name: str, argv: Sequence[str]) -> NoReturn:
     """Run the named command, and exit the process with the command's exit status.
 
     This function raises an exception only if the program has a bug. The process exits without
-    waiting for its threads, because SIGTERM must not be delayed by a thread that hangs. In one
-    case, a DNS resolver that did not respond blocked a thread for 10 s.
+    waiting for its threads. A thread that hangs must not delay SIGTERM. For example, a DNS resolver
+    that did not respond blocked a thread for 10 s.
     """
     status = _find_and_execute(name, argv)
     logging.shutdown()
@@ -96,10 +96,13 @@ def start(name: str, argv: Sequence[str]) -> NoReturn:
 
 
 def _find_and_execute(name: str, argv: Sequence[str]) -> int:
-    """Run a command or print the version; return the exit status (2 for an unknown command)."""
+    """Run a command or print the version, and return the exit status.
+
+    The status is 2 for an unknown command.
+    """
     if name not in COMMANDS:
         return refuse([describe_unknown(repr(name), COMMANDS, "a command")], PROGRAM, argv)
-    # The first word cannot be the value of an option, so no parser needs to be imported.
+    # The first word cannot be the value of an option. Therefore, no parser needs to be imported.
     if argv[:1] == ["--version"]:
         write_result(_read_version())
         return 0
@@ -118,7 +121,7 @@ def find_command(name: str) -> Command:
 def execute(command: Command, name: str, argv: Sequence[str]) -> int:
     """Run a command and print its report, if it has one; return the exit status.
 
-    Errors in the options or in the input are also printed, and result in status 2.
+    Errors in the options or the input are printed too. They result in status 2.
     """
     try:
         arguments = build_parser(command, name).read(argv)
@@ -143,9 +146,10 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
 
 
 def _write_lines(report: Report) -> None:
-    """Write a report line by line, because the last lines may take a long time to compute.
+    """Write a report line by line.
 
-    The colour of the headline depends on the verdict.
+    The last lines may take a long time to compute. The colour of the headline depends on the
+    verdict.
     """
     for line in report.lines:
         style = ""
@@ -230,7 +234,7 @@ def save_lines(
     """Write a file line by line, because it may be larger than memory.
 
     Raises BadInput if the file cannot be written. Also raises BadInput if the file is one of the
-    inputs, which must not be overwritten. In the message, `option` precedes the file's name.
+    inputs. Inputs must not be overwritten. In the message, `option` precedes the file's name.
     """
     try:
         if _is_one_of(file, inputs):
@@ -245,7 +249,10 @@ def save_lines(
 
 
 def _is_one_of(file: Path, inputs: Iterable[str | Path | None]) -> bool:
-    """Return whether a file is one of the inputs, even if a link gives it another name."""
+    """Return whether a file is one of the inputs.
+
+    A link may give it another name.
+    """
     if not file.exists():
         return False
     paths = [Path(name) for name in inputs if name is not None]
@@ -268,7 +275,7 @@ def write_result(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             write_note(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
-            # The status is not 1, because `check` and other commands use 1 for a bad result.
+            # The status is not 1. `check` and other commands use 1 for a bad result.
             raise SystemExit(2) from None
 
 

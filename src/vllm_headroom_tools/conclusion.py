@@ -29,7 +29,10 @@ class Conclusion(StrEnum):
 
 
 def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
-    """Return the worst verdict ("not good" is the worst), or "good" if there are no verdicts."""
+    """Return the worst verdict, or "good" if there are no verdicts.
+
+    "not good" is the worst.
+    """
     worst_first = [Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL, Conclusion.GOOD]
     return min(verdicts, key=worst_first.index, default=Conclusion.GOOD)
 

@@ -19,15 +19,14 @@ and /proc need several more.
 
 
 def require_open_files() -> None:
-    """Exit with status 2 if the process may not open as many files as it needs."""
+    """Exit with status 2 if the process may not open enough files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < MIN_OPEN_FILES:
         problem = (
             f"only {limit} files may be open at once, {MIN_OPEN_FILES} are needed:"
             " raise the limit (ulimit -n)"
         )
-        # Only system calls are made from here on, because no module can be imported without a free
-        # file descriptor.
+        # Only system calls are made from here on. Importing a module needs a free file descriptor.
         with suppress(OSError):
             os.write(2, f"vllm-headroom: {problem}\n".encode())
         os._exit(2)
@@ -36,8 +35,8 @@ def require_open_files() -> None:
 def exit_on_signals(status: int | None) -> None:
     """Make SIGINT and SIGTERM end the process immediately, without a traceback.
 
-    The process exits with `status`. If `status` is None, the signal itself ends the process, so
-    that a shell sees which signal ended it.
+    The process exits with `status`. If `status` is None, the signal itself ends the process. A
+    shell then sees which signal it was.
     """
 
     def exit_now(number: int, _frame: object) -> None:
@@ -68,8 +67,7 @@ def open_closed_streams() -> None:
 def pause_collection() -> Iterator[None]:
     """Turn off garbage collection within the context, which is meant for imports.
 
-    Imports leave almost no garbage, and collecting it would take a tenth of the daemon's startup
-    time.
+    Imports leave almost no garbage. Collecting it would take a tenth of the daemon's startup time.
     """
     gc.disable()
     try:

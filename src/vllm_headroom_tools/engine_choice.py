@@ -19,7 +19,7 @@ MOST_SHOWN_NAMES: Final = 20
 
 
 def choose_engine(names: Collection[str], wanted: str | None) -> str:
-    """Return the engine that matches the wanted name or, if none is given, the only engine.
+    """Return the engine with the wanted name or, without a name, the only engine.
 
     `names` are full names: NAMESPACE/POD/CONTAINER, a unit or a URL. The wanted name may omit the
     container. Raises BadInput with a list of names if no engine or several engines match.
@@ -43,7 +43,7 @@ def choose_engine(names: Collection[str], wanted: str | None) -> str:
 
 
 def name_labels(labels: Mapping[str, Any]) -> str:
-    """Return the full name of an engine, given the labels of its series or of its document."""
+    """Return an engine's full name, given the labels of its series or document."""
     if labels.get("pod"):
         parts = (labels.get("namespace"), labels["pod"], labels.get("container"))
         return "/".join(str(part) for part in parts if part)
@@ -51,7 +51,10 @@ def name_labels(labels: Mapping[str, Any]) -> str:
 
 
 def add_engine(url: httpx.URL, name: str | None) -> httpx.URL:
-    """Return the URL of a sidecar's page for one engine, or `url` itself if `name` is None."""
+    """Return the URL of a sidecar's page for one engine.
+
+    If `name` is None, `url` itself is returned.
+    """
     if name is None:
         return url
     return url.copy_with(query=urlencode({"engine": name}).encode())

@@ -15,20 +15,20 @@ def find_engine_folder(place: Path, wanted: str | None) -> Path:
     """Return the wanted engine's folder if `place` contains several state folders, else `place`.
 
     If several pods have had the wanted name, the newest pod's folder is returned. Raises BadInput
-    if not exactly one engine has the wanted name, or if `place` cannot be read.
+    unless exactly one engine has the wanted name. Also raises BadInput if `place` cannot be read.
     """
     newest_folders: dict[str, Path] = {}
     try:
         folders = [path for path in place.glob(f"{FOLDER_PREFIX}*") if path.is_dir()]
         for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
-            # The last part of the folder's name is the pod's UID, which operators do not type.
+            # The last part of the folder's name is the pod's UID. Operators do not type it.
             *names, _ = folder.name.removeprefix(FOLDER_PREFIX).split("_")
             # The three names are the pod's namespace, its name and its UID.
             is_pods = len(names) == POD_NAMES
             newest_folders["/".join(names[:2]) if is_pods else "_".join(names)] = folder
     except OSError as error:
         raise BadInput(f"{place}: cannot be read: {error.strerror}") from error
-    # The folders are sorted by date, so the newest of several pods with the same name replaces the
+    # The folders are sorted by date. If several pods have the same name, the newest replaces the
     # others.
     if not newest_folders:
         if wanted is not None:

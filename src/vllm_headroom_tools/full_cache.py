@@ -69,20 +69,21 @@ class ThrashFacts(Struct, frozen=True, kw_only=True):
     times: int
     # The time from the first collapse to the last.
     seconds: float
-    # The number of requests that went back to the queue, and the number of requests that finished
-    # in the meantime.
+    # The number of requests that went back to the queue. The second field is the number that
+    # finished in the meantime.
     returned: float
     finished: float
-    # The smallest number of running requests before a collapse, and the largest number of cache
-    # tokens per request.
+    # The smallest number of running requests before a collapse. The second field is the largest
+    # number of cache tokens per request.
     running: float
     tokens: float | None
 
 
 class CollapseHistory:
-    """Finds the times when a KV cache is full and most running requests are requeued (collapses).
+    """Finds the collapses of a KV cache.
 
-    vLLM recomputes requeued requests from their first token, so they fill the cache again.
+    In a collapse, the cache is full and most running requests are requeued. Requeued requests are
+    recomputed from their first token, so they fill the cache again.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,10 @@ class CollapseHistory:
         *,
         has_restarted: bool,
     ) -> None:
-        """Add a sample; a restart of the engine empties the cache and is not a collapse."""
+        """Add a sample.
+
+        A restart of the engine empties the cache and is not a collapse.
+        """
         previous_reading = self._previous_reading
         self._previous_reading = reading
         self._finished += counts.finished
@@ -125,7 +129,10 @@ class CollapseHistory:
     def _add_collapse(
         self, previous_reading: EngineReading, returned: float, now_seconds: float
     ) -> None:
-        """Add a collapse to the current sequence, or start a new one after a long pause."""
+        """Add a collapse to the current sequence.
+
+        After a long pause, it starts a new sequence.
+        """
         tokens = count_tokens_per_request(previous_reading)
         running = previous_reading.running or 0.0
         passed_seconds = now_seconds - self._newest_seconds
@@ -162,13 +169,13 @@ def _count_returned(
 ) -> float | None:
     """Return how many requests were requeued since the previous sample because the cache was full.
 
-    The result is the number of preemptions or, if larger, the number of requests that changed from
-    running to waiting. Returns None if the cache had room, or if less than COLLAPSE_RATIO of the
-    running requests were requeued.
+    The result is the larger of two numbers. One is the number of preemptions. The other is the
+    number of requests that changed from running to waiting. Returns None if the cache had room.
+    Also returns None if less than COLLAPSE_RATIO of the running requests were requeued.
     """
     running = previous_reading.running
     used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)
-    # The cache may have been full only between the two samples, so a lower usage is accepted.
+    # A lower usage is accepted. The cache may have been full only between the two samples.
     if running is None or running < FEWEST_RIVALS or used_ratio < ROOMY_RATIO:
         return None
     returned = counts.preemptions
@@ -181,5 +188,8 @@ def _count_returned(
 
 
 def find_higher(earlier: float | None, now: float | None) -> float | None:
-    """Return the higher of two values, or the only known value, or None if both are unknown."""
+    """Return the higher of two values.
+
+    If only one value is known, it is returned. Returns None if both are unknown.
+    """
     return earlier if now is None else max(earlier or 0.0, now)

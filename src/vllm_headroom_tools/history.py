@@ -42,8 +42,8 @@ class Rise(Struct):
         """Add a reading and return the increase since the previous one.
 
         The increase is 0 for the first reading and for an unknown value (None). If `restarted` is
-        True, the counter is assumed to have started at 0, even if it already exceeds the previous
-        value.
+        True, the counter is assumed to have started at 0. This applies even if it already exceeds
+        the previous value.
         """
         if value is None:
             return 0.0
@@ -71,7 +71,7 @@ class Histogram(Struct):
             self.counts[float(f"{value:.3g}")] += 1
 
     def quantile(self, share: float) -> float | None:
-        """Return the lowest value V such that at least this share of all values is at most V.
+        """Return the lowest value V with at least `share` of the values at most V.
 
         `share` is between 0 and 1. Returns None if there are no values.
         """
@@ -85,7 +85,7 @@ class Histogram(Struct):
 
 
 class Curves:
-    """The curves of free and held memory per GPU, of free host memory, and of running requests.
+    """The curves of GPU memory (free and held), free host memory, and running requests.
 
     A sample takes only eight bytes per curve, because a trace may cover weeks. NaN marks an unknown
     value. A GPU's curves start at the first sample that contains the GPU.
@@ -108,8 +108,7 @@ class Curves:
         values = self._curves.get((name, uuid), array("d"))
         if all(map(isnan, values)):
             return []
-        # A curve may start later than the first sample, but every sample since then has added a
-        # value.
+        # A curve may start later than the first sample. Every sample since then has added a value.
         times = self._times[len(self._times) - len(values) :]
         return [
             (seconds, None if isnan(value) else value)
@@ -126,7 +125,7 @@ class Curves:
             memory = gpu.reading.memory
             values["free", gpu.reading.uuid] = None if memory is None else memory.free_bytes
             values["held", gpu.reading.uuid] = gpu.held_bytes
-        # Curves without a value in this sample are extended too, so that no curve falls behind.
+        # Curves without a value in this sample are extended too. Then no curve falls behind.
         for key in {**self._curves, **values}:
             value = values.get(key)
             self._curves.setdefault(key, array("d")).append(nan if value is None else value)
@@ -159,7 +158,10 @@ class Moment(Struct, frozen=True, kw_only=True):
 
 
 class LeakCourse(Struct):
-    """The detector's states for one series (a GPU or a host role) over the course of a trace."""
+    """The detector's states for one series over the course of a trace.
+
+    A series is a GPU or a host role.
+    """
 
     state: LeakState = LeakState.UNKNOWN
     first_alarm: Moment | None = None
@@ -198,7 +200,7 @@ class LeakCourse(Struct):
 
     @property
     def newest(self) -> Moment | None:
-        """Return the newest sample of an alarm or, if there is none, of an open early warning."""
+        """Return the newest sample of an alarm, or else of an open early warning."""
         return self.last_alarm or self.warning
 
     @property
@@ -213,10 +215,8 @@ class LeakCourse(Struct):
         It may have been a leak in any of these cases:
 
         - A warning is still open, or was open when the engine restarted.
-        - All withdrawn warnings together lasted at least as long as the detector needs for an
-          alarm.
-        - The time without growth since the last warning is shorter than the detector needs for an
-          alarm.
+        - All withdrawn warnings together lasted at least as long as an alarm needs.
+        - The time without growth since the last warning is shorter than an alarm needs.
         """
         if self._was_cut_off or self.warning is not None:
             return True
@@ -272,7 +272,7 @@ def judge_course(course: LeakCourse, span_seconds: float) -> tuple[LeakVerdict, 
     """Return the verdict on a course that covers this span, and the reason.
 
     A short course can prove a leak, but not the absence of one. Every command that judges a trace
-    calls this function, so that all commands reach the same verdict.
+    calls this function. All commands therefore reach the same verdict.
     """
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"
@@ -393,8 +393,7 @@ class LeakReplay:
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Run a snapshot through the detector, and return it with the engine's state added.
 
-        If the detector does not judge a series at this sample, the state of this series becomes
-        unknown.
+        If the detector does not judge a series at this sample, its state becomes unknown.
         """
         begin_seconds = self.span[0] if self.samples else snapshot.time_seconds
         self.span = (begin_seconds, snapshot.time_seconds)
@@ -410,8 +409,7 @@ class LeakReplay:
         )
         previous_memory = self.leak_memory
         self.leak_memory, self.leak_samples = answer(LEAK, previous_memory, snapshot)
-        # The loop below overwrites the state of each series that the detector judges at this
-        # sample.
+        # The loop below overwrites the state of each series judged at this sample.
         for course in self._courses.values():
             course.state = LeakState.UNKNOWN
         for sample in self.leak_samples:
@@ -441,7 +439,7 @@ class LeakReplay:
     def _steady_clock(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with a clock that only moves forward.
 
-        A trace contains the wall clock, and the detector would fail if that clock was set back.
+        A trace contains the wall clock. The detector would fail if that clock was set back.
         """
         now_seconds = snapshot.monotonic_seconds + self._shift_seconds
         if now_seconds < self._now_seconds:
@@ -454,7 +452,7 @@ class LeakReplay:
 
     def _follow_course(self, sample: Sample, previous_memory: LeakMemory) -> None:
         """Append a leak state and its figures to the history of the series."""
-        # A GPU's labels are index, UUID and state; a host role's labels are role and state.
+        # A GPU's labels are index, UUID and state. A host role's labels are role and state.
         *gpu_index, series, state = sample.labels
         inside = None
         asleep = None
@@ -489,9 +487,9 @@ class LeakReplay:
 def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMemory | None:
     """Return the reading with the higher host memory usage, or None if both are None.
 
-    The usage and the limit in the result are from the same sample. If the basis of the limit
-    changed, for example from the machine to a cgroup, only the newest reading is used. For the
-    shared memory and the number of OOM kills, the result has the higher value of the two readings.
+    The usage and the limit in the result are from the same sample. The limit's basis may change,
+    for example from the machine to a cgroup. Only the newest reading is then used. Shared memory
+    and OOM kills have the higher value of the two readings.
     """
     if newest is None or earlier is None:
         return newest or earlier
@@ -514,7 +512,7 @@ def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMe
 
 
 def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
-    """Return a sort key: the usage ratio and, for readings without a limit, the bytes in use."""
+    """Return a sort key: the usage ratio, or the used bytes without a limit."""
     used_bytes = memory.used_bytes or 0
     return used_bytes / (memory.limit_bytes or inf), used_bytes
 
@@ -524,7 +522,7 @@ def build_moment(
 ) -> Moment:
     """Return the detector's figures at this time; all are None if there is no estimate.
 
-    Figures that are not finite are also None, because the page has no series for them.
+    Figures that are not finite are also None. The page has no series for them.
     """
     if estimate is None:
         return Moment(seconds=seconds)

@@ -108,7 +108,7 @@ def _render_text(assessment: Assessment) -> list[str]:
 
 
 def _render_log_text(assessment: LogAssessment) -> list[str]:
-    """Return the output lines for a log: the advice, or else a breakdown of the memory."""
+    """Return the advice on a log or, if there is none, the memory by part."""
     lines = [format_source(assessment)]
     for number, advice in enumerate(assessment.advice, start=1):
         lines.append("")
@@ -123,7 +123,7 @@ def _render_log_text(assessment: LogAssessment) -> list[str]:
 
 
 def _format_source(facts: Facts) -> str:
-    """Return a line describing the input: a page or a trace, and vLLM's version if it is known."""
+    """Return a line describing the input: a page or a trace, and any known version."""
     source = "The sidecar's page, now"
     begin_seconds = facts.begin_seconds
     end_seconds = facts.end_seconds
@@ -152,14 +152,13 @@ def _render_advice(number: int, advice: Advice) -> list[str]:
 def write_advice(change: Change) -> str:
     """Return a change as text: the option, its new and current values, and the reason.
 
-    If the current value is unknown, the text states an increase or a decrease instead of a value.
-    If the change involves no option, its own text is returned.
+    If the current value is unknown, the text gives only the increase or decrease. If the change
+    involves no option, its own text is returned.
     """
     flag = change.flag
     if flag is None:
         return change.text
-    # If the current value is unknown, the new value is unknown too, so only the difference is
-    # given.
+    # If the current value is unknown, so is the new value. Only the difference is then given.
     if change.difference is not None:
         direction = "lower" if change.difference < 0 else "higher"
         amount = _format_number(abs(change.difference), flag)
@@ -181,7 +180,10 @@ JSON_KEYS: Final = {
 
 
 def _format_number(value: float, flag: Flag) -> str:
-    """Return an option's value as a user types it: a share with decimals, or an integer."""
+    """Return an option's value as a user types it.
+
+    A share has decimals, and any other value is an integer.
+    """
     if flag in JSON_KEYS:
         return f"'{{\"{JSON_KEYS[flag]}\": {value:.0f}}}'"
     if flag is not Flag.GPU_MEMORY_UTILIZATION:
@@ -304,9 +306,10 @@ def _read_version(text: str) -> Version:
 
 
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    """Return the report, or a coroutine that returns it if a page has to be fetched.
+    """Return the report.
 
-    Raises BadOptions if two sources are named.
+    If a page has to be fetched, a coroutine is returned instead. Raises BadOptions if two sources
+    are named.
     """
     sources = (options.trace, options.trace_option, options.headroom_url)
     # A positional FILE and --trace mean the same thing.
@@ -327,7 +330,10 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
 
 
 async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
-    """Return the report on a file or a sidecar's page, using settings read from the engine."""
+    """Return the report on a file or a sidecar's page.
+
+    Settings are read from the engine.
+    """
     from vllm_headroom_tools.advise import page  # noqa: PLC0415 - a file alone needs no HTTP client
 
     if options.engine_url is not None:
@@ -345,7 +351,8 @@ async def _judge_live(options: Namespace, settings: EngineArgs) -> Report:
 def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
     """Return the report on a file, which is either a trace or a log.
 
-    Raises BadInput if the file cannot be read, or is neither a trace nor a log.
+    Raises BadInput if the file cannot be read. Also raises BadInput if it is neither a trace nor a
+    log.
     """
     name = options.trace or options.trace_option
     with open_lines(name) as lines:
@@ -369,7 +376,10 @@ TRACE_OR_LOG: Final = "a trace of this version or a log of an engine"
 def _read_facts(
     lines: Iterable[bytes], name: str, settings: EngineArgs, reported_bytes: int | None
 ) -> Facts:
-    """Return the facts of a trace; raise BadInput if the trace cannot be read or is empty."""
+    """Return the facts of a trace.
+
+    Raises BadInput if the trace cannot be read or is empty.
+    """
     history = TraceHistory(reported_bytes=reported_bytes)
     for snapshot in read_snapshots(lines, name):
         history.step(snapshot)

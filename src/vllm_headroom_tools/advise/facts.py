@@ -23,12 +23,11 @@ class FullFacts(Struct, frozen=True, kw_only=True):
     # numbers cover the time since the engine's start.
     finished: float
     preemptions: float
-    # The median number of running requests, and the median number of cached tokens per running
-    # request.
+    # The medians of two numbers: running requests, and cached tokens per running request.
     running: float
     tokens: float | None
-    # How long at least WAITING_REQUESTS requests were waiting while the cache was full, and the
-    # median number of waiting requests during that time.
+    # How long at least WAITING_REQUESTS requests waited while the cache was full. The second field
+    # is the median number of waiting requests during that time.
     queued_seconds: float = 0.0
     waiting: float | None = None
 
@@ -40,8 +39,7 @@ class CappedFacts(Struct, frozen=True, kw_only=True):
     """
 
     seconds: float
-    # The limit on running requests, that is, the largest number of requests that ran at the same
-    # time.
+    # The limit on running requests. It is the largest number of requests that ran at the same time.
     running: float
     # The 90th percentile of cache usage during this period.
     kv_used_ratio: float
@@ -84,11 +82,11 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     has_preemptions: bool = False
     highest_running: float | None = None
     finished: float | None = None
-    # The median and the 99th percentile of cached tokens per running request while the cache was
-    # not full.
+    # Cached tokens per running request while the cache was not full. The fields are the median and
+    # the 99th percentile.
     usual_tokens: float | None = None
     high_tokens: float | None = None
-    # The highest number of requests that ran without a preemption while the cache was not full.
+    # The highest number of running requests without a preemption, while the cache was not full.
     calm_running: float | None = None
     highest_kv_used_ratio: float | None = None
     full: FullFacts | None = None
@@ -99,7 +97,10 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
 
 
 class FactsSource(StrEnum):
-    """The source of the facts: a trace (history), a page (current values) or a log (one start)."""
+    """The source of the facts.
+
+    A trace has a history, a page the current values, and a log one start.
+    """
 
     TRACE = "trace"
     PAGE = "page"
@@ -119,17 +120,20 @@ class Leak(Struct, frozen=True, kw_only=True):
 
     # The current state, or the state at the end of the trace.
     state: LeakState
-    # The verdict on the whole trace and the reason for it, as reported by `replay` and `check`.
+    # The verdict on the whole trace and its reason, as reported by `replay` and `check`.
     verdict: LeakVerdict = LeakVerdict.CANNOT_TELL
     reason: str = ""
     # The alarm's latest figures, or None if there was no alarm.
     alarm: Moment | None = None
-    # When the alarm ended, or None if it is still active or there was no alarm.
+    # When the alarm ended. None if it is still active or if there was no alarm.
     ended_seconds: float | None = None
 
 
 class Spell(Struct, frozen=True, kw_only=True):
-    """A period with less than LOW_BYTES free on a GPU (other processes' memory counts as free)."""
+    """A period with less than LOW_BYTES free on a GPU.
+
+    Memory of other processes counts as free.
+    """
 
     kind: Shortage
     lowest_room_bytes: float
@@ -158,10 +162,10 @@ HeadroomGpuMemoryLow).
 
 
 def measure_others(used_bytes: float, engine_bytes: float | None) -> float | None:
-    """Return the bytes that other processes hold on a GPU, or None if the engine's are unknown.
+    """Return the bytes that other processes hold on a GPU.
 
-    If the amount is at most UNATTRIBUTED_BYTES, it is attributed to the driver, and the result is
-    0.
+    Returns None if the engine's bytes are unknown. A difference of at most UNATTRIBUTED_BYTES is
+    attributed to the driver. The result is then 0.
     """
     if engine_bytes is None:
         return None
@@ -174,11 +178,14 @@ class PeakFacts(Struct, frozen=True, kw_only=True):
 
     work: Work
     transient_bytes: float
-    # The number of bytes by which the next peak of this kind may exceed this one.
+    # By how many bytes the next peak of this kind may exceed this one.
     spread_bytes: float
 
     def missing_bytes(self, room_bytes: float | None) -> float:
-        """Return by how much the peak exceeds the room, or 0 if it fits or the room is unknown."""
+        """Return by how much the peak exceeds the room.
+
+        The result is 0 if the peak fits or the room is unknown.
+        """
         if room_bytes is None:
             return 0.0
         return max(0.0, self.transient_bytes + self.spread_bytes - room_bytes)
@@ -195,10 +202,10 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     usable_bytes: float | None = None
     # The least free memory, which is the amount left at the highest peak.
     least_room_bytes: float | None = None
-    # The memory of other processes, as returned by `measure_others`, or None if it was never known.
+    # The memory of other processes from `measure_others`, or None if it was never known.
     others_memory: Extent | None = None
     spells: tuple[Spell, ...] = ()
-    # By how much the engine exceeded its budget in the latest sample taken while it was serving.
+    # The engine's excess over its budget, in the latest sample taken while serving.
     excess: BudgetExcess | None = None
     # Processes that outlived their engine.
     leftovers: tuple[Leftover, ...] = ()
@@ -222,7 +229,10 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """All facts that the rules judge; times are in seconds since the epoch, or None for a page."""
+    """All facts that the rules judge.
+
+    Times are in seconds since the epoch, or None for a page.
+    """
 
     origin: FactsSource
     settings: EngineArgs
@@ -251,7 +261,10 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def span_seconds(self) -> float:
-        """Return the length of the history since the settings last changed, or 0 for a page."""
+        """Return the length of the history since the settings last changed.
+
+        The length is 0 for a page.
+        """
         begin_seconds = self.since_seconds
         if begin_seconds is None:
             begin_seconds = self.begin_seconds
@@ -263,7 +276,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     def least_room_bytes(self) -> float | None:
         """Return the smallest amount of room on any of the engine's GPUs.
 
-        Returns None if there are no GPUs, or if the room on any of them is unknown.
+        Returns None if there are no GPUs, or if any GPU's room is unknown.
         """
         rooms_bytes = []
         for gpu in self.gpus:
@@ -274,13 +287,13 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> float | None:
-        """Return the usable memory of the largest GPU, or None if it is unknown for all GPUs."""
+        """Return the usable memory of the largest GPU, or None if no size is known."""
         known_bytes = [gpu.usable_bytes for gpu in self.gpus if gpu.usable_bytes]
         return max(known_bytes, default=None)
 
 
 def list_leaks(facts: Facts) -> list[tuple[str, Leak]]:
-    """Return the name of each GPU and each host role, with the detector's verdict on it."""
+    """Return the detector's verdict on each GPU and host role, with its name."""
     leaks = [(gpu.display_name, gpu.leak) for gpu in facts.gpus]
     leaks += [(host.process, host.leak) for host in facts.hosts]
     return leaks

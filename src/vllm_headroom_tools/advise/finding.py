@@ -95,7 +95,7 @@ LOWER_BOUND: Final = "_lower"
 def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure, ...]:
     """Return the known figures as evidence.
 
-    Each figure is a name, a value, and a text in which {} is replaced by the formatted value.
+    Each figure is a name, a value and a text. In the text, {} is replaced by the formatted value.
     Figures whose value is None are unknown and are left out.
     """
     evidence = []
@@ -113,7 +113,7 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure
 def lower_option(facts: Facts, flag: Flag, value: float, text: str, cost: str) -> Change | None:
     """Return the change that lowers an option to a value.
 
-    Returns None if the value is 0 or less, or if it is not below the current value.
+    Returns None if the value is 0 or less. Also returns None unless it is below the current value.
     """
     now = facts.settings.read_value(flag)
     if value <= 0 or (now is not None and value >= now):

@@ -84,8 +84,9 @@ class EngineHistory:
         # How long any requests waited, and how long at least WAITING_REQUESTS requests waited.
         self._waited_seconds = 0.0
         self._queued_seconds = 0.0
-        # How long at least WAITING_REQUESTS waited even though the cache had room, by number of
-        # running requests. The second field is a histogram of cache usage during that time.
+        # How long at least WAITING_REQUESTS waited although the cache had room. The key is the
+        # number of running requests. The second field is a histogram of cache usage during that
+        # time.
         self._roomy_seconds: defaultdict[float, float] = defaultdict(float)
         self._roomy_used = Histogram()
 
@@ -100,8 +101,8 @@ class EngineHistory:
     def step(self, reading: EngineReading, seconds: float, stranded_ratio: float | None) -> None:
         """Add a sample that was taken `seconds` after the previous one.
 
-        `stranded_ratio` is the share of the cache in use while the engine is idle; it is None while
-        the engine is not idle.
+        `stranded_ratio` is the share of the cache in use while the engine is idle. Otherwise, it is
+        None.
         """
         self._seconds += seconds
         counts = StepCounts(
@@ -138,20 +139,20 @@ class EngineHistory:
         waiting = reading.waiting or 0.0
         if waiting > 0:
             self._waited_seconds += seconds
-        # A single waiting request is not a queue, because the engine may admit it in the next step.
+        # A single waiting request is not a queue. The engine may admit it in the next step.
         if waiting < WAITING_REQUESTS or reading.kv_used_ratio is None or reading.running is None:
             return
         self._queued_seconds += seconds
         # The requests wait even though the cache has room. Record how long they wait at each number
-        # of running requests, to find the limit that makes them wait.
+        # of running requests. The limit that makes them wait is found from this.
         if reading.kv_used_ratio < ROOMY_RATIO:
             self._roomy_seconds[reading.running] += seconds
             self._roomy_used.add(reading.kv_used_ratio)
 
     def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
         """Record a sample's load, separately for a full cache and for a cache with room."""
-        # The counts cover the time since the previous sample. Therefore, the first sample after a
-        # full cache still covers time in which the cache was full.
+        # The counts cover the time since the previous sample. In the first sample after a full
+        # cache, this time still includes the full cache.
         if is_full or self._was_full:
             self._full = replace(
                 self._full,
@@ -193,7 +194,10 @@ class EngineHistory:
         )
 
     def _build_full(self) -> FullFacts | None:
-        """Return the facts about a full cache, or None if it was never full under load."""
+        """Return the facts about a full cache.
+
+        Returns None if the cache was never full under load.
+        """
         running = self._full_running.quantile(0.5)
         if running is None:
             return None
@@ -227,7 +231,10 @@ class EngineHistory:
         )
 
     def _build_prefix(self) -> PrefixFacts | None:
-        """Return the facts about the prefix cache, or None if the engine does not count hits."""
+        """Return the facts about the prefix cache.
+
+        Returns None if the engine does not count hits.
+        """
         queries = self._queries.total
         hits = self._hits.total
         if queries is None or hits is None:
@@ -241,10 +248,10 @@ class EngineHistory:
 def _step_stranded(
     earlier: StrandedFacts | None, stranded_ratio: float | None
 ) -> StrandedFacts | None:
-    """Update the facts with the share of the cache that is in use while the engine is idle.
+    """Update the facts on the cache that stays in use while the engine is idle.
 
     If the share is unknown (None), the facts do not change. If the share falls, the engine has
-    freed the cache and nothing had leaked, so the facts start over.
+    freed cache, so nothing had leaked. The facts then start over.
     """
     if stranded_ratio is None:
         return earlier
@@ -269,7 +276,7 @@ peaks.
 class GpuHistory:
     """Collects the facts about one GPU.
 
-    Memory held by other processes counts as free, because the engine cannot be blamed for it.
+    Memory of other processes counts as free. The engine cannot be blamed for it.
     """
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
@@ -301,7 +308,7 @@ class GpuHistory:
         """Add a sample that was taken `seconds` after the previous one.
 
         `running` is the number of running requests across all ranks. A spell can only begin while
-        the engine is serving, because a peak during startup is normal.
+        the engine is serving. A peak during startup is normal.
         """
         memory = gpu.reading.memory
         if memory is None:
@@ -328,7 +335,7 @@ class GpuHistory:
             self._step_room(own_room_bytes, now_seconds, seconds, running)
 
     def set_excess(self, excess: BudgetExcess | None) -> None:
-        """Set the engine's excess over its budget on this GPU, or None if there is no excess."""
+        """Set the engine's excess over its budget on this GPU, or None without one."""
         self._facts = replace(self._facts, excess=excess)
 
     def build_facts(self, leak: Leak) -> GpuFacts:
@@ -340,8 +347,7 @@ class GpuHistory:
     ) -> None:
         """Begin, extend or close a spell, depending on the room in this sample."""
         if room_bytes < LOW_BYTES:
-            # A new spell begins with the threshold as its lowest room, so that the first sample
-            # lowers it.
+            # A new spell's lowest room is the threshold, so that the first sample lowers it.
             spell = self._open_spell or Spell(
                 kind=Shortage.PEAK,
                 lowest_room_bytes=LOW_BYTES,
@@ -358,8 +364,8 @@ class GpuHistory:
         if self._open_spell is not None and roomy_seconds >= SPELL_GAP_SECONDS:
             self._facts = self._add_open_spell(has_engine_exited=False)
             self._open_spell = None
-        # Samples taken shortly after a shortage may still be part of the spell, so they do not
-        # count as samples with enough room.
+        # Samples shortly after a shortage may still be part of the spell. They do not count as
+        # samples with enough room.
         if running and self._open_spell is None:
             roomy_running = max(self._facts.roomy_running or 0.0, running)
             self._facts = replace(self._facts, roomy_running=roomy_running)
@@ -367,7 +373,8 @@ class GpuHistory:
     def _add_open_spell(self, *, has_engine_exited: bool) -> GpuFacts:
         """Return the facts, including the current spell if there is one.
 
-        A brief spell that left some room is ignored unless it ended with the engine's exit.
+        A brief spell that left some room is ignored. It still counts if it ended with the engine's
+        exit.
         """
         spell = self._open_spell
         if spell is None:
@@ -475,7 +482,10 @@ class TraceHistory:
         return False
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float) -> None:
-        """Add a sample to each GPU's history; close the spells if the engine is not serving."""
+        """Add a sample to each GPU's history.
+
+        If the engine is not serving, the spells are closed.
+        """
         running = count_running(snapshot.page)
         status = snapshot.engine_status
         has_exited = status is not None and status.exit_reason is not None
@@ -533,8 +543,8 @@ class TraceHistory:
 
 
 def _build_leak(course: LeakCourse, span_seconds: float) -> Leak:
-    """Return the state at the end of the trace, the verdict on the whole trace, and the alarm."""
-    # Use the end of the last alarm, because earlier alarms say nothing about the current state.
+    """Return a series' leak facts: the final state, the verdict and the alarm."""
+    # Use the end of the last alarm. Earlier alarms say nothing about the current state.
     verdict, reason = judge_course(course, span_seconds)
     ended_seconds = None
     if course.leaking:

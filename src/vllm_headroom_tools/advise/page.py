@@ -72,7 +72,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
     """Return the facts from a sidecar's page.
 
     `settings` come from the operator. Settings that the operator left out are read from the page.
-    Raises BadInput if the page does not come from a sidecar, or if its engine is not vLLM.
+    Raises BadInput if the page is not a sidecar's or the engine is not vLLM.
     """
     page = _parse_page(text)
     _check_page(page)
@@ -123,7 +123,7 @@ def _parse_page(text: str) -> Values:
 
 
 def _check_page(page: Values) -> None:
-    """Raise BadInput if the page does not come from a sidecar, or if its engine is not vLLM."""
+    """Raise BadInput unless the page comes from a sidecar that watches vLLM."""
     indices = {index for index, *_ in page.find_all(catalog.GPU_INFO)}
     # A sidecar's page has exactly one build-info sample and plausible GPU indices. Any other page
     # comes from another exporter.
@@ -156,7 +156,8 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
     sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         settings,
-        # The engine is at least as new as the oldest version that exports all series on its page.
+        # The page's series give a lower bound for the version. It is the oldest version that
+        # exports all of them.
         at_least=max((settings.at_least, *offered_versions)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
@@ -164,7 +165,10 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
 
 
 def _read_utilization(page: Values) -> float | None:
-    """Return the budget as a share of a GPU, or None if unknown or not the same on all GPUs."""
+    """Return the budget as a share of a GPU.
+
+    Returns None if the share is unknown or differs between GPUs.
+    """
     ratios = set()
     for (*gpu, basis), budget_bytes in page.find_all(catalog.MEMORY_REPORTED).items():
         total_bytes = page.value(catalog.GPU_MEMORY_TOTAL, *gpu)
@@ -174,7 +178,10 @@ def _read_utilization(page: Values) -> float | None:
 
 
 def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuFacts:
-    """Return the facts about a GPU, or only the detector's verdict if its memory is unknown."""
+    """Return the facts about a GPU.
+
+    If its memory is unknown, only the detector's verdict is returned.
+    """
     index, uuid = gpu
     facts = GpuFacts(
         index=int(index),
@@ -193,7 +200,7 @@ def _read_gpu(page: Values, gpu: tuple[str, str], running: float | None) -> GpuF
     others_memory = None
     if others_bytes is not None:
         others_memory = Extent(others_bytes, others_bytes, others_bytes)
-    # Memory that other processes hold counts as free, because the engine cannot be blamed for it.
+    # Memory of other processes counts as free. The engine cannot be blamed for it.
     room_bytes = usable_bytes - used_bytes + (others_bytes or 0.0)
     room_at_peak_bytes = usable_bytes - peak_bytes + (others_bytes or 0.0)
     return replace(
@@ -271,7 +278,7 @@ def _read_leak(
         return Leak(state=state, verdict=verdict)
     location_name = page.state(catalog.LEAK_LOCATION, *labels)
     location = LeakLocation(location_name) if location_name in set(LeakLocation) else None
-    # A figure that is shared by several series has only some of their labels, or none.
+    # A figure that several series share has only some of their labels, or none.
     values: dict[str, Any] = {
         field: page.value(metric, *labels[: len(metric.labels)])
         for field, metric in figures.items()
@@ -281,7 +288,10 @@ def _read_leak(
 
 
 def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
-    """Return the facts about an engine; its cache counts as full only if it is full now."""
+    """Return the facts about an engine.
+
+    Its cache counts as full only if it is full now.
+    """
 
     def read(metric: Metric) -> float | None:
         """Return this engine's value of a metric, or None if the page lacks it."""
@@ -304,8 +314,8 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     hits = read(catalog.ENGINE_PREFIX_HITS)
     prefix = None
     if queries is not None and hits is not None:
-        # A page does not show how long requests waited. If any requests are waiting now, or if
-        # there has ever been a preemption, requests are assumed to wait all the time.
+        # A page does not show how long requests waited. If any requests are waiting now, they are
+        # assumed to wait all the time. The same applies if there has ever been a preemption.
         has_waited = bool(read(catalog.ENGINE_WAITING) or preemptions)
         prefix = PrefixFacts(
             queries=queries,
@@ -367,7 +377,7 @@ async def _fetch_page(url: str, advice: str) -> str:
 def list_node_engines(text: str) -> list[str] | None:
     """Return the names of the engines on a page, if its sidecar watches several engines.
 
-    Returns None for any other page, because it lacks the metric with the number of engines.
+    Returns None for any other page. Such a page lacks the metric with the number of engines.
     """
     lines = text.splitlines()
     # Only a page with several engines has this metric.
@@ -388,8 +398,8 @@ async def add_engine_settings(settings: EngineArgs, url: str) -> EngineArgs:
     """Return the settings, with unknown settings filled in from the engine's page at `url`.
 
     The operator's settings take precedence. The version comes from vLLM's /version endpoint, which
-    needs no API key. The version is None if this endpoint does not respond, or if the response is
-    not a release. Raises BadInput if the page cannot be fetched or has no engine.
+    needs no API key. The version is None if this endpoint does not respond or returns no release.
+    Raises BadInput if the page cannot be fetched or has no engine.
     """
     # Fetch the page and the version concurrently, because the operator is waiting.
     page, about = await asyncio.gather(

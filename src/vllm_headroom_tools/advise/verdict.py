@@ -224,9 +224,10 @@ def _list_missing_of_engines(facts: Facts) -> Iterator[str]:
 
 
 def _explain_leak(name: str, leak: Leak) -> Iterator[str]:
-    """Yield why a series may be leaking, based on the verdict on the trace or its final state.
+    """Yield why a series may be leaking.
 
-    Yields nothing if both the verdict and the state are certain.
+    The verdict on the trace or the final state gives the reason. Yields nothing if both the verdict
+    and the state are certain.
     """
     if leak.verdict is LeakVerdict.GROWING and leak.state is not LeakState.GROWING:
         yield f"{name}: {leak.reason}, and a longer trace shows whether that is a leak: look again"
@@ -279,7 +280,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
         yield HOST_NOT_JUDGED
     yield from _note_unjudged_prefix_caches(facts)
     version = facts.settings.version
-    # The last note is only for releases newer than the last one whose options were checked.
+    # The last note is only for releases newer than the last checked one.
     if version is None or version <= NEWEST_CHECKED:
         return
     if any(change.flag for change in changes):
@@ -290,7 +291,7 @@ def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
 
 
 def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
-    """Yield a note on a GPU with much less room than another GPU of the same size.
+    """Yield a note if GPUs of the same size differ much in room.
 
     vLLM gives every GPU a KV cache that fits on the fullest GPU.
     """
@@ -308,7 +309,10 @@ def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
 
 
 def _note_unused_cache(facts: Facts) -> Iterator[str]:
-    """Yield a note on a KV cache that stayed mostly unused for at least a day under load."""
+    """Yield a note on a mostly unused KV cache.
+
+    It must have stayed mostly unused for at least a day under load.
+    """
     if facts.span_seconds < DAY_SECONDS or not any(engine.finished for engine in facts.engines):
         return
     used_ratios = [
@@ -328,7 +332,10 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
 
 
 def _note_single_exit(facts: Facts) -> Iterator[str]:
-    """Yield a note on an exit under load if there are too few exits for advice on crashes."""
+    """Yield a note on an exit under load.
+
+    It is for traces with too few exits for advice on crashes.
+    """
     crashes = starts.find_crashes(facts)
     if not crashes or starts.find_crash(facts) is not None:
         return

@@ -1,1 +1,4 @@
-"""The CI gate, which checks whether a vLLM version uses or leaks more memory than allowed."""
+"""The CI gate.
+
+It checks whether a vLLM version uses or leaks more memory than allowed.
+"""

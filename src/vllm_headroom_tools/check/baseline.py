@@ -1,4 +1,7 @@
-"""Judge a trace against a baseline, which is an older version's trace under the same load."""
+"""Judge a trace against a baseline.
+
+The baseline is an older version's trace under the same load.
+"""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -44,10 +47,10 @@ compared either, because it varies with load.
 def judge_growths(
     record: TraceRecord, baseline: TraceRecord | None, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge how far each GPU, role and part exceeds the baseline's memory at the same load.
+    """Judge each GPU's, role's and part's growth over the baseline at the same load.
 
-    Also judge by how much each KV cache shrank. A role or an engine that occurs in only one of the
-    traces cannot be judged. Yields nothing if there is no baseline.
+    Also judge by how much each KV cache shrank. A role or an engine that is missing in one trace
+    cannot be judged. Yields nothing if there is no baseline.
     """
     if baseline is None:
         return
@@ -101,8 +104,8 @@ def _find_doubt(
         return ONLY_BASELINE
     if baseline_series is None:
         return NOT_IN_BASELINE
-    # Doubts about the series are more specific than doubts about the whole trace, so they are
-    # checked first.
+    # Doubts about the series are more specific than doubts about the whole trace. They are checked
+    # first.
     doubt = _find_size_mismatch(series, baseline_series)
     if doubt is not None:
         return doubt
@@ -139,8 +142,11 @@ def _judge_growth(
 ) -> Judgement:
     """Judge the largest growth of a series at any load that occurs in both traces.
 
-    A series cannot be judged if there is a doubt, if either of the two series is missing, or if
-    they have no load in common.
+    A series cannot be judged in three cases:
+
+    - There is a doubt.
+    - Either of the two series is missing.
+    - The two series have no load in common.
     """
     judgement = Judgement(
         limit=limit_name,
@@ -204,7 +210,7 @@ def _judge_capacity(
     limit_ratio: float,
     mismatch: str | None,
 ) -> Judgement:
-    """Judge whether an engine's KV cache has shrunk from the baseline's by more than the limit.
+    """Judge whether an engine's KV cache shrank from the baseline's by more than the limit.
 
     Within a fixed budget, the KV cache shrinks by as much as other memory grows.
     """
@@ -234,7 +240,10 @@ def _judge_capacity(
 
 
 def _format_change(value: float | None, baseline: float | None, unit: Unit) -> str | None:
-    """Return a figure and its change in percent, or None if the change cannot be computed."""
+    """Return a figure and its change in percent.
+
+    Returns None if the change cannot be computed.
+    """
     if value is None or not baseline:
         return None
     return f"{format_figure(value, unit)}, {value / baseline - 1:+.2%}"
@@ -245,12 +254,12 @@ def _judge_parts(
 ) -> Iterator[Judgement]:
     """Judge the growth of those parts of a GPU's memory that are in both traces.
 
-    The limit is a share of all parts combined, because the same share of a small part would be
-    almost nothing.
+    The limit is a share of all parts combined. The same share of a small part would be almost
+    nothing.
     """
     parts_bytes = _average_parts(gpu)
     baseline_parts_bytes = _average_parts(baseline_gpu)
-    # The limit is a share of the sum of all parts, so that a small part may grow by a few MiB.
+    # The limit is a share of the sum of all parts. A small part may therefore grow by a few MiB.
     allowance_bytes = limit_ratio * sum(baseline_parts_bytes.values())
     for part in COMPARED_PARTS:
         if part not in parts_bytes or part not in baseline_parts_bytes:
@@ -270,5 +279,8 @@ def _judge_parts(
 
 
 def _average_parts(gpu: MemorySeries) -> dict[MemoryPart, float]:
-    """Return the mean size of each part of a GPU's memory, if the probe measured it."""
+    """Return the mean size of each part of a GPU's memory.
+
+    The result is empty if the probe measured no parts.
+    """
     return {part: fmean(readings) for part, readings in gpu.parts.items()}

@@ -132,8 +132,7 @@ def judge_limits(
 ) -> Iterator[Judgement]:
     """Yield the judgements for each limit; `bounds` maps each limit's option to its value.
 
-    If the trace has no GPU or process to which a limit applies, the only judgement for this limit
-    is "cannot tell".
+    A limit may apply to no GPU or process in the trace. Its only judgement is then "cannot tell".
     """
     for option, bound in bounds.items():
         limit = LIMITS[option]
@@ -227,9 +226,10 @@ def _add_options(parser: Parser) -> None:
 
 
 def _compare_logs(options: Namespace) -> Report:
-    """Compare the starts in two logs, write the JUnit file if requested, and return the report.
+    """Compare the starts in two logs, and return the report.
 
-    Raises BadOptions if an option only applies to traces, and BadInput if a file is not a log.
+    If requested, the JUnit file is written. Raises BadOptions if an option only applies to traces.
+    Raises BadInput if a file is not a log.
     """
     names = [*options.logs]
     if options.newer_log is not None:
@@ -275,9 +275,10 @@ def _compare_logs(options: Namespace) -> Report:
 
 
 def _locate_trace(name: str, engine: str | None) -> str:
-    """Return the file to read: `name` itself, or the flight record if `name` is a state folder.
+    """Return the file to read.
 
-    Raises BadInput if the folder belongs to several engines and none of them is chosen.
+    If `name` is a state folder, it is the flight record, and otherwise `name` itself. Raises
+    BadInput if the folder belongs to several engines and none of them is chosen.
     """
     place = Path(name)
     if not place.is_dir():

@@ -29,23 +29,24 @@ class Unit(StrEnum):
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """The result of one limit for a GPU, role or engine, or for all of them together."""
+    """The result of one limit for a GPU, role or engine, or for all together."""
 
     limit: str
     subject: str = ""  # the GPU, role or engine, or empty for all of them together
     verdict: Conclusion
     unit: Unit = Unit.BYTES
-    # These figures are in `unit`; a figure that is unknown or does not apply is None.
+    # These figures are in `unit`. A figure that is unknown or does not apply is None.
     value: float | None = None
     highest_allowed: float | None = None
     lowest_allowed: float | None = None
     baseline: float | None = None
-    # The texts of the value, the bound and the baseline, or None to use the formatted figure.
+    # The texts of the value, the bound and the baseline. None means that the formatted figure is
+    # used.
     value_text: str | None = None
     bound_text: str | None = None
     baseline_text: str | None = None
     reason: str = ""  # What the verdict is based on, or what is missing for a verdict.
-    # The detector's result for the whole trace, or None if this is not a leak limit.
+    # The detector's result for the whole trace, or None for other limits.
     leak_verdict: LeakVerdict | None = None
 
     @property
@@ -91,8 +92,8 @@ def compare_with_limit(
 ) -> Conclusion:
     """Compare a value with its limit; the result is "cannot tell" if either is unknown.
 
-    A value above the limit fails even if there is a doubt. A value within the limit passes only if
-    there is no doubt, because a missing part of the trace may contain a higher value.
+    A value above the limit fails even if there is a doubt. A value within the limit passes only
+    without a doubt. A missing part of the trace may contain a higher value.
     """
     if value is None or highest_allowed is None:
         return Conclusion.CANNOT_TELL

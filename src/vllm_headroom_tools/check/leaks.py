@@ -1,4 +1,7 @@
-"""Judge the limits on leaks, based on the smallest leak that the detector would have found."""
+"""Judge the limits on leaks.
+
+The basis is the smallest leak that the detector would have found.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -50,7 +53,10 @@ def _judge_leak(
     baseline_series: MemorySeries | None,
     limit_bytes: float,
 ) -> Judgement:
-    """Judge a series by its alarm or, if there is none, by the smallest detectable leak."""
+    """Judge a series by its alarm.
+
+    Without an alarm, the smallest detectable leak decides.
+    """
     begin_seconds, end_seconds = record.replay.span
     leak_verdict, leak_reason = judge_course(series.course, end_seconds - begin_seconds)
     draft = Judgement(
@@ -79,8 +85,8 @@ def _judge_leak(
 def _judge_alarm(draft: Judgement, alarm: Moment, limit_bytes: float) -> Judgement:
     """Judge an alarm by its estimated leak per request.
 
-    The series fails if the estimate is above the limit, or if there is no estimate. It passes only
-    if the entire 95 % interval is within the limit. In all other cases, it cannot be judged.
+    The series fails if the estimate is above the limit or missing. It passes only if the entire
+    95 % interval is within the limit. In all other cases, it cannot be judged.
     """
     per_thousand_bytes = _compute_per_thousand(alarm)
     rate = alarm.bytes_per_second or 0.0
@@ -128,8 +134,8 @@ def _judge_quiet(
 ) -> Judgement:
     """Judge a series that has neither an alarm nor a relevant early warning.
 
-    The series passes if the detector would have found a leak as large as the limit. It cannot be
-    judged if there is a doubt, or if the detector would have missed such a leak.
+    The series passes if the detector would find a leak as large as the limit. It cannot be judged
+    if there is a doubt. The same applies if the detector would have missed such a leak.
     """
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:
@@ -152,7 +158,7 @@ def _judge_quiet(
 
 
 def _describe_course(course: LeakCourse) -> str:
-    """Return the detector's result for a series as text, including the rate if it is known."""
+    """Return the detector's result for a series as text, with any known rate."""
     per_thousand_bytes = _compute_per_thousand(course.newest)
     if course.last_alarm is not None:
         return "a leak" if per_thousand_bytes is None else format_size(per_thousand_bytes)
@@ -166,7 +172,8 @@ def _describe_course(course: LeakCourse) -> str:
 def _compute_per_thousand(moment: Moment | None) -> float | None:
     """Return the leak in bytes per thousand requests.
 
-    Returns None if `moment` is None, or if the leak per request is unknown or not above 0.
+    Returns None if `moment` is None. Also returns None if the leak per request is unknown or not
+    above 0.
     """
     if moment is None or moment.bytes_per_request is None or moment.bytes_per_request <= 0:
         return None
@@ -187,10 +194,10 @@ def find_smallest_visible(
 ) -> float | None:
     """Return the smallest leak per request that the detector would find in these readings.
 
-    A steady leak is added to the readings, and the detector is run on the result. The leaks that
-    are tried begin at `bytes_per_request` and double each time. The drift in the second half of the
-    readings is subtracted from the added leak, because it may itself be a leak or may hide one.
-    Returns None if the detector does not find any such leak, or if the drift is unknown.
+    A steady leak is added to the readings. The detector then runs on the result. The leaks that are
+    tried begin at `bytes_per_request` and double each time. The drift in the second half of the
+    readings is subtracted from the added leak. The drift may itself be a leak, or it may hide one.
+    Returns None if the detector finds no such leak, or if the drift is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:
@@ -203,7 +210,7 @@ def find_smallest_visible(
 
 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
-    """Return how far the floor rose or fell per request in the second half of the readings.
+    """Return the floor's rise or fall per request in the second half of the readings.
 
     A floor is the lowest memory within an eighth of the readings. Returns None if there are no
     memory readings or no requests.

@@ -83,7 +83,7 @@ def judge_costs(
 ) -> Iterator[Judgement]:
     """Judge the memory per running request on each GPU at the highest sustained load.
 
-    The memory cannot be judged if the trace is too short, or if no load was sustained.
+    The memory cannot be judged if the trace is too short or without sustained load.
     """
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         cost = gpu.busiest_cost
@@ -95,8 +95,8 @@ def judge_costs(
                 " requests: run each for longer"
             )
         value = None if cost is None else cost.bytes_per_request
-        # In a trace that is too short, few requests run at once, which makes the cost per request
-        # high. Such a high cost must not make the check fail.
+        # In a short trace, few requests run at once, so each request costs more. Such a high cost
+        # must not make the check fail.
         comparable_value = None if find_shortfall(record) else value
         reason = doubt or ""
         if cost is not None and doubt is None:
@@ -115,7 +115,10 @@ def judge_costs(
 
 
 def _format_cost(cost: Cost | None) -> str | None:
-    """Return the memory per running request for the report, or None if it was not measured."""
+    """Return the memory per running request for the report.
+
+    Returns None if it was not measured.
+    """
     if cost is None:
         return None
     return f"{format_size(cost.bytes_per_request)} at {cost.running:.3g} running"
@@ -126,8 +129,8 @@ def judge_preemptions(
 ) -> Iterator[Judgement]:
     """Judge the preemptions per thousand requests.
 
-    A trace with too few requests for a verdict may still fail. It fails if the rate would remain
-    too high even if enough further requests finished without a preemption.
+    A trace with too few requests for a verdict may still fail. It fails if further requests without
+    a preemption could not lower the rate enough.
     """
     doubt = find_doubt(record, record.engine_coverage, "the engine")
     value = compute_preemption_rate(record)

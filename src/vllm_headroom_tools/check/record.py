@@ -27,7 +27,7 @@ DetectorInput = tuple[Observation, float]
 
 
 class Budget(Struct, frozen=True, kw_only=True):
-    """The operator's budget for the engine on each GPU, either in bytes or as a share.
+    """The operator's budget for the engine on each GPU: in bytes or as a share.
 
     It replaces the budget that the engine reports. Both fields are None if the operator did not set
     a budget.
@@ -38,7 +38,10 @@ class Budget(Struct, frozen=True, kw_only=True):
 
 
 class SignedDiscrepancy(Struct, frozen=True):
-    """The memory held on a GPU minus the budget in one sample, which may be negative."""
+    """The memory held on a GPU minus the budget in one sample.
+
+    The difference may be negative.
+    """
 
     ratio: float  # as a share of the budget
     n_bytes: float
@@ -91,7 +94,7 @@ class Coverage(Struct):
     def step(self, now_seconds: float) -> None:
         """Add a reading.
 
-        Add the time since the previous reading, unless it is a gap or the clock went backwards.
+        Add the time since the previous reading. A gap or a clock that went backwards adds no time.
         """
         if self.newest_seconds is not None:
             step_seconds = now_seconds - self.newest_seconds
@@ -121,20 +124,21 @@ class _LoadReadings:
 
 
 class MemorySeries:
-    """The memory of one GPU or one role over a trace; `key` is the UUID or the role."""
+    """The memory of one GPU or one role over a trace.
+
+    `key` is the UUID or the role.
+    """
 
     def __init__(self, key: str, name: str, course: LeakCourse, *, keeps_readings: bool) -> None:
         self.key = key
         self.name = name
         self.course = course  # the detector's states over the trace
         self.coverage = Coverage()
-        # the detector's input, which is only stored if `keeps_readings` is set, because it takes up
-        # memory
+        # the detector's input, stored only if `keeps_readings` is set, to save memory
         self.readings: list[DetectorInput] = []
         self._keeps_readings = keeps_readings
         self._loads: defaultdict[int, _LoadReadings] = defaultdict(_LoadReadings)
-        # These are for GPUs only: the size, the probe's readings of the parts, the highest
-        # discrepancy, and the time during which a discrepancy was known.
+        # These fields are for GPUs only. The last is the time during which a discrepancy was known.
         self.total_bytes: int | None = None
         self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
         self.highest_discrepancy: SignedDiscrepancy | None = None
@@ -150,7 +154,7 @@ class MemorySeries:
         """Add a reading, and the observation that the detector received for it.
 
         `detector_observation` is None if the detector did not receive this reading. `requests` is
-        the detector's count. `running` is the load; if it is None, the reading is not used for the
+        the detector's count. `running` is the load. If it is None, the reading is not used for the
         costs.
         """
         if self._keeps_readings and detector_observation is not None:
@@ -183,7 +187,7 @@ class MemorySeries:
 
     @property
     def busiest_cost(self) -> Cost | None:
-        """Return the cost at the highest load with enough readings, or None if there is none."""
+        """Return the cost at the highest load with enough readings, or None."""
         return next(reversed(self.costs.values()), None)
 
 
@@ -210,9 +214,10 @@ class TraceRecord:
 
     @property
     def span_seconds(self) -> float:
-        """Return the time from the first sample to the last, or the covered time if that is longer.
+        """Return the time from the first sample to the last.
 
-        The covered time can be longer if the clock was set back.
+        If the covered time is longer, it is returned instead. The covered time can be longer if the
+        clock was set back.
         """
         begin, end = self.replay.span
         return max(end - begin, self.coverage.seconds)
@@ -229,8 +234,8 @@ class TraceRecord:
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample to the detector and to all figures."""
-        # The detector only judges memory held while the engine was serving, so its observations
-        # come from `served_snapshot`. The other figures include all readings.
+        # The detector only judges memory held while the engine was serving. Therefore, its
+        # observations come from `served_snapshot`. The other figures include all readings.
         served_snapshot = keep_service(self.replay.step(snapshot))
 
         self.coverage.step(snapshot.time_seconds)
@@ -296,24 +301,24 @@ class TraceRecord:
         self._restarts = self.restarts
         engines = list_named(page)
         self.finished_requests.step(count_finished(page), restarted=has_restarted)
-        # After a restart, counters begin at 0, so their whole value is added as an increase.
+        # After a restart, counters begin at 0. Their whole value is added as an increase.
         preemptions = sum_known(engine.preemptions_total for engine in engines)
         self.preemptions.step(preemptions, restarted=has_restarted)
         for engine in engines:
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
                 tokens = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
-                # Keep the smallest size of all starts, because one start may have had less room
-                # than another.
+                # Keep the smallest size of all starts. One start may have had less room than
+                # another.
                 self.capacity_tokens[engine.engine] = min(tokens, engine.kv_capacity_tokens)
 
 
 def pair_gpus(
     record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
-    """Yield each GPU in a trace with its match in the baseline, or with None if it has no match.
+    """Yield each GPU in a trace with its match in the baseline, or with None.
 
-    A matching GPU has the same UUID. If no UUIDs match, for example on different machines, GPUs are
+    A matching GPU has the same UUID. On different machines, no UUIDs may match. GPUs are then
     matched in the order of their indices.
     """
     baseline_gpus = () if baseline is None else baseline.gpus
@@ -338,9 +343,9 @@ LEAST_SHARE: Final = 0.9
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
     """Return why a subject cannot be judged, or None if it can be.
 
-    There are two possible reasons. One reason is that the trace is too short. Another reason is
-    that the engine's page or the subject itself was unreadable for too long. `coverage` is the time
-    during which the subject was read, or None if it was never read.
+    There are two possible reasons. One reason is that the trace is too short. The other is that the
+    engine's page or the subject was unreadable for too long. `coverage` is the time during which
+    the subject was read, or None if never.
     """
     return (
         find_shortfall(record)
@@ -350,7 +355,10 @@ def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> 
 
 
 def find_shortfall(record: TraceRecord) -> str | None:
-    """Return why a trace is too short or has too few requests, or None if it has enough."""
+    """Return why a trace is too short or has too few requests.
+
+    Returns None if it has enough.
+    """
     if not record.replay.samples:
         return "the trace has no samples"
     watched_seconds = record.coverage.seconds
@@ -368,7 +376,10 @@ def find_shortfall(record: TraceRecord) -> str | None:
 
 
 def find_gap(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
-    """Return a text if a subject was unreadable for too much of the trace, otherwise None."""
+    """Return a text if a subject was unreadable for too much of the trace.
+
+    Otherwise, returns None.
+    """
     read_seconds = 0.0 if coverage is None else coverage.seconds
     if read_seconds >= LEAST_SHARE * record.span_seconds:
         return None

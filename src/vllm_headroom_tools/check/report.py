@@ -37,7 +37,7 @@ def build_report(
     *,
     for_github: bool = False,
 ) -> Report:
-    """Return the report on named traces: first the judged one, then the baseline if there is one.
+    """Return the report on named traces: the judged trace, then any baseline.
 
     With `for_github`, GitHub annotations follow the table.
     """
@@ -188,10 +188,10 @@ def build_junit(judgements: Iterable[Judgement]) -> str:
 
 
 def build_suite(cases: Iterable[tuple[str, Conclusion, str, str]]) -> str:
-    """Return a JUnit file with one test per case, given as name, verdict, message and reason.
+    """Return a JUnit file with one test per case.
 
-    The body of a passed test contains its message and its reason. The body of any other test
-    contains only the reason.
+    A case has a name, a verdict, a message and a reason. The body of a passed test contains its
+    message and its reason. The body of any other test contains only the reason.
     """
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", {"name": SUITE, "skipped": "0"})
@@ -215,10 +215,11 @@ ANNOTATION_LEVELS: Final = {Conclusion.NOT_GOOD: "error", Conclusion.CANNOT_TELL
 
 
 def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
-    """Yield an error for each exceeded limit and a warning for each that cannot be judged.
+    """Yield GitHub annotations for the judgements.
 
-    If no limit was exceeded or undecided, a single notice covers all of them. GitHub shows at most
-    ten annotations of each level per step.
+    An exceeded limit is an error. A limit that cannot be judged is a warning. If no limit was
+    exceeded or undecided, a single notice covers all of them. GitHub shows at most ten annotations
+    of each level per step.
     """
     is_all_kept = True
     for judgement in judgements:

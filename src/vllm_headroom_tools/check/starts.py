@@ -55,8 +55,8 @@ def judge_starts(
 ) -> tuple[Judgement, ...]:
     """Return the judgements on the newer start's memory, compared with the older start's.
 
-    `limit_ratio` is the share by which a part may grow or the KV cache may shrink. Without a limit,
-    the figures are only shown.
+    `limit_ratio` is by which share a part may grow or the KV cache may shrink. Without a limit, the
+    figures are only shown.
     """
     failure = newer.root_failure
     if failure is not None and not newer.has_served:
@@ -104,7 +104,7 @@ def _judge_part(
     highest_bytes = None
     bound_text = ""
     if limit_ratio is not None and older_bytes is not None:
-        # vLLM rounds the sizes in its log, so a difference in the last digit must not decide the
+        # vLLM rounds the sizes in its log. A difference in the last digit must not decide the
         # verdict.
         highest_bytes = (1 + limit_ratio) * older_bytes + ROUNDING_BYTES
         bound_text = f"{100 * limit_ratio:.3g}% more"
@@ -124,7 +124,10 @@ def _judge_part(
 def _judge_cache(
     older: EngineStart, newer: EngineStart, limit_ratio: float | None, doubt: str
 ) -> Iterator[Judgement]:
-    """Judge by how much the KV cache shrank, measured on the rank with the smallest cache."""
+    """Judge by how much the KV cache shrank.
+
+    The rank with the smallest cache is measured.
+    """
     # Try both bytes and tokens, because a log may contain only one of the two.
     for field, unit in (("kv_cache_bytes", Unit.BYTES), ("kv_cache_tokens", Unit.TOKENS)):
         older_size = older.find_smallest(field)
@@ -183,7 +186,10 @@ def _explain_missing(older_size: float | None, newer_size: float | None) -> str:
 
 
 def list_differences(older: EngineStart, newer: EngineStart) -> Iterator[str]:
-    """Yield a text for each setting in which the starts differ, and one if the cards differ."""
+    """Yield a text for each setting in which the starts differ.
+
+    Different cards add another text.
+    """
     older_bytes = older.find_largest("total_bytes")
     newer_bytes = newer.find_largest("total_bytes")
     are_known = older_bytes is not None and newer_bytes is not None

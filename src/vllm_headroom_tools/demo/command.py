@@ -22,7 +22,7 @@ MAX_SIMULATED_GPUS: Final = 64
 class DemoSettings(ModelSettings):
     """The demo's own settings, and the daemon's settings that also apply to a simulation.
 
-    Settings that concern a real engine or the Kubernetes API server have no options in `demo`.
+    Settings of a real engine or of the Kubernetes API server are no options here.
     """
 
     no_options: ClassVar = frozenset(
@@ -64,8 +64,8 @@ async def _run(arguments: Namespace) -> int:
     else:
         # In the demo, the value is the number of GPUs and not an index. All GPUs are watched.
         settings = settings.model_copy(update={"gpus": AUTO})
-    # The line is written only for a person at a terminal, not for a log collector. With port 0, it
-    # is not written either, because the port is not known yet.
+    # The line is for a person at a terminal, not for a log collector. With port 0, it is not
+    # written either, because the port is not known yet.
     if sys.stderr.isatty() and settings.listen_port:
         write_note(f"Open {format_address(settings)}")
     if settings.scenario == FLEET:
@@ -76,7 +76,10 @@ async def _run(arguments: Namespace) -> int:
 
 
 def _read_gpu_count(settings: DemoSettings) -> int | None:
-    """Return the number of GPUs to simulate, or None if --gpus is not a single number above 0."""
+    """Return the number of GPUs to simulate.
+
+    Returns None if --gpus is not a single number above 0.
+    """
     gpus = settings.gpus
     if not isinstance(gpus, tuple) or len(gpus) != 1:
         return None

@@ -1,4 +1,7 @@
-"""The series of many simulated engines on one page, each with the labels of its pod."""
+"""The series of many simulated engines on one page.
+
+Each series has the labels of its engine's pod.
+"""
 
 import asyncio
 import re
@@ -73,8 +76,8 @@ class Fleet(app.Daemon):
         """Return the handler for all requests.
 
         The path `/metrics` serves the series of all engines. The paths `/` and `/snapshot.json`
-        respond as they do on a sidecar that watches several engines. A request for any other path
-        gets the response of the first engine's daemon.
+        respond as on a sidecar for several engines. A request for any other path gets the response
+        of the first engine's daemon.
         """
         first_handler = super().build_handler(door)
         handlers = (first_handler, *(other.build_handler(None) for other in self._others))
@@ -132,7 +135,7 @@ UP_SERIES: Final = "# HELP up Whether it answers.\n# TYPE up gauge\nup 1.0\n"
 def join_pages(pages: list[str]) -> str:
     """Return one page with the series of all engines, as Prometheus would store them.
 
-    Each series gets the labels of its engine's pod, and a series `up` is added for each engine.
+    Each series gets the labels of its engine's pod. A series `up` is added for each engine.
     """
     families: dict[str, list[str]] = {}
     for place, page in enumerate(pages):
@@ -141,7 +144,7 @@ def join_pages(pages: list[str]) -> str:
         # All simulations use the same UUIDs, and equal UUIDs would look like shared GPUs.
         unique_page = _UUID_PART.sub(rf"-{place:04}\1", page + UP_SERIES)
         for family in unique_page.split("# HELP ")[1:]:
-            # A family may appear only once per page, so all engines' series go under one header.
+            # A family may appear only once per page. All engines' series go under one header.
             help_line, type_line, series = family.split("\n", 2)
             series = _NAME_WITH_LABELS.sub(rf"\1{{{labels},", series)
             series = _NAME_WITHOUT_LABELS.sub(rf"\1{{{labels}}} ", series)
@@ -151,7 +154,10 @@ def join_pages(pages: list[str]) -> str:
 
 
 async def run(settings: ModelSettings, *, speed: float, gpus: int) -> int:
-    """Run the fleet, each engine on `gpus` GPUs, until a signal arrives; return the exit status."""
+    """Run the fleet until a signal arrives, and return the exit status.
+
+    Each engine has `gpus` GPUs.
+    """
     log.warning(SIMULATED, scenario="fleet", speed=speed)
     clock = ScaledClock(speed)
     interval_seconds = max(MIN_SAMPLE_INTERVAL_SECONDS, settings.sample_interval_seconds)

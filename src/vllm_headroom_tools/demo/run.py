@@ -131,8 +131,8 @@ IDLE_WATTS: Final = 70.0
 class SimulatedGpus(Simulated):
     """The simulated GPUs; the engine uses `count` identical GPUs.
 
-    In the MIG scenario, the devices are two instances of one GPU, and the engine uses the first
-    one.
+    In the MIG scenario, the devices are two instances of one GPU. The engine uses the first
+    instance.
     """
 
     def __init__(self, now: Callable[[], World], count: int = 1) -> None:
@@ -143,12 +143,15 @@ class SimulatedGpus(Simulated):
         self,
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
     ) -> GpuReadings:
-        """Return a reading of each GPU or, with MIG, of both instances (the second is empty)."""
+        """Return a reading of each GPU or, with MIG, of both instances.
+
+        The second instance is empty.
+        """
         world = self._look()
         used_bytes = world.used_bytes
         power_watts = IDLE_WATTS
         if world.active_requests:
-            # A busy GPU draws 300 W, rising to 680 W at the maximum number of requests.
+            # A busy GPU draws at least 300 W. At the maximum number of requests, it draws 680 W.
             power_watts += 230.0 + 380.0 * min(1.0, world.active_requests / MAX_RUNNING)
         free_bytes = TOTAL_BYTES - RESERVED_BYTES
         memory = GpuMemory(
@@ -185,7 +188,10 @@ class SimulatedGpus(Simulated):
         self,
         timeout_seconds: float,  # noqa: ARG002 - it never takes long
     ) -> Mapping[str, int]:
-        """Return the memory in use by UUID, and include it in the peak of the last 60 s."""
+        """Return the memory in use by UUID.
+
+        It is included in the peak of the last 60 s.
+        """
         world = self._look()
         return dict.fromkeys(self._list_uuids(world), world.used_bytes)
 
@@ -196,7 +202,10 @@ class SimulatedGpus(Simulated):
         return [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
 
     def _look(self) -> World:
-        """Return the world at the current time, and add its memory in use to the peak."""
+        """Return the world at the current time.
+
+        Its memory in use is added to the peak.
+        """
         world = self._now()
         self._peak.add(world.seconds, world.used_bytes)
         return world

@@ -80,7 +80,7 @@ TABLE: Final[dict[str, Scenario]] = {
     scenario.name: scenario
     for scenario in (
         Scenario(name="healthy"),
-        # This rate, 12.8 MB per 1,000 requests, is from the post-mortem that led to this project.
+        # 12.8 MB per 1,000 requests, from the post-mortem that led to this project.
         Scenario(name="leak", leak_bytes_per_request=12_800.0),
         Scenario(name="burst", bursts=Visits((1_200.0, 2_400.0), (20.0, 45.0), (4.0, 6.0))),
         Scenario(
@@ -104,7 +104,7 @@ TABLE: Final[dict[str, Scenario]] = {
         Scenario(name="low-memory", excess_mib=5_450, excess_after_seconds=600.0),
         # At 10 requests per second, this is 16 MB per second.
         Scenario(name="host-leak", host_leak_bytes_per_request=1_600_000.0),
-        # At this rate, the offload grows by 4 MB per second and is full in less than two hours.
+        # At this rate, the offload grows by 4 MB per second. It is full in less than two hours.
         Scenario(name="filling", offloaded_bytes_per_request=400_000.0),
         Scenario(name="stranded", strands_after_seconds=600.0),
         Scenario(name="blind", page_fails_after_seconds=600.0),
@@ -138,8 +138,8 @@ def draw_poisson(random: Random, mean: float) -> int:
 class Drift:
     """A value that drifts around 0: a first-order autoregressive process with one step per second.
 
-    `deviation` is the standard deviation of the value; `memory_seconds` is the time constant with
-    which the value returns to 0.
+    `deviation` is the standard deviation of the value. The value returns to 0 with the time
+    constant `memory_seconds`.
     """
 
     def __init__(self, random: Random, *, deviation: float, memory_seconds: float) -> None:
@@ -171,7 +171,10 @@ class Recurring:
         self._visits = visits
 
     def advance(self, seconds: float) -> None:
-        """Advance to a time that is not in the past; plan the next visit when one has ended."""
+        """Advance to a time that is not in the past.
+
+        When a visit has ended, the next one is planned.
+        """
         self._seconds = seconds
         if self._visits is None:
             return
@@ -255,7 +258,7 @@ class SimulatedRun:
     """One run of the engine, from start to exit: its queue, counters and memory.
 
     Times are in seconds since the demo began, and `number` counts the runs from 0. `first_pid` is
-    the API server's pid; the engine core and the worker have the next two pids.
+    the API server's pid. The engine core and the worker have the next two pids.
     """
 
     def __init__(
@@ -299,7 +302,10 @@ class SimulatedRun:
         self._tokens_per_request = float(MEAN_REQUEST_TOKENS)
 
     def sleep(self, *, asleep: bool) -> None:
-        """Put the engine to sleep or wake it up; vLLM ends all requests before it sleeps."""
+        """Put the engine to sleep or wake it up.
+
+        vLLM ends all requests before it sleeps.
+        """
         if asleep and not self.is_asleep:
             self.running = 0
             self.waiting = 0
@@ -337,8 +343,8 @@ class SimulatedRun:
         self.offloaded_bytes = min(offloaded_bytes, OFFLOAD_GIB * GIB)
         self.running -= finished
         self.waiting += arrived
-        # The scheduler fills up to 98 % of the cache, based on the current size of the requests. If
-        # the requests outgrow the cache, the code below preempts some of them.
+        # The scheduler fills up to 98 % of the cache at the requests' current size. If the requests
+        # outgrow the cache, the code below preempts some of them.
         fitting = int(0.98 * CAPACITY_TOKENS / self._tokens_per_request)
         free_places = min(fitting, MAX_RUNNING) - self.running
         admitted = max(0, min(self.waiting, free_places))
@@ -364,9 +370,9 @@ class SimulatedRun:
         """Return the worker's GPU memory at this time in bytes; 0 before the worker starts.
 
         Even a healthy engine keeps taking memory that it never frees. This is modelled on PyTorch's
-        caching allocator (c10/core/AllocatorConfig.h: segments of 2 MiB and 20 MiB) and lazily
-        loaded kernels. The probability that the n-th request is the first to need something
-        decreases as 1/n. This growth therefore fades, unlike the growth of a leak.
+        caching allocator and on lazily loaded kernels. The allocator has segments of 2 MiB and
+        20 MiB (c10/core/AllocatorConfig.h). The probability that the n-th request is the first to
+        need something decreases as 1/n. This growth therefore fades, unlike the growth of a leak.
         """
         if seconds < self.started_seconds:
             return 0
@@ -397,10 +403,11 @@ def round_to_segments(mib: float, segment_mib: int) -> int:
 
 
 class World:
-    """The simulated GPU and its engine; they depend only on the scenario, the seed and the time.
+    """The simulated GPU and its engine.
 
-    `seconds` is the time since the demo began, in whole seconds. `active_requests` is the number of
-    requests that the GPU is processing, which is 0 during a hang.
+    They depend only on the scenario, the seed and the time. `seconds` is the time since the demo
+    began, in whole seconds. `active_requests` is the number of requests that the GPU is processing.
+    During a hang, it is 0.
     """
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
@@ -430,7 +437,10 @@ class World:
         self.advance(0.0)
 
     def advance(self, seconds: float) -> None:
-        """Advance the world to this time, second by second; a time in the past changes nothing."""
+        """Advance the world to this time, second by second.
+
+        A time in the past changes nothing.
+        """
         while self.seconds + 1 <= seconds:
             self._step()
 
@@ -470,7 +480,7 @@ class World:
     def used_bytes(self) -> int:
         """Return the GPU memory in use, excluding the memory that the driver reserves.
 
-        On a data-centre GPU, 20 MiB of the memory in use does not belong to any process.
+        On a data-centre GPU, 20 MiB of the used memory belong to no process.
         """
         return 20 * MIB + self.engine_bytes + self.neighbour_bytes
 
@@ -487,7 +497,7 @@ class World:
             arrived = 0
         hangs = self._hangs.is_here
         if self.is_serving and not hangs:
-            # The hour before the demo is healthy, so that a leak starts when the demo starts.
+            # The hour before the demo is healthy. A leak starts when the demo starts.
             if self.seconds > 0:
                 self.engine.step(
                     arrived,
@@ -518,7 +528,10 @@ class World:
     def _start_engine(
         self, number: int, started_seconds: float, serving_seconds: float
     ) -> SimulatedRun:
-        """Start the engine's next run, draw a random time for its exit, and return the run."""
+        """Start the engine's next run and return it.
+
+        The time of its exit is random.
+        """
         self._exits_at_seconds = inf
         if self._scenario.restart_after_seconds is not None:
             run_seconds = self._fate.uniform(*self._scenario.restart_after_seconds)

@@ -1,1 +1,1 @@
-"""What the daemon can see on this machine, what is missing, and how to fix it."""
+"""What the daemon sees on this machine, what is missing, and how to fix it."""

@@ -101,7 +101,10 @@ def _build_finding(name: str, check: Check) -> Finding:
 
 
 def _describe_check(name: str, check: Check) -> dict[str, Any]:
-    """Return a check for the JSON document; `ok` is None if it is unknown or does not apply."""
+    """Return a check for the JSON document.
+
+    `ok` is None if the check's result is unknown or does not apply.
+    """
     # A check's text is in the field for its state; the other two are null.
     texts: dict[str, str | None] = {"found": None, "missing": None, "reason": None}
     is_ok = None

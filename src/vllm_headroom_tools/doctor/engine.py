@@ -72,16 +72,19 @@ SET_ENGINE_URL: Final = fix_setting(
 
 
 def check_engine(survey: Survey) -> Check:
-    """Check whether the page can be read and contains an engine; report its version and models."""
+    """Check whether the page can be read and has an engine.
+
+    The check reports the engine's version and models.
+    """
     page = survey.page
     if isinstance(page, Failure):
         return _check_unreadable(survey, page)
     if page.engines:
         return Check(Status.OK, f"{survey.url} answers: {_describe_engines(survey, page)}")
-    # The server responds but is of an unknown kind, so the address is most likely wrong.
+    # The server responds but is of an unknown kind. The address is most likely wrong.
     details: tuple[str, ...] = ()
     ways: tuple[Fix, ...] = (_fix_address(survey),)
-    # The page of this vLLM engine has none of vLLM's series, so they have been turned off.
+    # The page of this vLLM engine has none of vLLM's series. They have been turned off.
     if survey.version is not None:
         details = (f"the server calls itself version {survey.version}",)
         ways = (put(f"{fixes.VLLM}, to take out", "--disable-log-stats"), *ways)
@@ -116,8 +119,7 @@ def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     hints: list[str] = []
     status = Status.MISSING
     daemon_waits_seconds = survey.daemon_waits_seconds
-    # This command waits only briefly. A page that is too slow for this command may be fast enough
-    # for the daemon.
+    # This command waits only briefly. A slow page may still be fast enough for the daemon.
     if failure.reason is Reason.TIMEOUT and daemon_waits_seconds > LOOK_SECONDS:
         status = Status.UNKNOWN
         hints.append(
@@ -188,12 +190,15 @@ SET_KV_BYTES: Final = (
 
 
 def _list_series() -> dict[str, tuple[Metric, ...]]:
-    """Return the series that depend on each input of the page; omit inputs that no series needs."""
+    """Return the series that depend on each input of the page.
+
+    Inputs that no series needs are omitted.
+    """
     series: dict[str, tuple[Metric, ...]] = {}
     for field, engine_input in INPUTS.items():
         metrics = tuple(
-            # A series depends on the facts from which it is computed, and on the input that it
-            # exports.
+            # A series depends on the input that it exports. It also depends on the facts from which
+            # it is computed.
             metric
             for metric in catalog.METRICS
             if field in metric.needs or metric.name == engine_input.metric
@@ -211,11 +216,11 @@ them.
 
 
 def check_engine_inputs(survey: Survey) -> Check:
-    """Check which inputs are missing on the page, and which series are absent as a result.
+    """Check which inputs are missing on the page, and which series are therefore absent.
 
-    The check is UNKNOWN if there is no page. It is OK if no series needs the missing inputs, or if
-    this kind of engine never exports them. If inputs are missing before the first request, the
-    check is UNKNOWN.
+    The check is UNKNOWN if there is no page. It is OK if no series needs the missing inputs. The
+    same applies if this kind of engine never exports them. If inputs are missing before the first
+    request, the check is UNKNOWN.
     """
     page = survey.page
     if isinstance(page, Failure) or not page.engines:
@@ -325,7 +330,7 @@ def check_kv_bytes(
 ) -> Check:
     """Check whether the KV cache size in bytes is known.
 
-    The daemon computes the size from the configured bytes per token or, without this setting, from
+    The daemon computes the size from the configured bytes per token. Without this setting, it uses
     the configured model. If neither works and no model is configured, the check is NOT_APPLICABLE.
     It is not MISSING, because the size is optional. The check is UNKNOWN if there is no page.
     """
@@ -411,7 +416,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
         return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
     if isinstance(probe, Failure):
         return Check(Status.MISSING, probe.message, absent=FROM_PROBE, fixes=INSTALL_PROBE)
-    # A file is from an earlier run if its process started before all processes that are present.
+    # A file is from an earlier run if all present processes are younger.
     run_start_seconds = min((process.started_at_seconds for process in probe.present), default=0.0)
     stopped = [
         process
@@ -423,7 +428,7 @@ def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Surve
     ways = RESTART if probe.silent or stopped else INSTALL_PROBE
     if probe.present:
         text = _describe_present(probe.present)
-        # Some processes write, but the check fails if even one process's probe is stopped or
+        # Some processes write. The check still fails if even one process's probe is stopped or
         # silent.
         details += [f"{_name_process(process)} writes no longer" for process in probe.silent]
         if not details:
@@ -488,7 +493,7 @@ option that has the intended effect.
 
 
 def find_visible_options(survey: Survey) -> EngineOptions | None:
-    """Return the options of the local engine's command line, or None if it is not visible."""
+    """Return the options of the local engine's command line, or None if not visible."""
     return None if isinstance(survey.processes, Failure) else survey.processes.options
 
 
@@ -535,8 +540,8 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
         )
     if options.gpu_memory_utilization is None or isinstance(survey.page, Failure):
         return
-    # The page shows the value in effect. If it differs from the command line, the value comes from
-    # another source, such as a configuration file.
+    # The page shows the value in effect. If it differs from the command line, it comes from a
+    # configuration file, for example.
     page_ratios = {engine.gpu_memory_utilization_ratio for engine in survey.page.engines}
     if not page_ratios <= {None, options.gpu_memory_utilization}:
         ratio = max(filter(None, page_ratios))

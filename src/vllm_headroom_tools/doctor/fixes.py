@@ -33,7 +33,7 @@ from vllm_headroom_tools.settings import ModelSettings
 class Status(StrEnum):
     """The state of a check.
 
-    UNKNOWN means that the check could not be performed, so its result is neither OK nor MISSING.
+    UNKNOWN means that the check could not be performed. The result is neither OK nor MISSING.
     """
 
     OK = "ok"
@@ -75,7 +75,7 @@ CLAIM: Final = "resources: {claims: [{name: gpu}]}"
 
 
 def count_roles(roles: Iterable[Role]) -> str:
-    """Return the number of processes of each role as text, such as "1 api_server, 2 worker"."""
+    """Return the number of processes per role as text, such as "1 api_server, 2 worker"."""
     counts = Counter(str(role) for role in roles)
     return ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
 

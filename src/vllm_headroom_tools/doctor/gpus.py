@@ -68,7 +68,7 @@ def check_gpus(survey: Survey) -> Check:
     for gpu in survey.gpus:
         name = name_gpu_with_uuid(gpu.reading)
         details += [f"{name}: {describe_leftover(leftover)}" for leftover in gpu.leftovers]
-    # A GPU that responds but does not report its memory also counts as unreadable, because its
+    # A GPU may respond without reporting its memory. It also counts as unreadable, because its
     # series are absent.
     unreadable = [device for device in devices if device.failure or device.memory is None]
     if not unreadable:
@@ -96,7 +96,10 @@ def _fix_unreadable(devices: list[GpuReading]) -> tuple[Fix, ...]:
 
 
 def name_gpu_with_uuid(device: GpuReading) -> str:
-    """Return a GPU's name: its index, and its UUID if the GPU has been opened at least once."""
+    """Return a GPU's name.
+
+    The name has the index and the UUID. The UUID is unknown until the GPU has been opened once.
+    """
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
 
@@ -180,7 +183,7 @@ def _explain_no_process(
 ) -> tuple[Status, str, tuple[Fix, ...]]:
     """Return the check's state, the reason why no engine process is visible, and the fixes.
 
-    If the engine does not respond either, it may not be running, so the state is UNKNOWN.
+    If the engine does not respond either, it may not be running. The state is then UNKNOWN.
     """
     if processes.ambiguous_engines:
         return Status.MISSING, AMBIGUOUS, fixes.SAY_WHICH_PORT
@@ -254,7 +257,7 @@ def check_process_memory(survey: Survey) -> Check:
         if not _reports_memory(device, engine_pids)
     ]
     if unreported:
-        # On AMD cards, the memory is read from the processes' open files, which requires a
+        # On AMD cards, the memory is read from the processes' open files. This requires a
         # permission.
         ways: tuple[Fix, ...] = (ASK_THE_NODE,)
         if has_amd:
@@ -304,9 +307,9 @@ ATTRIBUTIONS: Final = {
 
 
 def check_gpu_attribution(survey: Survey, selection: Selection) -> Check:
-    """Check which GPUs are attributed to the engine and how; if none are, give the reason.
+    """Check which GPUs are attributed to the engine and how.
 
-    The check is UNKNOWN if NVML fails.
+    If there are none, the check gives the reason. The check is UNKNOWN if NVML fails.
     """
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
@@ -374,10 +377,10 @@ def _has_reliable_pids(survey: Survey) -> bool:
 
 
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
-    """Return the check's state, the reason why no GPU is attributed to the engine, and the fixes.
+    """Return the state, the reason why the engine has no GPU, and the fixes.
 
-    The state is MISSING if the engine's processes are the problem, because they cannot be read or
-    are ambiguous. It is also MISSING if the engine responds. Otherwise, it is UNKNOWN.
+    The state is MISSING if the engine's processes cannot be read or are ambiguous. It is also
+    MISSING if the engine responds. Otherwise, it is UNKNOWN.
     """
     status = Status.MISSING
     if isinstance(survey.page, Failure) and not _is_process_problem(survey):
@@ -436,7 +439,10 @@ def _is_unlisted_amd(device: GpuReading) -> bool:
 
 
 def _name_gpus(survey: Survey) -> Fix:
-    """Return the fix that names all visible GPUs, by index or, if it is ambiguous, by UUID."""
+    """Return the fix that names all visible GPUs.
+
+    They are named by index or, if it is ambiguous, by UUID.
+    """
     devices = [gpu.reading for gpu in survey.gpus]
     # MIG instances and AMD partitions share their GPU's index, so only their UUIDs identify them.
     index_counts = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))

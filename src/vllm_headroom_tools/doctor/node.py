@@ -1,4 +1,7 @@
-"""Checks for a daemon that watches several engines, both of all engines and of each page."""
+"""Checks for a daemon that watches several engines.
+
+Some checks concern all engines, and others one page each.
+"""
 
 import asyncio
 from collections import Counter
@@ -107,7 +110,10 @@ def _sees_all(settings: ModelSettings, proc: Path) -> bool:
 
 
 async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage | Failure:
-    """Return the engines on one page, or a Failure if the page does not respond in time."""
+    """Return the engines on one page.
+
+    If the page does not respond in time, a Failure is returned.
+    """
     timeout_seconds = min(
         settings.engine_timeout_seconds, settings.sample_interval_seconds, LOOK_SECONDS
     )
@@ -146,8 +152,8 @@ def _count_kinds(engines: Iterable[LocatedEngine]) -> str:
 def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
     """Check whether the memory cgroups of the watched engines are visible.
 
-    If some cgroups are not visible, the check is NOT_APPLICABLE, because the daemon also works
-    without them. In this case, the check still has a fix.
+    If some cgroups are not visible, the check is NOT_APPLICABLE. The daemon also works without
+    them. In this case, the check still has a fix.
     """
     if not engines:
         return Check(Status.NOT_APPLICABLE, "no engine is watched")
@@ -158,7 +164,7 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
             pids_by_owner.setdefault(owner.key, []).append(pid)
     hidden_names = []
     for engine in engines:
-        # Any process will do, because all processes of a pod or unit are in the same cgroup tree.
+        # Any process will do. All processes of a pod or unit are in the same cgroup tree.
         pids = pids_by_owner.get(engine.owner_key, [])
         if not any(read_cgroup(proc, pid, machine_bytes=UNLIMITED_BYTES) for pid in pids):
             hidden_names.append(engine.name.text)

@@ -69,7 +69,7 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
 
 
 async def _find_daemon(host: str, port: int, web_config: Path | None) -> Check | None:
-    """Return the check's result if the server at this address is, or may be, a daemon.
+    """Return the check's result if this address's server is, or may be, a daemon.
 
     Returns None if nothing responds, or if the server is not vllm-headroom.
     """
@@ -168,9 +168,10 @@ async def check_trace_file(file: Path | None) -> Check:
 async def _check_writable(
     path: Path, attempt: Callable[[], None], variable: str, value: str
 ) -> Check:
-    """Run `attempt` in a thread, because a volume can hang; return the result for the path.
+    """Run `attempt` in a thread, and return the result for the path.
 
-    The fix mounts a volume and sets `variable` to `value`, a path on that volume.
+    A thread is used because a volume can hang. The fix mounts a volume and sets `variable` to
+    `value`, a path on that volume.
     """
     _, problem = await Worker[None]("files").attempt(attempt, FILE_SECONDS)
     user = f"user {os.getuid()}"
@@ -199,8 +200,8 @@ async def _check_writable(
 def _write_into(folder: Path) -> None:
     """Write a temporary file to a folder; raise OSError if that fails.
 
-    If the folder does not exist, the file is written to the nearest existing parent, where the
-    daemon would create the folder.
+    If the folder does not exist, the file is written to the nearest existing parent. The daemon
+    would create the folder there.
     """
     while not folder.exists():
         folder = folder.parent
@@ -213,7 +214,7 @@ def _write_into(folder: Path) -> None:
 def _record_in(file: Path) -> None:
     """Try the operations that the daemon performs on its trace, without changing the file.
 
-    Raises OSError if one of them fails, or ValueError if the file is not a trace.
+    Raises OSError if one of them fails. Raises ValueError if the file is not a trace.
     """
     file.parent.stat()
     _write_into(file.parent)

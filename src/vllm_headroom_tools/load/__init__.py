@@ -1,1 +1,4 @@
-"""The `load` command, which puts a bounded load on a server and watches the server's memory."""
+"""The `load` command.
+
+It puts a bounded load on a server and watches the server's memory.
+"""

@@ -30,10 +30,12 @@ UNLIMITED_DESCRIPTORS: Final = 2**31
 
 
 def raise_descriptors() -> int:
-    """Raise the soft limit on open files to the hard limit; return the resulting soft limit."""
+    """Raise the soft limit on open files to the hard limit.
+
+    Returns the resulting soft limit.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # setrlimit fails if the kernel's own limit is below the hard limit; the soft limit is then
-    # unchanged
+    # if the kernel's own limit is below the hard limit, setrlimit fails and changes nothing
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -43,9 +45,10 @@ def raise_descriptors() -> int:
 def list_limits(
     descriptors: int, *, uses_tls: bool, proc: Path = Path("/proc")
 ) -> list[tuple[int, str]]:
-    """Return the limits, lowest first: how many streams to one address each allows, and its name.
+    """Return the limits, lowest first.
 
-    Limits that cannot be read are left out. The limit on open files is always included.
+    A limit is a number of streams to one address, and a name. Limits that cannot be read are left
+    out. The limit on open files is always included.
     """
     # Descriptors that are already open: standard streams, the trace and libraries.
     open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -67,8 +70,9 @@ def list_limits(
 def _read_free_memory(proc: Path) -> int | None:
     """Return how many more bytes of memory this process may use.
 
-    The result is the smaller of the machine's available memory and the unused part of the
-    container's limit. Returns None if both figures are unknown. May raise OSError.
+    The result is the smaller of two figures. One is the machine's available memory. The other is
+    the unused part of the container's limit. Returns None if both figures are unknown. May raise
+    OSError.
     """
     reading = read_host(proc, read_own_pid(proc))
     free_bytes = []
@@ -83,12 +87,12 @@ def _read_free_memory(proc: Path) -> int | None:
 
 
 def check_capacity(concurrency: int, streams: int, *, uses_tls: bool) -> None:
-    """Report on standard error how many streams this process can keep open at the same time.
+    """Report on standard error how many streams this process can keep open at once.
 
     `streams` is the number of streams that `--concurrency` needs. Raises BadInput if this process
     cannot keep that many open.
     """
-    # The usual limit of 1,024 open files is too low for most loads, so raise it first.
+    # The usual limit of 1,024 open files is too low for most loads. Raise it first.
     held_streams, limit_name = list_limits(raise_descriptors(), uses_tls=uses_tls)[0]
     if streams > held_streams:
         raise BadInput(

@@ -20,9 +20,9 @@ class Clients:
     """Runs the clients of each step.
 
     Requests that are still open `grace_seconds` after the end of a step are cancelled. `stop`
-    cancels all requests immediately. `most_requests` is the maximum number of requests in all steps
-    together, or None for no maximum. With `requests_per_second`, requests begin as a Poisson
-    process and do not wait for earlier answers (an open loop).
+    cancels all requests immediately. `most_requests` is the maximum number of requests in all
+    steps, or None for no maximum. With `requests_per_second`, requests begin as a Poisson process.
+    They do not wait for earlier answers (an open loop).
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Clients:
     async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
         """Run a step of `seconds` with `count` clients, at `share` of the full request rate.
 
-        Returns once all requests of the step have ended or been cancelled and are counted in
-        `tally`.
+        Returns once all requests of the step have ended and are counted in `tally`. Cancelled
+        requests count as ended.
         """
         self._next_seconds = monotonic()
         end_seconds = self._next_seconds + seconds
@@ -81,8 +81,8 @@ class Clients:
     async def wait_turn(self, end_seconds: float) -> bool:
         """Wait until a client may begin a request, then return True.
 
-        Returns False immediately if the client's turn does not come before `end_seconds`, or if the
-        maximum number of requests has been reached.
+        Returns False immediately if the maximum number of requests has been reached. The same
+        applies if the client's turn comes after `end_seconds`.
         """
         now_seconds = monotonic()
         turn_seconds = now_seconds

@@ -54,7 +54,7 @@ async def run_load(order: LoadOrder) -> Report:
     - The trace already exists.
     """
     try:
-        # Read the files first, so that the load does not begin if one of them is invalid.
+        # Read the files first. The load must not begin if one of them is invalid.
         tls = load_trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
     except UnusableCredentials as error:
@@ -113,10 +113,10 @@ async def run_load(order: LoadOrder) -> Report:
 
 
 async def _choose_model(order: LoadOrder, target: Target) -> str:
-    """Return the name of the model to request: the given one, or else the server's first.
+    """Return the model to request: the given name, or else the server's first.
 
-    Raises BadInput if the server does not list any model, or if the requests are too long for the
-    first model.
+    Raises BadInput if the server does not list any model. Also raises BadInput if the requests are
+    too long for the first model.
     """
     if order.model is not None:
         return order.model
@@ -137,8 +137,8 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
 def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     """Return the sources to sample.
 
-    If the server is on another machine, its processes and its probe files cannot be read here. Its
-    GPUs cannot be read either, unless the order names them.
+    If the server is on another machine, its processes cannot be read here. The same applies to its
+    probe files. Its GPUs cannot be read either, unless the order names them.
     """
     is_local = is_here(target.address[0])
     # If the server is on another machine, this machine's GPUs are not the engine's.

@@ -19,7 +19,7 @@ LENGTHS_TEXT: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
 class Lengths(Struct, frozen=True, kw_only=True):
     """A log-uniform distribution of token counts, in which short lengths are more frequent.
 
-    For example, a length between 256 and 512 is as likely as a length between 512 and 1024.
+    For example, 256 to 512 is as likely as 512 to 1024.
     """
 
     shortest: int
@@ -62,7 +62,7 @@ def parse_image_size(text: str) -> tuple[int, int]:
 def parse_base_url(text: str) -> httpx.URL:
     """Parse an http or https URL, removing the trailing /v1 that OpenAI clients need.
 
-    Raises ValueError for any other text, and for a URL with a query, a user or a password.
+    Raises ValueError for any other text. Also raises ValueError for a query, a user or a password.
     """
     url = parse_http_url(text)
     if url.query or url.userinfo:
@@ -76,7 +76,10 @@ def join_path(url: httpx.URL, path: str) -> httpx.URL:
 
 
 class LoadOrder(Struct, frozen=True, kw_only=True):
-    """The options of a load; an option without a default is None if it was not given."""
+    """The options of a load.
+
+    An option without a default is None if it was not given.
+    """
 
     url: httpx.URL
     metrics_url: str | None

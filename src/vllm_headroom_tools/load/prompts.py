@@ -21,9 +21,10 @@ reading a device such as /dev/zero would never end.
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:
-    """Return the prompts in a dataset, which may be ShareGPT's JSON, JSON lines, or lines of text.
+    """Return the prompts in a dataset.
 
-    Raises BadInput if the file cannot be read or does not contain any prompts.
+    The file may be ShareGPT's JSON, JSON lines, or lines of text. Raises BadInput if the file
+    cannot be read or does not contain any prompts.
     """
     try:
         content = read_file(file, PROMPTS_LIMIT_BYTES)
@@ -51,7 +52,7 @@ def _parse_line(line: str) -> object:
 
 
 def find_prompt(entry: object) -> str:
-    """Return the prompt in a dataset entry, or an empty string if the entry has none.
+    """Return the prompt in a dataset entry, or an empty string without one.
 
     An entry is either a string or an object with a prompt or a conversation.
     """
@@ -104,10 +105,10 @@ beginnings, so prompts do not hit a prefix cache.
 
 
 def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], str]:
-    """Return a function that builds a prompt of a given number of words (about a token each).
+    """Return a function that builds a prompt of a given number of words.
 
-    The first `shared_ratio` of each prompt is the same in all prompts. The rest begins with words
-    that are new in each prompt.
+    A word is about one token. The first `shared_ratio` of each prompt is the same in all prompts.
+    The rest begins with words that are new in each prompt.
     """
     shared_ring = random.choices(WORDS, k=RING_WORDS)
     own_ring = random.choices(WORDS, k=RING_WORDS)
@@ -118,12 +119,12 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]
-        # Without fresh words, a prompt could begin like an earlier prompt and hit a prefix cache.
+        # Without fresh words, a prompt could begin like an earlier one. It would then hit a prefix
+        # cache.
         fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
         own_count = word_count - shared_count - len(fresh_words)
         start = random.randrange(RING_WORDS)
-        # the ring is repeated once more than necessary, because the start may be near the ring's
-        # end
+        # the ring is repeated once more, because the start may be near its end
         own_words = (own_ring * (rings + 1))[start : start + own_count]
         return " ".join((*shared_words, *fresh_words, *own_words))
 
@@ -135,9 +136,9 @@ BLOCK_PIXELS: Final = 32
 
 
 def draw_image(size: tuple[int, int], random: Random) -> bytes:
-    """Return a PNG of randomly coloured squares, which is new to all of the server's caches.
+    """Return a PNG of randomly coloured squares.
 
-    `size` is the width and height in pixels.
+    It is new to all of the server's caches. `size` is the width and height in pixels.
     """
     width, height = size
     pixels = b""
@@ -181,7 +182,7 @@ def build_request_body(
 ) -> bytes:
     """Return the JSON body of a streaming request for exactly `output_tokens` tokens.
 
-    `ignore_eos` is specific to vLLM; without this field, the model would decide where its answer
+    `ignore_eos` is specific to vLLM. Without this field, the model would decide where its answer
     ends. `include_usage` makes the server report its own token counts. An image, which must be a
     PNG, requires the chat API.
     """
@@ -201,7 +202,10 @@ def build_request_body(
 
 
 def _build_content(prompt: str, image: bytes | None) -> str | Sequence[object]:
-    """Return the content of a chat message: the prompt, or a list of parts if there is an image."""
+    """Return the content of a chat message.
+
+    The content is the prompt or, with an image, a list of parts.
+    """
     if image is None:
         return prompt
     url = f"data:image/png;base64,{base64.b64encode(image).decode()}"

@@ -90,11 +90,11 @@ def build_report(
 def _explain_engine_end(
     stages: Sequence[Stage], overall: LoadObservation, detector: LeakReplay
 ) -> str | None:
-    """Return how the engine ended during the load, and the cause if the detector found it.
+    """Return how the engine ended during the load, with the cause if it was found.
 
     Returns None if the engine did not end.
     """
-    # The web server may keep responding after its engine has ended, so check the server's error
+    # The web server may keep responding after its engine has ended. Check the server's error
     # messages too.
     engine_end = overall.engine_end
     if engine_end is None and any(stage.tally.is_engine_dead for stage in stages):
@@ -123,7 +123,8 @@ def list_load_faults(
         yield f"{out_of_memory} answers were out of memory"
     if engine_end is not None:
         yield engine_end
-    # A request that this machine could not send is not a fault, nor is one cancelled by a stop.
+    # A request that this machine could not send is not a fault. A request cancelled by a stop is
+    # not a fault either.
     served_or_failed = outcomes.total() - outcomes[Outcome.NOT_SENT]
     if is_interrupted:
         served_or_failed -= outcomes[Outcome.UNFINISHED]
@@ -139,13 +140,13 @@ def list_load_faults(
 
 
 def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
-    """Yield a text for each step up to 100 % in which requests were too slow for the order.
+    """Yield a text for each step in which requests were too slow for the order.
 
-    A step without a successful request is left out, because it is already reported as a fault or as
-    incomplete.
+    Steps above 100 % are left out. So are steps without a successful request. They are already
+    reported as a fault or as incomplete.
     """
     for stage in stages:
-        # A step above 100 % is not judged, because it only shows what happens under overload.
+        # A step above 100 % is not judged. It only shows what happens under overload.
         if stage.share > 1:
             continue
         for name, times, most_seconds in (
@@ -172,8 +173,8 @@ def _judge_load(
 ) -> Conclusion:
     """Return the verdict on a load.
 
-    It is "not good" if there are faults, "cannot tell" if the load is incomplete, and "good"
-    otherwise.
+    It is "not good" if there are faults. Without faults, it is "cannot tell" if the load is
+    incomplete, and otherwise "good".
     """
     if faults:
         return Conclusion.NOT_GOOD
@@ -184,7 +185,10 @@ def _judge_load(
 
 
 def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> str:
-    """Return the headline of a load without faults: what succeeded, or why it is not judged."""
+    """Return the headline of a load without faults.
+
+    It says what succeeded, or why the load is not judged.
+    """
     succeeded = outcomes[Outcome.SUCCEEDED]
     not_sent = outcomes[Outcome.NOT_SENT]
     if not_sent:
@@ -199,7 +203,7 @@ def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> st
 def _list_unread(overall: LoadObservation, page_url: str) -> Iterator[str]:
     """Yield a text for each source that failed in some samples, with the latest reason.
 
-    Yields an additional text if the GPUs were read but none could be attributed to the engine.
+    Yields an additional text if none of the GPUs that were read is the engine's.
     """
     for source, (count, failure) in overall.failures.items():
         problem = failure.message
@@ -224,7 +228,7 @@ def _count_requests(outcomes: Counter[Outcome]) -> dict[str, int]:
 def _describe_stage(stage: Stage) -> dict[str, Any]:
     """Return the part of the report's data that describes a step."""
     tally = stage.tally
-    # if the server sent no token counts for some answers, the sums would be too low
+    # without token counts for some answers, the sums would be too low
     tokens = None
     prompt_tokens = None
     if tally.uncounted_answers == 0:
@@ -310,9 +314,9 @@ def _describe_host(overall: LoadObservation, detector: LeakReplay) -> list[dict[
 def _describe_memory(
     summary: SeriesSummary, overall: LoadObservation, course: LeakCourse
 ) -> dict[str, Any]:
-    """Return the memory held on a GPU or by a role's processes, and the leak detector's verdict.
+    """Return the memory of a GPU or role, and the leak detector's verdict.
 
-    Figures per request are None if no request finished, or if the number of requests is unknown.
+    Figures per request are None if no request finished or their number is unknown.
     """
     delta_bytes = summary.newest - summary.start
     finished = overall.count_growth(catalog.ENGINE_FINISHED)

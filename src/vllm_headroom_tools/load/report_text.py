@@ -72,7 +72,10 @@ def render_document(document: ReportDocument) -> Iterator[str]:
 
 
 def _list_texts(texts: Sequence[ReportDocument]) -> list[str]:
-    """Return a heading and a line for each error text, or an empty list if there are none."""
+    """Return a heading and a line for each error text.
+
+    Without any texts, the list is empty.
+    """
     if not texts:
         return []
     return [
@@ -128,7 +131,7 @@ def _list_request_rows(document: ReportDocument) -> Iterator[Row]:
 
 
 def _list_gpu_rows(steps: Sequence[ReportDocument]) -> Iterator[Row]:
-    """Yield two rows for each GPU: the memory held in total, and the memory per running request."""
+    """Yield two rows for each GPU: its held memory, and the memory per running request."""
     indices: dict[str, int] = {}
     for step in steps:
         # A GPU may be missing in some steps, so rows are built by UUID.
@@ -142,7 +145,10 @@ def _list_gpu_rows(steps: Sequence[ReportDocument]) -> Iterator[Row]:
 
 
 def _format_gpu_sizes(steps: Sequence[ReportDocument], uuid: str, field: str) -> list[str]:
-    """Return a GPU's size in this field for each step as text, or "-" if it is unknown."""
+    """Return a GPU's size in this field for each step.
+
+    An unknown size is "-".
+    """
     cells = []
     for step in steps:
         sizes_bytes = [gpu[field] for gpu in step["gpus"] if gpu["uuid"] == uuid]
@@ -157,9 +163,9 @@ def _build_row(
     field: str,
     format_figure: Callable[[float], str] | None = None,
 ) -> Row:
-    """Return a row with the value of `field` in each of the parts, or "-" if it is unknown.
+    """Return a row with the value of `field` in each part.
 
-    Each part is a step, or an object within a step.
+    An unknown value is "-". Each part is a step, or an object within a step.
     """
     format_known = format_figure or _format_number
     cells = []
@@ -170,7 +176,10 @@ def _build_row(
 
 
 def _format_number(value: float) -> str:
-    """Format a number with three digits, but without a fraction if it is whole or at least 100."""
+    """Format a number with three digits.
+
+    A whole number, or one of at least 100, has no fraction.
+    """
     if value >= 100 or value == int(value):  # noqa: PLR2004 - three digits
         return f"{value:.0f}"
     return f"{value:.3g}"
@@ -181,7 +190,10 @@ def _format_ratio(ratio: float) -> str:
 
 
 def _format_latency(seconds: float | None) -> str:
-    """Format a time with three digits in a suitable unit, or return "-" if it is unknown."""
+    """Format a time with three digits in a suitable unit.
+
+    Returns "-" if the time is unknown.
+    """
     if seconds is None:
         return NO_FIGURE
     for shortest_seconds, unit_seconds, name in TIME_UNITS:
@@ -221,7 +233,10 @@ def _name_series(series: ReportDocument) -> str:
 
 
 def _format_growth(series: ReportDocument) -> str:
-    """Return the detector's verdict on a GPU or role; "cannot tell" does not name the series."""
+    """Return the detector's verdict on a GPU or role.
+
+    "cannot tell" does not name the series.
+    """
     if series["verdict"] == "cannot_tell":
         return f"Cannot tell whether it leaks: {series['reason']}"
     growth = GROWTH_LABELS[series["verdict"]]

@@ -47,7 +47,10 @@ class Stage(Struct, frozen=True, kw_only=True):
 
 
 def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
-    """Return how many streams a step with this share opens; the default is the largest step."""
+    """Return how many streams a step with this share opens.
+
+    The default is the largest step.
+    """
     # round first, because a product of floats may be slightly above a whole number
     return ceil(round(concurrency * share, 6))
 
@@ -56,8 +59,11 @@ def count_streams(concurrency: int, share: float = max(SHARES)) -> int:
 class LoadRun:
     """Runs the steps in sequence, each for `seconds`.
 
-    The run ends early if the clients are stopped, if they have sent the maximum number of requests,
-    or if the engine ends.
+    The run ends early in three cases:
+
+    - The clients are stopped.
+    - The clients have sent the maximum number of requests.
+    - The engine ends.
     """
 
     concurrency: int
@@ -69,7 +75,10 @@ class LoadRun:
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)  # of the current step
 
     async def run_steps(self) -> tuple[Stage, ...]:
-        """Run the steps and return those that began, even if a stop shortened the last one."""
+        """Run the steps, and return those that began.
+
+        A stop may have shortened the last one.
+        """
         stages: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
@@ -98,7 +107,7 @@ class LoadRun:
         self.screen.begin(title, self.seconds)
         await self.clients.run(client_count, self.seconds, tally, share)
         seconds = monotonic() - tally.start_seconds
-        # take a sample at the end, because the step includes the memory after its last request
+        # take a sample at the end: the step includes the memory after its last request
         await self._finish_sample(self.sampling.sample())
         self.screen.show(tally, seconds, is_over=True)
         return Stage(

@@ -70,7 +70,7 @@ class LoadObservation:
 
     def __init__(self) -> None:
         self.samples = 0
-        # For each source, the number of samples in which it failed, and the latest of its failures.
+        # For each source: the number of samples in which it failed, and the latest failure.
         self.failures: dict[Source, tuple[int, Failure]] = {}
         self.first_snapshot: Snapshot | None = None
         self.newest_snapshot: Snapshot | None = None
@@ -85,8 +85,7 @@ class LoadObservation:
         self.first_snapshot = self.first_snapshot or snapshot
         self.newest_snapshot = snapshot
         for failure in snapshot.failures:
-            # Keep the latest message of a source, because the first one may be from the server's
-            # startup.
+            # Keep the latest message of a source. The first one may be from the server's startup.
             count, _ = self.failures.get(failure.source, (0, failure))
             self.failures[failure.source] = (count + 1, failure)
         for gpu in snapshot.devices:
@@ -105,7 +104,7 @@ class LoadObservation:
             self._engine_figures.add((name,), value)
 
     def find_engine_figure(self, metric: Metric) -> SeriesSummary | None:
-        """Return the summary of one of the engine's figures, or None if no sample contained it."""
+        """Return the summary of an engine figure, or None if no sample had it."""
         return self._engine_figures.get((metric.name,))
 
     def count_growth(self, metric: Metric) -> float | None:
@@ -120,7 +119,7 @@ class LoadObservation:
 
     @property
     def seconds(self) -> float:
-        """Return the time from the first sample to the latest, or 0 if there are no samples."""
+        """Return the time from the first sample to the latest, or 0 without samples."""
         if self.first_snapshot is None or self.newest_snapshot is None:
             return 0.0
         return self.newest_snapshot.monotonic_seconds - self.first_snapshot.monotonic_seconds
@@ -145,8 +144,8 @@ class LoadObservation:
             if newest_page.reason is Reason.UNREACHABLE:
                 return "the engine is gone: its page refuses connections"
             return None
-        # A changed start time proves a restart. If a page has no start times, it is not possible to
-        # tell whether there was a restart.
+        # A changed start time proves a restart. Without start times on a page, a restart cannot be
+        # recognised.
         first_starts = _list_starts(first_page)
         newest_starts = _list_starts(newest_page)
         if first_starts and newest_starts and first_starts != newest_starts:
@@ -162,7 +161,10 @@ class LoadObservation:
 
 
 def _list_starts(page: EnginePage) -> set[float]:
-    """Return the start times of the engines on a page, as far as the page reports them."""
+    """Return the start times of the engines on a page.
+
+    Engines whose start time is not reported are left out.
+    """
     return {
         engine.started_at_seconds
         for engine in page.engines
@@ -218,8 +220,8 @@ class Sampling:
         # Steps take samples in addition to the periodic samples. The lock ensures that only one
         # sample is taken at a time.
         self._turn = asyncio.Lock()
-        # all derivations except the daemon's leak detector, because `detector` does the same and
-        # also keeps the history that the report needs
+        # All derivations except the daemon's leak detector. `detector` replaces it and keeps the
+        # history for the report.
         derivations = tuple(
             derivation for derivation in build_derivations() if derivation is not LEAK
         )
@@ -256,7 +258,10 @@ class Sampling:
 
 
 def create_trace(file: Path) -> None:
-    """Write the header of a new trace; raise BadInput if the file exists or cannot be created."""
+    """Write the header of a new trace.
+
+    Raises BadInput if the file exists or cannot be created.
+    """
     try:
         with file.open("xb") as stream:
             stream.write(encode_line(HEADER))

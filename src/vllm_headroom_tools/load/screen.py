@@ -18,7 +18,10 @@ LINE_SECONDS: Final = 10.0
 
 
 class Screen:
-    """Shows the progress of each step, as a bar on a terminal and as lines elsewhere."""
+    """Shows the progress of each step.
+
+    Progress is a bar on a terminal, and lines elsewhere.
+    """
 
     def __init__(self) -> None:
         self._bar: Progress | None = None

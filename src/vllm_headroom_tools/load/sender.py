@@ -73,8 +73,7 @@ class RequestSender:
         except TimeoutError:
             completion = Completion(outcome=Outcome.TIMED_OUT)
         except OSError as error:
-            # a shortage, for example of ports, is this machine's fault; any other error is the
-            # server's
+            # a shortage, such as of ports, is this machine's fault; other errors are the server's
             outcome = Outcome.NOT_SENT if error.errno in SHORTAGES else Outcome.REFUSED
             text = shorten_text(error.strerror or str(error))
             completion = Completion(outcome=outcome, text=text)
@@ -90,8 +89,8 @@ class RequestSender:
         connection, connecting_seconds = await self._find_connection()
         stream = Stream(tally.inter_token_seconds.add)
         answering = connection.send(self._target, self._make_body(), stream)
-        # The time spent connecting is attributed to the server. The time spent building the body
-        # and waiting for a turn to connect is attributed to this machine.
+        # The time spent connecting is attributed to the server. The time spent building the body is
+        # attributed to this machine. The same applies to waiting for a turn to connect.
         start_seconds = monotonic() - connecting_seconds
         tally.open_stream()
         try:
@@ -105,7 +104,7 @@ class RequestSender:
             tally.add_success(
                 completion,
                 start_seconds=start_seconds,
-                # If an answer contains no tokens, its end is used as the time of the first token.
+                # If an answer has no tokens, its end is used as its first token's time.
                 first_token_seconds=stream.first_token_seconds or end_seconds,
                 end_seconds=end_seconds,
             )
@@ -117,8 +116,7 @@ class RequestSender:
         This number is 0 for an idle connection. It does not include the time spent waiting for a
         turn to connect.
         """
-        # Try the most recently used connection first, because it is the least likely to have been
-        # closed.
+        # Try the most recently used connection first. It is the least likely to have been closed.
         while self._idle:
             since_seconds, connection = self._idle.pop()
             if connection.is_reusable and monotonic() - since_seconds < KEEP_SECONDS:
@@ -167,8 +165,8 @@ class ClientConnection(asyncio.Protocol):
     async def send(self, target: Target, body: bytes, stream: Stream) -> Completion:
         """Send a request and return how it ended; `stream` receives the answer's bytes.
 
-        The connection is closed if the request is cancelled, or if the answer rules out another
-        request.
+        The connection is closed if the request is cancelled. It is also closed if the answer rules
+        out another request.
         """
         self._completion = asyncio.get_running_loop().create_future()
         self._stream = stream
@@ -181,7 +179,7 @@ class ClientConnection(asyncio.Protocol):
         data = self._http.send(h11.Data(body))
         self._http.send(h11.EndOfMessage())
         self._transport.write((head or b"") + (data or b""))
-        # 10,000 requests may be open at once, so bodies are not kept while the answers arrive
+        # 10,000 requests may be open at once, so bodies are not kept during the answers
         del body, data
         try:
             return await self._completion

@@ -105,8 +105,8 @@ class StreamError(Exception):
 class Stream:
     """The part of an answer that has arrived so far.
 
-    `add_gap` is called for every event with a choice. Its argument is the number of seconds since
-    the previous such event, or 0 if both arrived together. vLLM's own benchmark counts the same
+    `add_gap` is called for every event with a choice. Its argument is the seconds since the
+    previous such event. It is 0 if both arrived together. vLLM's own benchmark counts the same
     events (vllm/benchmarks/lib/endpoint_request_func.py).
     """
 
@@ -169,7 +169,7 @@ class Stream:
         )
 
     def _read_count(self, name: str) -> int | None:
-        """Return a count from the server's usage data, or None if the server did not send it."""
+        """Return a count from the server's usage data, or None if it was not sent."""
         count = self._usage.get(name)
         return count if isinstance(count, int) else None
 

@@ -28,8 +28,7 @@ class Tally:
 
     def __init__(self, start_seconds: float) -> None:
         self.start_seconds = start_seconds
-        # from the start of the step to the end of the last successful request, or 0 if there is
-        # none
+        # from the step's start until its last successful request ended, 0 without one
         self.served_seconds = 0.0
         self.started_requests = 0
         self.outcomes: Counter[Outcome] = Counter()
@@ -75,7 +74,7 @@ class Tally:
         self.first_token_seconds.add(first_token_seconds - start_seconds)
         self.end_to_end_seconds.add(end_seconds - start_seconds)
         tokens = completion.generation_tokens or 0
-        # The time to the first token is recorded separately, so the time per token only covers the
+        # The time to the first token is recorded separately. The time per token only covers the
         # later tokens.
         if tokens > 1:
             self.per_token_seconds.add((end_seconds - first_token_seconds) / (tokens - 1))

@@ -59,7 +59,10 @@ async def find_target(
 
 
 async def _find_address(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[str, int]:
-    """Return the first IP address and port to accept a connection; raise BadInput if none does."""
+    """Return the first IP address and port to accept a connection.
+
+    Raises BadInput if none does.
+    """
     loop = asyncio.get_running_loop()
     port = find_port(url)
     try:

@@ -31,7 +31,10 @@ VLLM: Final = "vllm"
 
 
 class StartFacts(Struct, frozen=True, kw_only=True):
-    """What the log shows about one start; amounts are per GPU, and missing values are None."""
+    """What the log shows about one start.
+
+    Amounts are per GPU, and missing values are None.
+    """
 
     start: EngineStart
     failure: LogFailure | None
@@ -65,13 +68,13 @@ class StartFacts(Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Return the bytes per token in one GPU's KV cache, or None if the size is unknown."""
+        """Return the bytes per token in one GPU's KV cache, or None if unknown."""
         if not self.kv_cache_bytes or not self.kv_cache_tokens or self.kv_cache_bytes < 0:
             return None
         return self.kv_cache_bytes / self.kv_cache_tokens
 
     def read_figure(self, name: str) -> float | None:
-        """Return a figure from the failure message, or None if the message does not contain it."""
+        """Return a figure from the failure message, or None if it is not there."""
         return None if self.failure is None else self.failure.figures.get(name)
 
 
@@ -131,8 +134,12 @@ def _read_settings(
     )
     if start.engine != VLLM:
         return EngineArgs(version=version)
-    # The sources, from most to least trusted: the operator, the options in the log, vLLM's
-    # messages, and the failure message.
+    # The sources, from most to least trusted:
+    #
+    # - the operator
+    # - the options in the log
+    # - vLLM's messages
+    # - the failure message
     utilization = _choose(
         option_args.gpu_memory_utilization,
         _find_number(start, "gpu_memory_utilization"),
@@ -181,12 +188,18 @@ def _choose(*figures: float | None) -> float | None:
 
 
 def _round(figure: float | None) -> int | None:
-    """Return a count as a whole number, or None for -1, which means "auto" in vLLM."""
+    """Return a count as a whole number.
+
+    Returns None for -1, because it means "auto" in vLLM.
+    """
     return None if figure is None or figure <= 0 else int(figure)
 
 
 def _find_number(start: EngineStart, *names: str) -> float | None:
-    """Return the value of an option under any of its names, or None if it is not a number."""
+    """Return the value of an option under any of its names.
+
+    Returns None if the value is not a number.
+    """
     value = start.find_option(*names)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
@@ -197,9 +210,9 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
     """Return the change that gives vLLM `missing_bytes` more on each GPU, rounded up.
 
     Until the cache is allocated, vLLM logs the GPU's size only at level DEBUG. If the size is
-    unknown and the current share is below vLLM's default, the proposed value is the default.
-    Returns None if the share is unknown. Also returns None if the new share would exceed the safe
-    share, or would need more memory than was free before the start.
+    unknown, the proposed share is vLLM's default. The current share must be lower. Returns None if
+    the share is unknown. Also returns None if the new share would exceed the safe share. The same
+    applies if it needs more memory than was free before the start.
     """
     settings = start_facts.settings
     total_bytes = start_facts.total_bytes
@@ -233,8 +246,8 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
     """Return the longest request length that fits in a cache, rounded down to whole blocks.
 
-    Returns None if the bytes per token or the current limit is unknown, or if requests of the
-    maximum length already fit.
+    Returns None if the bytes per token or the current limit is unknown. Also returns None if
+    requests of the maximum length already fit.
     """
     context_tokens = start_facts.context_tokens
     bytes_per_token = start_facts.bytes_per_token
@@ -247,5 +260,5 @@ def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
 
 
 def list_loads(start: EngineStart) -> list[dict[str, float]]:
-    """Return the figures of the most recent load reports in the log, with the newest last."""
+    """Return the figures of the latest load reports in the log, newest last."""
     return [dict(event.figures) for event in start.recent_events if event.kind is LogEventKind.LOAD]

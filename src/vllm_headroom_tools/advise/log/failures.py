@@ -71,7 +71,10 @@ def advise_on_failure(start_facts: StartFacts, failure: LogFailure) -> Advice:
 
 
 def _find_remark(failure: LogFailure) -> str | None:
-    """Return how to distinguish a failure from a similar one, or None if there is none."""
+    """Return how to distinguish a failure from a similar one.
+
+    Returns None if there is no similar one.
+    """
     if failure.kind is LogFailureKind.GPU_OUT_OF_MEMORY:
         # Once the cache is allocated, further allocations lie outside vLLM's share. Therefore, a
         # larger share does not help.
@@ -87,7 +90,7 @@ def _find_remark(failure: LogFailure) -> str | None:
 
 
 def _list_evidence(start_facts: StartFacts, failure: LogFailure) -> tuple[Figure, ...]:
-    """Return the log line, the figures in the failure message, and the parts of GPU memory."""
+    """Return the log line, the failure's figures, and the parts of GPU memory."""
     refusal = failure.refusal or Refusal()
     cache_bytes = start_facts.kv_cache_bytes
     missing_bytes = None
@@ -124,8 +127,7 @@ def _change_for_refusal(start_facts: StartFacts, failure: LogFailure) -> tuple[C
     defragment = None
     if _is_fragmented(refusal):
         defragment = Change(text=DEFRAGMENT_TEXT, cost=DEFRAGMENT_COST)
-    # Before the profile run, neither the batch nor the cache is allocated, so only the weights
-    # matter.
+    # Before the profile run, neither the batch nor the cache is allocated. Only the weights matter.
     if failure.phase in (StartPhase.BEGINNING, StartPhase.LOADING):
         return drop_none(move, split_weights(start_facts, "the weights do not fit into one GPU"))
     if failure.phase is StartPhase.PROFILING:
@@ -148,8 +150,8 @@ def _is_fragmented(refusal: Refusal) -> bool:
 def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ...]:
     """Return a smaller share for vLLM that leaves the refused bytes and AIM_BYTES free.
 
-    If the smaller cache cannot hold a request of the maximum length, the changes also include a
-    lower maximum.
+    The smaller cache may be unable to hold a request of the maximum length. The changes then
+    include a lower maximum.
     """
     total_bytes = start_facts.total_bytes
     if not total_bytes:
@@ -241,7 +243,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
     missing_bytes = AIM_BYTES + max(0.0, -_find_cache_bytes(start_facts))
     text = f"{format_size(missing_bytes)} more: what is missing, and a cache of 1 GiB"
     no_graphs = None
-    # Turning CUDA graphs off helps only if they take at least as much memory as is missing.
+    # Turning off CUDA graphs helps only if they take as much memory as is missing.
     graphs_bytes = start_facts.start.find_largest("graphs_estimated_bytes")
     if graphs_bytes is not None and graphs_bytes >= missing_bytes:
         no_graphs = Change(
@@ -258,7 +260,7 @@ def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[
 
 
 def _find_cache_bytes(start_facts: StartFacts) -> float:
-    """Return the bytes left for the cache, as logged or else computed from the other parts."""
+    """Return the bytes left for the cache, as logged or else as computed."""
     if start_facts.kv_cache_bytes is not None:
         return start_facts.kv_cache_bytes
     requested_bytes = start_facts.requested_bytes
@@ -270,7 +272,10 @@ def _find_cache_bytes(start_facts: StartFacts) -> float:
 
 
 def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a larger cache if there is room, the longest length that fits, and more GPUs."""
+    """Return changes that let the longest request fit.
+
+    They are a larger cache, the longest length that fits, and more GPUs.
+    """
     needed_bytes = failure.figures.get("needed_bytes")
     cache_bytes = failure.figures.get("kv_cache_bytes")
     larger_share = None
@@ -296,7 +301,10 @@ def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[C
 
 
 def _find_fitting_tokens(failure: LogFailure) -> int:
-    """Return the length of the longest request that fits, as logged or computed; 0 if unknown."""
+    """Return the length of the longest request that fits, or 0 if unknown.
+
+    The length is logged or computed.
+    """
     figures = failure.figures
     if "fitting_tokens" in figures:
         return int(figures["fitting_tokens"])
@@ -313,7 +321,7 @@ def _find_fitting_tokens(failure: LogFailure) -> int:
 
 
 def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a limit on running requests that equals the number of state blocks in the cache."""
+    """Return a limit on running requests: the number of state blocks in the cache."""
     blocks = failure.figures.get("state_blocks")
     if not blocks:
         return ()
@@ -392,8 +400,8 @@ def _change_for_gpus(start_facts: StartFacts, failure: LogFailure) -> tuple[Chan
     if available_gpus and available_gpus < start_facts.tensor_parallel_size:
         fewer_gpus = Change(
             flag=Flag.TENSOR_PARALLEL_SIZE,
-            # Tensor parallelism divides the attention heads, and only powers of two divide the
-            # number of heads in every model.
+            # Tensor parallelism divides the attention heads. In every model, only powers of two
+            # divide their number.
             value=float(2 ** (int(available_gpus).bit_length() - 1)),
             now=start_facts.tensor_parallel_size,
             text=f"the engine sees {available_gpus:.0f} GPUs",

@@ -1,4 +1,7 @@
-"""Advice on an engine log: why the engine ended, or how a successful start uses its GPU."""
+"""Advice on an engine log.
+
+It explains why the engine ended, or how a successful start uses its GPU.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -116,7 +119,7 @@ UNFINISHED: Final = (
 
 
 def _note_other_starts(log: EngineLog, start: EngineStart) -> Iterator[str]:
-    """Yield notes on other starts that failed in the same way, and on any later start."""
+    """Yield notes on other starts with the same failure, and on any later start."""
     if log.start_count == 1:
         return
     failure = start.root_failure
@@ -165,7 +168,7 @@ def _note_absent_flags(advice: Advice, start_facts: StartFacts) -> Iterator[str]
 
 
 def _list_start_notes(start_facts: StartFacts) -> Iterator[str]:
-    """Yield notes on the memory that a serving engine wastes, and on what else would fit."""
+    """Yield notes on what a serving engine wastes, and on what else would fit."""
     yield from _note_requests(start_facts)
     if start_facts.start.engine == VLLM:
         yield from _note_unused_share(start_facts)
@@ -206,7 +209,10 @@ def _note_requests(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
-    """Yield a note on how far vLLM's share is below the safe share, and what would fit in it."""
+    """Yield a note on how far vLLM's share is below the safe share.
+
+    The note also says what would fit there.
+    """
     utilization = start_facts.settings.gpu_memory_utilization
     total_bytes = start_facts.total_bytes
     if utilization is None or not total_bytes or start_facts.settings.sizes_cache_in_bytes:
@@ -214,7 +220,7 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
     unused_bytes = (SAFE_UTILIZATION - utilization) * total_bytes
     if unused_bytes < NOTED_BYTES:
         return
-    # If the share can only be raised by less than half a hundredth, a restart is not worth it.
+    # A restart is not worth an increase by less than half a hundredth.
     change = raise_share(start_facts, unused_bytes, "")
     bytes_per_token = start_facts.bytes_per_token
     if change is None or change.value is None or bytes_per_token is None:
@@ -254,7 +260,7 @@ def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
-    """Yield a note on a rank with much less memory for the cache than another rank."""
+    """Yield a note on a rank with much less cache memory than another rank."""
     least_bytes = start.find_smallest("kv_cache_bytes")
     most_bytes = start.find_largest("kv_cache_bytes")
     if least_bytes is None or most_bytes is None:
@@ -267,9 +273,9 @@ def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
 
 
 def _note_load(start: EngineStart) -> Iterator[str]:
-    """Yield a note if the latest load reports show a full KV cache and waiting requests."""
+    """Yield a note if the latest load reports show a full cache and a queue."""
     loads = list_loads(start)
-    # Only use reports with a full cache, because a cache with room does not make requests wait.
+    # Only use reports with a full cache. A cache with room does not make requests wait.
     full_loads = [load for load in loads if load.get("kv_cache_used_ratio", 0.0) > FULL_RATIO]
     waiting_requests = max((load.get("waiting_requests", 0.0) for load in full_loads), default=0.0)
     if waiting_requests:
@@ -302,7 +308,10 @@ ENGINE_NAMES: Final = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "Tens
 
 
 def list_part_lines(assessment: LogAssessment) -> list[str]:
-    """Return a table of a GPU's memory by part, with the log line number of each part."""
+    """Return a table of a GPU's memory by part.
+
+    Each part has the number of its log line.
+    """
     start = assessment.start
     rows = []
     for name, field in PARTS:

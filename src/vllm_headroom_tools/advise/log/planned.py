@@ -15,8 +15,8 @@ from vllm_headroom_tools.sizing.releases import NEWEST_RELEASE, Release, parse_r
 def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa: ANN401 - options
     """Return whether vLLM would start with these options instead of those in the log.
 
-    Returns None if `plan` cannot tell, because it does not know the model or the card, or because
-    its estimate is too close to the limit.
+    Returns None if `plan` does not know the model or the card. Also returns None if its estimate is
+    too close to the limit.
     """
     model = start_facts.start.model
     total_bytes = start_facts.total_bytes
@@ -52,7 +52,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
 
 
 def _find_release(start_facts: StartFacts) -> Release:
-    """Return vLLM's release from the log, or the newest known release if the log has none."""
+    """Return vLLM's release from the log, or else the newest known release."""
     try:
         return parse_release(start_facts.start.version or "")
     except ValueError:
@@ -64,10 +64,10 @@ MOST_GPUS: Final = 8
 
 
 def find_enough_gpus(start_facts: StartFacts) -> int | None:
-    """Return how many GPUs vLLM needs to start; the current number is doubled until it fits.
+    """Return how many GPUs vLLM needs to start.
 
-    `plan` makes the estimate. Returns None if `plan` does not predict a successful start for any
-    number of GPUs.
+    The current number is doubled until vLLM fits. `plan` makes the estimate. Returns None if `plan`
+    does not predict a successful start for any number of GPUs.
     """
     gpus = 2 * start_facts.tensor_parallel_size
     while gpus <= MOST_GPUS:

@@ -1,7 +1,7 @@
 """Rules on the KV cache.
 
-vLLM allocates the whole cache at startup, so a full cache makes requests wait but does not cause
-memory to run out.
+vLLM allocates the whole cache at startup. Therefore, a full cache makes requests wait but does not
+make memory run out.
 """
 
 from math import ceil, floor
@@ -49,9 +49,9 @@ def change_share(
 ) -> Change | None:
     """Return the change that adds `added_bytes` to vLLM's memory on a GPU.
 
-    `added_bytes` is negative if memory is taken away. The option is vLLM's share of the GPU, or the
-    KV cache's size if it is set in bytes. The new value is rounded down. Returns None if rounding
-    leaves no change, or if the change would leave vLLM no memory.
+    `added_bytes` is negative if memory is taken away. The option is vLLM's share of the GPU. If the
+    KV cache's size is set in bytes, it is that size. The new value is rounded down. Returns None if
+    rounding leaves no change, or if vLLM would have no memory left.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -74,8 +74,7 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
         if added_ratio > 0:
             text = f"{text}; not above {SAFE_UTILIZATION:g}"
         return Change(flag=flag, difference=difference, text=text, cost=cost)
-    # If the current share is above the safe share, the operator chose it deliberately, so leave it
-    # unchanged.
+    # The operator chose a share above the safe share deliberately. Such a share is not lowered.
     highest = max(now, SAFE_UTILIZATION)
     value = floor(min(now + added_ratio, highest) * 100 + ROUNDING_TOLERANCE) / 100
     if not _is_useful(now, value, added_ratio):
@@ -84,7 +83,7 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
 
 
 def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -> Change | None:
-    """Return the change to a KV cache size that is set in bytes, rounded to whole MiB.
+    """Return the change to a KV cache size in bytes, rounded to whole MiB.
 
     If the current value is unknown, the change is a difference. Returns None if rounding leaves no
     change.
@@ -103,7 +102,7 @@ def _change_cache_size(facts: Facts, added_bytes: float, text: str, cost: str) -
 
 
 def _is_useful(now: float, value: float, added_amount: float) -> bool:
-    """Return whether a rounded value is above 0 and on the right side of the current value.
+    """Return whether a rounded value is above 0 and changes in the right direction.
 
     `added_amount` is the amount before rounding: positive for an increase, negative for a decrease.
     """
@@ -128,9 +127,10 @@ def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
 
 
 def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
-    """Describe how many tokens the KV cache loses, using the first engine with a known capacity.
+    """Describe how many tokens the KV cache loses.
 
-    Returns an empty string if no capacity is known, or if the whole capacity would be lost.
+    The first engine with a known capacity is used. Returns an empty string if no capacity is known.
+    The same applies if no capacity would be left.
     """
     for engine in facts.engines:
         if not engine.capacity_bytes or not engine.capacity_tokens:
@@ -153,11 +153,11 @@ def take_more(facts: Facts) -> Change | None:
 
     Unused memory is the room at the highest peak of a trace, minus AIM_BYTES. Returns None for a
     page, or for a trace that is shorter than PEAKS_SECONDS. Also returns None if memory ran short
-    during a start or later, or if other processes took memory.
+    during a start or later. The same applies if other processes took memory.
     """
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
-    # A page has no history of peaks, and a short trace may have missed the highest peaks.
+    # A page has no history of peaks. A short trace may have missed the highest peaks.
     if facts.origin is FactsSource.PAGE or facts.span_seconds < PEAKS_SECONDS:
         return None
     if facts.failed_starts or has_run_short(facts):
@@ -240,8 +240,8 @@ class PressedCache(Struct, frozen=True, kw_only=True):
 
     engine: EngineFacts
     full: FullFacts
-    # The collapses on which the verdict is based, or None if it is based on how long the cache was
-    # full.
+    # The collapses on which the verdict is based. None if the verdict is based on how long the
+    # cache was full.
     thrash: ThrashFacts | None = None
 
 
@@ -257,11 +257,11 @@ class CacheDiagnosis(Struct, frozen=True, kw_only=True):
 def find_full_cache(facts: Facts) -> Advice | None:
     """Judge preemptions caused by a full KV cache.
 
-    The rule applies if there were at least HURTING_PREEMPTIONS preemptions per finished request
-    while the cache was full. In a trace, the cache must have been full for at least
-    LASTING_SECONDS. Less time is enough if most running requests returned to the queue several
-    times within a few minutes. The first proposal is to give unused memory to the cache, which
-    costs least. The second proposal depends on the cause:
+    The rule applies if requests were preempted often while the cache was full. There must have been
+    at least HURTING_PREEMPTIONS preemptions per finished request. In a trace, the cache must have
+    been full for at least LASTING_SECONDS. Less time is enough if most running requests were
+    preempted several times within minutes. The first proposal is to give unused memory to the
+    cache, which costs least. The second proposal depends on the cause:
 
     - More GPUs if the cache is too small for any load.
     - A limit on request length if requests are longer than usual.
@@ -292,9 +292,9 @@ def find_full_cache(facts: Facts) -> Advice | None:
 def find_pressed(facts: Facts) -> PressedCache | None:
     """Return the engine with the most preemptions per finished request while its cache is full.
 
-    In a trace, the cache must be full for LASTING_SECONDS. If no engine's cache is full for that
-    long, the engine with the longest series of collapses is returned. Returns None if preemptions
-    are too rare on all engines to do harm.
+    In a trace, the cache must be full for LASTING_SECONDS. If no cache is full for that long, the
+    longest series of collapses decides. The engine with that series is returned. Returns None if
+    preemptions are too rare on all engines to do harm.
     """
     worst = None
     worst_rate = 0.0
@@ -311,7 +311,10 @@ def find_pressed(facts: Facts) -> PressedCache | None:
 
 
 def _find_thrashing(facts: Facts) -> PressedCache | None:
-    """Return the engine with the longest series of collapses, or None if no series does harm."""
+    """Return the engine with the longest series of collapses.
+
+    Returns None if no series does harm.
+    """
     worst = None
     most_times = 0
     for engine in facts.engines:
@@ -342,8 +345,8 @@ def _is_hurting(full: FullFacts) -> bool:
 def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
     """Return the diagnosis that the model is too large for the GPU.
 
-    Returns None if FEWEST_REQUESTS requests of the usual size fit in the cache, or if its capacity
-    is unknown.
+    Returns None if FEWEST_REQUESTS requests of the usual size fit in the cache. Also returns None
+    if the cache's capacity is unknown.
     """
     engine = pressed.engine
     tokens = pressed.full.tokens if engine.usual_tokens is None else engine.usual_tokens
@@ -365,8 +368,8 @@ def _diagnose_small_cache(facts: Facts, pressed: PressedCache) -> CacheDiagnosis
 def _diagnose_long_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis | None:
     """Return the diagnosis that requests are longer than usual.
 
-    Returns None if the requests are smaller than LARGER_REQUESTS_RATIO times the usual size, or if
-    either size is unknown.
+    Returns None if either size is unknown. Also returns None for requests below
+    LARGER_REQUESTS_RATIO times the usual size.
     """
     engine = pressed.engine
     tokens = pressed.full.tokens
@@ -407,7 +410,7 @@ def _diagnose_thrashing(facts: Facts, pressed: PressedCache, thrash: ThrashFacts
 def _diagnose_many_requests(facts: Facts, pressed: PressedCache) -> CacheDiagnosis:
     """Return the diagnosis that too many requests run at the same time.
 
-    The diagnosis applies if neither the model nor the requests are too large for the cache.
+    The diagnosis applies if neither the model nor the requests are too large.
     """
     name = name_engine(facts, pressed.engine)
     now = " now" if facts.origin is FactsSource.PAGE else ""
@@ -471,10 +474,10 @@ def _list_thrash_evidence(engine: EngineFacts, thrash: ThrashFacts) -> tuple[Fig
 
 
 def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Change | None:
-    """Return a limit on request length that is above the 99th percentile of tokens per request.
+    """Return a limit on request length above the 99th percentile of tokens.
 
     `tokens` is the length of the requests that filled the cache. Returns None if the percentile is
-    unknown, or if the limit would still allow requests of this length.
+    unknown. Also returns None if the limit would still allow these requests.
     """
     if engine.high_tokens is None:
         return None
@@ -496,10 +499,10 @@ def _shorten_requests(facts: Facts, engine: EngineFacts, tokens: float) -> Chang
 def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
     """Return a limit at which the running requests fill CONCURRENCY_KEPT_RATIO of the cache.
 
-    The size of a request is the number of tokens that the request held while the cache was full. If
-    the size or the capacity is unknown, the limit is CONCURRENCY_KEPT_RATIO of the number of
-    requests that filled the cache. The largest number of requests that ran without a preemption is
-    not an upper bound, because there may simply have been no more requests.
+    A request's size is the tokens that it held while the cache was full. If the size or the
+    capacity is unknown, another number is used. The limit is then CONCURRENCY_KEPT_RATIO of the
+    requests that filled the cache. The largest number that ran without a preemption is not an upper
+    bound. There may simply have been no more requests.
 
     Returns None if the limit is not below the current one.
     """
@@ -552,7 +555,7 @@ def find_unused_memory(facts: Facts) -> Advice | None:
         return None
     if room_bytes < UNUSED_RATIO * (facts.usable_bytes or 0.0):
         return None
-    # The engines share the GPUs, so the check stops at the first engine with waiting requests.
+    # The engines share the GPUs. One engine with waiting requests is enough.
     for engine in facts.engines:
         full = engine.full
         if full is None or full.queued_seconds < LASTING_SECONDS:
@@ -590,11 +593,11 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     """Judge a limit on running requests that leaves the KV cache unused.
 
     The rule applies if requests waited for at least LASTING_SECONDS while the cache had room.
-    During that time, the number of running requests must have stayed the same. The rule does not
-    apply if less than AIM_BYTES was left at any peak, because more requests also take more memory
-    outside the cache. Nor does it apply if another rank preempts requests. The proposed limit would
-    use CACHE_FILL_RATIO of the cache, computed from the tokens that running requests held. Returns
-    None if the rule does not apply.
+    During that time, the number of running requests must have stayed the same. More requests also
+    take more memory outside the cache. Therefore, the rule does not apply if any peak left less
+    than AIM_BYTES. Nor does it apply if another rank preempts requests. The proposed limit would
+    use CACHE_FILL_RATIO of the cache. It is computed from the tokens that running requests held.
+    Returns None if the rule does not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -604,7 +607,7 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     for engine in facts.engines:
         if engine.capped is None:
             continue
-        # All engines of a server share one limit, so a single piece of advice is enough.
+        # All engines of a server share one limit, so the first advice is enough.
         change = _run_more(facts, engine, engine.capped)
         if change is not None:
             name = name_engine(facts, engine)
@@ -620,8 +623,11 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
 def _run_more(facts: Facts, engine: EngineFacts, capped: CappedFacts) -> Change | None:
     """Return a higher limit on running requests that would use more of the cache.
 
-    Returns None if requests did not wait long enough, if something other than the limit made them
-    wait, or if a higher limit would fill the cache.
+    Returns None in three cases:
+
+    - Requests did not wait long enough.
+    - Something other than the limit made them wait.
+    - A higher limit would fill the cache.
     """
     now = facts.settings.max_num_seqs
     # If fewer requests ran than the limit allows, something else is holding requests back.
@@ -693,8 +699,8 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
 
     The rule applies if fewer than PAYING_RATIO of the looked-up tokens were cached. In addition, at
     least PREFIX_TOKENS_PER_SECOND must have been looked up over PREFIX_SECONDS. The rule proposes
-    prompts with a common beginning or, to save the lookups, turning off the prefix cache. Returns
-    None if the rule does not apply.
+    prompts with a common beginning. The alternative is to turn off the prefix cache, which saves
+    the lookups. Returns None if the rule does not apply.
     """
     for engine in facts.engines:
         judgement = judge_prefix_cache(facts, engine)
@@ -704,11 +710,12 @@ def find_poor_prefix_cache(facts: Facts) -> Advice | None:
 
 
 def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None:
-    """Return advice on a prefix cache that rarely hits, or a text explaining why it is not judged.
+    """Return advice on a prefix cache that rarely hits.
 
-    Returns None if the cache hits often enough, if its figures are unknown, or if there is too
-    little traffic to gain anything. The counts on a page cover the time since the engine's start,
-    so the ratio over the last five minutes must also be low.
+    If the cache cannot be judged, a text explains why. Returns None if the cache hits often enough
+    or its figures are unknown. Also returns None if there is too little traffic to gain anything.
+    The counts on a page cover the time since the engine's start. Therefore, the ratio of the last
+    five minutes must also be low.
     """
     prefix = engine.prefix
     if prefix is None or not _hits_rarely(prefix):
@@ -753,7 +760,10 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
 
 
 def _hits_rarely(prefix: PrefixFacts) -> bool:
-    """Return whether the hit ratio is low; for a page, the recent ratio must also be low."""
+    """Return whether the hit ratio is low.
+
+    For a page, the recent ratio must also be low.
+    """
     if prefix.recent_ratio is not None and prefix.recent_ratio >= PAYING_RATIO:
         return False
     return prefix.hits < PAYING_RATIO * prefix.queries

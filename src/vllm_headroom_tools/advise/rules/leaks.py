@@ -98,9 +98,9 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     """Judge the growth of the engine's GPU memory (docs/leaks.md).
 
     The rule applies if the leak detector raised an alarm on a GPU. It proposes a restart before
-    memory runs out, and then a fix that depends on where memory grows. No vLLM option stops a leak.
-    If it is unknown which process is growing, the first step is to find this process. Returns None
-    if the rule does not apply.
+    memory runs out. The second proposal depends on where memory grows. No vLLM option stops a leak.
+    If the growing process is unknown, the first step is to find it. Returns None if the rule does
+    not apply.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
@@ -134,11 +134,11 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
 
 
 def find_straight_growth(facts: Facts) -> Advice | None:
-    """Judge growth that filled a GPU within minutes, which is too fast for the leak detector.
+    """Judge growth that filled a GPU within minutes.
 
-    The rule applies if memory grew in a straight line under constant load before an exit, and the
-    detector raised no alarm. The proposed fix is not a vLLM option, because no option stops a leak.
-    Returns None if the rule does not apply.
+    Such growth is too fast for the leak detector. The rule applies if memory grew linearly under
+    constant load before an exit. The detector must not have raised an alarm. The proposed fix is
+    not a vLLM option, because no option stops a leak. Returns None if the rule does not apply.
     """
     gpus = [causes.find_straight_growth_gpu(end) for end in facts.ends]
     # Start with the latest exit, because the operator wants to know about that exit.
@@ -170,7 +170,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
 
     The rule applies if the leak detector raised an alarm on a process role. It proposes a restart
     before the kernel kills the engine, and then an upgrade. If a known leak affects this role, the
-    advice is to upgrade to the version that fixes it. Returns None if the rule does not apply.
+    upgrade is to the fixed version. Returns None if the rule does not apply.
     """
     worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
     if worst is None:
@@ -200,7 +200,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
 def _list_known_cures(facts: Facts, role: str) -> list[str]:
     """Return the fixes for known leaks in this role that affect this version of vLLM.
 
-    Returns an empty list if the version is unknown, or if no leak is known in it.
+    Returns an empty list if the version is unknown or has no known leak.
     """
     version = facts.settings.version
     if not version:
@@ -210,7 +210,10 @@ def _list_known_cures(facts: Facts, role: str) -> list[str]:
 
 
 def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
-    """Return the worst leak among these named series, or None if no series had an alarm."""
+    """Return the worst leak among these named series.
+
+    Returns None if no series had an alarm.
+    """
     names = []
     worst = None
     worst_rank = (False, 0.0)
@@ -236,10 +239,10 @@ def _pick_worst_leak(leaks: Iterable[tuple[str, Leak]]) -> WorstLeak | None:
 def _list_remedies(
     worst: WorstLeak, *, usual_time: str, end: str, cures: Iterable[str]
 ) -> tuple[Change, ...]:
-    """Return the changes for a leak: a restart if the leak has not ended, and then the `cures`.
+    """Return the changes for a leak.
 
-    `end` names what happens if the leak goes on. `usual_time` says when to restart if the remaining
-    time is unknown.
+    If the leak has not ended, a restart comes before the `cures`. `end` names what happens if the
+    leak goes on. `usual_time` says when to restart if the remaining time is unknown.
     """
     upgrades = tuple(Change(text=cure, cost=UPGRADE_COST) for cure in cures)
     if worst.leak.ended_seconds is not None:
@@ -297,10 +300,10 @@ HeadroomKvBlocksLeak).
 def find_kv_block_leak(facts: Facts) -> Advice | None:
     """Judge blocks of the KV cache that stay in use while no request runs.
 
-    The rule concerns the share of the cache that is in use while the engine is idle. It applies if
-    this share exceeds STRANDED_RATIO. It also applies if this share exceeds LOST_RATIO and has
-    risen LOST_RISES times from one idle period to the next. It proposes a restart, followed by an
-    upgrade or by running without the KV connector. The connector may lose blocks in failed
+    The rule concerns the share of the cache in use while the engine is idle. It applies if this
+    share exceeds STRANDED_RATIO. It also applies if this share exceeds LOST_RATIO and keeps rising.
+    There must be LOST_RISES rises from one idle period to the next. It proposes a restart, followed
+    by an upgrade or by running without the KV connector. The connector may lose blocks in failed
     transfers. Returns None if the rule does not apply.
     """
     leaking_engines = []
@@ -330,7 +333,7 @@ def find_kv_block_leak(facts: Facts) -> Advice | None:
 
 
 def _loses_blocks(stranded: StrandedFacts) -> bool:
-    """Return whether the share in use while idle is too large or has risen too often."""
+    """Return whether the share in use while idle is too large or rose too often."""
     if stranded.ratio > STRANDED_RATIO:
         return True
     return stranded.rises >= LOST_RISES and stranded.ratio > LOST_RATIO
@@ -341,7 +344,7 @@ def _name_engines(facts: Facts, engines: Iterable[EngineFacts]) -> str:
 
 
 def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
-    """Return the share of the KV cache that stays in use, and how often this share has risen.
+    """Return the cache share that stays in use, and how often it has risen.
 
     The number of rises is left out if the share never rose.
     """
@@ -363,8 +366,8 @@ def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
 # Shortages not caused by a leak.
 
 SHORTAGE_CAUSES: Final = {
-    # vLLM's share leaves too little for the memory outside it: the CUDA context, NCCL, and kernels
-    # that load late (DESIGN.md, 7).
+    # vLLM's share leaves too little for the memory outside it (DESIGN.md, 7). This is the CUDA
+    # context, NCCL, and kernels that load late.
     Shortage.LEVEL: (Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {} than it can spare"),
     # The allocator does not return memory that a request once needed. Its usage therefore never
     # falls below the highest need so far (DESIGN.md, 20).
@@ -399,7 +402,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
     gpus = _list_over_budget(facts)
     if not gpus:
         return None
-    # Use the GPU with the largest excess, because the option is the same for all GPUs.
+    # Use the GPU with the largest excess. The option is the same for all GPUs.
     gpu, excess = max(gpus, key=lambda pair: pair[1].excess_bytes)
     exits = sum(1 for end in facts.ends if is_over_budget(end))
     size = format_size(excess.excess_bytes)
@@ -449,26 +452,26 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
             continue
         room_bytes = gpu.usable_bytes - excess.budget_bytes - excess.excess_bytes
         is_lasting = excess.seconds >= OVER_BUDGET_SECONDS
-        # An excess alone is not a problem; it must also leave too little memory or explain an exit.
+        # An excess alone is not a problem. It must also leave too little memory or explain an exit.
         if gpu.uuid in fatal_uuids or (is_lasting and room_bytes < excess.tight_bytes):
             gpus.append((gpu, excess))
     return gpus
 
 
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
-    """Judge periods with less than LOW_BYTES left on a GPU, except those caused by a leak.
+    """Judge shortages on a GPU, except those caused by a leak.
 
-    The rule applies if any GPU had a shortage of this kind. It first proposes changes that make
-    bursts smaller, in the order of the runbook HeadroomGpuMemoryPeak. It then proposes a share for
-    vLLM that would have left AIM_BYTES free in the worst shortage. Returns None if the rule does
-    not apply.
+    In a shortage, less than LOW_BYTES are left. The rule applies if any GPU had a shortage of this
+    kind. It first proposes changes that make bursts smaller, in the order of the runbook
+    HeadroomGpuMemoryPeak. It then proposes a smaller share for vLLM. With that share, AIM_BYTES
+    would have been free in the worst shortage. Returns None if the rule does not apply.
     """
     explained_uuids = _list_explained(facts, kind)
     spells = [
         (gpu, spell)
         for gpu in facts.gpus
         for spell in gpu.spells
-        # A shortage that is explained by a leak or by other processes is not judged again.
+        # A shortage explained by a leak or by other processes is not judged again.
         if spell.kind is kind and gpu.uuid not in explained_uuids
     ]
     if not spells:
@@ -515,7 +518,7 @@ def _list_shortage_evidence(
 ) -> tuple[Figure, ...]:
     """Return the figures for the worst shortage, and the number of shortages.
 
-    `exits` is the number of times that the engine exited at the end of a shortage.
+    `exits` is how many shortages ended with the engine's exit.
     """
     begin = ""
     if spell.began_seconds is not None:
@@ -574,15 +577,16 @@ def _halve_steps(facts: Facts) -> Change | None:
 
 
 def _run_fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
-    """Return a limit equal to the highest number of requests that ran with enough memory left.
+    """Return a limit: the most requests that ran with enough memory left.
 
-    Returns None if that number is unknown, or if no more requests than that ran during the burst.
+    Returns None if that number is unknown. Also returns None if the burst had no more requests than
+    that.
     """
     if not facts.engines or not gpu.roomy_running or spell.running is None:
         return None
     if gpu.roomy_running >= spell.running:
         return None
-    # The load is the total across all engines on the GPUs, but the option applies to each engine.
+    # The load is the total across all engines on the GPUs. The option applies to each engine.
     requests = floor(gpu.roomy_running / len(facts.engines))
     text = f"as many as ran with {format_size(LOW_BYTES)} and more left"
     cost = "in a burst requests wait in the queue; a restart"

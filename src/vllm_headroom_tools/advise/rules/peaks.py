@@ -25,10 +25,10 @@ REMARK = (
 def find_unsafe_peaks(facts: Facts) -> Advice | None:
     """Judge the last minute's peaks and the largest safe requests, both measured by the probe.
 
-    The rule applies if the next peak of the same kind of work might not fit, given how much such
-    peaks vary. It also applies if fewer tokens are safe with prompt logprobs than without. It first
-    proposes a limit on that kind of work, computed from the probe's fit. It then proposes a smaller
-    share. Returns None if the rule does not apply.
+    The rule applies if the next peak of this kind of work might not fit. The estimate includes how
+    much such peaks vary. It also applies if fewer tokens are safe with prompt logprobs than
+    without. It first proposes a limit on that kind of work, computed from the probe's fit. It then
+    proposes a smaller share. Returns None if the rule does not apply.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]
@@ -49,7 +49,10 @@ def _are_logprobs_limited(gpu: GpuFacts) -> bool:
 
 
 def _build_advice(facts: Facts, gpu: GpuFacts, peak: PeakFacts | None) -> Advice:
-    """Return advice on a peak that does not fit, or on prompt logprobs if `peak` is None."""
+    """Return advice on a peak that does not fit.
+
+    If `peak` is None, the advice is on prompt logprobs.
+    """
     if peak is None:
         work = Work.PROMPT_LOGPROBS
         missing_bytes = None
@@ -82,7 +85,10 @@ def _build_advice(facts: Facts, gpu: GpuFacts, peak: PeakFacts | None) -> Advice
 def _limit_work(
     facts: Facts, gpu: GpuFacts, work: Work, peak: PeakFacts | None
 ) -> tuple[Change, ...]:
-    """Return the options that limit a kind of work, with values computed from the probe's fit."""
+    """Return the options that limit a kind of work.
+
+    Their values are computed from the probe's fit.
+    """
     if work is Work.PROMPT_LOGPROBS and gpu.safe_logprobs_tokens:
         return drop_none(
             lower_option(
@@ -117,7 +123,10 @@ def _limit_work(
 
 
 def _limit_images(gpu: GpuFacts) -> tuple[Change, ...]:
-    """Return the limit on pixels per image, if a safe number is known, and the limit on images."""
+    """Return the limit on images.
+
+    If a safe number of pixels is known, a limit on pixels comes first.
+    """
     one_image = Change(
         flag=Flag.LIMIT_MM_PER_PROMPT,
         value=1,

@@ -47,9 +47,9 @@ MODEL_LOADED_RATIO: Final = 0.5
 def find_failing_starts(facts: Facts) -> Advice | None:
     """Judge starts that exited before the engine served.
 
-    The rule applies if there were at least FAILED_STARTS failed starts. The cause is determined
-    from two figures at each exit: the room on the engine's GPUs, and the memory that the engine and
-    other processes held on these GPUs. The advice is for the first of these causes that fits:
+    The rule applies if there were at least FAILED_STARTS failed starts. Two figures at each exit
+    decide on the cause. One is the room on the engine's GPUs. The other is the memory that the
+    engine and other processes hold there. The advice is for the first of these causes that fits:
 
     - other processes on the GPU
     - a full /dev/shm
@@ -58,15 +58,16 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     - a cause other than memory
 
     Returns None if there were fewer failed starts, or if the cause is unknown. The cause is unknown
-    if no start shows the room on a GPU, and fewer than FAILED_STARTS starts had loaded the model.
+    if no start shows the room on a GPU. In addition, fewer than FAILED_STARTS starts must have
+    loaded the model.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    # Use the median, because other processes may have held memory by chance during a single start.
+    # Use the median. Other processes may have held memory by chance during a single start.
     if median(_find_others_bytes(start) for start in starts) > NEIGHBOUR_BYTES:
         return _advise_on_used_gpu(facts, starts)
-    # A full /dev/shm makes a start fail no matter how much room the GPU has, so check it first.
+    # A full /dev/shm makes a start fail even if the GPU has room. Check it first.
     shared_memory = _advise_on_shared_memory(facts, starts)
     if shared_memory is not None:
         return shared_memory
@@ -94,7 +95,7 @@ def _advise_on_used_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 
 
 def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
-    """Return the advice to use less memory on a GPU that was full (runbooks' README, branch A)."""
+    """Return the advice for a full GPU (runbooks' README, branch A)."""
     return Advice(
         cause=Cause.START_UP,
         summary="The engine runs out of GPU memory while it starts.",
@@ -105,10 +106,10 @@ def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 
 
 def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) -> Advice:
-    """Return the advice to make room for the KV cache, if the loaded model left no room for it.
+    """Return the advice for a model that left no room for the KV cache.
 
-    In this case, vLLM logs "No available memory for the cache blocks", or that the cache is too
-    small for the longest request.
+    vLLM logs "No available memory for the cache blocks" in this case. It may also log that the
+    cache is too small for the longest request.
     """
     return Advice(
         cause=Cause.MODEL_DOES_NOT_FIT,
@@ -123,7 +124,10 @@ def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) ->
 
 
 def _advise_on_early_exit(starts: Sequence[Ending]) -> Advice:
-    """Return the advice to read the logs, because memory is not the cause of early exits."""
+    """Return the advice to read the logs of early exits.
+
+    Memory is not the cause of such exits.
+    """
     return Advice(
         cause=Cause.START_UP,
         summary="The engine exits early in its start, with GPU memory left.",
@@ -147,7 +151,8 @@ LOOK_FOR_MEMORY: Final = 'vLLM\'s log shows the step: look for "memory" in it.'
 def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice | None:
     """Return the advice to increase the size of /dev/shm.
 
-    Returns None if vLLM's largest inter-process queue fits, or if the size of /dev/shm is unknown.
+    Returns None if vLLM's largest inter-process queue fits. Also returns None if the size of
+    /dev/shm is unknown.
     """
     host = facts.host
     if host is None or host.shm_limit_bytes is None or host.shm_used_bytes is None:
@@ -177,25 +182,33 @@ def _advise_on_shared_memory(facts: Facts, starts: Sequence[Ending]) -> Advice |
 
 
 def _find_others_bytes(start: Ending) -> float:
-    """Return the most bytes that other processes held on a GPU when a start failed; 0 if none."""
+    """Return the most bytes that other processes held on a GPU.
+
+    The values are the last of a failed start. Returns 0 if all are unknown.
+    """
     return max((gpu.last_other_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _find_held_bytes(start: Ending) -> float:
-    """Return the most bytes that the engine held on a GPU when a start failed; 0 if none."""
+    """Return the most bytes that the engine held on a GPU.
+
+    The values are the last of a failed start. Returns 0 if all are unknown.
+    """
     return max((gpu.last_engine_bytes or 0 for gpu in start.gpus), default=0)
 
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
     """Return the room on the fullest GPU when each start failed, where it is known."""
-    # The room on the fullest GPU is always known, because only GPUs with known room can be the
-    # fullest.
+    # Only GPUs with known room can be the fullest, so this room is known.
     gpus = [start.fullest_gpu for start in starts]
     return [gpu.last_room_bytes or 0 for gpu in gpus if gpu is not None]
 
 
 def _list_loaded_starts(facts: Facts, starts: Sequence[Ending]) -> list[Ending]:
-    """Return the starts that had loaded the model, or an empty list if no GPU's size is known."""
+    """Return the starts that had loaded the model.
+
+    The list is empty if no GPU's size is known.
+    """
     usable_bytes = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
     return [
         start for start in starts if _find_held_bytes(start) >= MODEL_LOADED_RATIO * usable_bytes
@@ -253,9 +266,9 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 
 
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
-    """Return the fewest bytes that were free on a GPU before a start, or None if unknown.
+    """Return the fewest bytes free on a GPU before a start, or None if unknown.
 
-    The bytes that the engine held in its first sample are treated as free before the start.
+    The bytes held in the engine's first sample count as free before the start.
     """
     least_free_bytes = None
     for start in starts:
@@ -273,8 +286,7 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
     rooms_bytes = _list_rooms_bytes(facts.failed_starts)
     smaller_share = None
     if rooms_bytes and facts.gpus:
-        # Our choice: compute the value for the first GPU, because the option is the same for all of
-        # them.
+        # Our choice: compute the value for the first GPU. The option is the same for all GPUs.
         smaller_share = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms_bytes))
     fewer_requests = lower_option(
         facts,
@@ -293,10 +305,13 @@ def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
 
 
 def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
-    """Return a larger share of the GPU for vLLM, if all of these starts left enough room.
+    """Return a larger share for vLLM, if all these starts left enough room.
 
-    Returns None if the share or the room is unknown, if memory ran short later, or if the room at
-    any start was AIM_BYTES or less.
+    Returns None in three cases:
+
+    - The share or the room is unknown.
+    - Memory ran short later.
+    - The room at any start was AIM_BYTES or less.
     """
     settings = facts.settings
     if settings.sizes_cache_in_bytes or settings.gpu_memory_utilization is None:
@@ -322,11 +337,10 @@ def _raise_share(facts: Facts, starts: Sequence[Ending]) -> Change | None:
 def find_crash(facts: Facts) -> Advice | None:
     """Judge exits of a serving engine that GPU memory does not explain.
 
-    Exits from `find_crashes` are only used if the room on the GPUs is known. The rule applies if
-    there are at least FAILED_STARTS such exits, or if engine processes outlived one of them. The
-    rule proposes reading the logs, which show whether an allocation failed. If no allocation
-    failed, changing the options for memory sizes does not help. Returns None if the rule does not
-    apply.
+    Exits from `find_crashes` are only used if the room on the GPUs is known. The rule applies to at
+    least FAILED_STARTS such exits. One exit is enough if engine processes outlived it. The rule
+    proposes reading the logs, which show whether an allocation failed. If no allocation failed,
+    changing the options for memory sizes does not help. Returns None if the rule does not apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
@@ -371,8 +385,8 @@ def find_crash(facts: Facts) -> Advice | None:
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
     """Return the exits in which a serving engine crashed while GPU memory was left.
 
-    At such an exit, requests were running, or some of the engine's processes did not exit. An exit
-    is included even if the room on the GPUs is unknown.
+    At such an exit, requests were running, or some engine processes did not exit. An exit is
+    included even if the room on the GPUs is unknown.
     """
     crashes = []
     for end in facts.ends:
@@ -386,7 +400,10 @@ def find_crashes(facts: Facts) -> tuple[Ending, ...]:
 
 
 def _is_crash(end: Ending) -> bool:
-    """Return whether an exit was a crash, or possibly a failed allocation without a full GPU."""
+    """Return whether an exit was a crash.
+
+    A possible failed allocation without a full GPU also counts.
+    """
     answer = judge_ending(end)[0]
     if answer.cause is EndCause.CRASH:
         return True
@@ -413,9 +430,9 @@ PROCESSOR_CACHE_GB: Final = 1.0
 def find_host_shortage(facts: Facts) -> Advice | None:
     """Judge host memory that ran short.
 
-    The rule applies if the kernel's out-of-memory killer ended a process, or if less than
-    HOST_LOW_RATIO of the container's memory limit was left at the highest usage. It proposes a
-    smaller cache for processed images, then less data in host memory, then a higher limit. Returns
+    The rule applies if the kernel's out-of-memory killer ended a process. It also applies if less
+    than HOST_LOW_RATIO of the container's limit was left. It first proposes a smaller cache for
+    processed images. It then proposes less data in host memory, and then a higher limit. Returns
     None if the rule does not apply.
     """
     host = facts.host
@@ -426,8 +443,7 @@ def find_host_shortage(facts: Facts) -> Advice | None:
     is_low = False
     if room_bytes is not None and limit_bytes is not None:
         is_low = room_bytes < HOST_LOW_RATIO * limit_bytes
-    # A kill is judged even if the samples show room, because memory may run out between two
-    # samples.
+    # A kill is judged even if the samples show room. Memory may run out between two samples.
     if not host.oom_kills and not is_low:
         return None
     used_bytes = None if limit_bytes is None else host.used_bytes
@@ -477,13 +493,13 @@ def find_host_shortage(facts: Facts) -> Advice | None:
 def find_other_tenant(facts: Facts) -> Advice | None:
     """Judge memory held by processes that do not belong to the engine.
 
-    The rule applies if other processes hold more than NEIGHBOUR_BYTES on one of the engine's GPUs.
-    In addition, these processes must have allocated that much during the trace, or must leave less
-    than AIM_BYTES free. Other processes are not a problem if their memory is constant and leaves
-    the engine enough room (runbook HeadroomNeighbourGrowing, "Do nothing when"). A page has no
-    history, so the rule only uses the memory that other processes currently hold. The rule proposes
-    moving the other processes or, if that is impossible, a smaller share for vLLM. Returns None if
-    the rule does not apply.
+    The rule applies if other processes hold more than NEIGHBOUR_BYTES on the engine's GPUs. In
+    addition, one of two conditions must hold. Either they allocated that much during the trace, or
+    they leave less than AIM_BYTES free. Constant memory that leaves enough room is no problem
+    (runbook HeadroomNeighbourGrowing, "Do nothing when"). A page has no history. For a page, only
+    the memory that they currently hold counts. The rule proposes moving the other processes. If
+    that is impossible, it proposes a smaller share for vLLM. Returns None if the rule does not
+    apply.
     """
     gpu = None
     others_memory = None
@@ -569,9 +585,8 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
 def find_leftovers(facts: Facts) -> Advice | None:
     """Judge processes that outlived their engine.
 
-    The rule applies if such a process is still on the engine's GPUs at the end of a trace. It
-    proposes ending this process. A page does not list such processes. Returns None if the rule does
-    not apply.
+    The rule applies if such a process still uses a GPU when a trace ends. It proposes ending this
+    process. A page does not list such processes. Returns None if the rule does not apply.
     """
     figures: list[tuple[str, float | str, str]] = []
     for gpu in facts.gpus:
