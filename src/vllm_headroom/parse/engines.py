@@ -42,14 +42,14 @@ prefix.
 def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
     """Build the page's engines from its samples.
 
-    The page has no engines if no sample's name starts with one of the profile's prefixes. The
-    result is the failure OUT_OF_BOUNDS if building the page would be too expensive.
+    If no sample's name starts with a prefix of the profile, there are no engines. The result is the
+    failure OUT_OF_BOUNDS if building the page would be too expensive.
 
-    A series without a model applies to every model of its engine. A series with neither a model nor
-    an engine applies to every engine on the page. A series with only a model applies to engine "0".
-    If no series names a model, the model name is "". For a profile whose pages never name a model,
-    it is the profile's name. An engine may have only settings. In some modes, vLLM exports nothing
-    else until the first request. The settings include the budget.
+    A series without a model applies to every model of its engine. A series with neither applies to
+    every engine on the page. A series with only a model applies to engine "0". If no series names a
+    model, the model name is "". For a profile whose pages never name a model, it is the profile's
+    name. An engine may have only settings. In some modes, vLLM exports nothing else until the first
+    request. The settings include the budget.
     """
     samples = tuple(samples)
     prefix = _find_prefix(profile, samples)
@@ -70,7 +70,7 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     if not keys:
         nameless_model = "" if profile.model_label else profile.name
         keys = {(nameless_model, engine) for engine in engine_names}
-    # A page with too many engines is refused before its samples are grouped, to save the cost.
+    # A page with too many engines is refused before the costly grouping.
     families = None
     if len(keys) <= MOST_PAGE_ENGINES:
         families = _group_by_engine(sorted(keys), profile_samples, sample_keys, prefix)
@@ -121,10 +121,11 @@ def _assemble_page(profile: Profile, engines: tuple[EngineReading, ...]) -> Engi
 def _group_by_engine(
     keys: list[_EngineKey], samples: list[Sample], sample_keys: list[_EngineKey], prefix: str
 ) -> dict[_EngineKey, dict[str, list[Sample]]] | None:
-    """Return the samples of each engine by family, or None if this would be too expensive.
+    """Return the samples of each engine by family.
 
-    `sample_keys` contains the model and the engine in each sample's labels, or "" if missing. A
-    sample without a model may be shared by several engines (see `build_page`).
+    Returns None if grouping would be too expensive. `sample_keys` contains the model and the engine
+    in each sample's labels, or "" if missing. A sample without a model may be shared by several
+    engines (see `build_page`).
     """
     # An engine has an entry even if all of its samples are shared.
     families: dict[_EngineKey, dict[str, list[Sample]]] = {key: {} for key in keys}
@@ -155,7 +156,7 @@ def _build_reading(
         # If several facts provide a field, the first one with a value is used.
         if values.get(fact.field) is None:
             values[fact.field] = _find_value(profile, fact, families, engine_count)
-    # The block size of these models differs by group, so no capacity can be computed from it.
+    # The block size of these models differs by group. No capacity can be computed from it.
     if profile.grouped_models is not None and profile.grouped_models.search(key[0]):
         values.pop("kv_blocks", None)
     _complete_kv_cache(values)
@@ -173,8 +174,8 @@ def _complete_kv_cache(values: dict[str, Any]) -> None:
 
     Facts that are not fields of EngineReading are removed (see Fact).
     """
-    # A model with state blocks (Mamba) has two kinds of blocks, so no capacity can be computed from
-    # the number of blocks.
+    # A model with state blocks (Mamba) has two kinds of blocks. No capacity can be computed from
+    # their number.
     blocks = values.pop("kv_blocks", None)
     if values.pop("kv_state_block_tokens", None) is not None:
         blocks = None
@@ -223,8 +224,11 @@ def _find_value(
 def _find_text(fact: Fact, families: _Families) -> str | None:
     """Return the text that is the same in all series.
 
-    Returns None if the texts differ or are empty, or if a series is an exception that applies only
-    to a part of the engine.
+    Returns None if:
+
+    - the texts differ
+    - the texts are empty
+    - a series is an exception for a part of the engine
     """
     texts = set()
     for name in fact.names:
@@ -242,12 +246,12 @@ def _find_text(fact: Fact, families: _Families) -> str | None:
 def _combine_samples(
     profile: Profile, fact: Fact, samples: Collection[Sample], engine_count: int
 ) -> float | None:
-    """Return one value for a family's samples, combined as the fact specifies, or None if unknown.
+    """Return one value for a family's samples, combined as the fact specifies.
 
-    The samples come from several parts, such as workers or ranks, and each part may be reported
-    several times. The value is unknown if any part's value is unknown. It is also unknown if a
-    series has two values, as on a page combined from several servers. The format does not define
-    this case, and Prometheus keeps the first value.
+    Returns None if the value is unknown. The samples come from several parts, such as workers or
+    ranks. Each part may be reported several times. The value is unknown if any part's value is
+    unknown. It is also unknown if a series has two values. A page combined from several servers has
+    such series. The format does not define this case, and Prometheus keeps the first value.
     """
     # Two values of the same series mean that the page is combined from several servers.
     if len(samples) > 1 and _has_contradiction(samples):
@@ -261,7 +265,7 @@ def _combine_samples(
                 amounts.append(amount)
     if not amounts_by_part or not all(amounts_by_part.values()):
         return None
-    # Several API servers may report the same part, and all but one of them report 0.
+    # Several API servers may report the same part. All but one of them report 0.
     part_values = [max(amounts) for amounts in amounts_by_part.values()]
     if fact.combine is Combine.SAME:
         return part_values[0] if len(set(part_values)) == 1 else None
@@ -280,9 +284,9 @@ def _has_contradiction(samples: Collection[Sample]) -> bool:
 
 
 def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
-    """Return a key for the part of the engine that a sample describes, such as a rank.
+    """Return a key for the sample's part of the engine, such as a rank.
 
-    Samples of the same part have the same key, even if different API servers report them.
+    Samples of the same part have the same key, whichever API server reports them.
     """
     # If the value is in a label, the other labels are settings too. Only the labels that
     # distinguish replicas identify the part.
@@ -296,8 +300,8 @@ def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
 def _read_amount(fact: Fact, sample: Sample) -> float | None:
     """Return a sample's value, or the number in its label, multiplied by the fact's factor.
 
-    Returns None if the result is not a number, or if the field cannot have that value. Also returns
-    None for 0 in a label, which means that the setting has no value.
+    Returns None if the result is not a number or is impossible for the field. Also returns None for
+    0 in a label: such a setting has no value.
     """
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
@@ -311,7 +315,7 @@ def _read_amount(fact: Fact, sample: Sample) -> float | None:
 def _check_value(field: str, value: float) -> float | None:
     """Return the value, or None if the field cannot have it.
 
-    A ratio must be from 0 to 1, and any other value from 0 to LARGEST.
+    A ratio must be from 0 to 1. Any other value must be from 0 to LARGEST.
     """
     highest = 1.0 if field.endswith("_ratio") else LARGEST
     return value if isfinite(value) and 0 <= value <= highest else None
@@ -325,8 +329,8 @@ def parse_engines(page: str, profile_name: str | None = None) -> EnginePage | Fa
     """Parse a page of Prometheus text into engine readings.
 
     The page is read with the profile named `profile_name`. Without a name, the first profile with
-    matching series is used, or the first of all profiles if none matches. A page without matching
-    series has no engines. The reason for a failure is:
+    matching series is used. If none matches, the first of all profiles is used. A page without
+    matching series has no engines. The reason for a failure is:
 
     - NOT_METRICS for an empty page, or a page without metrics,
     - INCOMPLETE for a truncated page,
@@ -356,10 +360,10 @@ def find_profile(name: str) -> Profile:
 
 
 def explain_empty_page(page: EnginePage) -> str:
-    """Return why a page may have no engine, which series are expected, and how to enable them.
+    """Return why a page may have no engine.
 
-    The expected series are those of the page's profile. If this is the first profile, the series of
-    all profiles are expected.
+    The text names the expected series and how to enable them. The expected series are those of the
+    page's profile. If this is the first profile, the series of all profiles are expected.
     """
     profiles = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
     expected = "; ".join(

@@ -62,8 +62,8 @@ def check_page(page: str) -> Failure | None:
 
     Returns None for any other page.
 
-    A page is regarded as metrics if at least one line is in the text format. A page is truncated if
-    its last line does not end in a line break.
+    A page is metrics if at least one line is in the text format. A page is truncated if its last
+    line does not end in a line break.
     """
     if not page.strip():
         return refuse_page(
@@ -89,10 +89,10 @@ def check_page(page: str) -> Failure | None:
 def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     """Return the samples whose name matches `names_pattern`, a regular expression, in page order.
 
-    Returns a failure if a matching line cannot be parsed (MALFORMED), or if the lines exceed a
-    limit (OUT_OF_BOUNDS). Only matching lines are passed to prometheus-client's parser, which is
-    slow but reads every label correctly. For one engine's page (51 kB), selecting and parsing these
-    lines takes 0.14 ms. Parsing the whole page would take 5.5 ms.
+    Returns the failure MALFORMED if a matching line cannot be parsed. Returns the failure
+    OUT_OF_BOUNDS if the lines exceed a limit. Only matching lines are passed to prometheus-client's
+    parser. The parser is slow but reads every label correctly. For one engine's page (51 kB),
+    selecting and parsing these lines takes 0.14 ms. Parsing the whole page would take 5.5 ms.
     """
     lines = _select_lines(page, names_pattern)
     if isinstance(lines, Failure):
@@ -103,7 +103,7 @@ def parse_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
             samples += _parse_line(line)
         # OverflowError is raised if the line's timestamp does not fit into a float.
         except (ValueError, IndexError, OverflowError):
-            # The parser's error names neither the line nor the column, so the message quotes the
+            # The parser's error names neither line nor column. The message therefore quotes the
             # line.
             return refuse_page(
                 f"has a line that is not Prometheus text, {_cut_excerpt(line)!r}: look for a proxy"
@@ -118,12 +118,12 @@ def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
 
     The limits are checked before parsing, so they also limit the cost of parsing.
     """
-    # Checking line by line ensures that an oversized page costs no more than a page at the limit.
+    # The check is line by line. An oversized page thus costs no more than a page at the limit.
     lines: list[str] = []
     characters = 0
     line_pattern = rf"((?:{names_pattern})[{{ \t].*)"
     first_line = re.match(line_pattern, page)
-    # A pattern that starts with a line feed skips from line to line, which is 3.5 times as fast as
+    # A pattern that starts with a line feed skips from line to line. It is 3.5 times as fast as
     # `^`.
     later_lines = re.finditer(rf"\n{line_pattern}", page)
     for match in chain([first_line] if first_line else [], later_lines):
@@ -159,7 +159,7 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
     The labels of previously parsed series are cached.
     """
     series, _, value = line.rpartition(" ")
-    # Only the values change from page to page, and parsing the labels again would take most of the
+    # Only the values change from page to page. Parsing the labels again would take most of the
     # time.
     if len(series) <= _LONGEST_CACHED_SERIES and _PLAIN_VALUE.fullmatch(value):
         samples = _parse_series(series)
@@ -170,10 +170,10 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
 
 @lru_cache(maxsize=_MOST_CACHED_SERIES)
 def _parse_series(series: str) -> tuple[Sample, ...]:
-    """Return the samples of a series (a name with or without labels), each with the value 0.
+    """Return the samples of a series, each with the value 0.
 
-    Returns an empty result if the text is not such a series, for example because the line has a
-    timestamp.
+    A series is a name with or without labels. Returns an empty result for any other text. For
+    example, the line may have a timestamp.
     """
     return _parse_whole(f"{series} 0") if _SERIES.fullmatch(series) else ()
 

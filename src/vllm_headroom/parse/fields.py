@@ -1,7 +1,7 @@
 """Strict reading of fields in JSON objects from other programs.
 
-Each function returns None if the field is absent or null, and raises WrongFieldError if the value
-is of the wrong kind.
+Each function returns None if the field is absent or null. Raises WrongFieldError if the value is of
+the wrong kind.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,10 @@ LONGEST_SHOWN: Final = 60
 
 
 class WrongFieldError(Exception):
-    """A field's value is of the wrong kind; the message has its path and the accepted kind."""
+    """A field's value is of the wrong kind.
+
+    The message has its path and the accepted kind.
+    """
 
     def __init__(self, field: str, value: object, accepts: str) -> None:
         super().__init__()
@@ -37,8 +40,8 @@ def read_each(
 ) -> tuple[T, ...] | None:
     """Return each entry of the list in a field, read with `read(entry, index)`.
 
-    Returns None if the field is absent or null. If `read` raises an error, the error is raised
-    again with a path that starts at the list.
+    Returns None if the field is absent or null. An error from `read` is raised again with a path
+    from the list.
     """
     entries = record.get(field)
     if entries is None:
@@ -55,9 +58,10 @@ def read_each(
 def read_within(
     record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]
 ) -> T | None:
-    """Return the object in a field, read with `read`, or None if the field is absent or null.
+    """Return the object in a field, read with `read`.
 
-    An error from `read` is raised again with this field at the beginning of its path.
+    Returns None if the field is absent or null. An error from `read` is raised again with this
+    field before its path.
     """
     entry = record.get(field)
     return None if entry is None else _read_object(field, entry, "an object or null", read)

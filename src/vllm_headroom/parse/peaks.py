@@ -43,7 +43,10 @@ def read_peaks(entry: dict[str, Any]) -> PeakReadings:
 
 
 def read_step_at_error(entry: dict[str, Any]) -> StepAtError | None:
-    """Return the step in which an error was raised, or None if its kind of work is unknown."""
+    """Return the step in which an error was raised.
+
+    Returns None if its kind of work is unknown.
+    """
     name = fields.read_text(entry, "work")
     work = next((work for work in Work if work == name), None)
     return None if work is None else StepAtError(work=work, step=_read_step(entry))

@@ -43,7 +43,7 @@ def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
     """Return the process that a file describes, and its boot ID (None if unknown).
 
     Returns a description of the mistake if the file cannot be used. The engine's container can
-    write the file, so a single wrong field makes the file unusable. Unknown fields are ignored.
+    write the file. A single wrong field makes the file unusable. Unknown fields are ignored.
     """
     try:
         document = json.loads(content, parse_constant=fields.refuse_number)
@@ -70,7 +70,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
     interval_seconds = fields.read_number(document, "interval_seconds")
     oom = fields.read_within(document, "oom", _read_oom)
     if oom is not None and oom.at_seconds > written_at_seconds:
-        # An error with a time in the future would be taken for the cause of every later exit.
+        # An error dated in the future would seem to cause every later exit.
         oom = None
     return ProbedProcess(
         pid=pid,

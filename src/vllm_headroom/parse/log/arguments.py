@@ -70,10 +70,11 @@ NUMBER: Final = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:e-?\d{1,3})?")
 
 
 def read_arguments(text: str) -> dict[str, Scalar]:
-    """Return the arguments in a mapping `{'name': value, …}`, a list `name=value, …` or a call.
+    """Return the arguments in a mapping, a list or a call.
 
-    Only numbers, truth values, None and the texts of known arguments are kept. A list is kept only
-    if it contains a single text and its argument is known. Other nested values are omitted.
+    A mapping is `{'name': value, …}`, a list is `name=value, …`. Only numbers, truth values, None
+    and the texts of known arguments are kept. A list is kept only if its argument is known and it
+    has one text. Other nested values are omitted.
     """
     arguments: dict[str, Scalar] = {}
     for item in split_items(text):
@@ -90,7 +91,7 @@ def read_arguments(text: str) -> dict[str, Scalar]:
 def split_items(text: str) -> Iterator[str]:
     """Yield the items separated by commas at the outermost level."""
     text = text.strip()
-    # In a call or a mapping, the text before the bracket is not part of the items.
+    # The text before the bracket of a call or mapping is not an item.
     opening = re.match(r"(?:[A-Za-z_]\w*)?[({]", text)
     begin = opening.end() if opening is not None else 0
     depth = 0

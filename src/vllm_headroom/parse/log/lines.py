@@ -51,7 +51,10 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 class LineSplitter:
-    """Splits a stream into lines without line ends, and keeps only the beginning of long lines."""
+    """Splits a stream into lines without line ends.
+
+    Only the beginning of a long line is kept.
+    """
 
     def __init__(self) -> None:
         self.remainder = b""
@@ -164,7 +167,7 @@ class LineReader:
         # A terminal's colour codes may be in the middle of words.
         if "\x1b" in text:
             text = ANSI.sub("", text)
-        # The number of wrappers is limited, because a text could be wrapped any number of times.
+        # The number of wrappers is limited. A text could be wrapped any number of times.
         if layers and text:
             unwrapped = self._remove_wrapping(text, seconds, process)
             if unwrapped is not None:
@@ -176,7 +179,7 @@ class LineReader:
     def _remove_wrapping(
         self, text: str, seconds: float | None, process: str | None
     ) -> list[tuple[str, float | None, str | None]] | None:
-        """Return the texts inside a wrapper with their times, or None if there is no wrapper.
+        """Return the texts inside a wrapper with their times, or None without a wrapper.
 
         The list is empty for an incomplete line, which is kept until its end arrives.
         """
@@ -304,7 +307,10 @@ def read_prefix(text: str, seconds: float | None, process: str | None) -> Messag
 
 
 def read_time(text: str | None) -> float | None:
-    """Return a time with its time zone as seconds since the epoch, or None for any other text."""
+    """Return a time with its zone as seconds since the epoch.
+
+    Returns None for any other text.
+    """
     if text is None:
         return None
     # Python reads six decimal digits of a second, but Docker writes nine.
@@ -317,7 +323,7 @@ def read_time(text: str | None) -> float | None:
 
 
 def _find_text(document: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return the text in the first of these fields that contains text, or None if none does."""
+    """Return the first text in one of these fields, or None if none has text."""
     for name in names:
         value = document.get(name)
         if isinstance(value, str):

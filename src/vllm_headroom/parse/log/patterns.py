@@ -1,7 +1,8 @@
 """The log lines with facts about an engine, and those that report failures.
 
-The wording and the versions are taken from the releases of vLLM (vllm/worker/worker.py,
-vllm/v1/worker, vllm/v1/core/kv_cache_utils.py, vllm/v1/executor), SGLang and TensorRT-LLM.
+The wording and the versions are from the releases of vLLM, SGLang and TensorRT-LLM. In vLLM, the
+files are vllm/worker/worker.py, vllm/v1/worker, vllm/v1/core/kv_cache_utils.py and
+vllm/v1/executor.
 """
 
 import re
@@ -948,7 +949,7 @@ def list_heads(pattern: str) -> set[str]:
 
 
 def _find_group_end(pattern: str) -> int:
-    """Return the position of the bracket that closes the group at the start of the pattern.
+    """Return the position of the bracket that closes the pattern's first group.
 
     Raises ValueError if the group is not closed, which is a mistake in the table.
     """

@@ -106,7 +106,10 @@ REFUSAL_GPU: Final = re.compile(r"\bGPU (\d{1,3})\b")
 
 
 class LogReader:
-    """Reads a log line by line and returns each line's events; `start` is the newest start."""
+    """Reads a log line by line and returns each line's events.
+
+    `start` is the newest start.
+    """
 
     def __init__(self) -> None:
         self._lines = LineReader()
@@ -118,7 +121,7 @@ class LogReader:
 
     @property
     def start(self) -> EngineStart | None:
-        """Return the record of the newest start, or None before the first line from an engine."""
+        """Return the record of the newest start, or None before an engine's first line."""
         return None if self._builder is None else self._builder.build(is_followed=False)
 
     def feed(self, line: bytes) -> tuple[LogEvent, ...]:
@@ -145,7 +148,7 @@ class LogReader:
         return self._builder.read(message, self.line_count)
 
     def _read_begin(self, message: Message) -> list[LogEvent] | None:
-        """Return the events of a line that begins or describes a start, or None for other lines."""
+        """Return the events of a line that begins or describes a start, or None."""
         text = message.text
         beginning = text.lstrip()[:1]
         # The banner is drawn with block elements, so each of its lines begins with one.
@@ -355,7 +358,10 @@ class _StartBuilder:
         return self._add_failure(failure_pattern, match, message, key, line_number, exception=None)
 
     def _find_process(self, message: Message) -> str:
-        """Return the key of the process that wrote a line; the process may get its name later."""
+        """Return the key of the process that wrote a line.
+
+        The process may get its name later.
+        """
         key = message.process if message.pid is None else str(message.pid)
         if key not in self._names and len(self._names) >= MOST_PROCESSES:
             return ""
@@ -364,7 +370,10 @@ class _StartBuilder:
         return key
 
     def _add_frame(self, key: str, text: str) -> None:
-        """Add a traceback's line to the process's frames if the line is in the engine's code."""
+        """Add a traceback's line to the process's frames.
+
+        Lines outside the engine's code are ignored.
+        """
         match = FRAME.match(text)
         file = None if match is None else ENGINE_FILE.search(match[1])
         frames = self._frames.get(key)
@@ -381,7 +390,7 @@ class _StartBuilder:
         key: str,
         line_number: int,
     ) -> list[LogEvent]:
-        """Keep the figures, phase and remark of a line that matches a pattern; return its event."""
+        """Keep the figures, phase and remark of a matching line, and return its event."""
         figures = _read_figures(pattern.figures, match)
         kind = pattern.kind
         if kind is LogEventKind.LOAD:
@@ -456,7 +465,7 @@ class _StartBuilder:
         if pattern is None and key not in self._frames:
             return []
         # These exceptions end a process on request. If the level is below ERROR, vLLM has caught
-        # the exception, for example when it logs a missing module.
+        # the exception. For example, vLLM logs a missing module in this way.
         is_end_on_request = name in {"SystemExit", "KeyboardInterrupt", "CancelledError"}
         if is_end_on_request or message.is_below_error:
             self._frames.pop(key, None)
@@ -473,7 +482,7 @@ class _StartBuilder:
         *,
         exception: str | None,
     ) -> list[LogEvent]:
-        """Keep a failure with its figures and its place in the engine's code; return its event."""
+        """Keep a failure with its figures and its place, and return its event."""
         kind = LogFailureKind.EXCEPTION
         figures: dict[str, float] = {}
         refusal = None
