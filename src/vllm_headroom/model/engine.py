@@ -73,7 +73,10 @@ class Shm(Struct, frozen=True, kw_only=True):
 
 
 class HostReading(Struct, frozen=True, kw_only=True):
-    """A reading of the engine's container, the machine and /dev/shm; a field is None if unknown."""
+    """A reading of the engine's container, the machine and /dev/shm.
+
+    A field is None if unknown.
+    """
 
     cgroup: Cgroup | None = None
     machine: MachineMemory | None = None
@@ -107,7 +110,7 @@ class HostMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def room_bytes(self) -> int | None:
-        """Return the memory that is left before the kernel kills a process, or None if unknown."""
+        """Return the memory left before the kernel kills a process, or None if unknown."""
         if self.used_bytes is None or self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes)
@@ -134,7 +137,10 @@ def _input(name: str, metric: str | None = None) -> Input:
 
 
 class EngineReading(Struct, frozen=True, kw_only=True):
-    """Readings of one engine (one data-parallel rank); a field is None if the page lacks it."""
+    """Readings of one engine (one data-parallel rank).
+
+    A field is None if the page lacks it.
+    """
 
     model_name: str
     engine: str
@@ -269,7 +275,7 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """The options set on the command line of vLLM's server, under the names that vLLM uses.
+    """The options on the command line of vLLM's server, under vLLM's names.
 
     An option is None if it is not set. Sizes without `bytes` in their name are in GiB.
     """
@@ -416,7 +422,7 @@ class EngineName(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Return the name to show, and to pass to --engine: NAMESPACE/POD, the unit or the URL."""
+        """Return the name for output and for --engine: NAMESPACE/POD, the unit or the URL."""
         if self.pod is not None:
             return f"{self.namespace}/{self.pod}" if self.namespace else self.pod
         return self.unit or self.engine_url

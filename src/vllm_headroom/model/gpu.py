@@ -22,7 +22,10 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class ReadingTime(Struct, frozen=True, kw_only=True):
-    """When the reading of a source ended, on the monotonic clock, and how long it took."""
+    """When the reading of a source ended, and how long it took.
+
+    The end is on the monotonic clock.
+    """
 
     source: Source
     seconds: float
@@ -30,7 +33,10 @@ class ReadingTime(Struct, frozen=True, kw_only=True):
 
 
 class AllocatorReading(Struct, frozen=True, kw_only=True):
-    """Figures of torch's allocator in one process on one device; a figure is None if unknown."""
+    """Figures of torch's allocator in one process on one device.
+
+    A figure is None if unknown.
+    """
 
     uuid: str
     total_bytes: int | None = None
@@ -208,7 +214,7 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
     def has_silent_core(self) -> bool:
         """Return whether a running engine core's probe is silent while another probe is writing.
 
-        If no probe is writing, the result is False, because the cause may be the probes' folder.
+        If no probe is writing, the cause may be the probes' folder. The result is then False.
         """
         return bool(self.present) and any(process.scheduler for process in self.silent)
 
@@ -241,7 +247,10 @@ class Vendor(Enum):
 
 
 class GpuMemory(Struct, frozen=True, kw_only=True):
-    """The memory of a device, as reported by NVML's memory info (v2 or v1) or by AMD's driver."""
+    """The memory of a device, as reported by NVML or by AMD's driver.
+
+    NVML's memory info is v2 or v1.
+    """
 
     total_bytes: int
     used_bytes: int
@@ -265,11 +274,11 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> int:
-        """Return the GPU's total memory as CUDA reports it. vLLM's budget is a share of this total.
+        """Return the GPU's total memory as CUDA reports it.
 
-        This is NVML's total minus the driver's reserve. For example, one GPU had 95.59 GiB
-        according to NVML and 94.97 GiB according to CUDA (ollama/ollama#18201). If the reserve is
-        unknown, this is NVML's total.
+        The total is the basis of vLLM's budget. This is NVML's total minus the driver's reserve.
+        For example, one GPU had 95.59 GiB in NVML and 94.97 GiB in CUDA (ollama/ollama#18201). If
+        the reserve is unknown, this is NVML's total.
         """
         return self.total_bytes - (self.reserved_bytes or 0)
 
@@ -285,17 +294,21 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
 
 class GpuProcess(Struct, frozen=True, kw_only=True):
-    """A compute process on a GPU; `used_bytes` is None if the driver does not report it."""
+    """A compute process on a GPU.
+
+    `used_bytes` is None if the driver does not report it.
+    """
 
     pid: int
     used_bytes: int | None
 
 
 def find_part(uuid: str) -> str:
-    """Return the short name of the GPU part with this UUID, or "" for a whole GPU.
+    """Return the short name of this GPU part, or "" for a whole GPU.
 
-    The short name is the beginning of a MIG instance's UUID, or "partition" followed by the number
-    of an AMD partition. It distinguishes the parts of a GPU, which all have the same index.
+    The short name of a MIG instance is the beginning of its UUID. For an AMD partition, it is
+    "partition" and the partition's number. It distinguishes the parts of a GPU, which all have the
+    same index.
     """
     part = _PART.fullmatch(uuid)
     if part is None:
@@ -341,7 +354,7 @@ class Device(Struct, frozen=True, kw_only=True):
 
 
 class GpuReading(Device, frozen=True, kw_only=True):
-    """The reading of a whole GPU, a MIG instance or a partition of an AMD card.
+    """The reading of a GPU, a MIG instance or an AMD partition.
 
     A value that the device does not report is None. `index` is NVML's index, and is the same for
     all parts of a GPU. AMD cards are numbered after NVIDIA GPUs.
@@ -420,8 +433,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     def room_bytes(self) -> int | None:
         """Return the memory that is left for the engine, or None if unknown.
 
-        This is the GPU's free memory. If a layer between the engine and the driver sets a limit,
-        the result is at most the unused part of that limit.
+        This is the GPU's free memory. A layer between the engine and the driver may set a limit.
+        The result is then at most the unused part of the limit.
         """
         if self.reading.memory is None:
             return None

@@ -1,4 +1,4 @@
-"""The peak memory of an engine's steps by kind of work, as measured by the probe."""
+"""The peak memory of steps by kind of work, as the probe measures it."""
 
 from msgspec import Struct
 
@@ -59,7 +59,7 @@ def _count(number: int, thing: str) -> str:
 
 
 class WorkPeak(Struct, frozen=True, kw_only=True):
-    """How far a step's peak memory exceeded the memory at rest, with facts about the step."""
+    """A step's peak memory above the memory at rest, with facts about the step."""
 
     transient_bytes: int
     size: int

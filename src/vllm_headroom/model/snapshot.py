@@ -124,7 +124,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Return the failures of all sources that could not be read, and of a silent probe."""
+        """Return the failures of unreadable sources and of a silent probe."""
         probe = self.probe
         if isinstance(probe, ProbeReadings) and not probe.present:
             probe = MUTE_PROBE
@@ -182,7 +182,7 @@ class Values:
         return self._families.get(metric.name, {})
 
     def value(self, metric: Metric, *labels: str) -> float | None:
-        """Return the value of a metric with these labels, or None if there is no such series."""
+        """Return the value of the series with these labels, or None if there is none."""
         return self.find_all(metric).get(labels)
 
     def state(self, metric: Metric, *labels: str) -> str | None:
@@ -199,7 +199,7 @@ class Values:
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """The severity level of one subject, such as a GPU or the engine, and the reason for it."""
+    """The severity level of a subject, such as a GPU, and the reason."""
 
     subject: str
     """The name of what is judged, such as "GPU 0", "engine" or "sidecar"."""

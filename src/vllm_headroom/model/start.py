@@ -112,9 +112,10 @@ class LogEvent(Struct, frozen=True, kw_only=True):
 
 
 class ProcessFigures(Struct, frozen=True, kw_only=True):
-    """What one process of the engine logs about its GPU; a figure is None if it is not logged.
+    """What one process of the engine logs about its GPU.
 
-    Sizes are in bytes, and as precise as the log: vLLM rounds to 0.01 GiB.
+    A figure is None if it is not logged. Sizes are in bytes, and as precise as the log: vLLM rounds
+    to 0.01 GiB.
     """
 
     name: str
@@ -171,7 +172,7 @@ class ProcessFigures(Struct, frozen=True, kw_only=True):
 
 
 class EngineStart(Struct, frozen=True, kw_only=True):
-    """One start of an engine, from its first line to the next start or the end of the log."""
+    """One start of an engine, until the next start or the log's end."""
 
     engine: str
     """The engine: vllm, sglang or tensorrt_llm."""
@@ -227,9 +228,9 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return min(self._list_figures(field), default=None)
 
     def find_option(self, *names: str) -> Scalar:
-        """Return the value of an option with one of these names, as set or as chosen by the engine.
+        """Return an option's value, as set or as chosen by the engine.
 
-        Returns None if the value is unknown.
+        The option has one of these names. Returns None if the value is unknown.
         """
         for options in (self.arguments, self.config):
             for name in names:
@@ -239,7 +240,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
         return None
 
     def find_line(self, field: str) -> int | None:
-        """Return the number of the first line with this figure, or None if no line has it."""
+        """Return the number of the first line with this figure, or None."""
         return min((p.lines[field] for p in self.processes if field in p.lines), default=None)
 
     def _list_figures(self, field: str) -> Iterable[int | float]:
@@ -304,10 +305,10 @@ another engine. vLLM logs its load every 10 s while it is working.
 def find_log_ending(
     reading: LogReading, end_seconds: float, now_seconds: float
 ) -> LogEnding | None:
-    """Return what the log shows about an exit at `end_seconds`, or None if it shows nothing.
+    """Return what the log shows about an exit at `end_seconds`, or None.
 
-    A log that continues until the exit and reports no failure shows that there was none. The result
-    is then an ending without a failure.
+    If the log continues until the exit and reports no failure, there was none. The result is then
+    an ending without a failure.
     """
     # The newest exit in the log is the most likely to match this exit.
     for ending in reversed(reading.endings):

@@ -81,11 +81,12 @@ class StraightGrowth(Struct, frozen=True, kw_only=True):
 
 
 class GpuAtEnd(Device, frozen=True, kw_only=True):
-    """The state of one of the engine's GPUs before a run ended; a field is None if unknown.
+    """The state of a GPU before a run ended.
 
-    `room` is free memory. The fields `first_…` are from the time when the engine started to serve.
-    If that was not observed, they are from the beginning of the record. The fields `last_…` are the
-    highest use and the least room in the last 90 seconds. Peaks between samples are included.
+    A field is None if unknown. `room` is free memory. The fields `first_…` are from the time when
+    the engine started to serve. If that was not observed, they are from the beginning of the
+    record. The fields `last_…` are the highest use and least room in the last 90 seconds. Peaks
+    between samples are included.
     """
 
     total_bytes: int | None = None
@@ -117,12 +118,12 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
 
     @property
     def growth_bytes(self) -> int | None:
-        """Return the growth of the engine's memory since it began to serve, or None if unknown."""
+        """Return the growth of the engine's memory while serving, or None if unknown."""
         return _subtract(self.first_held_bytes, self.last_engine_bytes)
 
     @property
     def recent_growth_bytes(self) -> int | None:
-        """Return the growth of the engine's memory in the last few minutes, or None if unknown."""
+        """Return the engine's growth in the last few minutes, or None if unknown."""
         return _subtract(self.earlier_held_bytes, self.last_engine_bytes)
 
     @property
@@ -134,8 +135,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         """Return what share of the lost room is explained by this growth.
 
         The lost room is `first_room_bytes` minus `last_room_bytes`. The result is 0 if the growth
-        or the loss is unknown, or if nothing was lost. It is above 1 if the growth exceeds the
-        loss.
+        or the loss is unknown. It is also 0 if nothing was lost. It is above 1 if the growth
+        exceeds the loss.
         """
         lost_bytes = _subtract(self.last_room_bytes, self.first_room_bytes)
         if growth_bytes is None or not lost_bytes:
@@ -145,8 +146,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
         """Return the GPU, with its use raised to a peak measured between samples.
 
-        It is unknown which process caused the peak. The GPU is returned unchanged if its use was no
-        higher than in the newest sample, or if a higher peak is already known.
+        It is unknown which process caused the peak. The GPU is returned unchanged if its newest use
+        was at least as high. The same applies if a higher peak is already known.
         """
         if self.usable_bytes is None or self.newest_used_bytes is None:
             return self
@@ -184,7 +185,7 @@ class Lost(Struct, frozen=True, order=True):
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """An exit or a stall, and what happened before it in that run of the engine."""
+    """An exit or a stall, and what happened before in that run."""
 
     kind: IncidentKind
     seconds: float
@@ -256,7 +257,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> float | None:
-        """Return how many requests were running or waiting on the last page, or None if unknown."""
+        """Return the last page's running and waiting requests, or None if unknown."""
         requests = 0.0
         for engine in self.engines:
             if engine.running is None or engine.waiting is None:
@@ -266,7 +267,7 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     @property
     def fullest_gpu(self) -> GpuAtEnd | None:
-        """Return the GPU with the least room, or None if the room of every GPU is unknown."""
+        """Return the GPU with the least room, or None if every room is unknown."""
         gpus = [gpu for gpu in self.gpus if gpu.last_room_bytes is not None]
         return min(gpus, key=lambda gpu: gpu.last_room_bytes or 0, default=None)
 
@@ -327,5 +328,5 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
     @property
     def exit_reason(self) -> ExitReason | None:
-        """Return the reason for an exit since the last tick, or None if there was no exit."""
+        """Return the reason for an exit since the last tick, or None without an exit."""
         return None if self.event is None else self.event.reason
