@@ -294,7 +294,7 @@ def _follow_engine(
 ) -> AttributionState:
     """Return the state, updated with the devices that the engine's processes use now.
 
-    If an earlier engine process is still on a device, the engine is unchanged. Devices that this
+    If an earlier engine process is still on a device, the engine has not changed. Devices that this
     engine has already freed are then kept. An exiting engine frees its devices one by one.
     """
     if isinstance(processes, Failure):

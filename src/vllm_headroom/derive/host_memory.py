@@ -94,7 +94,7 @@ def update_container(
 
     The sources, from the most to the least reliable, are:
 
-    - the cgroup of the engine's processes, or the machine if it has no limit;
+    - the cgroup of the engine's processes, or the machine if the cgroup is unlimited;
     - the cgroup that the probe reads;
     - the sum of the processes' memory and /dev/shm.
 
@@ -189,10 +189,10 @@ def _find_pressure(cgroup: Cgroup | None, machine: MachineMemory | None) -> floa
 def _find_probed_host(
     probe: ProbeReadings | Failure | None,
 ) -> tuple[Cgroup | None, Shm | None]:
-    """Return the container and /dev/shm as the probe reads them, or None each.
+    """Return the container and /dev/shm as the probe reads them.
 
-    All processes of the engine share the container and /dev/shm. The report of one process is
-    therefore sufficient.
+    Each is None if unknown. All processes of the engine share the container and /dev/shm. The
+    report of one process is therefore sufficient.
     """
     if not isinstance(probe, ProbeReadings):
         return None, None

@@ -16,8 +16,8 @@ def derive_kv_cache(
 ) -> tuple[Sample, ...]:
     """Return the KV-cache samples of each engine.
 
-    vLLM does not export the bytes of one token across an engine's GPUs. The size is taken from the
-    first of these sources that is known:
+    vLLM does not export how many bytes one token takes across an engine's GPUs. The size is taken
+    from the first of these sources that is known:
 
     - `bytes_per_token`, which the operator configured;
     - the cache's size according to the probe, divided by its capacity in tokens;

@@ -161,8 +161,8 @@ def find_largest_size(fit: PeakLine, room_bytes: float, limit: int) -> int:
     """
     if fit.predict_upper_bytes(limit) <= room_bytes:
         return limit
-    # The interval is narrowest near the mean. With the size, the upper bound may therefore first
-    # fall and then rise. The size sought is above the size with the lowest upper bound.
+    # The interval is narrowest near the mean. As the size grows, the upper bound may therefore
+    # first fall, then rise. The size sought is above the size with the lowest upper bound.
     fitting_size = 0
     too_large_size = limit
     while too_large_size - fitting_size > 1:

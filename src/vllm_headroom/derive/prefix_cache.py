@@ -42,8 +42,8 @@ def derive_prefix_cache(
 ) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
     """Return, for each engine, hits divided by queries over the last five minutes.
 
-    An engine that received no queries in that time has no sample. For vLLM V0, which exports no
-    counters, the sample is a lifetime average.
+    An engine that received no queries in that time has no sample. For vLLM V0, the sample is the
+    average since the engine started. V0 exports no counters.
     """
     # Counts from an ended run are not compared with those from the next run.
     if snapshot.engine_status is not None and not snapshot.engine_status.is_in_service:

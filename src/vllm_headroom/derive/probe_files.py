@@ -31,9 +31,10 @@ def classify_probe(
 ) -> ProbeReadings | Failure | None:
     """Sort the probe's files, as of `now` in epoch seconds, into present, silent and others.
 
-    While /proc shows engine processes, a file's writer must be one of them. The start times are
-    then equal. Pids are not compared, because they may belong to another PID namespace. While /proc
-    shows none, a file belongs to this run if it is fresh. A failure or None is returned unchanged.
+    While /proc shows engine processes, the start times of writers are compared. A file belongs to
+    this run if a process has the same start time. Pids are not compared, because they may belong to
+    another PID namespace. While /proc shows no engine process, fresh files belong to this run. A
+    failure or None is returned unchanged.
     """
     if files is None or isinstance(files, Failure):
         return files

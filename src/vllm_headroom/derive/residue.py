@@ -91,10 +91,10 @@ def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
 
 
 def _list_residues(snapshot: Snapshot) -> dict[str, int]:
-    """Return the memory held on each GPU after a real release, by UUID.
+    """Return the memory now held on each GPU, by UUID.
 
-    On these GPUs, the sleep released enough. A GPU is also included if it is unknown how much was
-    released there.
+    Only GPUs on which the sleep released enough are included. A GPU is also included if it is
+    unknown how much was released there.
     """
     status = snapshot.engine_status
     bytes_to_wake = {} if status is None else dict(status.wake_bytes)

@@ -338,9 +338,9 @@ def judge_snapshot(
 
     Within each group, the worst situation comes first. There is at least one verdict. `values` has
     the samples of all derivations. `watches` contains how many seconds the detector has watched
-    each memory. GPUs are named by UUID, host memory by role. `excused` contains those whose memory
-    grows as before, without a leak. If the declared `role` shares its GPUs, other processes there
-    cause no warning.
+    each memory. GPUs are named by UUID, host memory by role. `excused` contains the UUIDs and roles
+    that grow as before, without a leak. If the declared `role` shares its GPUs, other processes
+    there cause no warning.
     """
     gpu_verdicts = list(_judge_gpus(snapshot, values, watches, role, excused))
     verdicts = [
@@ -598,8 +598,8 @@ def _find_low_memory(
 ) -> Trouble | None:
     """Return a Trouble if free memory is low.
 
-    Memory is also low if a sleeping engine could not wake up. Returns None if neither applies. The
-    alert fires only if memory is low.
+    Also returns a Trouble if a sleeping engine could not wake up. Returns None if neither applies.
+    The alert fires only if memory is low.
     """
     uuid = labels[1]
     first_free_bytes = 0
@@ -1033,7 +1033,7 @@ def _describe_last_exit(failure: LogFailure) -> str:
 
 
 def _describe_unknown(snapshot: Snapshot, failure: Failure) -> str:
-    """Return what is known about an engine without a page and a known state."""
+    """Return what is known about an engine without a page or a known state."""
     if snapshot.server is not None and snapshot.server.answer is ServerAnswer.HEALTHY:
         return PAGE_ALONE_FAILS
     if failure.reason is Reason.UNAUTHORIZED:

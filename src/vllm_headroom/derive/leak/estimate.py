@@ -347,9 +347,9 @@ def _measure_batches(axis: list[float], values: tuple[float, ...]) -> list[float
 def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon.
 
-    The rate is the mean over the last `horizon_seconds`, or over all known data. If this period is
-    shorter than SHORTEST_MEAN_SECONDS, the recent rate is used. That is the average of the last few
-    minutes.
+    The rate is the mean over the last `horizon_seconds`, or over a shorter known past. If this
+    period is shorter than SHORTEST_MEAN_SECONDS, the recent rate is used. That is the average of
+    the last few minutes.
     """
     recent_rate = track.work.requests_per_second
     longest_blocks = track.history.rings[-1].blocks

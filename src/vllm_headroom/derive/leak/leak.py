@@ -316,8 +316,8 @@ def update_residues(
             continue
         track = tracks.get(uuid)
         if track is None:
-            # The memory kept during sleep can only be measured during a sleep. If a track began
-            # while the engine is awake, it would compare unlike figures. One would be of a sleeping
+            # The memory kept during sleep can only be measured during a sleep. A track that began
+            # while the engine is awake would compare unlike figures. One would be of a sleeping
             # engine, the other of a working one.
             if observation.awake is not False:
                 continue

@@ -88,8 +88,9 @@ def observe(track: Track, observation: Observation) -> Track:
     """Return the track with one more reading.
 
     If the reading ends a block, the growth is judged. The track starts over when another run of the
-    engine begins. It also starts over after a gap of a day. If a reading has no memory, only the
-    clock and the work are updated. A call takes microseconds, or a millisecond if growth is judged.
+    engine begins. It also starts over after a gap of a day. If a reading's memory is unknown, only
+    the clock and the work are updated. A call takes microseconds, or a millisecond if growth is
+    judged.
     """
     clock = track.clock
     elapsed_seconds = observation.seconds - clock.snapshot_seconds

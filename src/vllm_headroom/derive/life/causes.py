@@ -240,8 +240,8 @@ def _fit_kill(end: Ending) -> CauseFit | None:
 def _fit_failed_start(end: Ending) -> CauseFit | None:
     """Judge whether the engine exited before serving because it did not fit into memory.
 
-    Returns None if the engine has served. Also returns None if the fullest GPU had free memory and
-    others held little. The cause is certain if the GPU was full.
+    Returns None if the engine has served. Also returns None if much memory was free and other
+    processes held little. The cause is certain if the GPU was full.
     """
     gpu = end.fullest_gpu
     if end.kind is not IncidentKind.ENDED or end.has_served:
@@ -315,8 +315,8 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
 
     Returns None if the engine stayed within its budget, or if enough memory was left. The cause is
     certain if the GPU was full and later growth was small. Small growth is much less than the
-    excess. It is merely possible if little memory was left. A single allocation may then have
-    needed more.
+    excess. The cause is merely possible if little memory was left. A single allocation may then
+    have needed more.
     """
     gpu = find_over_budget_gpu(end)
     if gpu is None or gpu.excess is None:
@@ -442,8 +442,8 @@ def _fit_leak(end: Ending) -> CauseFit | None:
         return CauseFit(
             _grade(is_sure=is_sure), _describe_straight_growth(gpu, gpu.straight_growth)
         )
-    # Growth in the last minutes is a burst. Growth of other processes is a neighbour's. Neither is
-    # a leak.
+    # Growth in the last minutes is attributed to a burst. Growth of other processes is attributed
+    # to a neighbour. Neither is a leak.
     recent_share = gpu.share_of_lost_room(gpu.recent_growth_bytes)
     other_share = gpu.share_of_lost_room(gpu.other_growth_bytes)
     if max(recent_share, other_share) >= LIKELY_SHARE:
@@ -532,9 +532,9 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     """Judge whether an allocation failed even though no GPU was full.
 
     The cause is certain if the probe saw the failed step just before the end. That step raised an
-    OutOfMemoryError. It is likely if torch counted such an error. It is possible if requests were
-    running and little memory was free. An allocation may then have failed unobserved. Otherwise,
-    returns None.
+    OutOfMemoryError. The cause is likely if torch counted such an error. The cause is possible if
+    requests were running and little memory was free. An allocation may then have failed unobserved.
+    Otherwise, returns None.
     """
     if not end.is_over or not end.has_served:
         return None

@@ -165,9 +165,9 @@ def update_engine(
 ) -> tuple[EngineMemory, Snapshot]:
     """Return what is remembered after this snapshot, and the snapshot with the status added.
 
-    In the returned snapshot, `left_behind` omits processes left behind only recently. They must
-    have been left behind at least LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure
-    for the memory that the engine uses on each GPU.
+    In the returned snapshot, `left_behind` has only lasting leftovers. These processes were left
+    behind at least LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure for the memory
+    that the engine uses on each GPU.
     """
     now = snapshot.monotonic_seconds
     # An exit is described by the earlier record. This sample may be from the next run.
@@ -490,7 +490,7 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
         for slot in (gpu.first, *gpu.slots)
         if oldest_seconds <= slot.newest_seconds < end_begin_seconds
     ]
-    # If a record is younger than that, only its first sample is old enough.
+    # If a record is shorter than END_SECONDS, only its first sample is old enough.
     if not earlier_slots and gpu.first.newest_seconds >= oldest_seconds:
         earlier_slots = [gpu.first]
     return find_most_known(slot.most_held_bytes for slot in earlier_slots)

@@ -122,7 +122,7 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
 
 
 class CpuUse(Struct, frozen=True):
-    """When the API servers last used enough CPU time, and how much by then."""
+    """When the API servers last used enough CPU time, and their total by then."""
 
     cpu_seconds: float
     monotonic_seconds: float
@@ -342,10 +342,10 @@ def _find_age(
 
     Returns None if no work is visible.
 
-    An unanswered request from the daemon also counts as work. It was sent at
+    An unanswered request from the daemon also counts as work. The request was sent at
     `unanswered_since_seconds`. The gauges of a hung core would not show the request. The time
     without progress then begins when the request was sent. If any engine made progress later, the
-    time begins then.
+    time begins with that progress.
     """
     ages = [
         now - engine.moved_seconds

@@ -992,7 +992,7 @@ def _find_server_answer(evidence: Evidence) -> ServerAnswer | None:
 
 
 def _is_canary_unanswered(evidence: Evidence) -> bool:
-    """Return whether a canary request has waited for so long that the engine stalls."""
+    """Return whether a canary request has waited long enough to show a stall."""
     since_seconds = evidence.snapshot.unanswered_since_seconds
     if since_seconds is None:
         return False
