@@ -276,9 +276,9 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
     def usable_bytes(self) -> int:
         """Return the GPU's total memory as CUDA reports it.
 
-        The total is the basis of vLLM's budget. This is NVML's total minus the driver's reserve.
-        For example, one GPU had 95.59 GiB in NVML and 94.97 GiB in CUDA (ollama/ollama#18201). If
-        the reserve is unknown, this is NVML's total.
+        The result is NVML's total minus the driver's reserve. A share of the result is vLLM's
+        budget. For example, one GPU had 95.59 GiB in NVML and 94.97 GiB in CUDA
+        (ollama/ollama#18201). If the reserve is unknown, this is NVML's total.
         """
         return self.total_bytes - (self.reserved_bytes or 0)
 
@@ -307,8 +307,8 @@ def find_part(uuid: str) -> str:
     """Return the short name of this GPU part, or "" for a whole GPU.
 
     The short name of a MIG instance is the beginning of its UUID. For an AMD partition, it is
-    "partition" and the partition's number. It distinguishes the parts of a GPU, which all have the
-    same index.
+    "partition" and the partition's number. The short name distinguishes the parts of a GPU, which
+    all have one index.
     """
     part = _PART.fullmatch(uuid)
     if part is None:

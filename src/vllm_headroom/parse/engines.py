@@ -45,11 +45,11 @@ def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fail
     If no sample's name starts with a prefix of the profile, there are no engines. The result is the
     failure OUT_OF_BOUNDS if building the page would be too expensive.
 
-    A series without a model applies to every model of its engine. A series with neither applies to
-    every engine on the page. A series with only a model applies to engine "0". If no series names a
-    model, the model name is "". For a profile whose pages never name a model, it is the profile's
-    name. An engine may have only settings. In some modes, vLLM exports nothing else until the first
-    request. The settings include the budget.
+    A series without a model applies to every model of its engine. A series without model and engine
+    applies to every engine on the page. A series with only a model applies to engine "0". If no
+    series names a model, the model name is "". For a profile whose pages never name a model, it is
+    the profile's name. An engine may have only settings. In some modes, vLLM exports nothing else
+    until the first request. The settings include the budget.
     """
     samples = tuple(samples)
     prefix = _find_prefix(profile, samples)

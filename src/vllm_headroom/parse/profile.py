@@ -37,8 +37,8 @@ class Fact(Struct, frozen=True):
     are used to compute missing fields:
 
     - `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`.
-    - If `kv_state_block_tokens` is present, the capacity is unknown. Groups of layers then share
-      the blocks.
+    - If `kv_state_block_tokens` is present, this product is not the capacity. Groups of layers then
+      share the blocks.
     - `kv_used_tokens` divided by the capacity is `kv_used_ratio`. If only the ratio is known,
       `kv_used_tokens` divided by the ratio is the capacity.
     """
