@@ -20,7 +20,8 @@ CHUNK_BYTES: Final = 2**20
 def read_file(path: Path, most_bytes: int) -> bytes:
     """Return the content of a file or pipe, up to its first `most_bytes` bytes.
 
-    Raises OSError if the file cannot be read, or if a pipe does not end within WAIT_SECONDS.
+    Raises OSError if the file cannot be read. Also raises OSError if a pipe does not end within
+    WAIT_SECONDS.
     """
     # Opening the file must neither wait for a pipe nor acquire a controlling terminal.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)

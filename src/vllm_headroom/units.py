@@ -1,7 +1,7 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
 A size is a number with a unit of bytes. A number without a unit is in bytes. Such a number must be
-at least 1 MiB, because a smaller one is probably not meant in bytes: `80` may mean 80 GiB.
+at least 1 MiB. A smaller one is probably in another unit: `80` may mean 80 GiB.
 """
 
 import re
@@ -24,9 +24,10 @@ LARGEST_EXACT_BYTES: Final = 2**53
 
 
 def _list_size_units() -> dict[str, int]:
-    """Return the number of bytes in each unit of size; the unit names are in lower case.
+    """Return the number of bytes in each unit of size.
 
-    kB is 1000 bytes, while KiB and Ki are 1024. A bare K is ambiguous and is refused.
+    The unit names are in lower case. kB is 1000 bytes, while KiB and Ki are 1024. A bare K is
+    ambiguous and is refused.
     """
     units = {"": 1, "b": 1}
     for power, prefix in enumerate("kmgtp", start=1):
@@ -72,17 +73,18 @@ class RefusedError(ValueError):
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as `8MiB` into bytes; a number without a unit is in bytes.
+    """Parse a size such as `8MiB` into bytes.
 
-    Raises RefusedError if the unit is ambiguous, or if a number without a unit is less than 1 MiB.
-    Raises a plain ValueError for anything else that is not a size.
+    A number without a unit is in bytes. Raises RefusedError if the unit is ambiguous. Also raises
+    it for a number below 1 MiB without a unit. Raises a plain ValueError for anything else that is
+    not a size.
     """
     size = SIZE.fullmatch(text)
     if size is None:
         raise ValueError
     number = size[1]
     unit = size[2].lower()
-    # "8G" may mean 8 times 10 to the power of 9, or 8 times 2 to the power of 30.
+    # "8G" may mean 8 * 10**9 or 8 * 2**30.
     if AMBIGUOUS_UNIT.fullmatch(size[2]):
         prefix = size[2][0].upper()
         raise RefusedError(f"{size[2]} has two meanings: {number}{prefix}iB or {number}{prefix}B?")
@@ -128,7 +130,10 @@ def parse_duration(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """Parse a share such as `5%` or `0.05` into a ratio; raise ValueError for anything else."""
+    """Parse a share such as `5%` or `0.05` into a ratio.
+
+    Raises ValueError for anything else.
+    """
     share = SHARE.fullmatch(text.strip())
     if share is None:
         raise ValueError
@@ -153,8 +158,8 @@ def format_gib(n_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in its two largest units, such as "2 d 3 h", rounded to seconds."""
-    # The seconds are rounded first, so that 59.7 s becomes "1 min 0 s" and not "60 s".
+    """Format a duration, rounded to seconds, in its two largest units: "2 d 3 h"."""
+    # The seconds are rounded first. Otherwise, 59.7 s would become "60 s" and not "1 min 0 s".
     days, seconds_of_day = divmod(round(abs(seconds)), round(DAY_SECONDS))
     hours, seconds_of_hour = divmod(seconds_of_day, round(HOUR_SECONDS))
     minutes, seconds_of_minute = divmod(seconds_of_hour, 60)
@@ -179,8 +184,8 @@ def format_instant(seconds: float) -> str:
 def to_datetime(seconds: float) -> datetime:
     """Return seconds since the epoch as a date and time in UTC.
 
-    If the time is out of range, for example from a wrong clock, the nearest possible date is
-    returned.
+    If the time is out of range, the nearest possible date is returned. A wrong clock can cause
+    this.
     """
     try:
         return datetime.fromtimestamp(seconds, UTC)

@@ -137,7 +137,10 @@ available for half a minute or indefinitely.
 
 
 class EngineKind(StrEnum):
-    """What a daemon does with an engine on its machine; the values of the label `kind`."""
+    """What a daemon does with an engine on its machine.
+
+    The values are those of the label `kind`.
+    """
 
     WATCHED = "watched"
     OWN_SIDECAR = "own_sidecar"
@@ -167,7 +170,10 @@ class EngineState(StrEnum):
 
 
 class ExitReason(StrEnum):
-    """The cause of an engine's exit, as far as known; the values of the label `reason`."""
+    """The known cause of an engine's exit.
+
+    The values are those of the label `reason`.
+    """
 
     REPLACED = "replaced"
     GONE = "gone"
@@ -232,7 +238,7 @@ class EndCause(StrEnum):
 class Sureness(StrEnum):
     """How certain a cause is.
 
-    How certain a cause is: "nothing else fits", "it fits best" or "it cannot be excluded".
+    The values mean "nothing else fits", "it fits best" and "it cannot be excluded".
     """
 
     SURE = "sure"
@@ -316,7 +322,10 @@ class Level(StrEnum):
 
 
 class Situation(StrEnum):
-    """The situation of the engine and its GPUs, worst first; `action` is what to do first."""
+    """The situation of the engine and its GPUs, worst first.
+
+    `action` is what to do first.
+    """
 
     action: str
 

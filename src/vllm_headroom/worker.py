@@ -47,9 +47,10 @@ class Caller(Protocol[T]):
 class Worker(Generic[T]):
     """Runs blocking calls, one after another, on its own daemon thread.
 
-    asyncio's executor is not used, because the process cannot exit until the executor's calls have
-    returned. A call into a hung driver never returns. In a measurement, a call hung for 6 s: the
-    loop exited after 6.1 s with asyncio.to_thread, and after 0.6 s with a daemon thread.
+    The executor of asyncio is not used. The process cannot exit until the executor's calls have
+    returned. A call into a hung driver never returns. In a measurement, a call hung for 6 s. The
+    loop exited after 6.1 s with asyncio.to_thread. With a daemon thread, the loop exited after
+    0.6 s.
     """
 
     def __init__(self, name: str) -> None:
@@ -69,8 +70,9 @@ class Worker(Generic[T]):
         TimeoutError, so that calls do not pile up. Raises OSError (EAGAIN) if no thread can be
         started; the next call tries again.
         """
-        # The value is read only once, because the thread may change it in the meantime. If the
-        # future is done although its call is still running, the call was cancelled and is hanging.
+        # The value is read only once, because the thread may change it in the meantime. The future
+        # may be done although its call is still running. The call was then cancelled and is
+        # hanging.
         running = self._running.future
         if running is not None and running.done():
             raise TimeoutError
@@ -94,9 +96,10 @@ class Worker(Generic[T]):
     async def attempt(
         self, function: Callable[[], T], timeout_seconds: float
     ) -> tuple[T | None, str | None]:
-        """Run a file operation on the thread; return its result and None, or None and the problem.
+        """Run a file operation on the thread.
 
-        A timeout, an OSError and a ValueError are returned as problems. Any other error is raised.
+        Returns the result and None, or None and the problem. A timeout, an OSError and a ValueError
+        are returned as problems. Any other error is raised.
         """
         try:
             return await self.call(function, timeout_seconds), None
@@ -126,9 +129,9 @@ class Worker(Generic[T]):
 class SharedThread:
     """Makes the calls of several callers, one after another, on one daemon thread.
 
-    While a call is stuck, the calls of the other callers are made on another thread. If each caller
-    had a thread, the threads and the event loop would compete for Python's lock at every system
-    call. With 16 callers that read /proc, this took a third of the process's CPU time (measured).
+    While a call is stuck, other callers' calls are made on another thread. With a thread for each
+    caller, all threads would compete for Python's lock. The event loop would compete too. With 16
+    callers reading /proc, this took a third of the CPU time (measured).
     """
 
     def __init__(self, name: str) -> None:
@@ -143,11 +146,14 @@ class SharedThread:
         """Make a call after those that are waiting."""
         self._jobs.append(job)
         if self._making is None or self._making.done():
-            # The calls that others begin in this turn of the event loop are made in one go.
+            # Calls begun in this turn of the event loop are made in one go.
             self._making = asyncio.create_task(self._make_calls())
 
     async def _make_calls(self) -> None:
-        """Make the calls until none is waiting; if a thread is stuck, continue on a new one."""
+        """Make the calls until none is waiting.
+
+        If a thread is stuck, continues on a new one.
+        """
         while self._jobs:
             outcomes: list[_Outcome] = []
             is_replaced = threading.Event()
@@ -201,7 +207,7 @@ class SharedCaller(Generic[T]):
 def _run_shared_jobs(
     jobs: "deque[_SharedJob]", outcomes: "list[_Outcome]", is_replaced: threading.Event
 ) -> None:
-    """Make the calls that are waiting until none is left, and add their outcomes to `outcomes`.
+    """Make calls until none is waiting, and add their outcomes to `outcomes`.
 
     Runs as a call on the thread. Makes no further call once the thread has been replaced.
     """
@@ -215,7 +221,7 @@ def _run_shared_jobs(
         running.future = future
         outcome = capture_outcome(function)
         running.future = None
-        # The event loop is woken only once for all calls, because waking it costs more than a call.
+        # The event loop is woken only once for all calls. Waking it costs more than a call.
         outcomes.append((future, outcome))
 
 
@@ -239,15 +245,18 @@ def _run_jobs(jobs: "SimpleQueue[_Job[T] | None]", running: "_Running[T]") -> No
             return
         function, future = job
         _run_job(function, future, running)
-        # Without this, the last call's result, such as a page of 16 MiB, would stay in memory until
-        # the next call.
+        # Without this, the last call's result would stay in memory until the next call. The result
+        # may be a page of 16 MiB.
         del job, function, future
 
 
 def _run_job(
     function: Callable[[], T], future: "asyncio.Future[T]", running: "_Running[T]"
 ) -> None:
-    """Make one call and pass its outcome to the loop; drop the call if it has been cancelled."""
+    """Make one call and pass its outcome to the loop.
+
+    A call that has been cancelled is dropped.
+    """
     if future.cancelled():
         return
     running.future = future

@@ -27,7 +27,10 @@ class AliasRefuser(yaml.parser.Parser, yaml.composer.Composer):
     """Refuses aliases, because a few nested ones can expand 400 bytes to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node, or None after the last one; raise an error for an alias."""
+        """Return the next node, or None after the last one.
+
+        Raises an error for an alias.
+        """
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(
@@ -41,11 +44,14 @@ class PlainLoader(AliasRefuser, yaml.SafeLoader):
 
 
 class TextLoader(AliasRefuser, yaml.BaseLoader):
-    """Keeps all values except null as text: `yes` is not read as true, nor `1:30` as 90."""
+    """Keeps all values except null as text.
+
+    `yes` is not read as true, nor `1:30` as 90.
+    """
 
 
-# PyYAML's pattern for null. The patterns are listed by the first character of a value, and `~`
-# always means null.
+# PyYAML's pattern for null. The patterns are listed by the first character of a value. `~` always
+# means null.
 NULL_PATTERN: Final = next(
     pattern for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers["~"] if tag == NULL_TAG
 )
@@ -77,7 +83,8 @@ class NotYamlError(ValueError):
 def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
     """Read a YAML file as described in `parse_yaml`.
 
-    Raises OSError if the file cannot be read or is too large, and NotYamlError if it is not valid.
+    Raises OSError if the file cannot be read or is too large. Raises NotYamlError if it is not
+    valid.
     """
     content = read_file(path, MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -90,13 +97,15 @@ def read_yaml(path: Path, *, as_text: bool = False) -> YamlDocument:
 def parse_yaml(content: bytes, *, as_text: bool = False) -> YamlDocument:
     """Parse YAML in UTF-8; with `as_text`, every value except null remains text.
 
-    Raises NotYamlError for text that is not YAML in UTF-8, contains an alias, or is nested too
-    deeply.
+    Raises NotYamlError in three cases:
+
+    - The text is not YAML in UTF-8.
+    - The text contains an alias.
+    - The text is nested too deeply.
     """
     loader_class = TextLoader if as_text else PlainLoader
     try:
-        # Repeated keys can only be found in the nodes, because the document no longer contains
-        # them.
+        # Repeated keys can only be found in the nodes. The document no longer contains them.
         loader = loader_class(content.decode())
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)

@@ -63,8 +63,8 @@ class TooManyError(Exception):
 def list_newest(folder: Path) -> dict[str, FileVersion]:
     """Return the versions of the newest MAX_FILES probe files, keyed by name, newest first.
 
-    The result is empty if there are no probe files. Raises OSError if the folder cannot be listed,
-    and TooManyError if it has more than MAX_ENTRIES entries of any name.
+    The result is empty if there are no probe files. Raises OSError if the folder cannot be listed.
+    Raises TooManyError if it has more than MAX_ENTRIES entries of any name.
     """
     versions: list[tuple[FileVersion, str]] = []
     with os.scandir(folder) as entries:
@@ -83,8 +83,10 @@ def list_newest(folder: Path) -> dict[str, FileVersion]:
 def read_regular_file(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> bytes | None:
     """Return a file's content.
 
-    Returns None if the file is gone, unreadable or too large, or if it was replaced by a link, pipe
-    or device.
+    Returns None in two cases:
+
+    - The file is gone, unreadable or too large.
+    - The file was replaced by a link, pipe or device.
     """
     # The engine's container may replace the file at any time. Therefore, links are not followed,
     # and opening a pipe does not block.
@@ -108,8 +110,9 @@ def read_regular_file(folder: Path, name: str, max_bytes: int = MAX_FILE_BYTES) 
 class ProbeReader:
     """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a hung volume affects only this source.
 
-    The engine's container can write to the folder. The content is therefore limited in size,
-    validated, and trusted only for the engine's own memory. Files from an earlier boot are ignored.
+    The engine's container can write to the folder. The content is therefore limited in size and
+    validated. It is trusted only for the engine's own memory. Files from an earlier boot are
+    ignored.
     """
 
     def __init__(
@@ -126,8 +129,8 @@ class ProbeReader:
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
         """Return the newest record of each process, running or exited; never raise.
 
-        The result is a Failure if the folder cannot be read in time or has no usable file.
-        Otherwise, it contains at least one record.
+        The result is a Failure if the folder cannot be read in time. It is also a Failure if there
+        is no usable file. Otherwise, it contains at least one record.
         """
         try:
             return await self._worker.call(self._read, timeout_seconds)
@@ -171,7 +174,7 @@ class ProbeReader:
     def _list_processes(self) -> tuple[ProbedProcess, ...]:
         """Return the processes in the usable files, without those from an earlier boot.
 
-        If the boot ID of a file or of the machine is unknown, the file's process is included.
+        If a file's or the machine's boot ID is unknown, the file's process is included.
         """
         processes = []
         for file in self._files.values():
@@ -183,7 +186,7 @@ class ProbeReader:
         return tuple(processes)
 
     def _explain_no_process(self) -> Failure:
-        """Return why the folder has no usable file: a file is malformed, or there are no files."""
+        """Return why the folder has no usable file: files are malformed or missing."""
         # Reporting a malformed file is more helpful than reporting that there is no file.
         for name, file in self._files.items():
             if isinstance(file.parsed, str):

@@ -137,16 +137,19 @@ YEAR_10000: Final = 253_402_300_800
 
 
 def encode_line(record: dict[str, Any]) -> bytes:
-    """Return a record as a line of JSON; raise ValueError for a number that is not finite."""
+    """Return a record as a line of JSON.
+
+    Raises ValueError for a number that is not finite.
+    """
     return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def build_record(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot's record for a trace.
 
-    The record contains the engine's GPUs, the engines on the page, their processes, the configured
-    pools and the host memory. If the source of the GPUs, engines or processes failed, their entry
-    is None.
+    The record contains the engine's GPUs, the engines on the page, and their processes. It also
+    contains the configured pools and the host memory. If the source of the GPUs, engines or
+    processes failed, their entry is None.
     """
     record: dict[str, Any] = {
         "t": round(snapshot.time_seconds, 3),

@@ -1,4 +1,4 @@
-"""The flight record on disk: a trace of the last few hours, and one file per incident."""
+"""The flight record on disk: a trace of recent hours, and incident files."""
 
 import json
 import os
@@ -80,9 +80,10 @@ def locate_incident(folder: Path, seconds: float) -> Path:
 
 
 def list_incidents(folder: Path) -> list[Path]:
-    """Return the incident files in a folder, newest last; raise OSError if it cannot be read.
+    """Return the incident files in a folder, newest last.
 
-    Files with other names, pipes and devices are left out.
+    Files with other names, pipes and devices are left out. Raises OSError if the folder cannot be
+    read.
     """
     incidents = [file for file in folder.glob("*.jsonl") if parse_start(file) is not None]
     return sorted(file for file in incidents if file.is_file())
@@ -107,7 +108,10 @@ def _is_time(value: object) -> bool:
 
 
 def parse_start(file: Path) -> float | None:
-    """Return the time of an incident from its file name, or None for any other name."""
+    """Return the time of an incident from its file name.
+
+    Returns None for any other name.
+    """
     try:
         return datetime.strptime(file.name, INCIDENT_NAME).replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -115,7 +119,10 @@ def parse_start(file: Path) -> float | None:
 
 
 def parse_incident_facts(first_line: bytes) -> dict[str, Any] | None:
-    """Return the facts in the first line of an incident's file, or None for any other line."""
+    """Return the facts in the first line of an incident's file.
+
+    Returns None for any other line.
+    """
     try:
         header = json.loads(first_line)
         facts = header.get(INCIDENT_KEY) if isinstance(header, dict) else None
@@ -136,7 +143,7 @@ def append_to_record(folder: Path, line: bytes) -> None:
     file = folder / FLIGHT
     if file.is_symlink():  # A link in the daemon's folder indicates an attack.
         raise ValueError(NOT_A_TRACE)
-    # The share is computed each time, because a volume can be resized while the daemon is running.
+    # The share is computed each time. A volume can be resized while the daemon is running.
     max_bytes = int(find_size_share(folder) * FLIGHT_BYTES)
     try:
         append(file, line, max_bytes)
@@ -149,12 +156,12 @@ def append_to_record(folder: Path, line: bytes) -> None:
 def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
     """Write or replace the incident file for a time, atomically, from the current record.
 
-    At least half of the file's maximum size is reserved for samples; if they need more space, the
-    oldest are left out. If the folder then has too many incidents, one is deleted. Raises OSError
-    if reading or writing fails.
+    At least half of the file's maximum size is reserved for samples. If the samples need more
+    space, the oldest are left out. If the folder then has too many incidents, one is deleted.
+    Raises OSError if reading or writing fails.
     """
     max_bytes = int(find_size_share(folder) * INCIDENT_BYTES)
-    # The facts get at most half of the size, so that they never displace all samples.
+    # The facts get at most half of the size. They then never displace all samples.
     header = _build_header(facts, max_bytes // 2)
     samples_bytes = max(max_bytes // 2, max_bytes - len(header))
     # The samples also get any space left over by a short header.
@@ -184,10 +191,10 @@ def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
 
 
 def find_size_share(folder: Path) -> float:
-    """Return the share of the usual file sizes that fits on a folder's volume; at most 1.
+    """Return the share of the usual file sizes that fits on a folder's volume.
 
-    Half of a small volume is left for the state files. Raises OSError if the volume cannot be
-    examined.
+    The share is at most 1. Half of a small volume is left for the state files. Raises OSError if
+    the volume cannot be examined.
     """
     volume = os.statvfs(folder)
     return min(1.0, volume.f_blocks * volume.f_frsize / ROOMY_BYTES)
@@ -252,7 +259,10 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
 
 
 def _parse_sample_time(line: bytes) -> float | None:
-    """Return the time of a sample, or None if the line is incomplete or not a sample."""
+    """Return the time of a sample.
+
+    Returns None if the line is incomplete or not a sample.
+    """
     match = _SAMPLE_TIME.match(line)
     if match is None or not line.endswith(b"\n"):
         return None

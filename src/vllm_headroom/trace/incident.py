@@ -1,4 +1,4 @@
-"""Build and read an incident's header, which holds the facts that its samples do not show."""
+"""Build and read an incident's header: the facts that its samples do not show."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, get_args, get_origin
@@ -128,7 +128,10 @@ class Xid(Struct, frozen=True, kw_only=True):
 
 
 class Oom(Struct, frozen=True, kw_only=True):
-    """An OutOfMemoryError raised by torch and recorded by the probe; a size is None if unknown."""
+    """An OutOfMemoryError raised by torch and recorded by the probe.
+
+    A size is None if it is unknown.
+    """
 
     t: EpochSeconds | None = None
     uuid: str | None = None
@@ -141,7 +144,7 @@ class Oom(Struct, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         """Return a sentence that describes the error."""
-        # A process that runs out of memory on startup may not know its GPU's UUID yet.
+        # A process that runs out of memory on startup may lack its GPU's UUID.
         place = "" if self.uuid is None else f" on {self.uuid}"
         sentence = (
             f"torch raised OutOfMemoryError{place}: "
@@ -169,7 +172,7 @@ class HeldLine(Struct, frozen=True, kw_only=True):
     """When the oldest block was allocated, or None if the history no longer showed it."""
 
     def describe(self) -> str:
-        """Return a phrase that names the line of code, its memory, and the age of that memory."""
+        """Return a phrase that names the line of code, its memory and the memory's age."""
         place = "allocated before the history began"
         if self.file is not None:
             place = f"{self.file}:{self.line or 0}"
@@ -218,7 +221,7 @@ def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
 class Incident(EngineEvent, frozen=True, kw_only=True):
     """An incident: its decisive event, its cause, and the facts from before the event.
 
-    The fields define the schema of the header. Other versions may write more or fewer fields, so a
+    The fields define the schema of the header. Other versions may write more or fewer fields. A
     field that is missing or has a different type gets its default.
     """
 
@@ -317,7 +320,7 @@ def drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
 
 
 def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schema, and a value of it
-    """Return the part of a value that fits its type, or None if no part fits."""
+    """Return the part of a value that fits its type, or None."""
     if isinstance(kind, type) and issubclass(kind, Struct):
         return _fit_struct(value, kind)
     inner_kinds = get_args(kind)
@@ -333,9 +336,11 @@ def _fit(value: object, kind: Any) -> Any:  # noqa: ANN401 - a type of the schem
 
 
 def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a value of the kind
-    """Return a struct with the fields that fit, or None if a required field does not fit."""
-    # A value that is not an object is treated as an empty object, so that all fields get their
-    # defaults.
+    """Return a struct with the fields that fit.
+
+    Returns None if a required field does not fit.
+    """
+    # A value that is not an object becomes empty, so all fields get defaults.
     document = value if isinstance(value, Mapping) else {}
     fields = {}
     for column in msgspec.structs.fields(kind):
@@ -350,7 +355,10 @@ def _fit_struct(value: object, kind: type[Struct]) -> Any:  # noqa: ANN401 - a v
 
 
 def _fit_items(value: object, kind: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a type of the schema
-    """Return the items of a list that fit, or an empty tuple for any other value."""
+    """Return the items of a list that fit.
+
+    The tuple is empty for any other value.
+    """
     if not isinstance(value, list):
         return ()
     fitting_items = (_fit(item, kind) for item in value)
@@ -373,8 +381,8 @@ def format_amount(n_bytes: int | None) -> str:
 def add_evidence(end: Ending, incident: Incident) -> Ending:
     """Add to an ending those facts about its incident that the samples do not show.
 
-    These facts are peaks between samples, leak verdicts, XIDs, failed allocations, and GPUs that
-    could not be read.
+    These facts are peaks between samples, leak verdicts, XIDs and failed allocations. They also
+    name the GPUs that could not be read.
     """
     # The daemon observed the stall from the beginning, but the samples may begin later.
     hung_seconds = end.hung_seconds
@@ -397,7 +405,7 @@ def add_evidence(end: Ending, incident: Incident) -> Ending:
 
 
 def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None:
-    """Return the step that ran out of GPU memory near the exit, or None if it is unknown."""
+    """Return the step that ran out of GPU memory near the exit, or None."""
     for oom in reversed(ooms):
         if oom.t is not None and oom.step is not None:
             seconds_before = end_seconds - oom.t
@@ -407,7 +415,10 @@ def _describe_failed_step(ooms: Sequence[Oom], end_seconds: float) -> str | None
 
 
 def _describe_highest_peak(context: LastInService) -> str | None:
-    """Return the highest peak of the last minute in service, or None if no peak was measured."""
+    """Return the highest peak of the last minute in service.
+
+    Returns None if no peak was measured.
+    """
     peaks = [
         (work.recent, work.work)
         for process in context.probe
@@ -423,7 +434,10 @@ def _describe_highest_peak(context: LastInService) -> str | None:
 
 
 def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
-    """Add to a GPU its peak after the last sample, and the leak verdict if it is more certain."""
+    """Add to a GPU its peak after the last sample.
+
+    The leak verdict is added if it is more certain.
+    """
     peak_begin_seconds = gpu.newest_seconds - PEAK_BEFORE_SECONDS
     late_bytes = [
         used_bytes

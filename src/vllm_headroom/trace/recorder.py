@@ -21,7 +21,10 @@ delayed by this time, but later ticks are not.
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder if it is missing; raise OSError if that fails or if the path is a link."""
+    """Create a folder if it is missing.
+
+    Raises OSError if that fails or if the path is a link.
+    """
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "a link is in the place of the folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,8 +42,8 @@ def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None
     try:
         with unfinished.open("xb") as stream:
             stream.writelines(content)
-            # The file is flushed before it is renamed, because otherwise a machine crash could
-            # leave an empty file.
+            # The file is flushed before it is renamed. Otherwise, a machine crash could leave an
+            # empty file.
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.replace(file)
@@ -100,9 +103,9 @@ class Recorder:
 def append(file: Path, line: bytes, max_bytes: int) -> None:
     """Append a line to a trace; if the file is new, write the header first.
 
-    If the line would make the file larger than `max_bytes`, the file is first renamed with the
-    suffix `.1`. The file is opened for each line, because it may be moved or deleted at any time.
-    Raises OSError if writing fails, and ValueError if the file is not a trace.
+    If the file would exceed `max_bytes`, it is first renamed with the suffix `.1`. The file is
+    opened for each line. It may be moved or deleted at any time. Raises OSError if writing fails,
+    and ValueError if the file is not a trace.
     """
     with file.open("a+b") as stream:
         size_bytes = _cut_incomplete_line(stream)
@@ -117,9 +120,10 @@ def append(file: Path, line: bytes, max_bytes: int) -> None:
 
 
 def _cut_incomplete_line(stream: BinaryIO) -> int:
-    """Cut off an incomplete last line, and return the size of the trace (0 for a new trace).
+    """Cut off an incomplete last line, and return the trace's size.
 
-    A crash may have interrupted a write. Raises ValueError if the file is not a trace.
+    The size is 0 for a new trace. A crash may have interrupted a write. Raises ValueError if the
+    file is not a trace.
     """
     size_bytes = stream.seek(0, os.SEEK_END)
     if size_bytes == 0:

@@ -49,12 +49,12 @@ _RECEIVE_BYTES: Final = 2**16
 
 
 def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
-    """Return how many seconds each request to these ports has been waiting, or None if unknown.
+    """Return how many seconds each request to these ports has been waiting.
 
     A request is waiting if its connection has received data since it last sent data. An idle
-    keep-alive connection has sent the response since then, so it has no waiting request. Only
-    connections in this process's network namespace are listed. Returns None if the kernel does not
-    list connections.
+    keep-alive connection has sent the response since then. It therefore has no waiting request.
+    Only connections in this process's network namespace are listed. Returns None if the kernel does
+    not list connections.
     """
     waits = _read_waits(ports)
     return None if waits is None else tuple(seconds for _, seconds in waits)
@@ -72,7 +72,7 @@ def list_waits_by_port() -> Mapping[int, tuple[float, ...]] | None:
 
 
 def _read_waits(ports: Collection[int]) -> list[tuple[int, float]] | None:
-    """Return the port of each waiting request and its wait in seconds, or None if unknown."""
+    """Return each waiting request's port and wait in seconds, or None if unknown."""
     waits: list[tuple[int, float]] = []
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
@@ -85,7 +85,10 @@ def _read_waits(ports: Collection[int]) -> list[tuple[int, float]] | None:
 
 
 def find_slow_wait(waits_seconds: Collection[float]) -> float | None:
-    """Return how many seconds the newest slow request has been waiting, or None if none is slow."""
+    """Return the wait of the newest slow request in seconds.
+
+    Returns None if no request is slow.
+    """
     return min((wait for wait in waits_seconds if wait >= SLOW_REQUEST_SECONDS), default=None)
 
 
@@ -124,9 +127,9 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[tuple
                 if attribute != _INET_DIAG_INFO:
                     continue
                 sent_ago, received_ago, acked_bytes, received_bytes = _TCP_INFO.unpack_from(content)
-                # If the two times are equal, as at the start of a connection, they do not show
-                # which came first. In that case, a request is waiting if the connection has
-                # received data but has not sent any.
+                # The two times may be equal, as at the start of a connection. They then do not show
+                # which came first. In that case, a connection that has only received data has a
+                # waiting request.
                 has_only_received = received_bytes > 0 and acked_bytes == 0
                 is_waiting = received_ago < sent_ago
                 if is_waiting or (received_ago == sent_ago and has_only_received):

@@ -88,7 +88,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def role(self) -> Role | None:
-        """Return the process's role in an engine, from its command line, or None if it has none.
+        """Return the process's role in an engine, or None if it has none.
 
         The result is cached, because every process is checked whenever any process changes.
         """
@@ -121,8 +121,8 @@ class ProcUsage(Struct, frozen=True, kw_only=True):
 def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
     """Return a file's content, or its first `max_bytes`.
 
-    Python's buffers are not used, because they cost time and a host may have 10,000 processes.
-    Raises OSError if the file cannot be read.
+    Python's buffers are not used, because they cost time. A host may have 10,000 processes. Raises
+    OSError if the file cannot be read.
     """
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -136,8 +136,8 @@ def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
 def split_kernel_lines(text: str) -> list[str]:
     """Return the lines of a file written by the kernel, without the trailing line feeds.
 
-    `str.splitlines` is not used, because it also splits at characters such as U+2028 or a vertical
-    tab. A mount point's name may contain these characters.
+    `str.splitlines` is not used. It also splits at characters such as U+2028 or a vertical tab. A
+    mount point's name may contain these characters.
     """
     lines = text.split("\n")
     if not lines[-1]:
@@ -199,14 +199,15 @@ def read_entry(
 
     `previous` is the last result for this pid. It is returned again if neither the process nor its
     command line can have changed. Also returns None if the process cannot be read for another
-    reason. However, raises OSError if the daemon lacks a resource, or if the process belongs to the
-    engine (`is_engine`). In these cases, the process may still be running.
+    reason. However, a failure raises OSError if the daemon lacks a resource. For a process of the
+    engine (`is_engine`), any such failure raises OSError. In these cases, the process may still be
+    running.
     """
     try:
         stat = _read_stat(proc, pid)
         if stat.state == ZOMBIE_STATE:
             return None
-        # This is the fast path: the command line is read again only if it may have changed.
+        # This is the fast path. The command line is read again only if it may have changed.
         if previous is not None and _is_unchanged(stat.process, previous):
             return previous
         arguments = _split_arguments(read_start(f"{proc}/{pid}/cmdline"))
@@ -222,15 +223,16 @@ def _is_unchanged(process: ProcEntry, previous: ProcEntry) -> bool:
         return False
     if process.family != previous.family:
         return False
-    # A process without a command line is either a kernel thread or was in exec when it was read.
+    # A process without a command line is a kernel thread or was in exec.
     was_in_exec = previous.command == (previous.name,) and previous.parent_pid != KTHREADD_PID
     return not was_in_exec and not previous.name.startswith(_TITLED_PREFIXES)
 
 
 def read_state(proc: Path, pid: int) -> str | None:
-    """Return the letter of the process's state (see proc(5)), or None if it no longer exists.
+    """Return the letter of the process's state (see proc(5)).
 
-    The result is empty if the stat file cannot be read for another reason.
+    The result is empty if the stat file cannot be read for another reason. Returns None if the
+    process no longer exists.
     """
     try:
         return _read_stat(proc, pid).state
@@ -241,7 +243,10 @@ def read_state(proc: Path, pid: int) -> str | None:
 
 
 def read_command(proc: Path, pid: int) -> CommandLine:
-    """Return the process's entire command line, or () if it cannot be read, as after an exit."""
+    """Return the process's entire command line.
+
+    Returns () if it cannot be read, as after an exit.
+    """
     try:
         return _split_arguments(read_content(f"{proc}/{pid}/cmdline"))
     except OSError:
@@ -249,9 +254,10 @@ def read_command(proc: Path, pid: int) -> CommandLine:
 
 
 def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
-    """Return the resources that a process uses, or None if it has exited or its pid was reused.
+    """Return the resources that a process uses.
 
-    Raises OSError if it is unknown whether the process still exists.
+    Returns None if the process has exited or its pid was reused. Raises OSError if it is unknown
+    whether the process still exists.
     """
     try:
         memory_pages = read_start(f"{proc}/{process.pid}/statm").split()
@@ -271,8 +277,8 @@ def read_usage(proc: Path, process: ProcEntry) -> ProcUsage | None:
 def _read_stat(proc: Path, pid: int) -> ProcStat:
     """Read a process's stat file (see proc(5)).
 
-    Raises OSError if the file cannot be read. Raises ValueError if the file is incomplete or has a
-    number that the kernel does not write.
+    Raises OSError if the file cannot be read. Raises ValueError if the file is incomplete or has an
+    unexpected number.
     """
     text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     # The name is enclosed in parentheses and may contain any byte, even parentheses.
@@ -302,7 +308,7 @@ def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
     """Raise `error` if it leaves open whether the process has exited; otherwise do nothing.
 
     This applies to a shortage of the daemon's own resources. For a process of the engine, it also
-    applies to every OSError, unless the error means that the process no longer exists.
+    applies to every OSError. The exception is an error for a process that no longer exists.
     """
     if not isinstance(error, OSError):
         return
@@ -312,7 +318,7 @@ def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
 
 
 def _split_arguments(arguments: bytes) -> CommandLine:
-    """Return the arguments in the content of a cmdline file, or () if the file is empty."""
+    """Return the arguments in a cmdline file's content, or () if it is empty."""
     text = arguments.rstrip(b"\0").decode(errors="replace")
     return tuple(text.split("\0")) if text else ()
 

@@ -86,16 +86,20 @@ def _read_lines(path: Path) -> list[str]:
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a process's cgroup.
 
-    The values are those of the cgroup with the lowest limit, which may be the process's own cgroup
-    or an ancestor of it. A limit that is not below the machine's memory is ignored. Returns None if
-    the cgroup is not visible, does not list the process, or cannot be read.
+    The values are those of the cgroup with the lowest limit. It may be the process's own cgroup or
+    an ancestor. A limit that is not below the machine's memory is ignored. Returns None in three
+    cases:
+
+    - The cgroup is not visible.
+    - The cgroup does not list the process.
+    - The cgroup cannot be read.
     """
     try:
         membership = read_content(proc / str(pid) / "cgroup").decode(errors="replace")
         cgroup = _find_listing_folder(_list_folders(proc, membership), pid)
         if cgroup is None:
             # The mounts may have changed since they were read. Only this call bypasses the cache. A
-            # process with a hidden cgroup gets here on each tick, and must not clear the mounts
+            # process with a hidden cgroup gets here on each tick. It must not clear the mounts
             # cached for other processes.
             cgroup = _find_listing_folder(_list_folders.__wrapped__(proc, membership), pid)
         return None if cgroup is None else _read_memory(cgroup, machine_bytes)
@@ -106,8 +110,8 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
 def _find_listing_folder(folders: Iterable[CgroupFolder], pid: int) -> CgroupFolder | None:
     """Return the first of the folders that has memory files and lists the process.
 
-    In a sidecar, another cgroup may have the same path, so the path alone proves nothing. Returns
-    None if no folder lists the process.
+    In a sidecar, another cgroup may have the same path. The path alone therefore proves nothing.
+    Returns None if no folder lists the process.
     """
     for cgroup in folders:
         pids = _read(cgroup.path / "cgroup.procs").split()
@@ -133,8 +137,7 @@ def _list_folders(proc: Path, membership: str) -> tuple[CgroupFolder, ...]:
     folders = []
     for line in split_kernel_lines(membership):
         hierarchy, controllers, path = line.split(":", 2)
-        # See cgroups(7): version 1 names its controllers, while version 2 has the number 0 and no
-        # names.
+        # See cgroups(7): version 1 names its controllers. Version 2 has the number 0 and no names.
         if "memory" in controllers.split(","):
             version = _V1
         elif (hierarchy, controllers) == ("0", ""):
@@ -155,11 +158,11 @@ def _list_folders(proc: Path, membership: str) -> tuple[CgroupFolder, ...]:
 
 
 def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
-    """Return a cgroup's folder in a mounted tree, or None if the cgroup is not in that tree.
+    """Return a cgroup's folder in a mounted tree, or None if it is elsewhere.
 
     The names of cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. If the
-    mounted root is above the namespace, these names are derived from the folder of the daemon's own
-    cgroup.
+    mounted root is above the namespace, these names are still found. They are derived from the
+    folder of the daemon's own cgroup.
     """
     names_above, names = _split_cgroup(cgroup)
     root_names_above, root_names = _split_cgroup(mount.root)
@@ -191,9 +194,9 @@ def _split_cgroup(path: str) -> tuple[int, tuple[str, ...]]:
 def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
     """Return the folder of the reader's cgroup namespace, `levels` levels below a mount point.
 
-    The folder is searched for only once, because a namespace never moves and a node has hundreds of
-    cgroups. Returns None if no folder lists the daemon's process, for example because its pid
-    belongs to another PID namespace.
+    The folder is searched for only once. A namespace never moves, and a node has hundreds of
+    cgroups. Returns None if no folder lists the daemon's process. Its pid may belong to another PID
+    namespace.
     """
     own_pid = str(read_own_pid(proc)).encode()
     for folder in mount_path.glob("/".join(["*"] * levels)):
@@ -216,7 +219,7 @@ def _parse_mount(line: str) -> CgroupMount | None:
         version = _V1
     else:
         return None
-    # The fourth and fifth fields are the root within the file system, and the mount point.
+    # The fourth field is the root within the file system. The fifth is the mount point.
     root, path = fields.split(" ")[3:5]
     return CgroupMount(version=version, root=root, path=Path(path))
 
@@ -248,7 +251,7 @@ def _read_memory(cgroup: CgroupFolder, machine_bytes: int) -> Cgroup | None:
 
 
 def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
-    """Return the lowest limit of a cgroup and its ancestors in bytes, and the folder that sets it.
+    """Return the lowest limit (bytes) of a cgroup and its ancestors, with its folder.
 
     Returns None if no cgroup has a limit. A limit is ignored if its file is missing or access to it
     is denied. Raises OSError if a limit cannot be read for any other reason.
@@ -311,7 +314,7 @@ smaller free blocks.
 
 
 def read_free_blocks(proc: Path) -> int | None:
-    """Return how many bytes of the machine's memory are free in blocks of 2 MiB or more.
+    """Return the machine's free memory in blocks of 2 MiB or more, in bytes.
 
     Returns None if /proc/buddyinfo cannot be read or parsed.
     """
@@ -319,7 +322,7 @@ def read_free_blocks(proc: Path) -> int | None:
     has_counts = False
     free_bytes = 0
     for line in _read(proc / "buddyinfo").splitlines():
-        # Each line counts a zone's free blocks of one page, two pages, four pages and so on.
+        # Each line counts a zone's free blocks of 1, 2, 4 (and so on) pages.
         counts = line.partition(b"zone")[2].split()[1:]
         for order, count in enumerate(counts):
             try:
@@ -348,7 +351,7 @@ def read_machine_state(proc: Path) -> MachineReading:
 
 
 def read_cpu_pressure(proc: Path) -> float | None:
-    """Return the share of the last minute in which at least one task waited for a CPU.
+    """Return the share of the last minute in which a task waited for a CPU.
 
     Returns None if the kernel does not measure pressure (boot option `psi=0`).
     """
@@ -356,10 +359,10 @@ def read_cpu_pressure(proc: Path) -> float | None:
 
 
 def _read_pressure(path: Path, window: bytes) -> float | None:
-    """Return the share of a window in which at least one task waited, or None if unknown.
+    """Return the share of a window in which a task waited, or None if unknown.
 
-    `window` is the name of the field: `avg10=` for the last ten seconds, `avg60=` for the last
-    minute.
+    `window` is the name of the field: `avg10=` or `avg60=`. They cover the last ten seconds and the
+    last minute.
     """
     # The first line is for "some" tasks, and the second for all tasks. The first match is in the
     # first line.
@@ -396,8 +399,8 @@ def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
 
     Parts that the kernel does not count are left out.
     """
-    # smaps_rollup is not read. To write it, the kernel walks the page tables while holding the lock
-    # that the engine needs to map memory. If weights are mapped, this takes seconds.
+    # smaps_rollup is not read. To write it, the kernel walks the page tables under a lock. The
+    # engine needs this lock to map memory. If weights are mapped, this takes seconds.
     status = _read(proc / str(pid) / "status")
     parts_bytes = {}
     for name, field in _STATUS_FIELDS.items():
@@ -425,7 +428,7 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
     """Return the size and free space of the process's /dev/shm, or None if unknown.
 
     The file system is read through the process's root. If access to the root is denied, the
-    daemon's own /dev/shm is read, provided that it is the same device.
+    daemon's own /dev/shm is read instead. It must be the same device.
     """
     shm = read_shm(proc / str(pid) / "root" / SHM_FOLDER)
     if shm is not None:

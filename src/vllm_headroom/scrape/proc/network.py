@@ -53,11 +53,11 @@ class Network(Struct, frozen=True, kw_only=True):
         return frozenset(port for address, port in self.listening if not address.is_loopback)
 
     def find_address(self, port: int, *, is_own: bool) -> Address | None:
-        """Return an address at which this process can reach a port, or None if there is none.
+        """Return an address at which this process can reach a port, or None.
 
         `is_own` indicates whether this is the network namespace of this process. Other namespaces
-        cannot be reached through a loopback address. If nothing is listening on the port yet, the
-        server is expected to open the port on all addresses.
+        cannot be reached through a loopback address. If nothing is listening yet, the server is
+        expected to listen on all addresses.
         """
         bound = {address for address, bound_port in self.listening if bound_port == port}
         is_open = not bound or not bound.isdisjoint(_ANY_ADDRESS)
@@ -74,7 +74,7 @@ class Network(Struct, frozen=True, kw_only=True):
 def identify_network(proc: Path, pid: int) -> tuple[int, int] | None:
     """Return the device and inode that identify a process's network namespace, or None if unknown.
 
-    The device and inode of net/stat are used, because all users can read net/stat, unlike ns/net.
+    The device and inode of net/stat are used. All users can read net/stat, unlike ns/net.
     """
     try:
         status = os.stat(f"{proc}/{pid}/net/stat")  # noqa: PTH116 - no Path per process
@@ -92,7 +92,7 @@ def read_network(proc: Path, pid: int) -> Network | None:
     except OSError:
         return None
     routed_network = _find_routed_network(_read_optional(folder / "route"))
-    # A pod may have additional interfaces, for example for RDMA, that cannot be reached from here.
+    # A pod may have additional interfaces that cannot be reached, for example for RDMA.
     if routed_network is not None:
         addresses.sort(key=lambda address: address not in routed_network)
     # On a machine without IPv6, the IPv6 files do not exist.
@@ -170,7 +170,7 @@ def _parse_address(text: str) -> Address:
 
 
 def _find_routed_network(lines: list[str]) -> ipaddress.IPv4Network | None:
-    """Return the network of the interface with the default route, or None if there is none."""
+    """Return the network of the interface with the default route, or None."""
     routes = [line.split() for line in lines[1:]]
     routes = [fields for fields in routes if len(fields) > 7]  # noqa: PLR2004 - its mask is field 8
     # Other machines reach this one through the interface with the default route.

@@ -54,7 +54,10 @@ _TLS_OPTIONS: Final = ("--ssl-certfile", "--ssl-keyfile")
 
 
 class LocatedEngine(Struct, frozen=True, kw_only=True):
-    """An engine on this machine, with its page's URL or the reason why it cannot be watched."""
+    """An engine on this machine.
+
+    It has its page's URL or the reason why it cannot be watched.
+    """
 
     kind: EngineKind
     key: str
@@ -106,8 +109,8 @@ class NodeProcesses:
         self._names = ContainerNames(usual_container, container_logs, pod_logs)
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
-        # There are two threads. Reading a command line may hang if a driver is stuck, whereas
-        # reading a cgroup does not.
+        # There are two threads. Reading a command line may hang if a driver is stuck. Reading a
+        # cgroup does not hang.
         self._scanner = Worker[None]("node")
         self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
         self._machine = MachineReading()
@@ -151,7 +154,10 @@ class NodeProcesses:
         return owner_key in self._pids_by_owner
 
     def read_scope(self, owner_key: str) -> Scope:
-        """Return the processes of a pod or unit, and the state of the machine, at the last scan."""
+        """Return the processes of a pod or unit at the last scan.
+
+        The result also has the state of the machine.
+        """
         own_pids = self._pids_by_owner.get(owner_key, frozenset())
         return Scope(
             visible_pids=self._pids,
@@ -173,16 +179,17 @@ class NodeProcesses:
     async def find_engines(self, timeout_seconds: float) -> tuple[LocatedEngine, ...]:
         """Return the engines among the processes found by the last scan.
 
-        Raises TimeoutError if this or an earlier call is stuck, and OSError if there is no /proc.
+        Raises TimeoutError if this or an earlier call is stuck. Raises OSError if there is no
+        /proc.
         """
         return await self._finder.call(self._find_engines, timeout_seconds)
 
     def _list_waits(self, ports: Collection[int]) -> tuple[float, ...] | None:
-        """Return how many seconds each request to these ports has been waiting, or None if unknown.
+        """Return how many seconds each request to these ports has been waiting.
 
-        Only requests in the daemon's own network are visible. All requests are read once per scan,
-        because each reading walks the connections of the whole machine. This method may run on
-        several threads at once.
+        Only requests in the daemon's own network are visible. All requests are read once per scan.
+        Each reading walks the connections of the whole machine. This method may run on several
+        threads at once. Returns None if the waits are unknown.
         """
         with self._waits_lock:
             if self._are_waits_due:
@@ -205,7 +212,7 @@ class NodeProcesses:
         """Read the cgroups of new processes and of a share of the others."""
         now_seconds = self._monotonic()
         pids = proc_files.list_pids(self._proc)
-        # The least recently read processes come first, so that each is read within the rescan time.
+        # The least recently read processes come first. Each is then read within the rescan time.
         due_pids = _choose_due(self._owners, pids, self._measure_share(self._scanned_at_seconds))
         self._scanned_at_seconds = now_seconds
         for pid in due_pids:
@@ -222,7 +229,7 @@ class NodeProcesses:
         self._machine = read_machine_state(self._proc)
 
     def _measure_share(self, last_seconds: float) -> float:
-        """Return the share of the processes to read now, given the time of the last reading."""
+        """Return the share of processes to read, given the time of the last reading."""
         if not self._rescan_seconds:
             return 1.0
         return (self._monotonic() - last_seconds) / self._rescan_seconds
@@ -249,8 +256,8 @@ class NodeProcesses:
     def _forget_locations(self) -> None:
         """Forget the locations of exited engines and, from time to time, those of all engines.
 
-        Once per rescan time, all engines are located in one search, which reads each network only
-        once.
+        Once per rescan time, all engines are located in one search. The search reads each network
+        only once.
         """
         self._networks = {}
         for pid in self._locations.keys() - self._entries.keys():
@@ -287,8 +294,8 @@ class NodeProcesses:
 
         If several have the same name, only one of them is watched.
         """
-        # The unit stays shared even while only one of its servers is running, because an engine's
-        # name must not change.
+        # The unit stays shared even while only one of its servers is running. An engine's name must
+        # not change.
         if len(servers) > 1:
             self._shared_units.add(owner_key)
         names: set[EngineName] = set()
@@ -306,8 +313,7 @@ class NodeProcesses:
     def _find_location(self, owner_key: str, owner: Owner, pid: int) -> Location:
         """Return where an engine is.
 
-        The engine is located again if its location was forgotten or the underlying data has
-        changed.
+        The engine is located again if its location was forgotten or its data changed.
         """
         entry = self._entries.get(pid)
         is_unit_shared = owner_key in self._shared_units
@@ -404,7 +410,10 @@ class NodeProcesses:
         return default_port if default_port in listening_ports else port
 
     def _build_name(self, owner: Owner, page_url: str) -> EngineName:
-        """Return the names of an engine; `page_url` is used if the engine has no pod or unit."""
+        """Return the names of an engine.
+
+        `page_url` is used if the engine has no pod or unit.
+        """
         if owner.pod_uid is None:
             return EngineName(unit=owner.unit, engine_url="" if owner.unit else page_url)
         name = self._names.find(owner.pod_uid, owner.container_id)
@@ -416,7 +425,7 @@ class NodeProcesses:
 def _choose_due(
     readings: dict[int, ProcEntry] | dict[int, Owner | None], pids: frozenset[int], share: float
 ) -> list[int]:
-    """Return the pids to read now: new ones, and a share of the least recently read ones.
+    """Return the pids to read now: new ones and the least recently read ones.
 
     Pids that no longer exist are removed from `readings`.
     """

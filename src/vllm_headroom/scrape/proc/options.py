@@ -67,10 +67,11 @@ _STARRED: Final = rf"\g<before>\g<name>\g<start>{_STARS}"
 
 
 def read_options(command: CommandLine) -> EngineOptions | None:
-    """Return the options on the command line of a vLLM server, or None for any other command line.
+    """Return the options on the command line of a vLLM server.
 
-    As in vLLM, an option may have underscores or dashes, and its value follows a space or `=`. If
-    an option is given more than once, its last value is used. Values of the wrong type are ignored.
+    As in vLLM, an option may have underscores or dashes. Its value follows a space or `=`. If an
+    option is given more than once, its last value is used. Values of the wrong type are ignored.
+    Returns None for any other command line.
     """
     server = find_server(command) if command else None
     if server is None or server.product != "vLLM":
@@ -103,7 +104,10 @@ def read_options(command: CommandLine) -> EngineOptions | None:
 
 
 def _find_option_name(argument: str) -> str | None:
-    """Return an option's long name with underscores, or None if the argument is not an option."""
+    """Return an option's long name with underscores.
+
+    Returns None if the argument is not an option.
+    """
     if argument in _SHORT_OPTIONS:
         return _SHORT_OPTIONS[argument]
     if argument.startswith("--") and argument != "--":
@@ -112,7 +116,10 @@ def _find_option_name(argument: str) -> str | None:
 
 
 def _find_positional_model(command: CommandLine) -> str | None:
-    """Return the model in `vllm serve MODEL`, or None if an option or nothing follows `serve`."""
+    """Return the model in `vllm serve MODEL`.
+
+    Returns None if an option or nothing follows `serve`.
+    """
     if "serve" not in command[:-1]:
         return None
     argument = command[command.index("serve") + 1]
@@ -122,10 +129,11 @@ def _find_positional_model(command: CommandLine) -> str | None:
 
 
 def _parse_value(name: str, text: str) -> Any:  # noqa: ANN401 - of the type in EngineOptions
-    """Return the value of an option, or None if it has the wrong type or is out of bounds.
+    """Return the value of an option.
 
     A text must not exceed _MAX_SHOWN_CHARACTERS. A number must be between 0 and
-    LARGEST_EXACT_BYTES, and gpu_memory_utilization must not exceed 1.
+    LARGEST_EXACT_BYTES, and gpu_memory_utilization must not exceed 1. Returns None if the value has
+    the wrong type or is out of bounds.
     """
     try:
         value = _PARSERS[name](text)

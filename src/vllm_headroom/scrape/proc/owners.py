@@ -1,4 +1,4 @@
-"""Find a process's owner from its cgroup: a container in a pod, or a systemd unit."""
+"""Find a process's owner from its cgroup: a pod's container or a systemd unit."""
 
 import re
 from pathlib import Path
@@ -47,8 +47,8 @@ def read_owner(proc: Path, pid: int) -> Owner | None:
 def parse_owner(text: str) -> Owner | None:
     """Return the owner of a process whose cgroup file has this content.
 
-    Each line contains a hierarchy's number, controllers and path. cgroup version 2 has the number
-    0. Returns None if the text contains no such line.
+    Each line contains a hierarchy's number, controllers and path. In cgroup version 2, the number
+    is 0. Returns None if the text contains no such line.
     """
     paths: dict[str, str] = {}
     for line in split_kernel_lines(text):
@@ -57,7 +57,7 @@ def parse_owner(text: str) -> Owner | None:
         if not separator or not second_separator:
             continue
         paths["" if hierarchy == "0" else controllers] = path
-        # In both cgroup versions, the path of a pod's cgroup names the pod and the container.
+        # In both cgroup versions, a pod's path names the pod and the container.
         pod = _POD.search(path)
         if pod is not None:
             uid = pod[1].replace("_", "-")
@@ -75,7 +75,7 @@ def parse_owner(text: str) -> Owner | None:
 
 
 def _find_unit(path: str) -> str | None:
-    """Return the innermost service or scope on a cgroup's path, or None if there is none."""
+    """Return the innermost service or scope on a cgroup's path, or None."""
     for name in reversed(path.split("/")):
         if name.endswith((".service", ".scope")):
             return None if _NOT_A_SERVICE.fullmatch(name) else name

@@ -178,7 +178,10 @@ class StartMatch(IntEnum):
 
 
 class Rank(NamedTuple):
-    """How certain it is that an engine serves the page; ranks are compared field by field."""
+    """How certain it is that an engine serves the page.
+
+    Ranks are compared field by field.
+    """
 
     start_match: StartMatch = StartMatch.NONE
     has_port: bool = False
@@ -204,15 +207,15 @@ NO_EVIDENCE: Final = Rank()
 class Processes:
     """Finds the processes of the engine that serves `engine_port`, and measures them.
 
-    A new process is read immediately. Every process is read again within `rescan_seconds`, because
-    a process sets its title only after it has started. Each reading covers a share of the
-    processes, so that no reading takes long on a host with many processes. When a process of the
-    engine has exited, all processes are read again.
+    A new process is read immediately. Every process is read again within `rescan_seconds`. A
+    process sets its title only after it has started. Each reading covers a share of the processes,
+    to stay short on large hosts. When a process of the engine has exited, all processes are read
+    again.
 
-    `engine_is_here` means that the engine's page is served on this machine, so the engine's
-    processes must be visible. `read_scope` returns the processes among which to search for the
-    engine. Without it, all visible processes are searched. `worker` reads /proc; without it, the
-    reader has its own thread.
+    `engine_is_here` means that the engine's page is served on this machine. The engine's processes
+    must then be visible. `read_scope` returns the processes among which to search for the engine.
+    Without it, all visible processes are searched. `worker` reads /proc; without it, the reader has
+    its own thread.
     """
 
     def __init__(
@@ -291,8 +294,7 @@ class Processes:
 
         `page` is the result of the last request for the engine's page, or None. It helps to choose
         the engine. The result is a Failure in three cases:
-        - The reading thread is blocked, for example on the command line of a process that is stuck
-          in a driver (reason TIMEOUT).
+        - The reading thread is blocked, as by a process stuck in a driver (reason TIMEOUT).
         - /proc cannot be read (reason UNAVAILABLE).
         - /proc may hide the engine (reason HIDDEN).
         """
@@ -300,8 +302,8 @@ class Processes:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
         except TimeoutError:
             late = f"{self._proc} did not answer within {timeout_seconds:g} s"
-            # Reading a command line takes the lock on the process's memory map, which a hung driver
-            # may be holding.
+            # Reading a command line takes the lock on the process's memory map. A hung driver may
+            # be holding this lock.
             message = f"{late}: look for processes in state D, which a hung driver holds"
             return Failure(source=Source.PROCESS, reason=Reason.TIMEOUT, message=message)
         except OSError as error:
@@ -309,7 +311,7 @@ class Processes:
             return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def find_command(self, pid: int) -> CommandLine | None:
-        """Return a process's command line as last read, or None if the process is not visible.
+        """Return a process's last read command line, or None if it is not visible.
 
         This method may be called from any thread.
         """
@@ -339,22 +341,21 @@ class Processes:
         if not pids >= self._roles.keys():
             self._forget_entries()
         engine = self._read_engine(pids, page_state)
-        # All processes are also read again if a process of the engine exited after its pid was
-        # listed.
+        # All processes are also read again if an engine process exited after the listing.
         if len(engine) < len(self._roles):
             self._forget_entries()
             engine = self._read_engine(pids, page_state)
         if engine:
             self._has_seen_engine = True
-        # An empty list means that the engine is down, so it must not be returned if /proc hides the
+        # An empty list means that the engine is down. It must not be returned if /proc hides the
         # engine.
         if self._is_engine_hidden(pids, engine):
             return HIDDEN
-        # A zombie has no command line and therefore no entry, so only its state is read.
+        # A zombie has no command line and therefore no entry. Only its state is read.
         states = {
             pid: proc_files.read_state(self._proc, pid) for pid in pids - self._entries.keys()
         }
-        # A pid that was reaped after it was listed no longer belongs to a running process.
+        # A pid that was reaped after the listing has no running process any more.
         reaped_pids = frozenset(pid for pid, state in states.items() if state is None)
         measured_pids = {process.pid for process in engine}
         return ProcessReadings(
@@ -424,7 +425,8 @@ class Processes:
         """Return the engine's processes sorted by pid, without those that have exited.
 
         If a relevant process or the page's state has changed, the engine is chosen again. Raises
-        OSError if /proc cannot be read, or if it is unknown whether a process has exited.
+        OSError if /proc cannot be read. Also raises it if it is unknown whether a process has
+        exited.
         """
         changed_processes = self._scan(pids)
         # Choosing the engine requires walking over all processes. On a busy machine, some process
@@ -447,8 +449,8 @@ class Processes:
     def _may_concern_engine(self, process: ProcEntry) -> bool:
         """Return whether a process may affect, or may have affected, the choice of the engine.
 
-        This is the case if the process, or an ancestor or descendant of it, is or was part of an
-        engine.
+        This is the case if the process is or was part of an engine. The same holds for its
+        ancestors and descendants.
         """
         if self._is_choice_due or process.role is not None:
             return True
@@ -459,12 +461,11 @@ class Processes:
     def _scan(self, pids: frozenset[int]) -> list[ProcEntry]:
         """Read new processes and a share of the others; return both entries of changed ones.
 
-        A process that was read moves to the end of `_entries`, so that every process is read in
-        turn.
+        A process that was read moves to the end of `_entries`. Every process is thus read in turn.
         """
         now_seconds = self._monotonic()
         share = 1.0
-        # On a host with thousands of processes, a full scan on every tick would be expensive.
+        # On a host with thousands of processes, a full scan each tick is expensive.
         if self._rescan_seconds:
             share = (now_seconds - self._scanned_at_seconds) / self._rescan_seconds
         self._scanned_at_seconds = now_seconds
@@ -495,9 +496,9 @@ class Processes:
         return changed_processes
 
     def _find_kernel_parent(self) -> int | None:
-        """Return the pid of kthreadd, the parent of kernel threads, or None if it is not visible.
+        """Return the pid of kthreadd, the parent of kernel threads.
 
-        In a container, pid 2 is a different process.
+        In a container, pid 2 is a different process. Returns None if kthreadd is not visible.
         """
         process = self._entries.get(proc_files.KTHREADD_PID)
         if process is None:
@@ -516,8 +517,8 @@ class Processes:
 
         strays = find_strays(entries, self._engine_entries)
         self._stray_pids = add_descendants(entries, strays)
-        # The previous choice is used, because a run's orphans are identified by the engine that
-        # left them behind.
+        # The previous choice is used. A run's orphans are identified by the engine that left them
+        # behind.
         self._orphans = find_orphans(
             entries,
             self._engine_entries,
@@ -536,7 +537,7 @@ class Processes:
         self._options = self._read_options()
         self._sees_others = sees_other_processes(entries, own_pid)
 
-        # A choice depends on the previous one, so it must be repeated until it no longer changes.
+        # A choice depends on the previous one. It must be repeated until it no longer changes.
         result = (self._choice, self._engine_entries, self._orphans, self._stray_pids)
         self._is_choice_due = result != previous_result
         self._family_pids = leftover_pids | self._roles.keys()
@@ -547,14 +548,14 @@ class Processes:
         self._ancestor_pids = frozenset(ancestor_pids)
 
     def _find_served_port(self, pid: int) -> ServedPort:
-        """Return the port of a server, and whether the server can listen on the page's address."""
+        """Return a server's port, and whether it can listen on the page's address."""
         can_listen = True
         # An address of this machine belongs to the daemon's network namespace.
         if self._engine_is_here and self._read_scope is None:
             can_listen = proc_files.has_same_network(self._proc, pid)
         command = proc_files.read_command(self._proc, pid)
-        # A rank's title hides its command line, but its supervisor's command line contains the
-        # first port.
+        # A rank's title hides its command line. Its supervisor's command line contains the first
+        # port.
         parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)
         port = find_server_port(command, self._page.port, parent_command)
         return ServedPort(port, can_listen)
@@ -587,9 +588,9 @@ class Processes:
         cpu_pressure_ratio = None
         wait_seconds = None
         waiting_requests = None
-        # Only the first API server gets these values. The machine's pressure and the connections to
-        # the engine's ports do not belong to a single process. If several servers had these values,
-        # the values would be added up.
+        # Only the first API server gets these values. The machine's pressure does not belong to a
+        # single process. Nor do the connections to the engine's ports. If several servers had these
+        # values, the values would be added up.
         if entry.pid == self._find_first_server():
             cpu_pressure_ratio = self._machine.cpu_pressure_ratio
             if proc_files.has_same_network(self._proc, entry.pid, default=False):
@@ -612,10 +613,10 @@ class Processes:
         )
 
     def _read_waits(self, ports: frozenset[int]) -> tuple[float, ...] | None:
-        """Return how many seconds each request to these ports has been waiting, or None if unknown.
+        """Return how many seconds each request to these ports has been waiting.
 
         A reading takes 0.7 ms, because the kernel walks the connections of the whole machine. The
-        result is therefore reused for _WAITS_SECONDS.
+        result is therefore reused for _WAITS_SECONDS. Returns None if the waits are unknown.
         """
         now_seconds = self._monotonic()
         is_due = now_seconds - self._waits_read_at_seconds >= _WAITS_SECONDS
@@ -644,7 +645,7 @@ class Processes:
     def _boot_time_seconds(self) -> float:
         """Return when the machine booted, in seconds since the epoch.
 
-        The boot time is read only once. Setting the clock changes the boot time, which would change
+        The boot time is read only once. Setting the clock changes the boot time. That would change
         the start times that identify processes.
         """
         return read_boot_time(self._proc)
@@ -670,7 +671,7 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
 
 
 def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
-    """Return the pids of cores and workers left behind by an engine that was never observed.
+    """Return the pids of cores and workers left behind by an unobserved engine.
 
     These processes are left out:
 
@@ -697,7 +698,7 @@ def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
 
 
 def _is_adopted(process: ProcEntry, parent: ProcEntry | None) -> bool:
-    """Return whether a process lost its parent and was adopted by a process that adopts orphans."""
+    """Return whether a process lost its parent and got one that adopts orphans."""
     if parent is None or parent.role:
         return False
     # An engine's processes share their parent's process group.
@@ -714,9 +715,9 @@ def find_orphans(
 ) -> dict[int, ProcEntry]:
     """Return the processes of an exited run that still exist, keyed by pid.
 
-    A process that was an orphan before remains one. Any other process of the engine is an orphan if
-    neither the process nor any of its ancestors is a running root of the engine. While the engine
-    is running, the result is empty, even if the process that started the engine has exited.
+    A process that was an orphan before remains one. Another process of the engine is an orphan if
+    it has no running root. The root may be the process itself or an ancestor. While the engine is
+    running, the result is empty. This holds even if the process that started the engine has exited.
     `engine` contains the engine's processes as last read, including its roots. `roots` contains its
     last roots.
     """
@@ -738,8 +739,8 @@ def find_orphans(
 
     has_server = _has_api_server(survivors, survivors)
     if has_server and is_page_answered and not running_roots:
-        # The engine keeps running without the process that started it (seen in vLLM 0.32 with two
-        # API servers).
+        # The engine keeps running without the process that started it. This was seen in vLLM 0.32
+        # with two API servers.
         return {}
     # The engine no longer has an API server, so whatever is still running serves nobody.
     if not has_server and _has_api_server(engine, engine):
@@ -769,7 +770,7 @@ def choose_roots(
     """
     tops = _find_tops(entries)
     ray_actors = tuple(pid for pid in tops if _is_ray_actor(entries[pid]))
-    # Ray's actors descend from Ray and not from their engine, so they do not form an engine.
+    # Ray's actors descend from Ray, not from their engine. They therefore do not form an engine.
     engines = _group_engines(entries, [pid for pid in tops if pid not in ray_actors])
     candidates = []
     for roots in engines:
@@ -828,7 +829,7 @@ def choose_roots(
 
 
 def list_servers(entries: ProcEntries) -> list[int]:
-    """Return the sorted pids of the first roots of all engines that have an API server.
+    """Return the sorted pids of the first roots of engines with an API server.
 
     Engines without an API server, such as a program that embeds vLLM, are left out.
     """
@@ -847,8 +848,8 @@ def _choose_none(
     """Return a choice without an engine.
 
     `roots` contains Ray's actors if these are the whole engine. Otherwise, it is empty. The
-    identity of the previous engine is kept, so that the engine is recognised when it becomes
-    visible again.
+    identity of the previous engine is kept. The engine is then recognised when it becomes visible
+    again.
     """
     root_processes = _list_root_processes(candidates)
     ports = {candidate.served_port.port for candidate in candidates}
@@ -891,11 +892,11 @@ def _is_ray_actor(process: ProcEntry) -> bool:
 
 
 def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
-    """Return the roots of each engine among `tops`; some of `tops` may not belong to an engine.
+    """Return the roots of each engine among `tops`.
 
-    A server is the only root of its engine, and so is a supervisor's rank. Other processes with the
-    same parent and process group are the roots of one engine. If `tops` contains a server or a
-    rank, a group without an API server is not an engine.
+    Some of `tops` may not belong to an engine. A server is the only root of its engine, and so is a
+    supervisor's rank. Other processes with the same parent and process group are the roots of one
+    engine. If `tops` contains a server or a rank, an engine needs an API server.
     """
     engines: list[Roots] = []
     families: defaultdict[tuple[int, int], Roots] = defaultdict(tuple)
@@ -908,12 +909,12 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
         else:
             families[process.family] += (pid,)
     if not engines:
-        # If there is no server, cores and workers with the same parent belong to a program that
-        # embeds vLLM.
+        # If there is no server, a program embeds vLLM. Cores and workers with the same parent
+        # belong to one such program.
         return list(families.values())
     # If there is a server, an engine core without a server is a leftover. Attributing the core's
-    # memory to the engine would hide the leak. A family with an API server is still serving, even
-    # if the process that started the family has exited.
+    # memory to the engine would hide the leak. A family with an API server is still serving. The
+    # process that started the family may have exited.
     engines.extend(roots for roots in families.values() if _has_api_server(entries, roots))
     return engines
 
@@ -928,14 +929,14 @@ def _is_api_server(process: ProcEntry) -> bool:
 
 
 def _describe_candidate(entries: ProcEntries, roots: Roots, served_port: ServedPort) -> Candidate:
-    """Return an engine with its servers, and with the start times that its page may show."""
+    """Return an engine with its servers and the start times its page may show."""
     root_processes = [entries[pid] for pid in roots]
     servers = list(root_processes)
     for process in entries.values():
         if process.parent_pid in roots and _is_api_server(process):
             servers.append(process)  # noqa: PERF401 - a list for two conditions reads worse
     starts_seconds = [process.started_seconds for process in servers]
-    # `vllm serve` may be the parent of several servers, and the page may show its start time.
+    # `vllm serve` may be the parent of several servers. The page may show its start time.
     program = entries.get(root_processes[0].parent_pid)
     if program is not None:
         starts_seconds.append(program.started_seconds)
@@ -956,8 +957,9 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
     has_port = candidate.served_port in {page_port, previous.certain_port}
 
     closeness = _measure_closeness(candidate, page)
-    # A start time identifies one engine. If the page still shows the start time of the previous
-    # choice, it may be that engine's last page. Such a page is not evidence for another engine.
+    # A start time identifies one engine. The page may still show the start time of the previous
+    # choice. It may then be that engine's last page. Such a page is not evidence for another
+    # engine.
     is_start_taken = page.server_start_seconds == previous.identified_start_seconds
     if is_start_taken and not was_chosen:
         closeness = -inf
@@ -967,9 +969,8 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
     # with this engine's start time is evidence for it.
     if not candidate.root_processes.isdisjoint(previous.strangers):
         return start_rank
-    # A page that shows a start time is not evidence for an engine with a different start time. The
-    # exception is an engine with the page's port, because setting the clock changes the start time
-    # on the page.
+    # A page with a start time is not evidence for an engine with another one. The exception
+    # is an engine with the page's port. Setting the clock changes the start time on the page.
     if page.server_start_seconds is not None and is_first_choice and not has_port:
         return start_rank
     is_port_unknown = candidate.served_port == ServedPort(None, can_listen=True)
@@ -984,7 +985,7 @@ def _measure_closeness(candidate: Candidate, page: PageState) -> float:
     """Return the negated difference between the start times of page and candidate, in seconds.
 
     If the candidate has several start times, the one closest to the page's is used. Returns -inf if
-    the two are too far apart to match, or if the page does not show a start time.
+    the two are too far apart to match. Also returns -inf if the page shows no start time.
     """
     page_start_seconds = page.server_start_seconds
     if page_start_seconds is None:

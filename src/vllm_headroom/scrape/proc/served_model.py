@@ -61,8 +61,8 @@ class ModelConfiguration(Struct, frozen=True, kw_only=True):
 class ServedModel:
     """Reads the configuration of the model that the engine serves, once per run.
 
-    The file is read on a separate thread, because the model's folder may be on a network volume.
-    `parse` returns the bytes per token according to a configuration file.
+    The file is read on a separate thread. The model's folder may be on a network volume. `parse`
+    returns the bytes per token according to a configuration file.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class ServedModel:
         """Return the bytes per token of the engine's model; never wait.
 
         A search begins for each new run. If a search finds no configuration, the next one begins
-        _RETRY_SECONDS later. Returns None until the configuration has been read, or if it does not
-        determine the bytes.
+        _RETRY_SECONDS later. Returns None until the configuration has been read. Also returns None
+        if the configuration does not determine the bytes.
         """
         if not isinstance(processes, Failure):
             # If reading /proc failed, the last run remains valid.
@@ -110,7 +110,10 @@ class ServedModel:
         return None if configuration is None else configuration.token_bytes
 
     async def wait(self, processes: ProcessReadings, timeout_seconds: float) -> TokenBytes | None:
-        """Return the bytes per token of the engine's model, or None if not found in time."""
+        """Return the bytes per token of the engine's model.
+
+        Returns None if they are not found in time.
+        """
         self.find(processes)
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=timeout_seconds)
@@ -135,8 +138,8 @@ class ServedModel:
 def _describe_run(processes: ProcessReadings) -> ServedRun | None:
     """Return the engine's run and its model.
 
-    Returns None if the command line does not name a model, or has options whose effect on the cache
-    is unknown.
+    Returns None if the command line does not name a model. Also returns None if an option's effect
+    on the cache is unknown.
     """
     options = processes.options
     if options is None or options.model is None:
@@ -158,7 +161,7 @@ def _list_places(process: Path, model: str) -> Iterator[Path]:
     if model.startswith("/"):
         yield process / "root" / model.lstrip("/") / "config.json"
         return
-    # As in vLLM, a folder with this name takes precedence over a model on the hub.
+    # As in vLLM, this folder takes precedence over a model on the hub.
     yield process / "cwd" / model / "config.json"
     entries = read_content(process / "environ").decode(errors="replace").split("\0")
     environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -130,7 +130,7 @@ _TITLES: Final = tuple(title for title, _ in _TITLE_ROLES)
 
 
 def find_role(command: CommandLine) -> Role | None:
-    """Return a process's role from its title or command line, or None if it has none.
+    """Return a process's role from its title or command line, or None.
 
     A process without a title that runs a server has the role API_SERVER.
     """
@@ -141,9 +141,10 @@ def find_role(command: CommandLine) -> Role | None:
 
 
 def find_server(command: CommandLine) -> ServerKind | None:
-    """Return the kind of server that this command line runs, or None if it does not run a server.
+    """Return the kind of server that this command line runs, or None.
 
-    A command line that only mentions a server, such as that of an editor, does not run one.
+    A command line that only mentions a server does not run one. An example is an editor's command
+    line.
     """
     # This is the fast path: most processes on a host do not mention a server. The check takes a
     # microsecond.
@@ -164,7 +165,10 @@ def find_server(command: CommandLine) -> ServerKind | None:
 
 
 def find_default_port(command: CommandLine) -> int | None:
-    """Return the default port of the server in a command line or title, or None if unknown."""
+    """Return the default port of the server in a command line or title.
+
+    Returns None if the port is unknown.
+    """
     server = find_server(command)
     if server is not None:
         return server.default_port
@@ -177,7 +181,7 @@ def find_default_port(command: CommandLine) -> int | None:
 def _strip_interpreter(command: CommandLine) -> CommandLine:
     """Return the script or module that an interpreter's command line runs, with its arguments.
 
-    If the interpreter does not run a script or module, the result is a single empty argument.
+    If the interpreter runs no script or module, the result is one empty argument.
     """
     position = 1
     while position < len(command):
@@ -205,7 +209,7 @@ def is_supervisor(command: CommandLine) -> bool:
 
 
 def list_options(command: CommandLine) -> Iterator[tuple[str, str]]:
-    """Yield each argument as if it were an option: the text before any `=`, and the value.
+    """Yield each argument as an option: the text before any `=`, and the value.
 
     The value is the text after `=` or, without `=`, the next argument. Only the caller knows which
     arguments are options.
@@ -223,9 +227,9 @@ def find_server_port(
     """Return a server's port from its command line, or None if unknown.
 
     The last port option determines the port. Without a port option, the result is the default port
-    of this kind of server. An environment variable may change that port. In this case, the default
-    is returned only if `wanted_port` is None or equal to the default. A supervisor's ranks get
-    their ports from the supervisor, whose command line is `parent_command`.
+    of this kind of server. An environment variable may change that port. The default is then
+    returned only if `wanted_port` is None or equal to it. A supervisor's ranks get their ports from
+    the supervisor, whose command line is `parent_command`.
     """
     if is_supervisor(parent_command):
         return _find_rank_port(command, parent_command)

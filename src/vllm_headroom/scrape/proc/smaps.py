@@ -41,8 +41,12 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
 
     The kinds are `heap`, `anonymous mmap`, `memfd`, `shm`, `shm of NCCL`, `stack`, and the name of
     each mapped file. The private memory of a library is counted under the library's name. The
-    kernel locks the process's mappings only while it writes a page of text. Returns None if smaps
-    is empty, cannot be read, or takes longer than _MAX_SECONDS to read.
+    kernel locks the process's mappings only while it writes a page of text. Returns None in three
+    cases:
+
+    - smaps is empty.
+    - smaps cannot be read.
+    - Reading smaps takes longer than _MAX_SECONDS.
     """
     sizes_bytes: KindSizes = {}
     kind = ""
@@ -70,7 +74,10 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
 
 
 def _find_kind(path: str) -> str:
-    """Return the kind of a mapping from its path: one of _KINDS, the file's name, or anonymous."""
+    """Return the kind of a mapping from its path.
+
+    The kind is one of _KINDS, the file's name, or anonymous.
+    """
     for start, kind in _KINDS.items():
         if path.startswith(start):
             return kind
@@ -82,7 +89,7 @@ def _find_kind(path: str) -> str:
 def find_growth(earlier: KindSizes, later: KindSizes) -> KindSizes:
     """Return the change of each kind in bytes, with the largest growth first.
 
-    A kind that shrank has a negative change; kinds whose size is unchanged are left out.
+    A kind that shrank has a negative change. Kinds with an unchanged size are left out.
     """
     changes_bytes: KindSizes = {}
     for kind in earlier | later:
