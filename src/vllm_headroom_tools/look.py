@@ -43,7 +43,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     processes: ProcessReadings | Failure
 
     gpus: tuple[Gpu, ...]
-    """The GPUs; empty if none could be read."""
+    """The GPUs, or an empty tuple if none could be read."""
 
 
 FIND_ENGINES_SECONDS: Final = 5.0

@@ -17,7 +17,7 @@ RECORD_COMMAND: Final = (
     f"record --quiet --event page-faults:u --count {FAULTS_PER_STACK}"
     " --call-graph dwarf,4096 --max-size 64M"
 )
-"""A command that limits the size of perf's file: perf stops recording after about 15 GiB of new
+"""The command limits the size of perf's file, so perf stops recording after about 15 GiB of new
 pages.
 """
 

@@ -41,7 +41,7 @@ def track(
     can_draw = is_terminal(sys.stderr)
     try:
         for item in items:
-            # An item counts as done when the caller requests the next item.
+            # An item is done when the caller requests the next item.
             yield item
             done += size(item)
             if can_draw and time.monotonic() >= draw_at_seconds:

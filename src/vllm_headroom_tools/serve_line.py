@@ -18,7 +18,7 @@ from vllm_headroom_tools.options import BadOptions
 from vllm_headroom_tools.sizing.releases import parse_release
 
 FILE_LIMIT_BYTES: Final = 2**20
-"""Our choice: the maximum number of bytes of a script or manifest that are read."""
+"""Our choice: the maximum number of bytes that are read from a script or manifest."""
 
 LONGEST_COMMAND_LINE: Final = 2**15
 """Our choice: the maximum number of characters in a command line. The time that shlex takes is
@@ -263,7 +263,7 @@ def _read_container(container: Mapping[str, Any]) -> Container:
     Raises BadOptions if a command has an unbalanced quote.
     """
     words: list[str] = []
-    # The fields are in the order in which their words form the command.
+    # The command consists of the words of these fields, in this order.
     for field in ("image", "entrypoint", "command", "args"):
         value = container.get(field)
         if isinstance(value, str):

@@ -215,12 +215,11 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 
 def _describe_content(line: bytes) -> str:
-    """Describe a file that is not a trace by its first line; the text completes a sentence."""
+    """Describe a file that is not a trace, by its first line, as the end of a sentence."""
     description = find_other_format(line)
     if description is not None:
         return f"is {description}"
-    # This import is inside the function, because only an error needs it, and `plan --help` imports
-    # this module.
+    # Imported here because only errors need it, and `plan --help` imports this module.
     from vllm_headroom.parse.log.reader import read_log  # noqa: PLC0415
 
     if read_log((line,)).starts:
@@ -271,9 +270,9 @@ def _parse_record(line: bytes) -> dict[str, Any] | str | None:
 def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     """Return a sample as the daemon saw it; raise BadInput if a field has an invalid value.
 
-    If a field is absent or null, it is unknown. If a source is absent or null, it counts as failed.
-    `t` is used as the time of both clocks. A GPU without an index or an engine without a name is
-    identified by its position in the list.
+    If a field is absent or null, it is unknown. If a source is absent or null, it is treated as
+    failed. `t` is used as the time of both clocks. A GPU without an index or an engine without a
+    name is identified by its position in the list.
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)

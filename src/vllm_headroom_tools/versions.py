@@ -57,7 +57,7 @@ class Fault(Struct, frozen=True):
     """The description of the fault."""
 
     options: tuple[str, ...] = ()
-    """The vLLM settings that each make the fault possible; empty if none is required."""
+    """vLLM settings, any of which makes the fault possible; empty if none is required."""
 
     reported: str = ""
     """The month of the report; empty if it is unknown."""

@@ -289,7 +289,7 @@ def _describe_situation(document: Document) -> str:
 
 
 def _read_host(document: Document) -> dict[str, Any]:
-    """Return the facts about host memory, with the same names as the facts about a GPU."""
+    """Return the facts about host memory, named like those about a GPU."""
     limit_bytes = document["host_memory_limit_bytes"]
     used_bytes = document["host_memory_used_bytes"]
     free_bytes = None

@@ -191,8 +191,7 @@ def build_question(options: Namespace) -> Question:
     if problem is not None:
         raise BadInput(problem)
     if options.max_model_len == AUTO_LENGTH:
-        # As in vLLM, the limit is the longest sequence that fits on its own, capped at the model's
-        # limit.
+        # As in vLLM, this is the longest single sequence that fits, up to the model's limit.
         longest = estimate_memory(question).find_longest(1)
         return replace(question, max_model_len=longest or shape.max_model_len)
     return question
@@ -329,8 +328,7 @@ def _read_shape(options: Namespace) -> ModelShape | str:
             return problem
         missing = ", ".join(map(name_option, missing_sizes))
         return f"{problem}; missing: {missing}"
-    # If there is no file, the options describe a standard decoder, in which every layer keeps every
-    # token.
+    # Without a file, the options describe a standard decoder. Each of its layers keeps every token.
     return parse_model_config("{}", overrides)
 
 
@@ -859,8 +857,8 @@ def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
 def _build_logged_question(options: Namespace, traffic: Traffic | None = None) -> Question:
     """Build the question from the options and, if given, a startup log and the traffic.
 
-    Typed options take precedence over those in the log. The log shows all options with which the
-    engine was started. Without a log, some of the options are taken from the traffic.
+    Typed options take precedence over those in the log. The log shows all options that the engine
+    was started with. Without a log, some of the options are taken from the traffic.
     """
     start_figures = None
     if options.log is not None:

@@ -44,8 +44,8 @@ class Traffic(Struct, frozen=True, kw_only=True):
     capacity_tokens: float | None = None
     # How long the cache was full.
     full_seconds: float = 0.0
-    # How long requests queued. If this was long, the next fields describe the queue: the median of
-    # waiting requests, and the requests and tokens that would have been running without it.
+    # How long requests queued. The next fields are only set if this was long. They are the median
+    # number of waiting requests, and the numbers of requests and tokens without a queue.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
     queued_requests: float | None = None
@@ -153,8 +153,8 @@ class RankHistory:
         self.highest_running = max(self.highest_running, reading.running or 0.0)
         self.highest_used_ratio = max(self.highest_used_ratio, used_ratio)
         is_full = used_ratio > FULL_RATIO
-        # Counters cover the time since the previous sample. Therefore, the first sample after a
-        # full cache still covers time in which the cache was full.
+        # Counters cover the time since the previous sample. So the first sample after a full cache
+        # still includes time with a full cache.
         if is_full or self._was_full:
             self._full_preemptions += counts.preemptions
             self._full_finished += counts.finished

@@ -250,7 +250,7 @@ OptionValues = tuple[tuple[str, str], ...]
 
 
 class Saving(Struct, frozen=True):
-    """Settings with which vLLM is certain to start, and a description of their disadvantage."""
+    """Settings that are certain to let vLLM start, and a description of their disadvantage."""
 
     settings: OptionValues
     price: str
@@ -267,7 +267,7 @@ class Trial(Struct, frozen=True):
 
 
 def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
-    """Return the changes with which vLLM is certain to start, cheapest first.
+    """Return the changes that are certain to let vLLM start, cheapest first.
 
     Each option is changed to the nearest value that helps. If a shorter `max_model_len` alone is
     not enough, changes that help in combination with it are also returned. Returns an empty tuple
@@ -445,7 +445,7 @@ def _offload_less_cache(question: Question) -> Iterator[Trial]:
     host_bytes = question.host_memory_bytes
     if host_bytes is None or not question.kv_offloading_bytes:
         return
-    # The host memory left by the other parts, computed from their upper bounds.
+    # The host memory that the other parts leave if they reach their upper bounds.
     without_tier = estimate_host(replace(question, kv_offloading_bytes=0))
     tier_bytes = (host_bytes - without_tier.high) / OFFLOAD_FACTOR / question.data_parallel_size
     tier_gib = max(0, floor(tier_bytes / GIB))

@@ -29,10 +29,9 @@ NAMED_METHODS: Final = (
     ("accelerator", "mlp_speculator"),
     ("eagle", "eagle"),
 )
-"""Pairs of a substring of the draft's name and a method. If no method is given, vLLM chooses the
-method of the first substring that matches. The first four come from vLLM 0.33
-(config/speculative.py, `__post_init__`). vLLM recognises the last three by the draft's
-configuration.
+"""Substrings of draft names, each with a method. If no method is given, vLLM chooses the method of
+the first substring that matches. The first four come from vLLM 0.33 (config/speculative.py,
+`__post_init__`). vLLM recognises the last three by the draft's configuration.
 """
 
 HIDDEN_STATES: Final = "extract_hidden_states"

@@ -123,6 +123,6 @@ SITUATIONS: Final = {
     EndCause.HANG: Situation.STALLED,
     EndCause.NOTHING: None,
 }
-"""The situation in docs/situations.md to which each cause belongs. Causes that are not in this
-table belong to "down".
+"""The situation in docs/situations.md for each cause. For causes that are not in this table, it is
+"down".
 """

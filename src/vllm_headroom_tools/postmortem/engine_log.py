@@ -178,4 +178,4 @@ WORDS: Final = {
     LogEventKind.SERVING: "the engine serves",
     LogEventKind.STOP: "the engine shuts down on request",
 }
-"""The meanings of the remaining kinds of lines."""
+"""The meanings of the other log lines, by kind."""

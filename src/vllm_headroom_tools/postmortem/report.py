@@ -60,7 +60,7 @@ time of an incident has millisecond precision.
 """
 
 MOST_LISTED_HOLDERS: Final = 16
-"""Our choice: the largest number of processes that are listed as holders of a kind of memory."""
+"""Our choice: the largest number of entries in each list of processes or snapshots."""
 
 MOST_SNAPSHOT_LINES: Final = 10
 """Our choice: the number of lines of code that are listed for a snapshot."""
@@ -86,7 +86,7 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     """The engine's pod, or None if the file does not name one or the engine ran outside Kubernetes.
     """
     timeline: tuple[tuple[float, str], ...]
-    """The changes before the end: seconds since the epoch, and a sentence."""
+    """The changes before the end, each as seconds since the epoch and a sentence."""
     curves: Curves
     log: EngineLog | None = None
     """The engine's log, or None if it was not given."""

@@ -31,8 +31,8 @@ parallelism.
 """
 
 MAX_OWN_BYTES: Final = 6 * GIB // 10
-"""The maximum amount of memory that vLLM allocates before it checks the free memory, from the same
-log lines as MIN_OWN_BYTES.
+"""The maximum amount of memory that vLLM allocates before it checks the free memory. The source is
+the same as for MIN_OWN_BYTES.
 """
 
 MAX_OWN_PARALLEL_BYTES: Final = 165 * GIB // 100
@@ -78,7 +78,7 @@ def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> fl
     free_bytes = memory.free_bytes
     if memory.machine_available_bytes is not None:
         free_bytes = min(free_bytes, memory.machine_available_bytes - LEFT_TO_THE_MACHINE_BYTES)
-    # The share is rounded down, because vLLM refuses to start if it exceeds the free memory.
+    # The share is rounded down, because vLLM refuses to start if the share exceeds the free memory.
     hundredths = (free_bytes - request.max_own_bytes) * 100 // memory.usable_bytes
     return hundredths / 100 if hundredths > 0 else None
 
@@ -223,8 +223,8 @@ def _check_free_blocks(
     blocks_bytes = memory.machine_free_blocks_bytes
     if blocks_bytes is None or blocks_bytes >= requested_bytes:
         return
-    # With few free blocks, vLLM fails immediately. With many, it may still run out of free blocks
-    # later.
+    # With few free blocks, vLLM fails immediately. With more of them, it may still run out of free
+    # blocks later.
     is_scarce = blocks_bytes < SCARCE_BLOCKS_BYTES
     yield Obstacle(
         Kind.HOST,
@@ -618,7 +618,7 @@ def _depends_on_order(
 
 
 def check_identical(devices: Sequence[GpuReading]) -> Iterator[Obstacle]:
-    """Check that all GPUs that work in parallel have the same name and the same memory size.
+    """Check that GPUs that work in parallel have the same name and memory size.
 
     Yields nothing if the GPUs are identical. Another check covers GPUs that cannot be read.
     """

@@ -58,14 +58,14 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """The size of /dev/shm, or None if it does not exist."""
 
     offload_sizes_bytes: Mapping[str, int] = {}
-    """The sizes of the files in /dev/shm to which a KV cache was offloaded, by path.
+    """The sizes of the files from KV cache offloading in /dev/shm, by path.
 
     The mapping is empty while any vLLM process is visible, because this process may be using the
     files.
     """
 
     host: HostMemory | None = None
-    """The memory of the container in which this program runs, or None if it is unknown."""
+    """The memory of this program's container, or None if it is unknown."""
 
     swap_bytes: int | None = None
     """The machine's swap, including zram, or None if it is unknown."""
@@ -78,7 +78,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """The version of vLLM in this environment, or None if it is not installed."""
 
     engine_pids: frozenset[int] = frozenset()
-    """The pids of the engine on the configured port; empty if they are not visible."""
+    """The pids of the engine on the configured port, or an empty set if they are not visible."""
 
 
 async def read_conditions(
@@ -86,7 +86,7 @@ async def read_conditions(
 ) -> Conditions:
     """Read the machine once; a part that cannot be read is a Failure, None or empty.
 
-    Each of the two readings of the GPUs may take up to `timeout_seconds`.
+    The GPUs are read twice, and each reading may take up to `timeout_seconds`.
     """
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
@@ -118,8 +118,8 @@ async def read_conditions(
 
 
 CUDA_PACKAGES: Final = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
-"""The packages with which torch installs CUDA. The first is for CUDA 13 and newer, the second is
-for older versions.
+"""The CUDA packages that torch installs. The first is for CUDA 13 and newer, the second is for
+older versions.
 """
 
 
@@ -144,7 +144,7 @@ def find_vllm_version() -> str | None:
 
 
 def _read_container(proc: Path) -> HostMemory | None:
-    """Return the memory of the container in which this process runs, or None if it is unknown."""
+    """Return the memory of this process's container, or None if it is unknown."""
     try:
         own_host = read_host(proc, read_own_pid(proc))
     except (OSError, ValueError):

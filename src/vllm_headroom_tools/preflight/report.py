@@ -63,7 +63,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
     def highest_utilization_ratio(self) -> float | None:
         """Return the highest gpu_memory_utilization that is certain to work on all GPUs now.
 
-        Returns None if there is a GPU on which no value works, or if there are no GPUs.
+        Returns None if no value works on one of the GPUs, or if there are no GPUs.
         """
         ratios = []
         for gpu in self.gpus:
@@ -321,7 +321,7 @@ def judge_wake(
     gpus = []
     for device in conditions.readings.devices:
         gpu = build_gpu_report(device, conditions, request or given_request)
-        # To wake up, the engine does not need the GPUs on which it holds no memory.
+        # A wake-up does not involve GPUs on which the engine holds no memory.
         pids = {holder.pid for holder in gpu.holders or ()}
         if pids & conditions.engine_pids:
             # The highest working utilization applies to a start, not to a wake-up.

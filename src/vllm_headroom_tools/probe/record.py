@@ -40,8 +40,8 @@ that hold the most memory.
 
 The `bytes` of a stack are the memory that was allocated there during the recording and is still
 held at its end. The first frame of a stack is the line that allocated the memory. The cost is what
-the recording consumed in the process; `pause_seconds` is the time for which the process was paused
-at the end.
+the recording consumed in the process. `pause_seconds` is how long the process was paused at the
+end.
 """
 
 

@@ -11,8 +11,8 @@ MIN_SHOWN_BYTES: Final = MIB
 """Our choice: smaller growth of a mapping is not reported."""
 
 MAX_SHOWN: Final = 3
-"""Our choice: the number of stacks of each kind that the text shows, and the number of callers per
-stack. --json contains more.
+"""Our choice: how many stacks of each kind, and callers per stack, the text shows. --json contains
+more.
 """
 
 

@@ -118,7 +118,7 @@ class SampleExport:
         self._spool.close()
 
     def _derive(self, snapshot: Snapshot, replay: LeakReplay) -> list[Sample]:
-        """Return all samples of a snapshot in the order in which the daemon derives them."""
+        """Return all samples of a snapshot in the daemon's order."""
         self._leak_memory = replay.leak_memory
         self._leak_samples = replay.leak_samples
         if self._has_health:
@@ -256,7 +256,7 @@ def _write_head(metric: Metric) -> Iterator[str]:
 
 
 def _write_name(metric: Metric, labels: tuple[str, ...]) -> str:
-    """Return a series' name with its own labels and those of the scrape."""
+    """Return a series' name with its labels and the scrape labels."""
     pairs = [SCRAPE_LABELS]
     for label, value in zip(metric.labels, labels, strict=True):
         pairs.append(f'{label}="{_escape(value)}"')

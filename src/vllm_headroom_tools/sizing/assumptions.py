@@ -96,8 +96,8 @@ class StartAssumptions(Struct, frozen=True, kw_only=True):
     graphs: Assumption
     # Sampling memory, as a multiple of the size of the 32-bit logits.
     sampling_ratio: Assumption
-    # The memory of the sampler's warm-up, as a multiple of the size of the 32-bit logits. The
-    # warm-up follows the allocation of the KV cache.
+    # The sampler's warm-up memory, as a multiple of the size of the 32-bit logits. The warm-up
+    # follows the allocation of the KV cache.
     warmup_ratio: Assumption
     # The memory of a forward pass, as a multiple of the estimate.
     forward_ratio: Assumption
@@ -109,7 +109,7 @@ H100_STARTS: Final = "H100 80 GB, vLLM 0.19"
 """
 
 H100: Final = "H100"
-"""The card on which the known starts ran, by its name in the table of cards."""
+"""The card of the known starts, by its name in the table of cards."""
 
 H100_VISIBLE_BYTES: Final = 79.19 * GIB
 """The memory of an H100 80 GB as CUDA sees it (H100_STARTS)."""
@@ -508,8 +508,8 @@ LOGIT_BYTES: Final = 4
 """The size of a logit in bytes: sampling uses 32-bit values."""
 
 NARROW_PROFILE_HIGH: Final = 1.25
-"""Before vLLM 0.33, the second model runner's sampler profile takes at most this multiple of the
-size of the 32-bit logits (measured on the stand-in card, vLLM 0.32).
+"""The sampler's profile in the second model runner before vLLM 0.33, as a multiple of the size of
+the 32-bit logits. At most this multiple was measured (the stand-in card, vLLM 0.32).
 """
 
 

@@ -32,8 +32,7 @@ class StartCheck(Struct, frozen=True, kw_only=True):
     """One check of a start, and its result."""
 
     name: CheckName
-    # None if a figure is unknown, or if the check passes with the estimates' lower bounds but fails
-    # with their upper bounds.
+    # None if a figure is unknown, or if the check passes only with the estimates' lower bounds.
     passes: bool | None
     # Why the check fails, or may fail.
     problem: str
@@ -76,9 +75,8 @@ def find_failed_check(estimate: MemoryEstimate) -> StartCheck | None:
 def can_start(estimate: MemoryEstimate) -> bool | None:
     """Return whether vLLM starts, that is, whether it passes all checks.
 
-    Returns None if the start passes with the estimates' lower bounds but fails with their upper
-    bounds. Also returns None if something is unknown, such as the model type, the weights or the
-    encoder's largest input.
+    Returns None if the start passes only with the estimates' lower bounds. Also returns None if
+    something is unknown, such as the model type, the weights or the encoder's largest input.
     """
     question = estimate.question
     if question.shape.unknown_type is not None:

@@ -39,7 +39,7 @@ EXPERTS_PER_TOKEN: Final = (
     "top_k_experts",
     "moe_k",
 )
-"""The number of experts in a layer through which each token passes."""
+"""The number of experts per layer that each token passes through."""
 
 MODEL_LENGTH: Final = (
     "max_position_embeddings",
@@ -49,12 +49,10 @@ MODEL_LENGTH: Final = (
     "max_sequence_length",
     "max_target_positions",
 )
-"""The longest sequence, in tokens, for which the model was designed."""
+"""The longest sequence, in tokens, that the model was designed for."""
 
 KV_SHARING_LAYERS: Final = ("num_kv_shared_layers",)
-"""The number of final layers that read earlier layers' KV cache instead of having their own (Gemma
-3n).
-"""
+"""The number of final layers that read the KV cache of earlier layers (Gemma 3n)."""
 
 EXPERT_INPUTS: Final = ("moe_latent_size", "routed_expert_hidden_size")
 """The number of values per token inside the experts, if it differs from the hidden size."""

@@ -9,7 +9,7 @@ from vllm_headroom_tools.sizing.encoder import UNGIVEN_MLP_WIDTH_RATIO
 from vllm_headroom_tools.sizing.footprint import ModelShape, count_layer_bytes
 
 DRAFT_MODEL: Final = "draft_model"
-"""vLLM's name for the method in which an independent model generates the drafts."""
+"""vLLM's name for drafting with an independent model."""
 
 HEAD_LAYERS: Final = {"eagle": 1, "eagle3": 1, "dflash": 8, "dspark": 8, "mtp": 1}
 """Our choice: the number of layers assumed for a draft head with an unknown configuration. EAGLE
@@ -22,8 +22,8 @@ CACHELESS_HEADS: Final = frozenset({"mtp"})
 
 TOKEN_MATRICES: Final = {"medusa": 1, "mlp_speculator": 2}
 """The number of matrices per speculated token in Medusa heads and MLP speculator heads. Each matrix
-is as large as the output matrix (models/medusa.py, models/mlp_speculator.py, assuming an inner
-width equal to the model's).
+is as large as the output matrix if the inner width is the model's (models/medusa.py,
+models/mlp_speculator.py).
 """
 
 HEAD_INPUTS: Final = {"eagle": 2, "eagle3": 3, "dflash": 5, "dspark": 5, "mtp": 1}

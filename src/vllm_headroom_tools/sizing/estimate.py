@@ -34,14 +34,14 @@ from vllm_headroom_tools.sizing.measured import (
 from vllm_headroom_tools.sizing.question import Question
 
 UNEXPLAINED_BYTES: Final = 0.15 * GIB
-"""The largest amount by which measured activations exceeded the estimate (vLLM 0.19 on an H100:
-0.13 GiB with 8-bit weights, 0.11 GiB for Gemma 3).
+"""The largest amount by which measured activations exceeded the estimate. In vLLM 0.19 on an H100,
+it was 0.13 GiB with 8-bit weights and 0.11 GiB for Gemma 3.
 """
 
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
 """Our choice: the memory that a machine with unified memory needs for itself, in addition to what
-the GPU uses. Half of it is for vLLM's processes on the host, which take one or two GiB each, and
-half is for the rest of the system.
+the GPU uses. Half of it is for the rest of the system. The other half is for vLLM's processes on
+the host, which take one or two GiB each.
 
 On such a machine, the CPU only has the memory that vLLM leaves. When this memory runs out,
 allocations do not fail; instead, the machine swaps and hangs (vllm-project/vllm#46307,
@@ -50,12 +50,12 @@ NVIDIA/dgx-spark-playbooks#97).
 
 HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
 """The host memory of one process. An API server and an engine core of vLLM 0.32 take 0.6 GiB each
-on a CPU (tests/contract); a worker with CUDA takes more.
+on a CPU (tests/contract). A worker with CUDA takes more.
 """
 
 SHM_QUEUE_BYTES: Final = 256 * MIB
-"""The free space that vLLM needs in /dev/shm. vLLM's largest inter-process queue takes 240 MiB, and
-vLLM does not start with less free space (vllm/distributed/device_communicators/shm_broadcast.py:
+"""The free space that vLLM needs in /dev/shm. vLLM's largest inter-process queue takes 240 MiB.
+With less free space, vLLM does not start (vllm/distributed/device_communicators/shm_broadcast.py:
 MessageQueue, check_shm_free_space).
 """
 
@@ -309,8 +309,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None
-    # The largest possible value of vLLM's share of the memory that CUDA sees. It is also None if an
-    # option sets the KV cache's size instead.
+    # The upper bound of vLLM's share of the memory that CUDA sees. It is also None if an option
+    # sets the KV cache's size instead.
     budget_bytes: float | None
     activations: Range | None
     sampler_warmup: Range | None
@@ -541,8 +541,8 @@ def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
 def list_most_sequences(estimate: MemoryEstimate) -> list[tuple[int, int]]:
     """Return pairs of `max_model_len` and the number of sequences of that length that fit at once.
 
-    The longest length is the one at which only a single sequence fits. The question's
-    `max_model_len` is always included. The list is empty if the cache is unknown.
+    At the longest length, only a single sequence fits. The question's `max_model_len` is always
+    included. The list is empty if the cache is unknown.
     """
     # Lengths beyond the longest sequence would only yield zeros.
     longest = estimate.find_longest(1) or 0

@@ -77,7 +77,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     position_values: int = 0
     # The bytes per parameter of the output matrix, if it is quantised.
     head_bytes: float | None = None
-    # The number of layers in the model's own part for speculative decoding.
+    # The number of the model's layers for speculative decoding.
     speculative_layers: int = 1
     # The bytes per parameter for parameters that are served without quantisation.
     dtype_bytes: float = 2.0
@@ -131,7 +131,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return parameters / 2 * (self.dtype_bytes + self.head_bytes)
 
     def add_speculation(self, tokens: int) -> Self:
-        """Return the shape with its own heads for speculative decoding (multi-token prediction).
+        """Return the shape with the model's heads for multi-token prediction.
 
         The heads are `speculative_layers` additional layers that keep every token, each as large as
         the model's average layer. A state is also kept for each speculative token (vLLM 0.33,
@@ -643,7 +643,7 @@ def _choose_group_layers(layer_counts: tuple[int, ...]) -> int:
     """Return the number of layers in a group, or 0 if there are no layers.
 
     A group has as many layers as the rarest kind. If the kinds are almost equally frequent, a group
-    has as many layers as the most frequent kind, and vLLM pads the other kinds.
+    has as many layers as the most frequent kind. vLLM then pads the other kinds.
     """
     counts = [count for count in layer_counts if count]
     if not counts:

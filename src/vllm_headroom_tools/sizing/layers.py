@@ -61,8 +61,11 @@ given a name, and a billion names would fill the memory.
 def list_layer_kinds(config: Config, layer_count: int) -> list[str]:
     """Return the kind of each layer, from the configuration's list, letters, pattern or window.
 
-    A Falcon-H1 layer is listed as two layers. Raises ValueError if a layer kind's cache is not
-    supported, if a list has the wrong length, or if there are more layers than any model has.
+    A Falcon-H1 layer is listed as two layers. Raises ValueError in these cases:
+
+    - A layer kind's cache is not supported.
+    - A list has the wrong length.
+    - There are more layers than any model has.
     """
     if layer_count > LAYER_LIMIT:
         raise ValueError(f"{layer_count} layers are more than any model has")
@@ -344,7 +347,7 @@ def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
 
 
 OVERRIDES: Final = "per_layer_config"
-"""The field in which transformers 5.24 stores differences between layers, keyed by layer number
+"""transformers 5.24 stores the differences between layers in this field, by layer number
 (integrations/heterogeneity/configuration_utils.py).
 """
 

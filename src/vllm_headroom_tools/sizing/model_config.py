@@ -117,8 +117,8 @@ CHECKED_MODEL_TYPES: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Values of `model_type` whose KV cache is known to be counted as in vLLM, because the tests
-include a recording of a model of each type.
+"""Values of `model_type` whose KV cache is counted as in vLLM. The tests include a recording of a
+model of each type.
 """
 
 CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
@@ -198,8 +198,9 @@ TEXT_PARTS: Final = (
     "thinker_config",
     "transformer_layer_config",
 )
-"""The parts of a configuration that describe the language model of a multimodal model, or of a
-draft head in the speculators library's format. A `thinker_config` contains one of these parts.
+"""The parts of a configuration that describe the language model. They occur in multimodal models
+and in draft heads in the format of the speculators library. A `thinker_config` contains one of
+these parts.
 """
 
 SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -490,8 +491,8 @@ def _has_no_output_matrix(config: Config) -> bool:
 def _read_max_model_len(config: Config) -> int | None:
     """Return the longest sequence, in tokens, that vLLM accepts by default, or None if unknown.
 
-    The result is the model's own length times the factor of its rotary embedding, unless the length
-    already includes the factor.
+    The result is the model's length times the factor of its rotary embedding. If the length already
+    includes the factor, the result is the length itself.
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_scaling", "rope_parameters")

@@ -126,7 +126,7 @@ UNQUANTISED_FIELDS: Final = (
 """The fields that list modules that are not quantised; the comments name the methods."""
 
 KV_SCHEME_BYTES: Final = {"fp8": 1.0, "nvfp4": 9 / 16}
-"""The bytes per value in the KV cache, by the scheme for which the checkpoint has scales."""
+"""The bytes per value in the KV cache, by the format of the checkpoint's scales."""
 
 
 def is_same_method(name: str, quantisation: str | None) -> bool:
@@ -199,8 +199,8 @@ def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None,
 def _read_weight_scheme(quantisation: Config) -> Config:
     """Return the scheme that quantises the weights of the first group of modules.
 
-    Such groups are written by compressed-tensors and ModelOpt. Returns an empty mapping if there
-    are no groups.
+    Both compressed-tensors and ModelOpt write such groups. Returns an empty mapping if there are no
+    groups.
     """
     groups = quantisation.get("config_groups")
     if not isinstance(groups, dict):
@@ -261,10 +261,10 @@ ATTENTION_PARTS: Final = ("attn", "mixer.q_", "mixer.k_", "mixer.v_", "mixer.o_"
 def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
     """Return a function that maps a matrix's name to its bytes per parameter.
 
-    That function returns None for a matrix that is not quantised. If all quantised matrices of a
-    model use the same method, None is returned instead of a function. ModelOpt lists the method of
-    each module in `quantized_layers`. The names in this list are those of the checkpoint, so only
-    the layer and the part are compared. DeepSeek V4 has 4-bit experts in an 8-bit checkpoint.
+    That function returns None for a matrix that is not quantised. Returns None if all quantised
+    matrices use the same method. ModelOpt lists the method of each module in `quantized_layers`.
+    The names in this list are those of the checkpoint, so only the layer and the part are compared.
+    DeepSeek V4 has 4-bit experts in an 8-bit checkpoint.
     """
     quantisation = read_quantisation(config)
     listed = quantisation.get("quantized_layers")

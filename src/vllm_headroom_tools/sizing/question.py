@@ -241,7 +241,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def encoder_items(self) -> int | None:
-        """Return how many images or videos of the largest size vLLM profiles at the same time.
+        """Return how many of the largest images or videos vLLM profiles at once.
 
         This is the number that fits in the tokens of a batch, but at least 1 (vLLM 0.32,
         multimodal/encoder_budget.py, `_get_max_items`). Returns None if the largest image and video

@@ -30,7 +30,7 @@ Prometheus can report its error first.
 """
 
 _LONGEST_TEXT: Final = 300
-"""Our choice: the maximum number of characters of external text that an error message quotes."""
+"""Our choice: the maximum number of characters that an error message quotes from external text."""
 
 _MOST_BYTES: Final = 128 * MIB
 """The maximum size of a decompressed response. A page with 8 GPUs and their engine, at a step of 15

@@ -42,7 +42,7 @@ class Exporter(Struct, frozen=True, kw_only=True):
     identity: frozenset[str]
     """The labels that the exporter itself writes; scrapes add further labels.
 
-    Series with the same name and the same values of these labels belong to the same object.
+    Series that have the same name and the same values for these labels describe the same object.
     """
 
     sample: Callable[[Iterable[SeriesValue]], Side]

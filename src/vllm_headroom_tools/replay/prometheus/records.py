@@ -49,7 +49,7 @@ _HISTORIES: Final = (
     (OWN_GPUS, OWN_ENGINES),
     *((gpus, engine) for gpus in (DCGM_GPUS, SMI_GPUS) for engine in ENGINES),
 )
-"""The pairs of sources from which a trace can be built, best pair first.
+"""The pairs of sources that a trace can be built from, best pair first.
 
 Only this project's series show which process holds the memory.
 """
@@ -141,7 +141,7 @@ def _explain_missing(
 
 
 _LONGEST_PAGE_MS: Final = 6 * 3600 * 1000
-"""The maximum time span of a page, because a page is held in memory.
+"""The maximum time span of a page, which is held in memory.
 
 A page of 8 GPUs and their engine at a step of 15 s is 5 MB of JSON.
 """
