@@ -82,7 +82,7 @@ def bounded(
 
 
 def above_zero(read: Callable[[str], float], high: float = LARGEST_FLOAT) -> Callable[[str], float]:
-    """Return a function that parses a number and raises ValueError unless it is in (0, `high`]."""
+    """Return a function that parses a number and raises ValueError if it is not in (0, `high`]."""
     return bounded(read, SMALLEST_FLOAT, high)
 
 

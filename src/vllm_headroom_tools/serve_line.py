@@ -244,7 +244,7 @@ def _list_containers(text: str) -> Iterator[Container]:
 
 
 def _find_containers(content: object) -> Iterator[Container]:
-    """Yield the containers in a part of a document; every mapping with an image is one."""
+    """Yield the containers in a part of a document: every mapping with an image."""
     parts: Iterable[object] = ()
     if isinstance(content, list):
         parts = content

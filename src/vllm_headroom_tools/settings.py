@@ -37,7 +37,7 @@ class ModelFile(Struct, frozen=True, kw_only=True):
 def _read_model_file(text: str) -> ModelFile:
     """Read a model's configuration.
 
-    Raises RefusedError if the configuration is invalid, so that it is reported as a mistake in the
+    Raises RefusedError for an invalid configuration, which is then reported as a mistake in the
     settings.
     """
     from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - see above

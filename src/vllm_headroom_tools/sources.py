@@ -67,8 +67,7 @@ SHOW_SECRET: Final[Mapping[str, Callable[[object], str]]] = {
     "runbooks_url": show_url,
     "engine_headers": lambda _: "a value that is kept secret",
 }
-"""The functions that display rejected values which may contain a secret, by the key of the setting.
-"""
+"""The functions that display rejected values that may contain a secret, by setting key."""
 
 
 def read_settings(

@@ -304,14 +304,14 @@ def _read_host(document: Document) -> dict[str, Any]:
 
 
 def _draw(style: str, text: str) -> Text:
-    """Return a text in one of rich's styles that may span several lines."""
+    """Return a text in one of rich's styles; it may span several lines."""
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
     return Text(text.translate(CONTROLS), style, no_wrap=False)
 
 
 def _draw_line(style: str, text: str) -> Text:
-    """Return a text in one of rich's styles that is cut off at the end of the line."""
+    """Return a text in one of rich's styles; it is cut off at the end of the line."""
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
     return Text(text.translate(CONTROLS), style, no_wrap=True, overflow="ellipsis")

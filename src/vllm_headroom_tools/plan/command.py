@@ -521,7 +521,7 @@ def _parse_utilization(text: str) -> float:
     """Parse a ratio.
 
     A percentage is also accepted if the text ends in %. Raises RefusedError for a number above 1
-    without the percent sign, and ValueError for any other text.
+    without a percent sign. Raises ValueError for any other invalid text.
     """
     if text.strip().endswith("%"):
         return bounded(parse_share, SMALLEST_FLOAT, 1)(text)

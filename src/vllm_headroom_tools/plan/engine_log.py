@@ -69,7 +69,7 @@ UNSET: Final[Mapping[str, Any]] = {
     "dtype": "auto",
     "cpu_offload_gb": 0.0,
 }
-"""The values of options that a startup log omits because vLLM used its defaults for them."""
+"""The values for options that a startup log omits, because vLLM used their defaults."""
 
 SAME_LOGGED_CARD_BYTES: Final = GIB
 """Our choice: two cards are considered the same if their sizes differ by less than this. For

@@ -52,7 +52,7 @@ def build_report(estimate: MemoryEstimate, measured: WorkerMeasurements | None) 
     """Return the report on the plan, compared with the measurements of an engine worker.
 
     `measured` is None if no probe file was given. In the data, bytes are per GPU unless the name
-    says otherwise, and unknown figures are None.
+    says otherwise. Unknown figures are None.
     """
     fits = can_start(estimate)
     verdict = _conclude(fits)
@@ -348,7 +348,7 @@ def _format_tables(estimate: MemoryEstimate) -> list[str]:
 
 
 def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield a table's two lines, which show the first and the second number of each pair."""
+    """Yield a table of two lines: the first numbers of the pairs, and the second numbers."""
     columns = [[f"{number:,}" for number in pair] for pair in pairs]
     for place, head in enumerate(heads):
         cells = [f"{column[place]:>{max(map(len, column))}}" for column in columns]

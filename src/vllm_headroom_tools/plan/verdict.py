@@ -28,7 +28,7 @@ from vllm_headroom_tools.sizing.question import SAFE_UTILIZATION, Question, find
 
 
 def list_unknown(estimate: MemoryEstimate) -> list[str]:
-    """Return a text for each required figure that is unknown, with the options that set it."""
+    """Return a text on each missing figure, with the options that set it."""
     question = estimate.question
     model_type = question.shape.unknown_type
     # Name all unknown figures at once, so that the operator does not discover them one run at a
@@ -70,7 +70,7 @@ def explain_verdict(estimate: MemoryEstimate) -> str:
 
 
 def _explain_margin(estimate: MemoryEstimate) -> str:
-    """Return a text on the check that passes with lower bounds and fails with upper bounds."""
+    """Return a text on the check that passes only with the lower bounds."""
     # If several checks are undecided, report the one that vLLM runs first.
     check = next(check for check in check_start(estimate) if check.passes is None)
     if check.name is CheckName.HOST_MEMORY:
@@ -385,7 +385,7 @@ def _leave_graphs(question: Question) -> Iterator[Trial]:
 
 
 def _change_share(question: Question) -> Iterator[Trial]:
-    """Yield a trial with a different share of the card, unless the cache's size is set.
+    """Yield a trial with a different share of the card, unless an option sets the cache's size.
 
     The new share is the highest safe one. With unified memory, the machine's own need is
     subtracted. The new share may then be below the current one.
@@ -476,9 +476,9 @@ def _use_present_gpus(question: Question) -> Iterator[Trial]:
 def _use_more_gpus(question: Question) -> Iterator[Trial]:
     """Yield a trial for each larger `--tensor-parallel-size`."""
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
-        # `find_problem` later rejects this number of ranks if it does not divide the model's heads
-        # evenly. The number of cards is not limited here, but the advice mentions the additional
-        # cards as a disadvantage.
+        # `find_problem` later rejects this number of ranks if the heads cannot be divided evenly.
+        # The number of cards is not limited here, but the advice mentions the additional cards as a
+        # disadvantage.
         wider = replace(question, tensor_parallel_size=ranks, card_count=None)
         yield Trial(
             (("--tensor-parallel-size", str(ranks)),),

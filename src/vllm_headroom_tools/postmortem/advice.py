@@ -89,7 +89,7 @@ TODO: Final[dict[EndCause, tuple[tuple[str, str | None], ...]]] = {
     EndCause.UNKNOWN: ((READ_LOG, TROUBLESHOOTING),),
     EndCause.NOTHING: (),
 }
-"""The steps for each cause in order, each with a link to the documentation or None."""
+"""The steps for each cause in order. Each has a link to the documentation, or None."""
 
 
 def list_steps(

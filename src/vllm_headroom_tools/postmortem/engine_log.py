@@ -65,7 +65,7 @@ def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
 
 
 def find_end_time(start: EngineStart) -> LogTime:
-    """Return when a start ended: the time of its failure or else of its last line."""
+    """Return when a start ended: the time of its failure or else the time of its last line."""
     failure = start.root_failure
     has_time = failure is not None and failure.time != LogTime()
     return failure.time if failure is not None and has_time else start.end

@@ -55,8 +55,8 @@ NO_END: Final = Diagnosis(
 )
 
 SAME_EVENT_SECONDS: Final = 0.5
-"""If a sample is this close to an incident's time, it is the sample of the incident's event. The
-time of an incident has millisecond precision.
+"""A sample this close to an incident's time is the sample of the incident's event. The time of an
+incident has millisecond precision.
 """
 
 MOST_LISTED_HOLDERS: Final = 16
@@ -111,7 +111,7 @@ def read_postmortem(
     *,
     reported_bytes: int | None = None,
 ) -> Postmortem:
-    """Return the post-mortem of a trace, taking the engine's log into account if it is given.
+    """Return the post-mortem of a trace and, if it is given, of the engine's log.
 
     `pod` is used if the file does not name the engine's pod. Raises BadInput if the trace cannot be
     read, or if it has no samples and is not an incident.
@@ -196,7 +196,7 @@ class EndFollower:
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Add a sample; return the sample with the engine's state."""
         previous = self.replay.engine
-        # As in the daemon, the engine's run is updated first, and then the leak detector judges the
+        # As in the daemon, update the engine's run first. Then let the leak detector judge the
         # sample.
         snapshot = self.replay.step(snapshot)
         status = snapshot.engine_status
@@ -477,7 +477,7 @@ def _list_gpu_figures(gpu: GpuAtEnd) -> Iterator[str]:
 
 
 def _list_torch_memory(incident: Incident) -> Iterator[Line]:
-    """Yield the memory that torch held on each GPU, for each process that has the probe."""
+    """Yield torch's memory on each GPU, for each process with the probe."""
     for process in incident.before.probe:
         for device in process.devices:
             sizes = ", ".join(_list_torch_sizes(device))

@@ -26,8 +26,8 @@ MIN_OWN_BYTES: Final = 3 * GIB // 10
 
 When vLLM reads the free memory, its own CUDA context is already on the GPU. Since vLLM 0.11, NCCL's
 buffers are there too. vLLM logs "Free memory on device (F/T GiB) on startup". On otherwise empty
-GPUs, F is lower than T by 0.33 (B200) to 0.53 GiB (H100), or by 0.49 to 1.55 GiB with tensor
-parallelism.
+GPUs, F is 0.33 (B200) to 0.53 GiB (H100) lower than T. With tensor parallelism, it is 0.49 to
+1.55 GiB lower.
 """
 
 MAX_OWN_BYTES: Final = 6 * GIB // 10
@@ -365,8 +365,8 @@ def check_heat(device: GpuReading) -> Iterator[Obstacle]:
 
 
 CUDA_DRIVERS: Final = {12: (525, 60), 13: (580, 65)}
-"""The minimum driver version for each major version of CUDA (NVIDIA's CUDA release notes, minimum
-required driver version for minor version compatibility).
+"""The minimum driver version for each major version of CUDA. Source: NVIDIA's CUDA release notes,
+minimum required driver version for minor version compatibility.
 """
 
 

@@ -341,7 +341,7 @@ def _check_wake(
 ) -> tuple[Obstacle, ...]:
     """Return a finding for each GPU of a sleeping engine.
 
-    If the engine is awake, or if its state or its GPUs are unknown, there is a single finding.
+    There is a single finding if the engine is awake, or if its state or its GPUs are unknown.
     """
     if isinstance(page, Failure):
         return (_report_unknown_engine(page.message),)

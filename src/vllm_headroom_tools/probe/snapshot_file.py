@@ -35,7 +35,7 @@ the line that calls torch shows better who holds the memory.
 """
 
 MAX_OPERATIONS: Final = 10_000_000
-"""The maximum number of operations in a pickle; a vLLM snapshot with a full history has a million.
+"""The maximum number of operations in a pickle. A vLLM snapshot with a full history has a million.
 Each operation takes up to 100 bytes of memory, and 10 million take 10 s.
 """
 

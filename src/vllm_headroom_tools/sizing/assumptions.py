@@ -84,7 +84,7 @@ class Assumption(Struct, frozen=True, kw_only=True):
 
 
 class StartAssumptions(Struct, frozen=True, kw_only=True):
-    """The assumptions about one GPU of a start; figures from a log can replace each field."""
+    """The assumptions about one GPU at the start; figures from a log can replace each of them."""
 
     # The part of the memory given in the question that CUDA does not see.
     driver_reserved: Assumption
@@ -364,8 +364,7 @@ up to 256, and multiples of 16 up to 512. They end at twice `max_num_seqs` if th
 
 LARGEST_BLACKWELL_GRAPH: Final = 1024
 BLACKWELL_CARDS: Final = frozenset({"B200", "GB200", "B300", "GB300"})
-"""Cards on which the largest graph has been twice as large since vLLM 0.28 (config/vllm.py, "device
-capability family 100").
+"""Cards for which vLLM 0.28 doubled LARGEST_GRAPH (config/vllm.py, "device capability family 100").
 """
 
 

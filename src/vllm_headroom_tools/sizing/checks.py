@@ -153,7 +153,7 @@ def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that a batch can hold a block's tokens when the block is as large as a state.
+    """Check that a batch can hold the tokens of a block that is as large as a state.
 
     Source: vLLM up to 0.26, config/vllm.py, `validate_block_size` with `mamba_cache_mode` "align".
     """
@@ -348,7 +348,7 @@ def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the card has room for all sequences' logits next to the KV cache and graphs.
+    """Check that the card has room for all logits besides the KV cache and the CUDA graphs.
 
     Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. At this point, vLLM can also use
     the activation memory, because the KV cache leaves it free. In the first model runner, the
@@ -477,6 +477,6 @@ TOO_MUCH_FOR_CARD: Final = "with the higher estimates it is more than the card h
 
 
 def format_range(amount: Range) -> str:
-    """Format a range in GiB, as one number if both bounds are equal and otherwise as two."""
+    """Format a range in GiB, as a single number if both bounds are equal."""
     low = f"{amount.low / GIB:,.2f}"
     return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"

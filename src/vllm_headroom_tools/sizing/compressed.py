@@ -23,7 +23,7 @@ COARSE_RATIO: Final = 128
 
 FINE_STATE_TOKENS: Final = 4
 COARSE_STATE_TOKENS: Final = 8
-"""The number of tokens in a block that holds tokens until a compressor compresses them
+"""The number of tokens in a block whose tokens are not compressed yet
 (models/deepseek_v4/compressor.py, `block_size`).
 """
 

@@ -64,7 +64,7 @@ MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
 
 
 def read_integer(config: Config, *names: str) -> int | None:
-    """Return the first of these fields that is set, or its largest number if it is a list.
+    """Return the first field that is set or, if it is a list, its largest number.
 
     If a field is null, false, 0 or [], it is not set, so the next field is tried. Returns None if
     no field is set, or if a list contains only zeros. Raises ValueError for a value that is not a
@@ -84,7 +84,7 @@ def read_integer(config: Config, *names: str) -> int | None:
 
 
 def _is_unset(value: object) -> bool:
-    """Return whether a field is not set, which configurations write as null, false, 0 or []."""
+    """Return whether a field is null, false, 0 or [], which all mean that it is not set."""
     return value is None or value is False or value in (0, [])
 
 

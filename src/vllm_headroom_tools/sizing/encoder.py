@@ -18,8 +18,8 @@ ENCODER_MLP_WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermed
 ENCODER_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
 
 CONFORMER_SQUARES: Final = 24
-"""The parameters per layer of Gemma 4's audio encoder, in units of its hidden size squared: 8 for
-each of two MLPs, 5 for attention, 3 for convolutions (transformers, gemma4).
+"""The parameters per layer of Gemma 4's audio encoder, in units of its hidden size squared. There
+are 8 for each of two MLPs, 5 for attention and 3 for convolutions (transformers, gemma4).
 """
 
 UNGIVEN_MLP_WIDTH_RATIO: Final = 4

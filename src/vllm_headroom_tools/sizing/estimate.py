@@ -90,8 +90,7 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     hidden_bytes = _count_batch_bytes(question) * hidden_size
     hidden_copies = 2
     text_low = forward.low
-    # In a pipeline, the stage that samples also holds the hidden states and residuals that it
-    # received.
+    # In a pipeline, the last stage also holds the hidden states and residuals that it received.
     if question.pipeline_parallel_size > 1:
         hidden_copies += 2
     else:
@@ -265,7 +264,8 @@ def estimate_host(question: Question) -> Range:
     images_bytes = 0.0
     if question.shape.encoder is not None:
         images_bytes = servers_and_cores * question.mm_processor_cache_bytes
-    # The size of offloaded weights is given per GPU, and the size of an offloaded cache per engine.
+    # The size of offloaded weights is given per GPU. The size of an offloaded cache is given per
+    # engine.
     offloaded_bytes = question.cpu_offload_bytes * workers + question.kv_offloading_bytes * engines
     own_bytes = processes * HOST_BYTES_PER_PROCESS
     return Range(

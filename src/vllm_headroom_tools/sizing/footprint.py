@@ -485,8 +485,8 @@ pads the rarer kinds to groups of the same size.
 """
 
 LATENT_BLOCK_TOKENS: Final = 128
-"""In a model that also has state-space layers, the number of tokens in a block of latent attention
-is a multiple of this.
+"""In a model with state-space layers, a block of latent attention holds a multiple of this many
+tokens.
 """
 
 
@@ -573,7 +573,7 @@ def build_kv_layout(
       (`unify_kv_cache_spec_page_size`).
     - A window is extended by `in_flight_tokens`, which are scheduled but not yet finished
       (v1/kv_cache_interface.py, `max_admission_blocks_per_request`). A window may begin within a
-      block and therefore takes one more block; a chunk always begins with a block.
+      block and therefore takes one more block. A chunk always begins with a block.
     """
     if shape.compression is not None:
         return _build_compressed_layout(shape.compression, in_flight_tokens, pipeline_parallel)

@@ -295,9 +295,9 @@ def count_state_bytes(config: Config) -> int | None:
     """Return the bytes that one state-space layer keeps per sequence.
 
     The bytes cover the state and the last inputs of the convolution (vLLM 0.32,
-    model_executor/layers/mamba/mamba_utils.py, `MambaStateShapeCalculator`). The state's dtype is
-    set by the model (models/config.py); the inputs of the convolution use 16 bits. Returns None for
-    an unsupported kind of state. Raises ValueError if a size is missing or invalid.
+    model_executor/layers/mamba/mamba_utils.py, `MambaStateShapeCalculator`). The model sets the
+    state's dtype (models/config.py). The inputs of the convolution use 16 bits. Returns None for an
+    unsupported kind of state. Raises ValueError if a size is missing or invalid.
     """
     sizes = read_state_sizes(config)
     if sizes is None:
@@ -324,7 +324,8 @@ def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
     """Return the KV heads of full-attention layers, and those of windowed layers if they differ.
 
     The second value is None if windowed layers have the same heads. If the configuration does not
-    give the number of KV heads, each query head has one. Raises ValueError if a size is missing.
+    give the number of KV heads, it is the number of query heads. Raises ValueError if a size is
+    missing.
     """
     head_size = _read_head_size(config)
     head_count = _count_kv_heads(config)
@@ -427,7 +428,7 @@ def _read_gemma_4_heads(
 
     The layers without a window have fewer but wider heads.
     """
-    # Layers without a window only have a different number of heads if this switch is on.
+    # Layers without a window have a different number of heads only if this switch is on.
     full_count = None
     if config.get("attention_k_eq_v"):
         full_count = read_integer(config, "num_global_key_value_heads")

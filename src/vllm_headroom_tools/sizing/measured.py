@@ -37,7 +37,7 @@ BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
 
 
 class MeasuredStart(Struct, frozen=True, kw_only=True):
-    """The figures of one start per GPU, and its settings; figures missing from the log are None.
+    """The settings of one start, and its figures per GPU; figures missing from the log are None.
 
     A figure depends on some of the settings. It applies to a question only if these settings have
     the same values.

@@ -136,8 +136,8 @@ CLASS_DEFAULTS: Final[Mapping[str, Config]] = {
     "llama4_text": {"sliding_window_pattern": 4},
     "qwen3_next": {"full_attention_interval": 4},
 }
-"""Fields that published configurations omit because the transformers class has a default for them,
-by `model_type`.
+"""Fields that published configurations omit, by `model_type`. The transformers class has defaults
+for these fields.
 """
 
 TIED_MODEL_TYPES: Final = frozenset(
@@ -229,8 +229,8 @@ counts have not been compared with vLLM's results, because vLLM needs a GPU to b
 """
 
 SERVED_BYTES: Final = 2.0
-"""The bytes per parameter that is not quantised: vLLM serves 32-bit models with 16 bits per
-parameter (config/model.py, `_resolve_auto_dtype`).
+"""The bytes per unquantised parameter. vLLM serves 32-bit models with 16 bits per parameter
+(config/model.py, `_resolve_auto_dtype`).
 """
 
 YARN: Final = "yarn"
@@ -251,9 +251,9 @@ def parse_model_config(
 ) -> ModelShape | str:
     """Return the shape described by a config.json, or a sentence explaining what is wrong with it.
 
-    The file uses the field names of Hugging Face transformers; in a multimodal model's file, the
-    language part is read. `overrides` replaces fields in the file, and `defaults` provides fields
-    that it lacks.
+    The file uses the field names of Hugging Face transformers. For a multimodal model, the language
+    part and the encoders are read. `overrides` replaces fields in the file, and `defaults` provides
+    fields that it lacks.
     """
     try:
         root = json.loads(text)

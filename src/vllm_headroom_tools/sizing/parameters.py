@@ -598,8 +598,8 @@ EXPERT_LAYER_READERS: Final[tuple[Callable[[Config, int, str], bool | None], ...
     _read_expert_period,
     _read_sparse_step,
 )
-"""The functions that tell whether a layer has experts, in order of precedence: the first result
-that is not None is used. Each function takes the configuration, and the index and kind of a layer.
+"""The functions that tell whether a layer has experts. The first result that is not None is used.
+Each function takes the configuration, and the index and kind of a layer.
 """
 
 

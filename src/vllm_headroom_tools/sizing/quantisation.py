@@ -221,7 +221,7 @@ def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
 
 
 def _pick_number(*values: object) -> int | None:
-    """Return the first value that can be a number of bits or weights, or None if none can."""
+    """Return the first value that can be a number of bits or weights, or None if there is none."""
     for value in values:
         if isinstance(value, int) and 1 <= value <= NUMBER_LIMIT:
             return value
@@ -263,8 +263,8 @@ def match_matrix_bytes(config: Config) -> Callable[[str], float | None] | None:
 
     That function returns None for a matrix that is not quantised. Returns None if all quantised
     matrices use the same method. ModelOpt lists the method of each module in `quantized_layers`.
-    The names in this list are those of the checkpoint, so only the layer and the part are compared.
-    DeepSeek V4 has 4-bit experts in an 8-bit checkpoint.
+    The list uses the checkpoint's names, so only the layer and the part are compared. DeepSeek V4
+    has 4-bit experts in an 8-bit checkpoint.
     """
     quantisation = read_quantisation(config)
     listed = quantisation.get("quantized_layers")

@@ -453,7 +453,7 @@ HEALTH_REPORT_SECONDS: Final = 30.0
 """The interval at which an unchanged message is repeated."""
 
 PERMANENT_REASONS: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
-"""Failures for which waiting does not help; they do not occur while a server loads its model."""
+"""Failures that waiting does not fix; they do not occur while a server is loading its model."""
 
 
 async def wait_until_healthy(

@@ -63,7 +63,7 @@ def find_sources(
 ) -> list[Scraped]:
     """Return the best sources in the span: GPUs, engines, and processes if there are any.
 
-    Raises BadInput if there is no source of GPUs or no source of engines in the span.
+    Raises BadInput if the span has no source for the GPUs or no source for the engines.
     """
     # The search covers whole strides up to the end of the span, and does not begin before its
     # start.
