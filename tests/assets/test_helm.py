@@ -447,6 +447,8 @@ def test_the_mode_node_is_the_component_node() -> None:
         }
         assert sorted(map(str, chart_container.get("env", ()))) == sorted(map(str, component_container.get("env", ())))
     assert endpoint["honorLabels"] is True
+    monitor = yaml.safe_load((COMPONENTS / "node" / "podmonitor.yaml").read_text())
+    assert endpoint["metricRelabelings"] == monitor["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
     selector = find(manifests, "PodMonitor")["spec"]["selector"]["matchLabels"]
     assert selector.items() <= daemon["spec"]["template"]["metadata"]["labels"].items()
     assert [

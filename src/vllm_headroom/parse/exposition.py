@@ -44,13 +44,21 @@ _EXCERPT_LENGTH: Final = 60
 a login page, but too few to fill a log.
 """
 
-_MOST_CACHED_SERIES: Final = 512
-"""The maximum number of cached series. 28 engines have this many."""
-
-_LONGEST_CACHED_SERIES: Final = 2048
-"""The maximum number of characters in a cached series, so that the cache cannot exceed 16 MiB.
-vLLM's lines have up to 1.1 kB.
+_MOST_SHORT_SERIES: Final = 2048
+"""The maximum number of cached series of up to _LONGEST_SHORT_SERIES characters. The 64 engines
+that a node's daemon watches at most have 1,216 of these.
 """
+
+_LONGEST_SHORT_SERIES: Final = 256
+"""The maximum number of characters in a short series. Most of vLLM's have 50 to 90."""
+
+_MOST_LONG_SERIES: Final = 256
+"""The maximum number of longer series that are cached. Each of a node's 64 engines has one, which
+lists the settings of its KV cache. With this number, the two caches cannot exceed 16 MiB.
+"""
+
+_LONGEST_LONG_SERIES: Final = 2048
+"""The maximum number of characters in a cached series. vLLM's lines have up to 1.1 kB."""
 
 _SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?')
 _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.ASCII)
@@ -161,14 +169,14 @@ def _parse_line(line: str) -> tuple[Sample, ...]:
     series, _, value = line.rpartition(" ")
     # Only the values change from page to page. Parsing the labels again would take most of the
     # time.
-    if len(series) <= _LONGEST_CACHED_SERIES and _PLAIN_VALUE.fullmatch(value):
-        samples = _parse_series(series)
+    if len(series) <= _LONGEST_LONG_SERIES and _PLAIN_VALUE.fullmatch(value):
+        is_short = len(series) <= _LONGEST_SHORT_SERIES
+        samples = _parse_short_series(series) if is_short else _parse_long_series(series)
         if samples:
             return tuple([Sample(sample.name, sample.labels, float(value)) for sample in samples])
     return _parse_whole(line)
 
 
-@lru_cache(maxsize=_MOST_CACHED_SERIES)
 def _parse_series(series: str) -> tuple[Sample, ...]:
     """Return the samples of a series, each with the value 0.
 
@@ -176,6 +184,10 @@ def _parse_series(series: str) -> tuple[Sample, ...]:
     example, the line may have a timestamp.
     """
     return _parse_whole(f"{series} 0") if _SERIES.fullmatch(series) else ()
+
+
+_parse_short_series = lru_cache(maxsize=_MOST_SHORT_SERIES)(_parse_series)
+_parse_long_series = lru_cache(maxsize=_MOST_LONG_SERIES)(_parse_series)
 
 
 def _parse_whole(line: str) -> tuple[Sample, ...]:

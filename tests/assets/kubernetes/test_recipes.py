@@ -184,6 +184,34 @@ def test_the_daemonset_sees_the_nodes_processes_and_names_and_nothing_more() -> 
     assert monitor["spec"]["podMetricsEndpoints"][0]["honorLabels"] is True
 
 
+@pytest.mark.parametrize(
+    ("unit", "engine_url", "pod"),
+    [
+        ("vllm-llama.service", "", "vllm-llama.service"),
+        ("", "http://192.0.2.7:8001/metrics", "http://192.0.2.7:8001/metrics"),
+        ("", "", "llama-0"),
+    ],
+)
+def test_an_engine_outside_pods_has_its_unit_or_url_as_pod_and_a_pod_keeps_its_name(
+    unit: str, engine_url: str, pod: str
+) -> None:
+    (monitor,) = (each for each in built("daemonset") if each["kind"] == "PodMonitor")
+    (rule,) = monitor["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
+    guide = (FOLDER.parents[2] / "docs" / "node.md").read_text()
+    (documented,) = yaml.safe_load(guide.partition("metric_relabel_configs:\n")[2].partition("```")[0])
+
+    assert [documented[name] for name in ("source_labels", "regex", "target_label", "replacement")] == [
+        rule[name] for name in ("sourceLabels", "regex", "targetLabel", "replacement")
+    ]
+    assert rule["targetLabel"] == "pod"
+    # As in Prometheus: the whole text must match, and otherwise nothing is replaced.
+    match = re.fullmatch(
+        rule["regex"], ";".join({"unit": unit, "engine_url": engine_url}[k] for k in rule["sourceLabels"])
+    )
+    replaced = "llama-0" if match is None else (match[1] or "") + (match[2] or "")
+    assert replaced == pod
+
+
 SPEC: Final = re.compile(r"([a-z_]+)(?:\{([a-z_]+)=([a-z]+)\})?")
 EPP: Final[dict[str, Any]] = yaml.safe_load((FOLDER / "llm-d" / "epp-config.yaml").read_text())
 

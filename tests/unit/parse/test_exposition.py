@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from vllm_headroom.model import Failure
+from vllm_headroom.parse import exposition
 from vllm_headroom.parse.exposition import check_page, parse_samples
+from vllm_headroom.scrape.proc.node import MOST_NODE_ENGINES
 from vllm_headroom.vocabulary import Reason, Source
 
 WANTED = "vllm:(?:num_requests_running|cache_config_info)|process_start_time_seconds"
@@ -137,3 +139,29 @@ def test_a_line_that_comes_again_is_read_alike(length: int) -> None:
     assert not isinstance(first_samples, Failure)
     assert first_samples == parse_samples(page, WANTED)
     assert [(sample.labels, sample.value) for sample in first_samples] == [({"model_name": "m" * length}, 1.0)]
+
+
+def test_the_labels_of_as_many_engines_as_a_node_may_have_are_parsed_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed_lines: list[str] = []
+    parse_line = exposition._parse_whole
+
+    def count_line(line: str) -> tuple[exposition.Sample, ...]:
+        parsed_lines.append(line)
+        return parse_line(line)
+
+    monkeypatch.setattr(exposition, "_parse_whole", count_line)
+    settings = "s" * 1000  # as long as vLLM's line with the settings of the KV cache
+
+    def parse_all(value: int) -> int:
+        parsed_lines.clear()
+        for engine in range(MOST_NODE_ENGINES):
+            labels = f'model_name="node-{engine}"'
+            series = [f'vllm:num_requests_running{{{labels},reason="{number}"}} {value}' for number in range(24)]
+            series.append(f'vllm:num_requests_running{{{labels},settings="{settings}"}} {value}')
+            samples = parse_samples("\n".join(series) + "\n", WANTED)
+            assert not isinstance(samples, Failure)
+            assert [sample.value for sample in samples] == [value] * 25
+        return len(parsed_lines)
+
+    assert parse_all(1) == 25 * MOST_NODE_ENGINES
+    assert parse_all(2) == 0

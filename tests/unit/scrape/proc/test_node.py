@@ -254,6 +254,29 @@ def test_an_engine_of_a_service_has_its_unit_and_others_their_address(node: Node
     }
 
 
+def test_engines_of_the_host_are_watched_beside_those_of_pods(node: NodeTree) -> None:
+    host = "192.0.2.7"
+    node.add_pod(1, 100, *SERVER, name="llama-0")
+    for pid, port, cgroup in (
+        (200, 8001, "/../../system.slice/vllm-llama.service"),
+        (300, 8002, "/../../user.slice/user-1000.slice/session-4.scope"),
+        (400, 8003, "/../../system.slice/vllm-local.service"),
+    ):
+        node.add(pid, 1, *SERVER, "--port", str(port))
+        node.join(pid, cgroup)
+        listening = [("127.0.0.1" if port == 8003 else "0.0.0.0", port)]
+        node.connect(pid, host, listening)
+
+    engines = {engine.port: engine for engine in find(node)}
+
+    assert engines[8000].name.labels == (("namespace", "default"), ("pod", "llama-0"), ("container", "vllm"))
+    assert engines[8001].name.labels == (("unit", "vllm-llama.service"),)
+    assert engines[8001].page_url == f"http://{host}:8001/metrics"
+    assert engines[8002].name.labels == (("engine_url", f"http://{host}:8002/metrics"),)
+    assert engines[8003].kind is EngineKind.UNREADABLE
+    assert engines[8003].problem == "its port 8003 listens on 127.0.0.1 only: start it with --host 0.0.0.0"
+
+
 def test_servers_of_one_unit_are_named_by_their_address_also_while_one_is_down(node: NodeTree) -> None:
     for pid, port in ((100, "8000"), (200, "8001")):
         node.add(pid, 1, *SERVER, "--port", port)
