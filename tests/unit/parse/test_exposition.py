@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.samples import Sample
 
 from vllm_headroom.model import Failure
 from vllm_headroom.parse import exposition
@@ -145,7 +146,7 @@ def test_the_labels_of_as_many_engines_as_a_node_may_have_are_parsed_only_once(m
     parsed_lines: list[str] = []
     parse_line = exposition._parse_whole
 
-    def count_line(line: str) -> tuple[exposition.Sample, ...]:
+    def count_line(line: str) -> tuple[Sample, ...]:
         parsed_lines.append(line)
         return parse_line(line)
 
