@@ -149,7 +149,8 @@ def build_question(options: Namespace) -> Question:
         batch_limit = max_num_batched_tokens or defaults.max_num_seqs
         max_num_seqs = min(defaults.max_num_seqs, batch_limit)
     if max_num_batched_tokens is None:
-        # If only max_num_seqs is given, assume at least one token per request in a batch.
+        # Our choice: if only max_num_seqs is given, assume at least one token per request in a
+        # batch.
         max_num_batched_tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
     max_model_len = options.max_model_len
     if max_model_len in (AUTO_LENGTH, None):

@@ -491,7 +491,7 @@ def _split_range(amount: Range | None) -> dict[str, int] | None:
 
 
 PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
-"""Our choice: the maximum number of bytes to read from a probe file, which is never larger."""
+"""Our choice: the maximum number of bytes to read from a probe file. Real files are smaller."""
 
 
 def read_worker_parts(file: Path) -> WorkerMeasurements:

@@ -45,7 +45,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
     # How long the cache was full.
     full_seconds: float = 0.0
     # How long requests queued. The next fields are only set if this was long. They are the median
-    # number of waiting requests, and the numbers of requests and tokens without a queue.
+    # number of waiting requests, and the numbers of requests and tokens if none had queued.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
     queued_requests: float | None = None
@@ -222,7 +222,7 @@ class TraceTraffic:
         return False
 
     def _step_gpu(self, gpu: Gpu) -> None:
-        """Lower the least free memory if a GPU's latest peak left less."""
+        """Update the least free memory with a GPU's latest peak."""
         memory = gpu.reading.memory
         if memory is None:
             return

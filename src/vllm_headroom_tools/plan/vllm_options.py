@@ -9,7 +9,7 @@ from msgspec import Struct
 from vllm_headroom_tools.sizing.drafts import DRAFT_MODEL
 
 UNPREDICTABLE_METHODS: Final = ("ngram", "ngram_gpu", "suffix", "custom_class")
-"""Methods that look drafts up in the text or run user code; their memory cannot be known in advance
+"""Methods that look drafts up in the text or run user code. Their memory cannot be known in advance
 (vLLM 0.33, config/speculative.py).
 """
 

@@ -189,7 +189,7 @@ def _format_rate(moment: Moment, bytes_per_second: float) -> str:
 
 
 def _build_data(replay: LeakReplay) -> dict[str, Any]:
-    """Return the --json data; an interval that lasts until the end of the trace has no end."""
+    """Return the --json data; an interval that lasts until the trace's end has None as its end."""
     begin, end = replay.span
     return {
         "samples": replay.samples,

@@ -79,7 +79,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     head_bytes: float | None = None
     # The number of the model's layers for speculative decoding.
     speculative_layers: int = 1
-    # The bytes per parameter for parameters that are served without quantisation.
+    # The bytes per parameter that is served without quantisation.
     dtype_bytes: float = 2.0
     # The bytes per parameter in the checkpoint.
     stored_bytes: float = 2.0

@@ -304,7 +304,7 @@ def _find_language_part(config: Config) -> Config:
 
 
 class LayerCounts(Struct, frozen=True, kw_only=True):
-    """How many layers of each kind have a cache; layers that share another's are not counted."""
+    """How many layers of each kind have a cache, not counting caches shared with another layer."""
 
     full: int
     windowed: int

@@ -34,7 +34,7 @@ class Exporter(Struct, frozen=True, kw_only=True):
     """The key of this side in a line of a trace: `gpus`, `engines` or `processes`."""
 
     lead: tuple[str, ...]
-    """Metric names; if this exporter is scraped, at least one of these metrics exists."""
+    """Metric names. At least one of these metrics exists if this exporter is scraped."""
 
     names: tuple[str, ...]
     """The names of all metrics that are read."""
