@@ -217,7 +217,7 @@ class Batch:
 
 
 def count_pixels(feature: Any) -> int:  # noqa: ANN401 - vLLM's MultiModalFeatureSpec
-    """Return the number of pixels that the encoder computes for one image; 0 if unknown."""
+    """Return how many pixels the encoder computes for one image, or 0 if unknown."""
     data = getattr(feature, "data", None)
     if data is None or "pixel_values" not in data:
         return 0

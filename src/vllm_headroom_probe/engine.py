@@ -87,7 +87,7 @@ class EngineObjects:
         self._core: Callable[[], Any] = lambda: None
 
     def search(self, frame: FrameType | None) -> None:
-        """Search a stack for the worker and core, from this frame up through its callers."""
+        """Search a stack for the worker and core, from this frame up."""
         while frame is not None:
             name = HOLDERS.get(frame.f_code.co_name)
             if name is not None:
@@ -240,7 +240,7 @@ def _find_live_blocks(scheduler: object) -> LiveBlocks | None:
         return None
     holdings: list[tuple[object, list[Any]]] = []
     for manager in managers:
-        # The dictionary is copied, because the scheduler's thread may change it at the same time.
+        # The dictionary is copied. The scheduler's thread may change it at the same time.
         for request_id, blocks in list(manager.req_to_blocks.items()):
             if request_id in requests:
                 holdings.append((requests.get(request_id), list(blocks)))

@@ -1,4 +1,7 @@
-"""Write to the folder that vLLM's processes and the sidecar share: one file per process."""
+"""Write to the folder that vLLM's processes and the sidecar share.
+
+Each process has one file.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ START_TICKS_FIELD = 19
 
 
 def read_start() -> tuple[float, float]:
-    """Return when this process started, in seconds since boot and in seconds since the epoch.
+    """Return when this process started, since boot and since the epoch.
 
-    The second value changes when the clock is set. Raises OSError or ValueError if /proc cannot be
-    read.
+    Both times are in seconds. The second value changes when the clock is set. Raises OSError or
+    ValueError if /proc cannot be read.
     """
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is a millisecond of imports
         _, _, fields = file.read().rpartition(b")")

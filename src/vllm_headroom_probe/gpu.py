@@ -87,8 +87,9 @@ class WorkerGpu:
     def read_device(self, worker: object) -> dict[str, Any] | None:
         """Return torch's facts about the device.
 
-        If torch's allocator cannot be read safely, only the UUID and total memory are returned.
-        Returns None if there is no GPU, or if the worker or UUID is unknown.
+        If torch's allocator is not safe to read, only two facts are returned. They are the UUID and
+        the total memory. Returns None if there is no GPU. Also returns None if the worker or UUID
+        is unknown.
         """
         index = to_integer(getattr(read_own(worker, "device"), "index", None))
         torch_cuda = find_cuda()
@@ -145,7 +146,7 @@ class WorkerGpu:
         }
 
     def _measure_weights(self, worker: object) -> int | None:
-        """Return the model's memory as measured by vLLM, or else the size of its tensors.
+        """Return the model's memory as measured by vLLM, or else its tensors' size.
 
         On a CPU, for example, vLLM does not measure the model's memory. Returns None if there is no
         model or its tensors must not be read.

@@ -82,7 +82,7 @@ class KindTable:
         bucket = int(peak.at_seconds // BUCKET_SECONDS)
         bucket_peak = self.recent.get(bucket)
         if bucket_peak is None:
-            # A new dictionary is created, because the probe's thread may be reading the old one.
+            # A new dictionary is created. The probe's thread may be reading the old one.
             self.recent = {
                 number: highest
                 for number, highest in self.recent.items()
@@ -368,7 +368,10 @@ class Peaks:
             self._add_peak(SAMPLING, self.step.requests + self.step.drafts)
 
     def _run(self, part: Callable[[], None]) -> None:
-        """Run a part of the measurement and count its time; an error ends the measurement."""
+        """Run a part of the measurement and count its time.
+
+        An error ends the measurement.
+        """
         start_ns = time.perf_counter_ns()
         try:
             part()

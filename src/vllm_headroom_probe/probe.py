@@ -184,7 +184,10 @@ class Probe:
             taken_snapshot.is_settled.wait(MAX_SNAPSHOT_WAIT_SECONDS)
 
     def _run(self) -> None:
-        """Read and write once per interval until paused or stopped; any error stops the probe."""
+        """Read and write once per interval until paused or stopped.
+
+        Any error stops the probe.
+        """
         try:
             while not self._is_paused and self._stop_reason is None:
                 self._wake.wait(max(0.0, self._due_seconds - time.monotonic()))
@@ -198,7 +201,10 @@ class Probe:
             self._stop(f"{type(error).__name__}: {error}")
 
     def _tick(self) -> None:
-        """Read the facts, write the file and continue any recording; stop if readings are slow."""
+        """Read the facts, write the file and continue any recording.
+
+        If readings are slow, the probe stops.
+        """
         start_seconds = time.thread_time()
         self.gpu.call_seconds = 0.0
         document = self._read_document()
@@ -237,7 +243,10 @@ class Probe:
             snapshot.is_settled.set()
 
     def _rate_reading(self, reading_seconds: float) -> None:
-        """Increase the count of slow readings, or reduce it a little after a fast reading."""
+        """Increase the count of slow readings.
+
+        A fast reading reduces the count a little.
+        """
         self._longest_seconds = max(self._longest_seconds, reading_seconds)
         if reading_seconds > SLOW_READING_SECONDS:
             self._slow_readings += 1

@@ -166,7 +166,7 @@ class Recording:
         Memory that has been freed does not count.
         """
         start_cpu_seconds = time.thread_time()
-        # Copying the traced allocations holds the GIL, so its duration is reported as the pause.
+        # Copying the traced allocations holds the GIL. The duration is reported as the pause.
         start_seconds = time.perf_counter()
         tracer_bytes = tracemalloc.get_tracemalloc_memory() if self._is_host_traced else 0
         host_snapshot = tracemalloc.take_snapshot() if self._is_host_traced else None

@@ -137,8 +137,8 @@ class Snapshots:
             _warn("no history is kept: %s is no folder that vLLM can write", self._folder)
             return
         try:
-            # If vLLM's user is already recording a history, that recording is used and left
-            # unchanged.
+            # If vLLM's user is already recording a history, that recording stays unchanged. It is
+            # used here too.
             if not is_history_on():
                 self._is_ours = True
                 torch_cuda.memory._record_memory_history(  # noqa: SLF001 - torch's documented name
@@ -211,7 +211,10 @@ class Snapshots:
             report["largest"].pop()
 
     def _take_requested(self, probe_folder: str, owner: object) -> TakenSnapshot | None:
-        """Take the snapshot requested in the probe's folder; return None if there is no request."""
+        """Take the snapshot requested in the probe's folder.
+
+        Returns None if there is no request.
+        """
         if self._began_at is None or not can_read_torch(owner):
             return None
         request = read_request(probe_folder, REQUEST_NAME, FORMAT_FIELD)
@@ -225,7 +228,7 @@ class Snapshots:
 def find_torch_cuda() -> Any:  # noqa: ANN401 - torch's
     """Return torch.cuda if CUDA is initialised or this thread is initialising it, else None."""
     module = read_own(sys.modules.get("torch"), "cuda")
-    # While torch initialises CUDA, it runs the calls that were queued until then, including ours.
+    # While torch initialises CUDA, it runs the calls queued until then, including ours.
     is_initialising = getattr(getattr(module, "_tls", None), "is_initializing", False)
     return module if is_initialising else find_cuda()
 
@@ -289,7 +292,7 @@ def list_largest(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _list_allocation_times(snapshot: dict[str, Any]) -> dict[int | None, float]:
-    """Return the time at which each address was last allocated, in seconds since the epoch."""
+    """Return when each address was last allocated, in seconds since the epoch."""
     times: dict[int | None, float] = {}
     for trace in snapshot["device_traces"]:
         for event in trace:
@@ -314,8 +317,7 @@ def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 -
 class BoundedFile:
     """A file that a pickler writes to.
 
-    If a snapshot is too large or takes too long, the file raises an error. The error aborts the
-    snapshot.
+    The file raises an error if a snapshot is too large or too slow. The error aborts the snapshot.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -87,8 +87,8 @@ def start(name: str, argv: Sequence[str]) -> NoReturn:
     """Run the named command, and exit the process with the command's exit status.
 
     This function raises an exception only if the program has a bug. The process exits without
-    waiting for its threads. A thread that hangs must not delay SIGTERM. For example, a DNS resolver
-    that did not respond blocked a thread for 10 s.
+    waiting for its threads. A thread that hangs must not delay SIGTERM. For example, an
+    unresponsive DNS resolver blocked a thread for 10 s.
     """
     status = _find_and_execute(name, argv)
     logging.shutdown()
@@ -119,7 +119,7 @@ def find_command(name: str) -> Command:
 
 
 def execute(command: Command, name: str, argv: Sequence[str]) -> int:
-    """Run a command and print its report, if it has one; return the exit status.
+    """Run a command, print its report if it has one, and return the status.
 
     Errors in the options or the input are printed too. They result in status 2.
     """
@@ -161,7 +161,7 @@ def _write_lines(report: Report) -> None:
 def refuse(mistakes: Sequence[str], program: str, argv: Sequence[str]) -> int:
     """Write to standard error the mistakes that prevent a command from running; return 2.
 
-    With --json in `argv`, also write the JSON object of a report to standard output.
+    With --json in `argv`, a report's JSON object is also written to standard output.
     """
     for mistake in mistakes:
         write_note(f"{program}: {mistake}")
@@ -262,8 +262,8 @@ def _is_one_of(file: Path, inputs: Iterable[str | Path | None]) -> bool:
 def write_result(text: str) -> None:
     """Write a text and a newline to standard output.
 
-    Nothing more is written after the reader of a pipe, such as `head`, has exited. Raises
-    SystemExit with status 2 for any other error.
+    If a pipe's reader such as `head` has exited, nothing more is written. Raises SystemExit with
+    status 2 for any other error.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -271,7 +271,7 @@ def write_result(text: str) -> None:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except OSError as error:
-        # Python flushes the stream again when the process exits, and that flush must not fail.
+        # Python flushes the stream again when the process exits. That flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             write_note(f"{PROGRAM}: the answer cannot be written: {error.strerror}")

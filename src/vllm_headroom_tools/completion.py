@@ -19,7 +19,7 @@ from vllm_headroom_tools.options import BadOptions, Parser, choice
 def _build_program_parser() -> ArgumentParser:
     """Build a single parser for all commands, as shtab requires.
 
-    The top-level parser has the daemon's options, because these may be given without a command.
+    The top-level parser has the daemon's options. These may be given without a command.
     """
     program = ArgumentParser(
         prog=PROGRAM, parents=[_build_completable(DEFAULT_COMMAND)], add_help=False
@@ -58,8 +58,8 @@ def write_bash() -> str:
 def write_zsh() -> str:
     """Return a script for zsh.
 
-    The script from shtab registers the completion only if the shell runs it with `eval`. The
-    returned script calls `eval` itself, so that it can also be sourced.
+    The script from shtab registers the completion only when run with `eval`. The returned script
+    calls `eval` itself, so that it can also be sourced.
     """
     import shtab  # noqa: PLC0415 - only this command needs it
 
@@ -84,7 +84,10 @@ def write_fish() -> str:
 
 
 def _list_fish_options(name: str, parser: Parser) -> Iterator[str]:
-    """Yield a fish command for each option, and for each positional argument with fixed values."""
+    """Yield a fish command for each option.
+
+    Positional arguments with fixed values get one too.
+    """
     condition = f"-n '__fish_seen_subcommand_from {name}'"
     for action in parser._actions:  # noqa: SLF001 - argparse has no public list
         flags = " ".join(map(_write_fish_flag, action.option_strings))
@@ -98,7 +101,7 @@ def _list_fish_options(name: str, parser: Parser) -> Iterator[str]:
 def _write_fish_flag(flag: str) -> str:
     if flag.startswith("--"):
         return f"-l {flag[2:]}"
-    # Fish calls an option such as -q short, and an option such as -tp old-style.
+    # Fish calls -q a short option, and -tp an old-style option.
     kind = "s" if len(flag) == len("-q") else "o"
     return f"-{kind} {flag[1:]}"
 

@@ -38,7 +38,10 @@ def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
 
 
 class Finding(Struct, frozen=True):
-    """One finding; `fix` contains the lines that would fix the problem, and may be empty."""
+    """One finding.
+
+    `fix` contains the lines that would fix the problem, and may be empty.
+    """
 
     subject: str
     verdict: Conclusion

@@ -40,7 +40,10 @@ def exit_on_signals(status: int | None) -> None:
     """
 
     def exit_now(number: int, _frame: object) -> None:
-        """End the process immediately: with `status` or, if it is None, by the signal itself."""
+        """End the process immediately.
+
+        If `status` is None, the signal itself ends it.
+        """
         if status is not None:
             os._exit(status)
         signal.signal(number, signal.SIG_DFL)

@@ -16,9 +16,9 @@ takes a minute. Without a maximum, reading a device such as /dev/zero would neve
 
 
 def read_engine_log(name: str) -> EngineLog:
-    """Parse the log in a file, or on standard input if the name is "-".
+    """Parse the log in a file, or on standard input for the name "-".
 
-    Raises BadInput if the log cannot be read or contains no line from an engine.
+    Raises BadInput if the log cannot be read or has no engine's line.
     """
     with open_lines(name) as lines:
         return parse_engine_log(lines)
@@ -56,7 +56,10 @@ def _limit_lines(lines: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def find_decisive_start(starts: Iterable[EngineStart]) -> EngineStart:
-    """Return the newest start that failed, or else the newest; `starts` must not be empty."""
+    """Return the newest start that failed, or else the newest.
+
+    `starts` must not be empty.
+    """
     newest_first = sorted(starts, key=lambda start: start.first_line, reverse=True)
     for start in newest_first:
         if start.root_failure is not None:

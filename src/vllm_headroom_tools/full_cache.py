@@ -1,4 +1,4 @@
-"""Find out when a KV cache is full, and when a full cache is harmful."""
+"""Find out when a KV cache is full, and when that is harmful."""
 
 from typing import Final
 
@@ -63,7 +63,10 @@ class StepCounts(Struct, frozen=True, kw_only=True):
 
 
 class ThrashFacts(Struct, frozen=True, kw_only=True):
-    """A sequence of KV cache collapses, each of which requeued most of the running requests."""
+    """A sequence of KV cache collapses.
+
+    Each collapse requeued most of the running requests.
+    """
 
     # The number of collapses.
     times: int
@@ -167,7 +170,7 @@ class CollapseHistory:
 def _count_returned(
     previous_reading: EngineReading, reading: EngineReading, counts: StepCounts
 ) -> float | None:
-    """Return how many requests were requeued since the previous sample because the cache was full.
+    """Return how many requests a full cache requeued since the previous sample.
 
     The result is the larger of two numbers. One is the number of preemptions. The other is the
     number of requests that changed from running to waiting. Returns None if the cache had room.

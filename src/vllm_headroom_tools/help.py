@@ -1,4 +1,7 @@
-"""The command `help`, which prints a command's help as text or as a man page."""
+"""The command `help`.
+
+It prints a command's help as text or as a man page.
+"""
 
 from argparse import Namespace
 from collections.abc import Iterator

@@ -60,7 +60,7 @@ class Rise(Struct):
 class Histogram(Struct):
     """The distribution of a value.
 
-    Values are rounded to three digits, so there are at most a few thousand entries.
+    Values are rounded to three digits. There are at most a few thousand entries.
     """
 
     counts: Counter[float] = field(default_factory=Counter)
@@ -101,9 +101,10 @@ class Curves:
         return tuple(uuid for name, uuid in self._curves if name == "free")
 
     def of(self, name: str, uuid: str = "") -> list[Point]:
-        """Return the curve named `host` or `running`, or a GPU's curve named `free` or `held`.
+        """Return a curve by its name.
 
-        Unknown values are None; the curve is empty if no value is known.
+        The names are `host` and `running`, and for each GPU `free` and `held`. Unknown values are
+        None; the curve is empty if no value is known.
         """
         values = self._curves.get((name, uuid), array("d"))
         if all(map(isnan, values)):
@@ -116,7 +117,10 @@ class Curves:
         ]
 
     def step(self, snapshot: Snapshot) -> None:
-        """Add a sample; values are unknown for a GPU that the sample does not contain."""
+        """Add a sample.
+
+        For a GPU that the sample does not contain, values are unknown.
+        """
         host = snapshot.host
         values: dict[tuple[str, str], float | None] = {}
         values["host", ""] = None if host is None else host.room_bytes
@@ -140,9 +144,10 @@ The end is None if the state lasts until the end of the trace.
 
 
 class Moment(Struct, frozen=True, kw_only=True):
-    """The detector's figures at one sample; figures that the detector did not report are None.
+    """The detector's figures at one sample.
 
-    `lower` and `upper` are the bounds of a 95 % interval.
+    Figures that the detector did not report are None. `lower` and `upper` are the bounds of a 95 %
+    interval.
     """
 
     seconds: float
@@ -376,9 +381,9 @@ class LeakReplay:
         return tuple((role, self._courses[role]) for role in Role if role in self._courses)
 
     def course(self, series: str) -> LeakCourse:
-        """Return the course of a GPU (given by its UUID) or of a host role.
+        """Return the course of a GPU or host role.
 
-        The course is empty until the first sample of the series.
+        A GPU is given by its UUID. The course is empty until the first sample of the series.
         """
         return self._courses.get(series) or LeakCourse()
 
@@ -393,7 +398,7 @@ class LeakReplay:
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Run a snapshot through the detector, and return it with the engine's state added.
 
-        If the detector does not judge a series at this sample, its state becomes unknown.
+        If the detector does not judge a series now, its state becomes unknown.
         """
         begin_seconds = self.span[0] if self.samples else snapshot.time_seconds
         self.span = (begin_seconds, snapshot.time_seconds)
@@ -420,7 +425,7 @@ class LeakReplay:
         return snapshot
 
     def _note_status(self, snapshot: Snapshot) -> None:
-        """Record an exit or a hang, and the highest stranded share of each KV cache."""
+        """Record an exit or a hang, and each KV cache's highest stranded share."""
         status = snapshot.engine_status
         if status is None:
             return
@@ -430,7 +435,7 @@ class LeakReplay:
             self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
 
     def _note_residue(self, sample: Sample) -> None:
-        """Record the bytes in use on a GPU during a sleep, once they are stable."""
+        """Record a GPU's used bytes during a sleep, once they are stable."""
         sleep = self.leak_memory.sleep
         if sleep.settled and sleep.since_seconds is not None:
             gpu, uuid = sample.labels
@@ -520,9 +525,10 @@ def _rank_fullness(memory: HostMemory) -> tuple[float, int]:
 def build_moment(
     seconds: float, estimate: Estimate | None, location: LeakLocation | None
 ) -> Moment:
-    """Return the detector's figures at this time; all are None if there is no estimate.
+    """Return the detector's figures at this time.
 
-    Figures that are not finite are also None. The page has no series for them.
+    All are None if there is no estimate. Figures that are not finite are also None. The page has no
+    series for them.
     """
     if estimate is None:
         return Moment(seconds=seconds)

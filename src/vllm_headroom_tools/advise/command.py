@@ -45,9 +45,10 @@ from vllm_headroom_tools.versions import Version, format_version, parse_version
 
 
 def build_report(assessment: Assessment) -> Report:
-    """Return the report, whose headline names the first cause or says that there is none.
+    """Return the report.
 
-    In the data, unknown figures are None.
+    Its headline names the first cause or says that there is none. In the data, unknown figures are
+    None.
     """
     findings = _list_findings(assessment.advice, assessment.missing, assessment.notes)
     # The first cause is the most severe.
@@ -108,7 +109,7 @@ def _render_text(assessment: Assessment) -> list[str]:
 
 
 def _render_log_text(assessment: LogAssessment) -> list[str]:
-    """Return the advice on a log or, if there is none, the memory by part."""
+    """Return the advice on a log or, without advice, the memory by part."""
     lines = [format_source(assessment)]
     for number, advice in enumerate(assessment.advice, start=1):
         lines.append("")
@@ -123,7 +124,7 @@ def _render_log_text(assessment: LogAssessment) -> list[str]:
 
 
 def _format_source(facts: Facts) -> str:
-    """Return a line describing the input: a page or a trace, and any known version."""
+    """Return a line on the input: a page or a trace, with any version."""
     source = "The sidecar's page, now"
     begin_seconds = facts.begin_seconds
     end_seconds = facts.end_seconds
@@ -135,7 +136,7 @@ def _format_source(facts: Facts) -> str:
 
 
 def _render_advice(number: int, advice: Advice) -> list[str]:
-    """Return the lines for one cause: its figures, the changes in order, and any remark."""
+    """Return the lines for one cause: figures, changes in order, and any remark."""
     lines = wrap_text("", f"{number}. {advice.summary}", indent=3)
     for evidence in advice.evidence:
         lines += wrap_headed("seen", evidence.text)
@@ -150,10 +151,10 @@ def _render_advice(number: int, advice: Advice) -> list[str]:
 
 
 def write_advice(change: Change) -> str:
-    """Return a change as text: the option, its new and current values, and the reason.
+    """Return a change as text: the option, its values and the reason.
 
-    If the current value is unknown, the text gives only the increase or decrease. If the change
-    involves no option, its own text is returned.
+    The values are the new one and the current one. If the current value is unknown, the text gives
+    only the increase or decrease. If the change involves no option, its own text is returned.
     """
     flag = change.flag
     if flag is None:
@@ -193,7 +194,10 @@ def _format_number(value: float, flag: Flag) -> str:
 
 
 def _format_end(assessment: Assessment) -> Iterator[str]:
-    """Yield the closing lines: the verdict if there is no advice, and any missing facts."""
+    """Yield the closing lines.
+
+    They are the verdict, if there is no advice, and any missing facts.
+    """
     if assessment.verdict is Conclusion.GOOD:
         is_trace = assessment.facts.origin is FactsSource.TRACE
         yield "Nothing to change." if is_trace else "Nothing to change now."
@@ -251,7 +255,10 @@ def _build_advice_data(advice: Advice) -> dict[str, Any]:
 
 
 def _build_change_data(change: Change) -> dict[str, Any]:
-    """Return the fields of a change; every option except the utilization is a whole number."""
+    """Return the fields of a change.
+
+    Every option except the utilization is a whole number.
+    """
     data = asdict(change)
     if change.flag is Flag.GPU_MEMORY_UTILIZATION:
         return data
@@ -356,7 +363,7 @@ def _judge_file(options: Namespace, settings: EngineArgs) -> Report:
     """
     name = options.trace or options.trace_option
     with open_lines(name) as lines:
-        # The first line shows the type of the file: a trace begins with a header.
+        # The first line shows the type of the file. A trace begins with a header.
         first_line = next(lines, b"")
         all_lines = chain((first_line,), lines)
         if begins_trace(first_line):

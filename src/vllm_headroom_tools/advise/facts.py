@@ -86,7 +86,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     # the 99th percentile.
     usual_tokens: float | None = None
     high_tokens: float | None = None
-    # The highest number of running requests without a preemption, while the cache was not full.
+    # The highest number of running requests without a preemption and without a full cache.
     calm_running: float | None = None
     highest_kv_used_ratio: float | None = None
     full: FullFacts | None = None
@@ -108,7 +108,10 @@ class FactsSource(StrEnum):
 
 
 class Shortage(StrEnum):
-    """The kind of memory shortage: lasting since startup, lasting after a slow rise, or brief."""
+    """The kind of memory shortage.
+
+    It has lasted since startup, lasts after a slow rise, or is brief.
+    """
 
     LEVEL = "level"
     RISEN = "risen"
@@ -211,8 +214,8 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     leftovers: tuple[Leftover, ...] = ()
     # The highest number of running requests while at least LOW_BYTES were free.
     roomy_running: float | None = None
-    # The probe's measurements of steps, and the largest requests that fit according to these
-    # measurements.
+    # The probe's measurements of steps. The other fields are the largest requests that fit,
+    # according to these measurements.
     peaks: tuple[PeakFacts, ...] = ()
     peak_room_bytes: float | None = None
     safe_prompt_tokens: float | None = None
@@ -247,7 +250,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
-    # The host memory reading with the highest usage, or None if there are no readings.
+    # The host memory reading with the highest usage, or None without readings.
     host: HostMemory | None = None
     # The engine's exits.
     ends: tuple[Ending, ...] = ()

@@ -1,4 +1,4 @@
-"""The findings of a rule: a cause, the evidence for it, and what to change."""
+"""The findings of a rule: a cause, its evidence, and what to change."""
 
 from enum import StrEnum
 from typing import Final
@@ -127,7 +127,10 @@ def drop_none(*changes: Change | None) -> tuple[Change, ...]:
 
 
 def name_engine(facts: Facts, engine: EngineFacts) -> str:
-    """Return the name of an engine's model, including its rank if there are several engines."""
+    """Return the name of an engine's model.
+
+    If there are several engines, the name includes the rank.
+    """
     if len(facts.engines) > 1:
         return f"{engine.model_name}, engine {engine.engine}"
     return engine.model_name

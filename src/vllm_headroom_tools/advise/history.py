@@ -91,7 +91,10 @@ class EngineHistory:
         self._roomy_used = Histogram()
 
     def has_other_settings(self, reading: EngineReading) -> bool:
-        """Return whether the KV cache's size has changed, or False if either size is unknown."""
+        """Return whether the KV cache's size has changed.
+
+        If either size is unknown, returns False.
+        """
         known_tokens = self._facts.capacity_tokens
         tokens = reading.kv_capacity_tokens
         if known_tokens is None or tokens is None:
@@ -135,7 +138,7 @@ class EngineHistory:
             self._step_cache(reading, counts, is_full=reading.kv_used_ratio > FULL_RATIO)
 
     def _step_queue(self, reading: EngineReading, seconds: float) -> None:
-        """If requests are waiting, add the time since the previous sample to the waiting times."""
+        """If requests are waiting, add the time since the last sample to the waiting times."""
         waiting = reading.waiting or 0.0
         if waiting > 0:
             self._waited_seconds += seconds
@@ -150,9 +153,9 @@ class EngineHistory:
             self._roomy_used.add(reading.kv_used_ratio)
 
     def _step_cache(self, reading: EngineReading, counts: StepCounts, *, is_full: bool) -> None:
-        """Record a sample's load, separately for a full cache and for a cache with room."""
+        """Record a sample's load, separately for a full cache and one with room."""
         # The counts cover the time since the previous sample. In the first sample after a full
-        # cache, this time still includes the full cache.
+        # cache, this time includes the full cache.
         if is_full or self._was_full:
             self._full = replace(
                 self._full,
@@ -248,7 +251,7 @@ class EngineHistory:
 def _step_stranded(
     earlier: StrandedFacts | None, stranded_ratio: float | None
 ) -> StrandedFacts | None:
-    """Update the facts on the cache that stays in use while the engine is idle.
+    """Update the facts on the cache share in use while the engine is idle.
 
     If the share is unknown (None), the facts do not change. If the share falls, the engine has
     freed cache, so nothing had leaked. The facts then start over.
@@ -330,7 +333,7 @@ class GpuHistory:
         )
         # Until the engine serves requests, the free memory does not depend on its load.
         if is_serving:
-            # Memory held by other processes counts as free: the engine cannot be blamed for it.
+            # Memory of other processes counts as free. The engine cannot be blamed for it.
             own_room_bytes = room_bytes + (others_bytes or 0.0)
             self._step_room(own_room_bytes, now_seconds, seconds, running)
 
@@ -347,7 +350,7 @@ class GpuHistory:
     ) -> None:
         """Begin, extend or close a spell, depending on the room in this sample."""
         if room_bytes < LOW_BYTES:
-            # A new spell's lowest room is the threshold, so that the first sample lowers it.
+            # A new spell's lowest room is the threshold. The first sample lowers it.
             spell = self._open_spell or Spell(
                 kind=Shortage.PEAK,
                 lowest_room_bytes=LOW_BYTES,

@@ -72,7 +72,7 @@ def parse_facts(text: str, settings: EngineArgs) -> Facts:
     """Return the facts from a sidecar's page.
 
     `settings` come from the operator. Settings that the operator left out are read from the page.
-    Raises BadInput if the page is not a sidecar's or the engine is not vLLM.
+    Raises BadInput unless the page comes from a sidecar that watches vLLM.
     """
     page = _parse_page(text)
     _check_page(page)
@@ -233,10 +233,10 @@ def _read_peaks(page: Values, gpu: tuple[str, str]) -> tuple[PeakFacts, ...]:
 
 
 def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> BudgetExcess | None:
-    """Return the engine's excess over its budget, or None if the page reports no excess."""
+    """Return the engine's excess over its budget, or None if none is reported."""
     if not page.value(catalog.SITUATION, Situation.OVER_BUDGET):
         return None
-    # An option can change a budget only if the budget has one of these bases.
+    # An option can only change a budget with one of these bases.
     for basis in ("budget", "configured"):
         budget_bytes = page.value(catalog.MEMORY_REPORTED, *gpu, basis)
         excess_bytes = page.value(catalog.MEMORY_DISCREPANCY, *gpu, basis)
@@ -256,7 +256,10 @@ def _read_excess(page: Values, gpu: tuple[str, str], total_bytes: float) -> Budg
 def _judge_room(
     room_bytes: float, room_at_peak_bytes: float, running: float | None
 ) -> tuple[Spell, ...]:
-    """Return the current shortage, if any, or else a shortage at the last minute's peak."""
+    """Return the current shortage.
+
+    Without one, a shortage at the last minute's peak is returned.
+    """
     lowest_room_bytes = max(0.0, room_at_peak_bytes)
     if room_bytes < LOW_BYTES:
         level = Spell(kind=Shortage.LEVEL, lowest_room_bytes=lowest_room_bytes, running=running)
@@ -327,7 +330,7 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     stranded_ratio = read(catalog.ENGINE_KV_STRANDED)
     stranded = None
     if stranded_ratio is not None:
-        # A page has no history, so it is not known whether the ratio has risen.
+        # A page has no history. Whether the ratio has risen is not known.
         stranded = StrandedFacts(ratio=stranded_ratio, first_ratio=stranded_ratio, rises=0)
     return EngineFacts(
         model_name=model_name,
@@ -367,7 +370,10 @@ async def fetch_facts(
 
 
 async def _fetch_page(url: str, advice: str) -> str:
-    """Fetch and return a sidecar's page; raise BadInput with `advice` if there is no response."""
+    """Fetch and return a sidecar's page.
+
+    Raises BadInput with `advice` if there is no response.
+    """
     page = await fetch_once(_build_reader(url))
     if isinstance(page, Failure):
         raise BadInput(f"{strip_advice(page)}: {advice}")
@@ -375,7 +381,7 @@ async def _fetch_page(url: str, advice: str) -> str:
 
 
 def list_node_engines(text: str) -> list[str] | None:
-    """Return the names of the engines on a page, if its sidecar watches several engines.
+    """Return the names of a page's engines, if its sidecar watches several engines.
 
     Returns None for any other page. Such a page lacks the metric with the number of engines.
     """

@@ -142,7 +142,7 @@ def _find_absent_flags(advice: Iterable[Advice], facts: Facts) -> list[Flag]:
 def _note_absent_flags(flags: Iterable[Flag], facts: Facts) -> Iterator[str]:
     """Yield a note on each option that is left out.
 
-    The option is named without dashes, so that nobody copies it into a command line.
+    The option is named without dashes. Nobody should copy it into a command line.
     """
     version = facts.settings.version
     for flag in flags:
@@ -201,7 +201,7 @@ def list_missing(facts: Facts) -> Iterator[str]:
         if gpu.least_room_bytes is None:
             yield f"{gpu.display_name}: its memory was not read"
         yield from _explain_leak(gpu.display_name, gpu.leak)
-    # An unknown amount of host memory does not make the rest of the verdict uncertain.
+    # An unknown amount of host memory does not affect the rest of the verdict.
     for host in facts.hosts:
         is_growing = host.leak.verdict is LeakVerdict.GROWING
         if is_growing or host.leak.state is not LeakState.UNKNOWN:
@@ -262,7 +262,7 @@ a trace of at least a day.
 
 
 def list_notes(facts: Facts, advice: Iterable[Advice]) -> Iterator[str]:
-    """Yield notes on the limits of the verdict, and on facts that no rule covers."""
+    """Yield notes on the verdict's limits, and on facts that no rule covers."""
     changes = _list_changes(advice)
     if facts.since_seconds is not None:
         since = format_instant(facts.since_seconds)

@@ -99,7 +99,10 @@ def _find_doubt(
     baseline: TraceRecord,
     baseline_series: MemorySeries | None,
 ) -> str | None:
-    """Return why a series cannot be compared with the baseline's, or None if it can."""
+    """Return why a series cannot be compared with the baseline's.
+
+    Returns None if it can be.
+    """
     if series is None:
         return ONLY_BASELINE
     if baseline_series is None:
@@ -140,7 +143,7 @@ def _judge_growth(
     limit_ratio: float,
     doubt: str | None,
 ) -> Judgement:
-    """Judge the largest growth of a series at any load that occurs in both traces.
+    """Judge a series' largest growth at any load that both traces have.
 
     A series cannot be judged in three cases:
 
@@ -210,9 +213,9 @@ def _judge_capacity(
     limit_ratio: float,
     mismatch: str | None,
 ) -> Judgement:
-    """Judge whether an engine's KV cache shrank from the baseline's by more than the limit.
+    """Judge whether an engine's KV cache shrank by more than the limit.
 
-    Within a fixed budget, the KV cache shrinks by as much as other memory grows.
+    Within a fixed budget, the KV cache shrinks as other memory grows.
     """
     doubt = mismatch
     if doubt is None and tokens is None:
@@ -252,7 +255,7 @@ def _format_change(value: float | None, baseline: float | None, unit: Unit) -> s
 def _judge_parts(
     gpu: MemorySeries, baseline_gpu: MemorySeries, limit_ratio: float
 ) -> Iterator[Judgement]:
-    """Judge the growth of those parts of a GPU's memory that are in both traces.
+    """Judge the growth of those parts of GPU memory that both traces have.
 
     The limit is a share of all parts combined. The same share of a small part would be almost
     nothing.

@@ -277,8 +277,8 @@ def _compare_logs(options: Namespace) -> Report:
 def _locate_trace(name: str, engine: str | None) -> str:
     """Return the file to read.
 
-    If `name` is a state folder, it is the flight record, and otherwise `name` itself. Raises
-    BadInput if the folder belongs to several engines and none of them is chosen.
+    If `name` is a state folder, the result is its flight record. Otherwise, it is `name` itself.
+    Raises BadInput if the folder has several engines and none is chosen.
     """
     place = Path(name)
     if not place.is_dir():
@@ -306,7 +306,7 @@ def _run(options: Namespace) -> Report:
     budget = Budget(
         reported_bytes=options.reported_bytes, utilization_ratio=options.gpu_memory_utilization
     )
-    # only the leak limits rerun the detector and need the readings, which take up memory
+    # only the leak limits rerun the detector, which needs the readings
     keeps_readings = any(LIMITS[option].name in (LEAK, HOST_LEAK) for option in bounds)
     inputs = (options.trace, options.baseline)
     if options.engine is not None and not any(name and Path(name).is_dir() for name in inputs):
@@ -321,7 +321,7 @@ def _run(options: Namespace) -> Report:
                 record.step(snapshot)
         except BadInput as error:
             problem = f"{flag}: {error}"
-            # otherwise, CI would show the result of an earlier build, whose file is still there
+            # otherwise, CI would show the result file of an earlier build
             suite = build_suite([("trace", Conclusion.CANNOT_TELL, problem, "")])
             save(options.junit, suite, inputs=inputs)
             raise BadInput(problem) from error

@@ -29,7 +29,7 @@ class Unit(StrEnum):
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """The result of one limit for a GPU, role or engine, or for all together."""
+    """The result of one limit for a GPU, role or engine, or for all."""
 
     limit: str
     subject: str = ""  # the GPU, role or engine, or empty for all of them together
@@ -62,7 +62,10 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """Return the value, bound and baseline as text; an unknown one is an empty string."""
+        """Return the value, bound and baseline as text.
+
+        An unknown figure is an empty string.
+        """
         return (
             self.value_text or format_figure(self.value, self.unit) or "unknown",
             self.bound_text or format_figure(self.highest_allowed, self.unit),
@@ -90,10 +93,11 @@ def format_figure(figure: float | None, unit: Unit) -> str:
 def compare_with_limit(
     value: float | None, highest_allowed: float | None, doubt: str | None
 ) -> Conclusion:
-    """Compare a value with its limit; the result is "cannot tell" if either is unknown.
+    """Compare a value with its limit.
 
-    A value above the limit fails even if there is a doubt. A value within the limit passes only
-    without a doubt. A missing part of the trace may contain a higher value.
+    The result is "cannot tell" if either is unknown. A value above the limit fails even if there is
+    a doubt. A value within the limit passes only without a doubt. A missing part of the trace may
+    contain a higher value.
     """
     if value is None or highest_allowed is None:
         return Conclusion.CANNOT_TELL

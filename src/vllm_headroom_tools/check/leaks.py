@@ -195,9 +195,9 @@ def find_smallest_visible(
     """Return the smallest leak per request that the detector would find in these readings.
 
     A steady leak is added to the readings. The detector then runs on the result. The leaks that are
-    tried begin at `bytes_per_request` and double each time. The drift in the second half of the
-    readings is subtracted from the added leak. The drift may itself be a leak, or it may hide one.
-    Returns None if the detector finds no such leak, or if the drift is unknown.
+    tried begin at `bytes_per_request` and double each time. The drift is subtracted from the added
+    leak. The drift is measured in the second half of the readings. The drift may itself be a leak,
+    or it may hide one. Returns None if the detector finds no such leak or the drift is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:
@@ -210,7 +210,7 @@ def find_smallest_visible(
 
 
 def _measure_drift(readings: Sequence[DetectorInput]) -> float | None:
-    """Return the floor's rise or fall per request in the second half of the readings.
+    """Return the floor's change per request in the second half of the readings.
 
     A floor is the lowest memory within an eighth of the readings. Returns None if there are no
     memory readings or no requests.

@@ -69,7 +69,10 @@ def _has_budget(record: TraceRecord) -> bool:
 
 
 def _describe_discrepancy(discrepancy: SignedDiscrepancy | None) -> str:
-    """Return the highest discrepancy and its time as text, or "" if there is none."""
+    """Return the highest discrepancy and its time as text.
+
+    Returns "" if there is none.
+    """
     if discrepancy is None:
         return ""
     size = format_size(abs(discrepancy.n_bytes))
@@ -83,7 +86,7 @@ def judge_costs(
 ) -> Iterator[Judgement]:
     """Judge the memory per running request on each GPU at the highest sustained load.
 
-    The memory cannot be judged if the trace is too short or without sustained load.
+    The memory cannot be judged without a long enough trace and a sustained load.
     """
     for gpu, baseline_gpu in pair_gpus(record, baseline):
         cost = gpu.busiest_cost

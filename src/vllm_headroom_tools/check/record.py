@@ -27,7 +27,7 @@ DetectorInput = tuple[Observation, float]
 
 
 class Budget(Struct, frozen=True, kw_only=True):
-    """The operator's budget for the engine on each GPU: in bytes or as a share.
+    """The operator's budget for the engine on each GPU, in bytes or a share.
 
     It replaces the budget that the engine reports. Both fields are None if the operator did not set
     a budget.
@@ -316,7 +316,7 @@ class TraceRecord:
 def pair_gpus(
     record: TraceRecord, baseline: TraceRecord | None
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
-    """Yield each GPU in a trace with its match in the baseline, or with None.
+    """Yield each GPU in a trace with its baseline match, or with None.
 
     A matching GPU has the same UUID. On different machines, no UUIDs may match. GPUs are then
     matched in the order of their indices.
@@ -344,8 +344,8 @@ def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> 
     """Return why a subject cannot be judged, or None if it can be.
 
     There are two possible reasons. One reason is that the trace is too short. The other is that the
-    engine's page or the subject was unreadable for too long. `coverage` is the time during which
-    the subject was read, or None if never.
+    engine's page or the subject was unreadable too long. `coverage` is the time during which the
+    subject was read, or None if never.
     """
     return (
         find_shortfall(record)

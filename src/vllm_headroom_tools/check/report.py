@@ -123,7 +123,10 @@ def _describe_trace(name: str, record: TraceRecord) -> str:
 def _build_data(
     traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]
 ) -> dict[str, Any]:
-    """Return the report's JSON data; if there are two traces, the second is the baseline."""
+    """Return the report's JSON data.
+
+    If there are two traces, the second is the baseline.
+    """
     trace, *baselines = [
         {
             "file": name,

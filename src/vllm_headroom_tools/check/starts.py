@@ -1,4 +1,4 @@
-"""Compare two starts of an engine by the memory of each part in their logs."""
+"""Compare two starts of an engine by the parts of memory in their logs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -55,7 +55,7 @@ def judge_starts(
 ) -> tuple[Judgement, ...]:
     """Return the judgements on the newer start's memory, compared with the older start's.
 
-    `limit_ratio` is by which share a part may grow or the KV cache may shrink. Without a limit, the
+    A part may grow, and the KV cache may shrink, by the share `limit_ratio`. Without a limit, the
     figures are only shown.
     """
     failure = newer.root_failure
@@ -82,7 +82,7 @@ def judge_starts(
 
 
 def find_figure(start: EngineStart, fields: Sequence[str]) -> float | None:
-    """Return the largest value on any rank, taken from the first field that is known.
+    """Return the largest value on any rank, from the first known field.
 
     Returns None if no field is known.
     """
@@ -128,7 +128,7 @@ def _judge_cache(
 
     The rank with the smallest cache is measured.
     """
-    # Try both bytes and tokens, because a log may contain only one of the two.
+    # Try both bytes and tokens. A log may contain only one of the two.
     for field, unit in (("kv_cache_bytes", Unit.BYTES), ("kv_cache_tokens", Unit.TOKENS)):
         older_size = older.find_smallest(field)
         newer_size = newer.find_smallest(field)

@@ -22,7 +22,7 @@ MAX_SIMULATED_GPUS: Final = 64
 class DemoSettings(ModelSettings):
     """The demo's own settings, and the daemon's settings that also apply to a simulation.
 
-    Settings of a real engine or of the Kubernetes API server are no options here.
+    Settings of a real engine or of the Kubernetes API server are left out.
     """
 
     no_options: ClassVar = frozenset(
@@ -64,8 +64,8 @@ async def _run(arguments: Namespace) -> int:
     else:
         # In the demo, the value is the number of GPUs and not an index. All GPUs are watched.
         settings = settings.model_copy(update={"gpus": AUTO})
-    # The line is for a person at a terminal, not for a log collector. With port 0, it is not
-    # written either, because the port is not known yet.
+    # The line is for a person at a terminal, not for a log collector. With port 0, the line is not
+    # written. The port is not known yet.
     if sys.stderr.isatty() and settings.listen_port:
         write_note(f"Open {format_address(settings)}")
     if settings.scenario == FLEET:

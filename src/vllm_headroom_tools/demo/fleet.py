@@ -48,7 +48,10 @@ _UUID_PART: Final = re.compile("-0000(-[45]000-8000-)")
 
 
 class Fleet(app.Daemon):
-    """The first engine's daemon, which also runs the other daemons and serves all their series."""
+    """The first engine's daemon.
+
+    It also runs the other daemons and serves all their series.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,10 @@ class Fleet(app.Daemon):
         page_request = Request(method="GET", path="/metrics", headers={})
 
         def answer(request: Request) -> Response:
-            """Return a page for the whole fleet, or the first engine's page for other paths."""
+            """Return a page for the whole fleet.
+
+            For other paths, the first engine's page is returned.
+            """
             if request.method not in {"GET", "HEAD"}:
                 return first_handler(request)
             if request.path == "/":

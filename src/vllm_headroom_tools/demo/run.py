@@ -196,7 +196,7 @@ class SimulatedGpus(Simulated):
         return dict.fromkeys(self._list_uuids(world), world.used_bytes)
 
     def _list_uuids(self, world: World) -> list[str]:
-        """Return the UUIDs of the GPUs, or of the MIG instance, that the engine uses."""
+        """Return the UUIDs of the GPUs or MIG instance that the engine uses."""
         if world.has_mig:
             return [MIG_UUID.format(1)]
         return [f"{UUID[:-2]}{index:02}" for index in range(self._count)]
@@ -266,7 +266,7 @@ def _build_cgroup(world: World, used_bytes: int) -> Cgroup:
 def _count_resident_bytes(world: World, role: Role, healthy_mib: float) -> int:
     """Return a process's resident memory in whole pages.
 
-    The engine core holds the leaked memory, and the worker holds the offloaded KV cache.
+    The engine core holds the leaked memory. The worker holds the offloaded KV cache.
     """
     resident_bytes = healthy_mib * MIB
     if role is Role.ENGINE_CORE:
@@ -277,7 +277,7 @@ def _count_resident_bytes(world: World, role: Role, healthy_mib: float) -> int:
 
 
 def _list_gpu_processes(world: World) -> list[GpuProcess]:
-    """Return the processes on the GPU: the engine's worker and the neighbour, if they exist."""
+    """Return the processes on the GPU: the engine's worker and any neighbour."""
     processes = []
     if world.has_processes:
         worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
@@ -353,7 +353,10 @@ def build_parts(
 
 
 async def run(settings: ModelSettings, *, scenario: Scenario, speed: float, gpus: int) -> int:
-    """Run a scenario on `gpus` GPUs until a signal arrives; return the daemon's exit status."""
+    """Run a scenario on `gpus` GPUs until a signal arrives.
+
+    Returns the daemon's exit status.
+    """
     log.warning(SIMULATED, scenario=scenario.name, speed=speed)
     parts = build_parts(scenario, ScaledClock(speed), speed, gpus)
     return await app.run(parts, settings, settings.model_reader)

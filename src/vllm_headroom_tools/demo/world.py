@@ -115,8 +115,8 @@ TABLE: Final[dict[str, Scenario]] = {
 def make_random(seed: int, purpose: str) -> Random:
     """Return a random number generator for one purpose.
 
-    Each purpose has a separate generator. An additional draw for one purpose therefore does not
-    change the draws for the others.
+    Each purpose has a separate generator. Another draw for one purpose therefore does not change
+    the other draws.
     """
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
@@ -136,10 +136,10 @@ def draw_poisson(random: Random, mean: float) -> int:
 
 
 class Drift:
-    """A value that drifts around 0: a first-order autoregressive process with one step per second.
+    """A value that drifts around 0.
 
-    `deviation` is the standard deviation of the value. The value returns to 0 with the time
-    constant `memory_seconds`.
+    It is a first-order autoregressive process with one step per second. `deviation` is the standard
+    deviation of the value. The value returns to 0 with the time constant `memory_seconds`.
     """
 
     def __init__(self, random: Random, *, deviation: float, memory_seconds: float) -> None:
@@ -158,7 +158,7 @@ class Recurring:
     """Something that arrives, stays and leaves repeatedly; if `visits` is None, it never arrives.
 
     `number` counts the visits from 1. `size`, `came_seconds` and `leaves_seconds` describe the
-    newest visit, which may still be in the future.
+    newest visit. This visit may still be in the future.
     """
 
     def __init__(self, random: Random, visits: Visits | None) -> None:
@@ -257,8 +257,8 @@ NEIGHBOUR_CONTEXT_MIB: Final = 450
 class SimulatedRun:
     """One run of the engine, from start to exit: its queue, counters and memory.
 
-    Times are in seconds since the demo began, and `number` counts the runs from 0. `first_pid` is
-    the API server's pid. The engine core and the worker have the next two pids.
+    Times are in seconds since the demo began. `number` counts the runs from 0. `first_pid` is the
+    API server's pid. The engine core and the worker have the next two pids.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class SimulatedRun:
         self.offloaded_bytes = min(offloaded_bytes, OFFLOAD_GIB * GIB)
         self.running -= finished
         self.waiting += arrived
-        # The scheduler fills up to 98 % of the cache at the requests' current size. If the requests
+        # The scheduler fills up to 98 % of the cache, at current request sizes. If the requests
         # outgrow the cache, the code below preempts some of them.
         fitting = int(0.98 * CAPACITY_TOKENS / self._tokens_per_request)
         free_places = min(fitting, MAX_RUNNING) - self.running
@@ -367,12 +367,13 @@ class SimulatedRun:
         self._max_running = max(self._max_running, self.running)
 
     def count_gpu_bytes(self, seconds: float) -> int:
-        """Return the worker's GPU memory at this time in bytes; 0 before the worker starts.
+        """Return the worker's GPU memory at this time in bytes.
 
-        Even a healthy engine keeps taking memory that it never frees. This is modelled on PyTorch's
-        caching allocator and on lazily loaded kernels. The allocator has segments of 2 MiB and
-        20 MiB (c10/core/AllocatorConfig.h). The probability that the n-th request is the first to
-        need something decreases as 1/n. This growth therefore fades, unlike the growth of a leak.
+        It is 0 before the worker starts. Even a healthy engine keeps taking memory that it never
+        frees. This is modelled on PyTorch's caching allocator and on lazily loaded kernels. The
+        allocator has segments of 2 MiB and 20 MiB (c10/core/AllocatorConfig.h). The n-th request
+        needs something new with a probability that falls as 1/n. This growth therefore fades,
+        unlike the growth of a leak.
         """
         if seconds < self.started_seconds:
             return 0
@@ -519,7 +520,7 @@ class World:
             )
 
     def _draw_arrivals(self) -> int:
-        """Return the number of arrivals in this second, with a daily cycle, drift and bursts."""
+        """Return this second's number of arrivals, with a daily cycle, drift and bursts."""
         wave = 1.0 + 0.2 * cos(2.0 * pi * (self.seconds - 10_800.0) / DAY_SECONDS)
         factor = self._bursts.size if self._bursts.is_here else 1.0
         rate = REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step())

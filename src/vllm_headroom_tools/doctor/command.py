@@ -105,7 +105,7 @@ def _describe_check(name: str, check: Check) -> dict[str, Any]:
 
     `ok` is None if the check's result is unknown or does not apply.
     """
-    # A check's text is in the field for its state; the other two are null.
+    # A check's text is in the field for its state. The other two are null.
     texts: dict[str, str | None] = {"found": None, "missing": None, "reason": None}
     is_ok = None
     if check.state is Status.OK:

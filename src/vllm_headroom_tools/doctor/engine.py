@@ -237,7 +237,7 @@ def check_engine_inputs(survey: Survey) -> Check:
         if name in SERIES:
             details.append(f"{profile.product} does not export {name}: {reason}")
     never_exported = dict(profile.absent)
-    # If this kind of engine never exports an input, a newer version does not help.
+    # If this kind of engine lacks an input, a newer version does not help.
     wanted = [name for name in missing if name in SERIES and name not in never_exported]
     if not wanted:
         return Check(Status.OK, offered, details=tuple(details))
@@ -273,7 +273,7 @@ def _fix_by_request(survey: Survey, page: EnginePage) -> Fix:
 
 
 def check_reported_memory(survey: Survey, configured_bytes: int | None) -> Check:
-    """Check whether there is a budget for the engine's memory, and report the budget's source.
+    """Check whether the engine's memory has a budget, and report the budget's source.
 
     The check runs the daemon's derivation on a fictitious GPU. It is UNKNOWN if there is no page.
     """
@@ -406,7 +406,7 @@ RESTART: Final = (
 
 
 def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, survey: Survey) -> Check:
-    """Check that vLLM has loaded the probe and that all of its processes write files.
+    """Check that vLLM has loaded the probe and all its processes write files.
 
     The check is NOT_APPLICABLE if no probe folder is configured.
     """
@@ -540,8 +540,8 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
         )
     if options.gpu_memory_utilization is None or isinstance(survey.page, Failure):
         return
-    # The page shows the value in effect. If it differs from the command line, it comes from a
-    # configuration file, for example.
+    # The page shows the value in effect. If it differs from the command line, it may come from a
+    # configuration file.
     page_ratios = {engine.gpu_memory_utilization_ratio for engine in survey.page.engines}
     if not page_ratios <= {None, options.gpu_memory_utilization}:
         ratio = max(filter(None, page_ratios))

@@ -25,7 +25,7 @@ READ_LOG: Final = (
 
 
 def check_log(reading: LogReading | Failure | None) -> Check:
-    """Check whether the configured log can be read, and whether it is from an engine.
+    """Check whether the configured log can be read and is from an engine.
 
     The check is NOT_APPLICABLE if no log is configured.
     """

@@ -1,4 +1,4 @@
-"""Checks of the GPUs, the engine's processes, and the assignment of GPUs to the engine."""
+"""Checks of the GPUs and the engine's processes, and which GPUs are the engine's."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -57,7 +57,10 @@ def check_nvml(survey: Survey) -> Check:
 
 
 def check_gpus(survey: Survey) -> Check:
-    """Check which GPUs are visible, and whether each can be read; UNKNOWN if NVML fails."""
+    """Check which GPUs are visible, and whether each can be read.
+
+    The check is UNKNOWN if NVML fails.
+    """
     if isinstance(survey.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     devices = survey.readings.devices
@@ -104,7 +107,7 @@ def name_gpu_with_uuid(device: GpuReading) -> str:
 
 
 def _describe_memory(device: GpuReading) -> str:
-    """Return why a GPU's memory is unknown, or that the GPU uses the machine's memory.
+    """Return why a GPU's memory is unknown, or that it is the machine's.
 
     Returns an empty string for a GPU with separate memory that can be read.
     """
@@ -181,7 +184,7 @@ def check_processes(survey: Survey) -> Check:
 def _explain_no_process(
     survey: Survey, processes: ProcessReadings
 ) -> tuple[Status, str, tuple[Fix, ...]]:
-    """Return the check's state, the reason why no engine process is visible, and the fixes.
+    """Return the state, why no engine process is visible, and the fixes.
 
     If the engine does not respond either, it may not be running. The state is then UNKNOWN.
     """
@@ -201,12 +204,15 @@ def _explain_no_process(
 
 
 def _share_processes(processes: ProcessReadings) -> tuple[Fix, ...]:
-    """Return the fixes that share the PID namespace, or none if all processes are visible."""
+    """Return the fixes that share the PID namespace.
+
+    If all processes are visible, there are none.
+    """
     return () if processes.sees_host_pids else fixes.SEE_THE_PROCESSES
 
 
 def _describe_host(survey: Survey, processes: ProcessReadings) -> Iterator[str]:
-    """Describe the host memory in use and the swap, as far as they are known."""
+    """Describe the used host memory and the swap, as far as known."""
     # The state is empty, because there is no earlier reading.
     _, memory = update_container(ContainerState(), processes, limit_bytes=survey.host_limit_bytes)
     if memory is not None and memory.used_bytes is not None:
@@ -280,7 +286,7 @@ def check_process_memory(survey: Survey) -> Check:
 def _reports_memory(device: GpuReading, engine_pids: Collection[int]) -> bool:
     """Return whether the driver reports the memory of the engine's processes on this device.
 
-    Returns True for a device that cannot be read, because another check covers that case.
+    Returns True for a device that cannot be read. Another check covers that case.
     """
     if device.failure is not None:
         return True
@@ -444,7 +450,7 @@ def _name_gpus(survey: Survey) -> Fix:
     They are named by index or, if it is ambiguous, by UUID.
     """
     devices = [gpu.reading for gpu in survey.gpus]
-    # MIG instances and AMD partitions share their GPU's index, so only their UUIDs identify them.
+    # MIG instances and AMD partitions share their GPU's index. Only their UUIDs identify them.
     index_counts = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
     names = []
     for device in devices:

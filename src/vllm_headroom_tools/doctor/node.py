@@ -75,7 +75,10 @@ REACH_IT: Final = put(
 
 
 async def examine_node(settings: ModelSettings, proc: Path, sys: Path) -> dict[str, Check]:
-    """Return the result of each check by name; each watched engine has a separate check."""
+    """Return the result of each check by name.
+
+    Each watched engine has a separate check.
+    """
     located = await locate_engines(settings, proc)
     watched = [engine for engine in located if engine.kind is EngineKind.WATCHED]
     first_url = watched[0].page_url if watched else settings.engine_url
@@ -122,7 +125,10 @@ async def _fetch(settings: ModelSettings, engine: LocatedEngine) -> EnginePage |
 
 
 def check_engines(located: Iterable[LocatedEngine], *, has_hosts: bool) -> Check:
-    """Check which engines exist; `has_hosts` means that all engines of the host can be found."""
+    """Check which engines exist.
+
+    `has_hosts` means that all engines of the host can be found.
+    """
     engines = tuple(located)
     details = [f"{engine.name.text}: {engine.problem}" for engine in engines if engine.problem]
     fixes: list[Fix] = []
@@ -242,7 +248,7 @@ def _bind_role(namespace: str) -> Fix:
 
 
 def check_engine_page(engine: LocatedEngine, page: EnginePage | Failure) -> Check:
-    """Check whether the page of a watched engine can be read and contains an engine."""
+    """Check whether a watched engine's page can be read and has an engine."""
     if isinstance(page, Failure):
         return Check(Status.MISSING, page.message, fixes=find_engine_fixes(page.reason, REACH_IT))
     if not page.engines:

@@ -33,9 +33,8 @@ ANOTHER_HOST: Final = fix_setting("HEADROOM_LISTEN_HOST=  # nothing: all interfa
 async def check_listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
     """Check whether a daemon is already serving at this address, or could do so.
 
-    With TLS, the daemon is recognised by the certificate that `web_config` names. If the server
-    requires a password or has a different certificate, the check is UNKNOWN. It is NOT_APPLICABLE
-    for port 0.
+    With TLS, the daemon is recognised by the certificate that `web_config` names. The check is
+    UNKNOWN if the server has a password or another certificate. It is NOT_APPLICABLE for port 0.
     """
     if port == 0:
         return Check(
@@ -157,7 +156,10 @@ async def check_state_dir(folder: Path | None) -> Check:
 
 
 async def check_trace_file(file: Path | None) -> Check:
-    """Check whether the daemon can record samples in the file; NOT_APPLICABLE if none is set."""
+    """Check whether the daemon can record samples in the file.
+
+    The check is NOT_APPLICABLE if no file is set.
+    """
     if file is None:
         return Check(Status.NOT_APPLICABLE, "HEADROOM_TRACE_FILE is not set: nothing is recorded")
     return await _check_writable(
@@ -170,7 +172,7 @@ async def _check_writable(
 ) -> Check:
     """Run `attempt` in a thread, and return the result for the path.
 
-    A thread is used because a volume can hang. The fix mounts a volume and sets `variable` to
+    A thread is used because a volume can hang. The fix mounts a volume. It sets `variable` to
     `value`, a path on that volume.
     """
     _, problem = await Worker[None]("files").attempt(attempt, FILE_SECONDS)
@@ -191,7 +193,7 @@ async def _check_writable(
             "in the systemd unit", "StateDirectory=vllm-headroom", f"Environment={variable}={value}"
         ),
     )
-    # The file contains something else, so a different file is needed rather than a volume.
+    # The file contains something else. A different file is needed, and no volume.
     if problem == NOT_A_TRACE:
         ways = (fix_setting(f"{variable}={path}.jsonl"),)
     return Check(Status.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=ways)
@@ -200,8 +202,8 @@ async def _check_writable(
 def _write_into(folder: Path) -> None:
     """Write a temporary file to a folder; raise OSError if that fails.
 
-    If the folder does not exist, the file is written to the nearest existing parent. The daemon
-    would create the folder there.
+    If the folder does not exist, the nearest existing parent is used. The daemon would create the
+    folder there.
     """
     while not folder.exists():
         folder = folder.parent

@@ -35,7 +35,7 @@ def raise_descriptors() -> int:
     Returns the resulting soft limit.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # if the kernel's own limit is below the hard limit, setrlimit fails and changes nothing
+    # if the kernel's own limit is lower, setrlimit fails and changes nothing
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,7 @@
-"""Concurrent clients, which send each request after the previous answer or at a given rate."""
+"""Concurrent clients.
+
+They send each request after the previous answer or at a given rate.
+"""
 
 import asyncio
 import contextlib
@@ -21,7 +24,7 @@ class Clients:
 
     Requests that are still open `grace_seconds` after the end of a step are cancelled. `stop`
     cancels all requests immediately. `most_requests` is the maximum number of requests in all
-    steps, or None for no maximum. With `requests_per_second`, requests begin as a Poisson process.
+    steps. None means no maximum. With `requests_per_second`, requests begin as a Poisson process.
     They do not wait for earlier answers (an open loop).
     """
 
@@ -49,10 +52,10 @@ class Clients:
         return self._remaining_requests == 0
 
     async def run(self, count: int, seconds: float, tally: Tally, share: float) -> None:
-        """Run a step of `seconds` with `count` clients, at `share` of the full request rate.
+        """Run a step of `seconds` with `count` clients.
 
-        Returns once all requests of the step have ended and are counted in `tally`. Cancelled
-        requests count as ended.
+        `share` is the share of the full request rate. Returns once all requests of the step have
+        ended and are counted in `tally`. Cancelled requests count as ended.
         """
         self._next_seconds = monotonic()
         end_seconds = self._next_seconds + seconds

@@ -169,7 +169,10 @@ def _add_pace_options(parser: Parser) -> None:
 
 
 def _add_gate_options(parser: Parser) -> None:
-    """Add the options for latency limits; if one is exceeded, the verdict is "not good"."""
+    """Add the options for latency limits.
+
+    If a limit is exceeded, the verdict is "not good".
+    """
     for name, field, meaning in (
         ("--max-ttft-p99", "most_first_token_seconds", "the time to the first token"),
         ("--max-latency-p99", "most_request_seconds", "the time of a whole request"),
@@ -205,7 +208,7 @@ def _add_sampling_options(parser: Parser) -> None:
         default=os.environ.get(PROBE_DIR) or None,
         help=f"where the probe inside vLLM writes; without it {PROBE_DIR}",
     )
-    # The time is in UTC and without colons, which some file systems do not allow.
+    # The time is in UTC and without colons. Some file systems do not allow colons.
     time = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     parser.add_argument(
         "--trace",

@@ -155,7 +155,7 @@ def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     page_reader = PageReader(
         url=str(order.page_url),
         timeout_seconds=PAGE_TIMEOUT_SECONDS,
-        # the token is for the server, so it is not sent to a different page
+        # the token is for the server; it is not sent to a different page
         bearer_token_file=None if order.metrics_url else order.bearer_token_file,
         ca_file=order.ca_file,
     )

@@ -26,7 +26,10 @@ class Lengths(Struct, frozen=True, kw_only=True):
     longest: int
 
     def draw(self, chance: float) -> int:
-        """Return the length for `chance`, a random number of at least 0 and below 1."""
+        """Return the length for `chance`.
+
+        `chance` is a random number of at least 0 and below 1.
+        """
         length = int(self.shortest * ((self.longest + 1) / self.shortest) ** chance)
         return min(self.longest, length)
 
@@ -106,7 +109,10 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
 
     @property
     def page_url(self) -> httpx.URL:
-        """Return the URL of the engine's metrics page: the configured one, or else the server's."""
+        """Return the URL of the engine's metrics page.
+
+        It is the configured URL, or else the server's.
+        """
         if self.metrics_url:
             return httpx.URL(self.metrics_url)
         return join_path(self.url, "/metrics")

@@ -54,7 +54,7 @@ def _parse_line(line: str) -> object:
 def find_prompt(entry: object) -> str:
     """Return the prompt in a dataset entry, or an empty string without one.
 
-    An entry is either a string or an object with a prompt or a conversation.
+    An entry is a string, or an object with a prompt or a conversation.
     """
     text = entry
     if isinstance(entry, dict):
@@ -114,7 +114,10 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
     own_ring = random.choices(WORDS, k=RING_WORDS)
 
     def make_prompt(word_count: int) -> str:
-        """Return a prompt of this many words, beginning with the words that all prompts share."""
+        """Return a prompt of this many words.
+
+        It begins with the words that all prompts share.
+        """
         # The share refers to words, because a word is about one token.
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1

@@ -90,7 +90,7 @@ def build_report(
 def _explain_engine_end(
     stages: Sequence[Stage], overall: LoadObservation, detector: LeakReplay
 ) -> str | None:
-    """Return how the engine ended during the load, with the cause if it was found.
+    """Return how the engine ended during the load, with any known cause.
 
     Returns None if the engine did not end.
     """
@@ -116,7 +116,10 @@ def list_load_faults(
     *,
     is_interrupted: bool,
 ) -> Iterator[str]:
-    """Yield a text for each fault: failed requests, an engine that ended, and memory leaks."""
+    """Yield a text for each fault.
+
+    Faults are failed requests, an engine that ended, and memory leaks.
+    """
     out_of_memory = outcomes[Outcome.OUT_OF_MEMORY]
     succeeded = outcomes[Outcome.SUCCEEDED]
     if out_of_memory:
@@ -140,7 +143,7 @@ def list_load_faults(
 
 
 def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
-    """Yield a text for each step in which requests were too slow for the order.
+    """Yield a text for each step whose requests were too slow for the order.
 
     Steps above 100 % are left out. So are steps without a successful request. They are already
     reported as a fault or as incomplete.
@@ -201,9 +204,9 @@ def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> st
 
 
 def _list_unread(overall: LoadObservation, page_url: str) -> Iterator[str]:
-    """Yield a text for each source that failed in some samples, with the latest reason.
+    """Yield a text for each source that failed, with the latest reason.
 
-    Yields an additional text if none of the GPUs that were read is the engine's.
+    Yields another text if none of the readable GPUs is the engine's.
     """
     for source, (count, failure) in overall.failures.items():
         problem = failure.message

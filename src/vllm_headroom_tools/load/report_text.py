@@ -203,7 +203,7 @@ def _format_latency(seconds: float | None) -> str:
 
 
 def _format_tokens(step: ReportDocument) -> str:
-    """Return the tokens in an average prompt and an average answer, or "-" if unknown."""
+    """Return the tokens in an average prompt and answer, or "-" if unknown."""
     succeeded = step["requests"][Outcome.SUCCEEDED]
     if not succeeded or step["prompt_tokens"] is None:
         return NO_FIGURE
@@ -248,7 +248,10 @@ def _format_growth(series: ReportDocument) -> str:
 
 
 def _list_conclusions(document: ReportDocument) -> Iterator[str]:
-    """Yield the closing lines: this process's delays, why the load ended early, and the trace."""
+    """Yield the closing lines.
+
+    They are on this process's delays, why the load ended early, and the trace.
+    """
     delays_seconds = [step["own_delay_seconds"]["p99"] for step in document["steps"]]
     longest_seconds = max(filter(None, delays_seconds), default=0.0)
     if longest_seconds > NOTABLE_DELAY_SECONDS:

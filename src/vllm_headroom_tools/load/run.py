@@ -41,7 +41,7 @@ class Stage(Struct, frozen=True, kw_only=True):
     share: float
     clients: int
     rate: float | None = None  # The offered requests per second, or None in a closed loop.
-    seconds: float  # The time from the beginning of the step to the end of its last request.
+    seconds: float  # The time from the beginning of the step to its last request's end.
     tally: Tally
     observation: LoadObservation
 
@@ -96,7 +96,10 @@ class LoadRun:
         return tuple(stages)
 
     async def _run_step(self, number: int, share: float) -> Stage:
-        """Run and return one step, taking a sample at its beginning and at its end."""
+        """Run and return one step.
+
+        A sample is taken at its beginning and at its end.
+        """
         client_count = count_streams(self.concurrency, share)
         observation = LoadObservation()
         # The step includes the memory before its first request.
@@ -107,7 +110,7 @@ class LoadRun:
         self.screen.begin(title, self.seconds)
         await self.clients.run(client_count, self.seconds, tally, share)
         seconds = monotonic() - tally.start_seconds
-        # take a sample at the end: the step includes the memory after its last request
+        # take a sample now: the step includes the memory after its last request
         await self._finish_sample(self.sampling.sample())
         self.screen.show(tally, seconds, is_over=True)
         return Stage(
@@ -135,9 +138,9 @@ class LoadRun:
         task.cancel()
 
     async def _measure_delays(self) -> None:
-        """Measure how late this process's loop runs; its delays could be mistaken for the server's.
+        """Measure how late this process's loop runs.
 
-        Runs until cancelled.
+        Its delays could be mistaken for the server's. Runs until cancelled.
         """
         while True:
             due_seconds = monotonic() + DELAY_SECONDS
@@ -147,7 +150,7 @@ class LoadRun:
     async def _watch_engine(self) -> None:
         """Redraw the screen until cancelled; stop the clients if the engine is lost."""
         # When the engine was last known to be alive. A single failure to read its page does not
-        # mean that the engine has ended.
+        # prove its end.
         alive_seconds = monotonic()
         while True:
             await asyncio.sleep(SHOW_SECONDS)

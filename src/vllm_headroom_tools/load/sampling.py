@@ -70,7 +70,7 @@ class LoadObservation:
 
     def __init__(self) -> None:
         self.samples = 0
-        # For each source: the number of samples in which it failed, and the latest failure.
+        # The number of failed samples and the latest failure of each source.
         self.failures: dict[Source, tuple[int, Failure]] = {}
         self.first_snapshot: Snapshot | None = None
         self.newest_snapshot: Snapshot | None = None
@@ -186,7 +186,7 @@ OTHER_MACHINE: Final = (
 
 
 class UnavailableSource:
-    """Replaces the readers of NVML or /proc if the server is not on this machine."""
+    """Replaces the readers of NVML or /proc for a server on another machine."""
 
     def __init__(self, source: Source, reason: Reason) -> None:
         self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)

@@ -57,7 +57,7 @@ class RequestSender:
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
         self._connecting = asyncio.Semaphore(MOST_CONNECTING)
-        # The connections that may be reused, each with the time at which it became idle.
+        # The connections that may be reused. Each has the time at which it became idle.
         self._idle: list[tuple[float, ClientConnection]] = []
 
     async def send(self, tally: Tally) -> Outcome:
@@ -73,7 +73,7 @@ class RequestSender:
         except TimeoutError:
             completion = Completion(outcome=Outcome.TIMED_OUT)
         except OSError as error:
-            # a shortage, such as of ports, is this machine's fault; other errors are the server's
+            # a shortage, such as of ports, is this machine's fault, unlike other errors
             outcome = Outcome.NOT_SENT if error.errno in SHORTAGES else Outcome.REFUSED
             text = shorten_text(error.strerror or str(error))
             completion = Completion(outcome=outcome, text=text)
@@ -82,7 +82,7 @@ class RequestSender:
         return completion.outcome
 
     async def _exchange(self, tally: Tally) -> Completion:
-        """Send a request, read its answer to the end and return how the request ended.
+        """Send a request, read its answer and return how the request ended.
 
         Raises OSError if no connection can be established.
         """
@@ -104,14 +104,14 @@ class RequestSender:
             tally.add_success(
                 completion,
                 start_seconds=start_seconds,
-                # If an answer has no tokens, its end is used as its first token's time.
+                # If an answer has no tokens, its end counts as the first token.
                 first_token_seconds=stream.first_token_seconds or end_seconds,
                 end_seconds=end_seconds,
             )
         return completion
 
     async def _find_connection(self) -> tuple["ClientConnection", float]:
-        """Return an idle or a new connection, and the number of seconds that connecting took.
+        """Return an idle or new connection, and how many seconds connecting took.
 
         This number is 0 for an idle connection. It does not include the time spent waiting for a
         turn to connect.
@@ -179,7 +179,7 @@ class ClientConnection(asyncio.Protocol):
         data = self._http.send(h11.Data(body))
         self._http.send(h11.EndOfMessage())
         self._transport.write((head or b"") + (data or b""))
-        # 10,000 requests may be open at once, so bodies are not kept during the answers
+        # 10,000 requests may be open at once; bodies are not kept during the answers
         del body, data
         try:
             return await self._completion

@@ -75,9 +75,9 @@ def shorten_text(text: str) -> str:
 
 
 def _build_failure(error: str, shown_text: str, outcome: Outcome) -> Completion:
-    """Return the result for a server error, which is OUT_OF_MEMORY if the error says so.
+    """Return the result for a server error.
 
-    `shown_text` is the text shown to the operator.
+    It is OUT_OF_MEMORY if the error says so. `shown_text` is the text shown to the operator.
     """
     if OUT_OF_MEMORY.search(error):
         outcome = Outcome.OUT_OF_MEMORY
@@ -152,7 +152,7 @@ class Stream:
     def build_completion(self) -> Completion:
         """Return the result of a complete answer.
 
-        The request failed if its answer contains an error or does not end with [DONE].
+        The request failed if its answer has an error or lacks the final [DONE].
         """
         # An error within the stream is sent with status 200.
         if self._error is not None:

@@ -53,7 +53,10 @@ class Tally:
         return self.started_requests - self.outcomes.total()
 
     def open_stream(self) -> None:
-        """Count a stream that begins, and update the highest number open at the same time."""
+        """Count a stream that begins.
+
+        The highest number of open streams is updated.
+        """
         self.open_streams += 1
         self.most_streams = max(self.most_streams, self.open_streams)
 

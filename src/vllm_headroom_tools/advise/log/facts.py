@@ -147,7 +147,7 @@ def _read_settings(
         failed_ratio,
     )
     has_options = bool(start.arguments or start.config)
-    # If the options are known and do not include the utilization, vLLM used its default.
+    # If the options are known but lack the utilization, vLLM used its default.
     if utilization is None and has_options and version is not None:
         utilization = _find_default_utilization(version)
     cache_bytes = _choose(
@@ -244,7 +244,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
 
 
 def fit_context(start_facts: StartFacts, cache_bytes: float) -> int | None:
-    """Return the longest request length that fits in a cache, rounded down to whole blocks.
+    """Return the longest request length that fits, rounded down to whole blocks.
 
     Returns None if the bytes per token or the current limit is unknown. Also returns None if
     requests of the maximum length already fit.

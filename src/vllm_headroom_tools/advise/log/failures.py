@@ -166,7 +166,7 @@ def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ..
     if smaller_share is None or start_facts.kv_cache_bytes is None:
         return drop_none(smaller_share)
     shorter_context = None
-    # Rounding the share down can take another hundredth of the GPU away from the cache.
+    # Rounding down the share can take another hundredth of the GPU from the cache.
     cache_bytes = start_facts.kv_cache_bytes - freed_bytes - total_bytes / 100
     fitting_tokens = fit_context(start_facts, cache_bytes)
     if fitting_tokens is not None:
@@ -189,7 +189,10 @@ each request and each word of the vocabulary.
 
 
 def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return a limit on requests or on tokens, depending on which code needed the memory."""
+    """Return a limit on requests or tokens.
+
+    It depends on which code needed the memory.
+    """
     settings = start_facts.settings
     is_sampling = "dummy_requests" in failure.figures or any(
         part in frame.file for frame in failure.frames for part in SAMPLING_FILES
@@ -239,11 +242,11 @@ def split_weights(start_facts: StartFacts, text: str) -> Change:
 
 
 def _change_for_no_cache(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return the changes that leave memory for the KV cache, such as a larger share."""
+    """Return the changes that leave memory for the cache, such as a larger share."""
     missing_bytes = AIM_BYTES + max(0.0, -_find_cache_bytes(start_facts))
     text = f"{format_size(missing_bytes)} more: what is missing, and a cache of 1 GiB"
     no_graphs = None
-    # Turning off CUDA graphs helps only if they take as much memory as is missing.
+    # Turning off CUDA graphs helps only if they free the missing memory.
     graphs_bytes = start_facts.start.find_largest("graphs_estimated_bytes")
     if graphs_bytes is not None and graphs_bytes >= missing_bytes:
         no_graphs = Change(
@@ -339,7 +342,10 @@ def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tu
 
 
 def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
-    """Return two changes: move other processes away, or request only the share that was free."""
+    """Return two changes.
+
+    They move other processes away, or request only the share that was free.
+    """
     total_bytes = failure.figures.get("total_bytes") or start_facts.total_bytes
     free_bytes = start_facts.free_bytes
     lower_share = None

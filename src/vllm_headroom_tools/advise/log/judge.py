@@ -83,7 +83,7 @@ def judge_log(log: EngineLog, option_args: EngineArgs) -> LogAssessment:
     advice: tuple[Advice, ...] = ()
     missing: tuple[str, ...] = ()
     notes = list(_note_other_starts(log, start))
-    # The operator wants to know about the failed start, even if a later start succeeded.
+    # The operator wants to know about the failed start, even after a later success.
     if failure is not None:
         one_advice = advise_on_failure(start_facts, failure)
         notes += _note_absent_flags(one_advice, start_facts)
@@ -233,7 +233,10 @@ def _note_unused_share(start_facts: StartFacts) -> Iterator[str]:
 
 
 def _note_graphs(start_facts: StartFacts) -> Iterator[str]:
-    """Yield notes on CUDA graphs that took less than reserved or are outside vLLM's share."""
+    """Yield notes on CUDA graphs.
+
+    The graphs took less than reserved, or they are outside vLLM's share.
+    """
     start = start_facts.start
     estimated_bytes = start.find_largest("graphs_estimated_bytes")
     graphs_bytes = start.find_largest("graphs_bytes")
@@ -273,7 +276,7 @@ def _note_uneven_ranks(start: EngineStart) -> Iterator[str]:
 
 
 def _note_load(start: EngineStart) -> Iterator[str]:
-    """Yield a note if the latest load reports show a full cache and a queue."""
+    """Yield a note if the latest loads show a full cache and a queue."""
     loads = list_loads(start)
     # Only use reports with a full cache. A cache with room does not make requests wait.
     full_loads = [load for load in loads if load.get("kv_cache_used_ratio", 0.0) > FULL_RATIO]
@@ -290,7 +293,7 @@ def _note_load(start: EngineStart) -> Iterator[str]:
 
 
 def format_source(assessment: LogAssessment) -> str:
-    """Return a line describing the input: the log, the engine, its version and its model."""
+    """Return a line on the input: the log, the engine, its version and model."""
     log = assessment.log
     start = assessment.start
     starts = "1 start" if log.start_count == 1 else f"{log.start_count:,} starts"

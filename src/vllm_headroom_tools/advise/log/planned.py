@@ -1,4 +1,4 @@
-"""Use the estimate of `plan` to determine whether other options would make a start succeed."""
+"""Use `plan` to estimate whether a start would succeed with other options."""
 
 import json
 from typing import Any, Final
@@ -31,7 +31,7 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
     settings = start_facts.settings
     release = _find_release(start_facts)
     gpu_memory_bytes = round(total_bytes)
-    # If the log lacks a figure, vLLM's default for this card and version is used.
+    # If the log lacks a figure, vLLM's default is used. It depends on the card and the version.
     defaults = choose_defaults(gpu_memory_bytes, release)
     options: dict[str, Any] = {
         "shape": shape,
@@ -67,7 +67,7 @@ def find_enough_gpus(start_facts: StartFacts) -> int | None:
     """Return how many GPUs vLLM needs to start.
 
     The current number is doubled until vLLM fits. `plan` makes the estimate. Returns None if `plan`
-    does not predict a successful start for any number of GPUs.
+    predicts no successful start for any number of GPUs.
     """
     gpus = 2 * start_facts.tensor_parallel_size
     while gpus <= MOST_GPUS:

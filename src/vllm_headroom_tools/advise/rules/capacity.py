@@ -51,7 +51,7 @@ def change_share(
 
     `added_bytes` is negative if memory is taken away. The option is vLLM's share of the GPU. If the
     KV cache's size is set in bytes, it is that size. The new value is rounded down. Returns None if
-    rounding leaves no change, or if vLLM would have no memory left.
+    rounding leaves no change, or if vLLM would have no memory.
     """
     if facts.settings.sizes_cache_in_bytes:
         return _change_cache_size(facts, added_bytes, text, cost)
@@ -116,7 +116,7 @@ def _is_useful(now: float, value: float, added_amount: float) -> bool:
 def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
     """Return the change to vLLM's memory that frees `freed_bytes` on the GPU.
 
-    Returns None if the GPU's size is unknown, or if vLLM's memory would not change.
+    Returns None if the GPU's size is unknown or vLLM's memory would not change.
     """
     if not gpu.usable_bytes:
         return None
@@ -336,7 +336,7 @@ def _find_thrashing(facts: Facts) -> PressedCache | None:
 
 
 def _is_hurting(full: FullFacts) -> bool:
-    """Return whether a full cache lasts long enough and causes enough preemptions to do harm."""
+    """Return whether a full cache lasts long enough and causes enough preemptions."""
     if full.seconds is not None and full.seconds < LASTING_SECONDS:
         return False
     return full.preemptions > 0 and full.preemptions >= HURTING_PREEMPTIONS * full.finished
@@ -500,9 +500,9 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
     """Return a limit at which the running requests fill CONCURRENCY_KEPT_RATIO of the cache.
 
     A request's size is the tokens that it held while the cache was full. If the size or the
-    capacity is unknown, another number is used. The limit is then CONCURRENCY_KEPT_RATIO of the
-    requests that filled the cache. The largest number that ran without a preemption is not an upper
-    bound. There may simply have been no more requests.
+    capacity is unknown, the requests that filled the cache count. The limit is then
+    CONCURRENCY_KEPT_RATIO of their number. The largest number that ran without a preemption is not
+    an upper bound. There may simply have been no more requests.
 
     Returns None if the limit is not below the current one.
     """
@@ -517,8 +517,8 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
             f"as many as {percent} of its {capacity_tokens:,.0f} tokens hold, at {tokens:,.0f} for"
             " each"
         )
-        # During a series of collapses, samples may miss the moment when the cache is fullest. The
-        # number of tokens is then too low.
+        # During a series of collapses, samples may miss the highest cache usage. The number of
+        # tokens is then too low.
         is_bounded = pressed.thrash is not None
         requests = min(requests, fitting_requests) if is_bounded else fitting_requests
     cost = "the rest waits in the queue, where no work is lost; a restart"
@@ -533,7 +533,7 @@ def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
     return "capacity_tokens", engine.capacity_tokens, f"the cache holds {{}} tokens{in_bytes}"
 
 
-# A KV cache that is full without causing preemptions, on a GPU with unused memory.
+# A KV cache that is full without preemptions, on a GPU with unused memory.
 
 UNUSED_RATIO: Final = 0.15
 """Our choice: memory is considered unused only if at least this share of each GPU was free at all
@@ -542,12 +542,13 @@ times. If less is free, it is normal for requests to wait because of a full cach
 
 
 def find_unused_memory(facts: Facts) -> Advice | None:
-    """Judge memory that was never used even though requests waited because of a full cache.
+    """Judge memory that was never used although the cache was full.
 
-    The rule applies if a full cache made requests wait for at least LASTING_SECONDS. In addition,
-    at least UNUSED_RATIO of each GPU must have been free at all times. If requests are also
-    preempted, `find_full_cache` judges them instead. The rule proposes giving the unused memory to
-    the cache, or adding a replica. Returns None if the rule does not apply.
+    Requests waited because of the full cache. The rule applies if a full cache made requests wait
+    for at least LASTING_SECONDS. In addition, UNUSED_RATIO of each GPU or more must always have
+    been free. If requests are also preempted, `find_full_cache` judges them instead. The rule
+    proposes giving the unused memory to the cache, or adding a replica. Returns None if the rule
+    does not apply.
     """
     larger_share = take_more(facts)
     room_bytes = facts.least_room_bytes or 0.0
@@ -730,7 +731,7 @@ def judge_prefix_cache(facts: Facts, engine: EngineFacts) -> Advice | str | None
     if judged_seconds < PREFIX_SECONDS:
         needed = format_duration(PREFIX_SECONDS)
         return f"Too little was looked up in the prefix cache to judge it: {needed} of traffic do."
-    # Before this version, vLLM repeated the lookup in each step while a request was waiting.
+    # Before this version, vLLM repeated the lookup of a waiting request in each step.
     counts_again = facts.settings.earliest_version < COUNTS_PREFIXES_ONCE
     if counts_again and prefix.blocked_ratio > BLOCKED_RATIO:
         return (
@@ -770,7 +771,10 @@ def _hits_rarely(prefix: PrefixFacts) -> bool:
 
 
 def _list_prefix_evidence(prefix: PrefixFacts) -> tuple[Figure, ...]:
-    """Return the figures for a prefix cache, without the recent ratio if it is unknown."""
+    """Return the figures for a prefix cache.
+
+    An unknown recent ratio is left out.
+    """
     hit_ratio = prefix.hits / prefix.queries
     # If the ratio is unknown, `list_evidence` leaves out the figure and its text.
     recent_ratio = prefix.recent_ratio or 0.0

@@ -109,8 +109,8 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
     summary = f"The engine leaks GPU memory on {worst.names}."
     first_changes: tuple[Change, ...] = ()
     unknown_names = {gpu.display_name for gpu in facts.gpus if not gpu.is_holder_known}
-    # The probe measures only the engine's memory. If the location of the growth is known, the
-    # growth is therefore in the engine.
+    # The probe measures only the engine's memory. If the growth's location is known, the growth is
+    # therefore in the engine.
     if worst.name in unknown_names and location is None:
         summary = (
             f"{worst.names} fills, by whom is not known; every process on the card is affected."
@@ -198,7 +198,7 @@ def find_host_leak(facts: Facts) -> Advice | None:
 
 
 def _list_known_cures(facts: Facts, role: str) -> list[str]:
-    """Return the fixes for known leaks in this role that affect this version of vLLM.
+    """Return the fixes for known leaks in this role and version of vLLM.
 
     Returns an empty list if the version is unknown or has no known leak.
     """
@@ -248,7 +248,7 @@ def _list_remedies(
     if worst.leak.ended_seconds is not None:
         # The leak has ended, probably because of a restart.
         return upgrades
-    # If the lower bound of the remaining time is known, it is the safe choice.
+    # The lower bound of the remaining time, if known, is the safe choice.
     seconds_left = worst.alarm.time_to_oom_seconds_lower
     if seconds_left is None:
         seconds_left = worst.alarm.time_to_oom_seconds
@@ -300,10 +300,10 @@ HeadroomKvBlocksLeak).
 def find_kv_block_leak(facts: Facts) -> Advice | None:
     """Judge blocks of the KV cache that stay in use while no request runs.
 
-    The rule concerns the share of the cache in use while the engine is idle. It applies if this
-    share exceeds STRANDED_RATIO. It also applies if this share exceeds LOST_RATIO and keeps rising.
-    There must be LOST_RISES rises from one idle period to the next. It proposes a restart, followed
-    by an upgrade or by running without the KV connector. The connector may lose blocks in failed
+    The rule concerns the cache share in use while the engine is idle. It applies if this share
+    exceeds STRANDED_RATIO. It also applies if this share exceeds LOST_RATIO and keeps rising. There
+    must be LOST_RISES rises from one idle period to the next. It proposes a restart. After that, it
+    proposes an upgrade or running without the KV connector. The connector may lose blocks in failed
     transfers. Returns None if the rule does not apply.
     """
     leaking_engines = []
@@ -391,8 +391,8 @@ BURST_REMARK: Final = (
 def find_over_budget(facts: Facts) -> Advice | None:
     """Judge an engine that has exceeded its budget ever since its first traffic.
 
-    The excess is the memory that the engine holds beyond its budget while at rest. The rule applies
-    in the same cases as the sidecar's verdict:
+    The excess is the memory beyond its budget that the engine holds at rest. The rule applies in
+    the same cases as the sidecar's verdict:
 
     - Because of the excess, little memory was left for OVER_BUDGET_SECONDS.
     - The excess explains an exit.
@@ -439,7 +439,7 @@ def find_over_budget(facts: Facts) -> Advice | None:
 
 
 def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
-    """Return the GPUs on which the engine's excess left little memory or explains an exit."""
+    """Return the GPUs on which the excess left little memory or explains an exit."""
     fatal_uuids = set()
     for end in facts.ends:
         fatal_gpu = causes.find_over_budget_gpu(end) if is_over_budget(end) else None
@@ -503,7 +503,7 @@ def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
 
 
 def _list_explained(facts: Facts, kind: Shortage) -> set[str]:
-    """Return the UUIDs of the GPUs on which another rule explains shortages of this kind."""
+    """Return the UUIDs of GPUs whose shortages of this kind another rule explains."""
     if kind is Shortage.LEVEL:
         return {gpu.uuid for gpu, _ in _list_over_budget(facts)}
     if kind is Shortage.RISEN:

@@ -1,4 +1,4 @@
-"""Advice based on the memory peaks that the probe measures for each kind of work."""
+"""Advice on the memory peaks that the probe measures for each kind of work."""
 
 from math import floor
 
@@ -23,12 +23,12 @@ REMARK = (
 
 
 def find_unsafe_peaks(facts: Facts) -> Advice | None:
-    """Judge the last minute's peaks and the largest safe requests, both measured by the probe.
+    """Judge the last minute's peaks and the largest safe requests.
 
-    The rule applies if the next peak of this kind of work might not fit. The estimate includes how
-    much such peaks vary. It also applies if fewer tokens are safe with prompt logprobs than
-    without. It first proposes a limit on that kind of work, computed from the probe's fit. It then
-    proposes a smaller share. Returns None if the rule does not apply.
+    The probe measures both. The rule applies if the next peak of the same kind might not fit. The
+    estimate includes how much such peaks vary. It also applies if fewer tokens are safe with prompt
+    logprobs than without. It first proposes a limit on that kind of work. The limit is computed
+    from the probe's fit. It then proposes a smaller share. Returns None if the rule does not apply.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]

@@ -198,7 +198,7 @@ def _find_held_bytes(start: Ending) -> float:
 
 
 def _list_rooms_bytes(starts: Sequence[Ending]) -> list[int]:
-    """Return the room on the fullest GPU when each start failed, where it is known."""
+    """Return the room on the fullest GPU at each failed start, where known."""
     # Only GPUs with known room can be the fullest, so this room is known.
     gpus = [start.fullest_gpu for start in starts]
     return [gpu.last_room_bytes or 0 for gpu in gpus if gpu is not None]
@@ -266,9 +266,10 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
 
 
 def _find_free_bytes(starts: Sequence[Ending]) -> int | None:
-    """Return the fewest bytes free on a GPU before a start, or None if unknown.
+    """Return the fewest bytes free on a GPU before a start.
 
-    The bytes held in the engine's first sample count as free before the start.
+    Returns None if unknown. The bytes held in the engine's first sample count as free before the
+    start.
     """
     least_free_bytes = None
     for start in starts:
@@ -567,10 +568,11 @@ def _is_problem(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> bool:
 
 
 def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) -> Change | None:
-    """Return a smaller share, or None if the current share is unknown or leaves enough.
+    """Return a smaller share.
 
-    The new share leaves AIM_BYTES at peaks. It is at most the memory that other processes leave
-    free. Otherwise, vLLM would refuse to start (worker/utils.py).
+    Returns None if the current share is unknown or leaves enough. The new share leaves AIM_BYTES at
+    peaks. It is at most the memory that other processes leave free. Otherwise, vLLM would refuse to
+    start (worker/utils.py).
     """
     missing_bytes = 0.0
     if gpu.least_room_bytes is not None:
@@ -585,7 +587,7 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
 def find_leftovers(facts: Facts) -> Advice | None:
     """Judge processes that outlived their engine.
 
-    The rule applies if such a process still uses a GPU when a trace ends. It proposes ending this
+    The rule applies if such a process uses a GPU when a trace ends. It proposes ending this
     process. A page does not list such processes. Returns None if the rule does not apply.
     """
     figures: list[tuple[str, float | str, str]] = []
