@@ -12,7 +12,7 @@ ENGINE_LABELS: Final = ("model_name", "engine")
 """The labels of a series for one engine, which is one data-parallel rank."""
 
 LIVE_SHARE: Final = ("running", "kv_used_ratio")
-"""The facts that are needed to compute how much of the KV cache a request uses."""
+"""The facts that determine how much of the KV cache a request uses."""
 
 LIVE_TOKENS: Final = (*LIVE_SHARE, "kv_capacity_tokens")
 """The facts that are needed to compute a size per request in tokens or bytes."""
@@ -543,7 +543,7 @@ EVICTION_REQUESTS: Final = _declare_counter(
 )
 
 METRICS: Final[tuple[Metric, ...]] = tuple(_declared)
-"""All metrics, in the order in which they are declared above and exported on the page."""
+"""All metrics, in the order of declaration. The page has the same order."""
 
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
 """All metrics, by full name."""

@@ -25,8 +25,7 @@ VARIABLE_PREFIX: Final = "HEADROOM_"
 """The prefix of all environment variables of the sidecar."""
 
 AUTO: Final = "auto"
-"""With this value, the daemon detects the engine's profile or its GPUs, depending on the setting.
-"""
+"""A setting with this value lets the daemon detect the engine's profile or GPUs."""
 
 PROFILE_NAMES: Final = (AUTO, *(profile.name for profile in PROFILES))
 
@@ -447,7 +446,7 @@ ONE_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
 FOUND_ENGINE_SETTINGS: Final[Mapping[str, str]] = {
     "evict": "the pod of a URL is not known",
 }
-"""The settings that cannot be used if the engines are given by URL, with the reason for each."""
+"""Settings that cannot be used if the engines are given by URL, with reasons."""
 
 SECRET_SETTINGS: Final = ("engine_bearer_token_file", "engine_headers")
 """Settings that cannot be used if the daemon finds the engines itself. Any process that looks like

@@ -41,7 +41,7 @@ RESERVED_HEADERS: Final = frozenset(
 """Headers that the sidecar sets itself, or that would change how its requests are framed."""
 
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
-"""The value of a header (RFC 9110, 5.5), limited to ASCII, because other bytes are undefined."""
+"""The value of a header (RFC 9110, 5.5) in ASCII. Other bytes are undefined."""
 
 HOST: Final = re.compile(r"[\w.-]*|[\dA-Fa-f]*:[\dA-Fa-f]*:[\dA-Fa-f:.]*(?:%[\w.-]+)?", re.ASCII)
 """A host name, an IPv4 address, or an IPv6 address with its zone."""

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 ENGINE_NAME: Final = ContextVar[str]("engine_name", default="")
-"""The engine that this task's log lines are about; empty if the daemon watches only one."""
+"""The engine of this task's log lines. Empty if the daemon watches only one engine."""
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):

@@ -26,7 +26,7 @@ LARGEST_EXACT_BYTES: Final = 2**53
 def _list_size_units() -> dict[str, int]:
     """Return the number of bytes in each unit of size.
 
-    The unit names are in lower case. kB is 1000 bytes, while KiB and Ki are 1024. A bare K is
+    The unit names are in lower case. The unit kB is 1000 bytes; KiB and Ki are 1024. A bare K is
     ambiguous and is refused.
     """
     units = {"": 1, "b": 1}

@@ -207,8 +207,7 @@ class ServerAnswer(StrEnum):
     """Nothing answers."""
 
     UNCLEAR = "unclear"
-    """The response does not show whether the server is healthy, for example if it is a login page.
-    """
+    """The response does not show whether the server is healthy. It may be a login page."""
 
 
 class IncidentKind(StrEnum):
@@ -397,9 +396,7 @@ _DIRECTION_CODES: Final = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 CONTROLS: Final = {
     code: f"\\x{code:02x}" for code in (*_CONTROL_CODES, *_LINE_BREAK_CODES, *_DIRECTION_CODES)
 }
-"""Characters that could control a terminal, break a line or reorder its text, with their
-replacements.
-"""
+"""Characters that could control a terminal, break a line or reorder text, with replacements."""
 
 
 class StartPhase(StrEnum):

@@ -12,15 +12,15 @@ from queue import SimpleQueue
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 TURN_SECONDS: Final = 0.25
-"""If none of the shared thread's calls returns for so long, the calls that are waiting are made on
-a new thread. Reading the processes of one engine takes a millisecond.
+"""If none of the shared thread's calls returns for so long, the thread is stuck. The waiting calls
+are then made on a new thread. Reading the processes of one engine takes a millisecond.
 """
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], T], "asyncio.Future[T]"]
 """A call, and the future that receives its outcome."""
 _SharedJob = tuple[Callable[[], Any], "asyncio.Future[Any]", "_Running[Any]"]
-"""A call, the future that receives its outcome, and the call that its caller has running."""
+"""A call, its outcome's future, and the call that its caller has running."""
 
 _Outcome = tuple["asyncio.Future[Any]", Any]
 """A future, and what its call returned or raised."""

@@ -12,8 +12,9 @@ import yaml
 from vllm_headroom.text_file import read_file
 
 MAX_FILE_BYTES: Final = 2**20
-"""The largest file that is read. A thousand users with their passwords take 100 kB; a file such as
-/dev/zero never ends."""
+"""The largest file that is read. A thousand users with their passwords take 100 kB. A file such as
+/dev/zero never ends.
+"""
 
 MOST_ENTRIES: Final = 10_000
 """A file with more lines and commas than this is not read. Parsing this many takes two seconds. A

@@ -54,13 +54,12 @@ CANNOT_LISTEN: Final = 2
 """The exit status if the daemon cannot start until an operator changes a setting."""
 
 LONGEST_TICK_SECONDS: Final = 30.0
-"""The longest time between two ticks. A source that hangs does not delay the next tick by more,
-because each source has a timeout of a few seconds. If more time passes, the daemon itself was
-stopped or did not get any CPU.
+"""The longest time between two ticks. A hung source delays the next tick by less, because each
+source has a timeout. If more time passes, the daemon itself was stopped or did not get any CPU.
 """
 
 OTHERS_WRITE_BITS: Final = 0o022
-"""The permission bits that the daemon never sets on its files, so that other users cannot change
+"""The permission bits that the daemon never sets on its files. Other users therefore cannot change
 its state.
 """
 

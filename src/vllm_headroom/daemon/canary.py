@@ -13,8 +13,8 @@ from vllm_headroom.vocabulary import EngineState
 log = Log(__name__)
 
 CANARY_RETRY_SECONDS: Final = 10.0
-"""The pause before the next request to an engine that did not respond. The pause is short, so that
-a temporary error ends before it looks like a hang.
+"""The pause before the next request to an engine that did not respond. The pause is short. A
+temporary error then ends before it looks like a hang.
 """
 
 
@@ -50,7 +50,7 @@ class Canary:
         self._last_tick_seconds = clock.monotonic()
         self._last_answer: bool | None = True
         self.unanswered_since_seconds: float | None = None
-        """When the first request without a response was sent, on the monotonic clock, or None while
+        """When the first request without a response was sent, on the monotonic clock. None while
         the engine responds or no request is needed.
         """
 

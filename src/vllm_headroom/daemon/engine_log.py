@@ -36,8 +36,8 @@ ENDING_KINDS: Final = (
 """The events that determine how a start ended, or show that it survived a failure."""
 
 READ_LOG_SECONDS: Final = 2.0
-"""The time limit for reading a batch of lines. A batch of 2 MiB takes 0.07 s, or 1 s if it contains
-only failures.
+"""The time limit for reading a batch of lines. A batch of 2 MiB takes 0.07 s. If it contains only
+failures, it takes 1 s.
 """
 
 SLOW: Final = Failure(

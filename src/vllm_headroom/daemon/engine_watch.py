@@ -43,14 +43,14 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 SMALL_PAGE: Final = 128 * 2**10
-"""The maximum number of characters in a page that is parsed on the event loop. vLLM's page has
+"""The maximum number of characters in a page that is parsed on the event loop. A page of vLLM has
 67,000 characters. For a page this small, a thread would cost more than the parsing itself. The
 worst-case page of this size takes 50 ms.
 """
 
 PARSE_SECONDS: Final = 2.0
-"""The time limit for parsing a page. A page with eight engines takes 1 ms, and the worst-case page
-of the allowed size takes half a second.
+"""The time limit for parsing a page. A page with eight engines takes 1 ms. The worst-case page of
+the allowed size takes half a second.
 """
 
 SAVE_SECONDS: Final = 60.0
@@ -70,8 +70,8 @@ ProcessTask = asyncio.Task[Timed[ProcessReadings | Failure]]
 
 Parse = Callable[[str], EnginePage | Failure]
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
-"""Returns the states that an earlier process saved and from which derivations continue, keyed by
-derivation. Usually, there are none.
+"""Returns the states that an earlier process saved, keyed by derivation. The derivations continue
+from them. Usually, there are none.
 """
 
 
@@ -100,7 +100,7 @@ class Sampler:
         self._server_pages = server_pages
         self._parser = Worker[EnginePage | Failure]("parse")
         self._process_task: ProcessTask | None = None
-        """The reading of the processes for the next tick, or None if it has not begun."""
+        """The reading of the processes for the next tick. None if it has not begun."""
         self._transitions = Transitions(rules.selection)
         self._evaluation = Evaluation(rules, self._run_guarded)
         self.latest: TickResult | None = None

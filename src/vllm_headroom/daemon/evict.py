@@ -28,12 +28,12 @@ TURN_SECONDS: Final = 10.0
 
 LEASE_SECONDS: Final = 120
 """How long a Lease stays valid without renewal. This is longer than a request may take. It is also
-much longer than the milliseconds that the API server needs to count an evicted pod as missing.
+much longer than the API server's delay in counting an evicted pod. That delay is milliseconds.
 """
 
 EVICTION_REQUEST_SECONDS: Final = 15.0
-"""The time limit for a request. The API server itself retries an eviction for up to 10 s while
-others are changing the PodDisruptionBudget.
+"""The time limit for a request. While the PodDisruptionBudget is changing, the API server retries
+for up to 10 s.
 """
 
 LONGEST_PAUSE_SECONDS: Final = 320.0
@@ -71,10 +71,10 @@ class EvictionPolicy(Struct, frozen=True, kw_only=True):
     is_dry_run: bool
     """Whether the evictor only reads from the API server and logs what it would do."""
     near_seconds: float
-    """The pod is evicted if less than this time is left until its memory runs out."""
+    """The pod is evicted if its memory runs out in less than this time."""
     quiet_hour: int | None
-    """The hour of the day in UTC during which any leak is a sufficient reason for eviction, or None
-    if there is none.
+    """The hour of the day (UTC) in which any leak suffices for eviction. None if there is no such
+    hour.
     """
 
 
@@ -109,15 +109,14 @@ class Evictor:
         self._leases_path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._lease_name = ""
         self._lease: Object = {}
-        """The Lease as last written by this pod, or an empty object if this pod has not written it.
-        """
+        """The Lease as last written by this pod. Empty if this pod has not written it."""
         self._lease_version: object = None
         """The Lease's resourceVersion when it was last read."""
         self._lease_changed_at = 0.0
         """When the current version of the Lease was first read, on the monotonic clock."""
         self._lease_held_until = 0.0
-        """When this pod's hold on the Lease ends, on the monotonic clock, or 0 if it does not hold
-        it.
+        """When this pod's hold on the Lease ends, on the monotonic clock. It is 0 if the pod does
+        not hold the Lease.
         """
         self._paused_until = 0.0
         self._has_evicted = False
@@ -127,7 +126,7 @@ class Evictor:
         self._refusals = 0
         """The number of consecutive refusals."""
         self._problem = ""
-        """Why the last turn could not evict the pod, or "" if there was no problem."""
+        """Why the last turn could not evict the pod, or "" for no problem."""
 
     def read_guardrail(self) -> Guardrail:
         """Return the settings and state, for derivations and display."""

@@ -58,9 +58,9 @@ from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 log = Log(__name__)
 
 RECORD_STEP_SECONDS: Final = 0.9
-"""The minimum time between two lines of the record. It is a tenth less than one second, so that an
-early tick is recorded too. If every tick had a line at the shortest interval (0.1 s), the record
-would cover only minutes.
+"""The minimum time between two lines of the record. It is a tenth less than one second, to record
+an early tick too. With a line every 0.1 s (the shortest interval), the record would cover only
+minutes.
 """
 
 INCIDENT_SECONDS: Final = 300.0
@@ -79,7 +79,7 @@ ERROR_SECONDS: Final = 900.0
 """Only XIDs and OutOfMemoryErrors from this period before an incident may be its cause."""
 
 MOST_RECORDED_HOLDERS: Final = 64
-"""The maximum number of GPU processes in an incident's header, and the maximum number of probed
+"""The maximum number of GPU processes in an incident's header. The same limit applies to probed
 processes (our choice).
 """
 
@@ -92,12 +92,13 @@ LEAK_FIGURES: Final = (
 """The leak detector's results for a GPU, other than its state."""
 
 MOST_USE_SAMPLES: Final = 600
-"""The number of memory samples between ticks that are kept, which is enough for ten minutes. With
-eight GPUs, they take 0.5 MB.
+"""How many memory samples between ticks are kept: enough for ten minutes. With eight GPUs, they
+take 0.5 MB.
 """
 
 USE_STEP_SECONDS: Final = 0.9
-"""The minimum time between two of these samples: one second, minus a tolerance for early samples.
+"""The minimum time between two of these samples. It is a second, minus a tolerance for early
+samples.
 """
 
 MOST_XIDS: Final = 32
@@ -117,7 +118,7 @@ class RecentReadings:
         """The errors, oldest first."""
         self._samples: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=MOST_USE_SAMPLES)
         self._xid_counts: dict[tuple[str, int], int] | None = None
-        """The driver's counts, keyed by UUID and XID, or None before the first reading of GPUs."""
+        """The driver's counts, keyed by UUID and XID. None before the first reading of GPUs."""
 
     def add(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
         """Add each GPU's used memory, keyed by UUID; `seconds` is the time since the epoch.
@@ -207,13 +208,15 @@ class Flight:
         self._pod = pod
         self._writer = FileWriter("flight record", folder / FLIGHT)
         self._recorded_seconds: float | None = None
-        """When the newest line was written, on the monotonic clock, or None if there is none."""
+        """When the newest line was written, on the monotonic clock. None if there is no line."""
         self._last_known_state = EngineState.UNKNOWN
         """The newest state of the engine other than UNKNOWN."""
         self._has_served = False
         """Whether the engine has been in service since the last event."""
         self._last_context: Mapping[str, Any] = {}
-        """The context of the last sample in service or, if there was none, of the last sample."""
+        """The context of the last sample in service. If there was none, the context of the last
+        sample.
+        """
         self._ooms: tuple[Oom, ...] = ()
         """The newest OutOfMemoryErrors."""
         self._snapshots: tuple[SnapshotFile, ...] = ()

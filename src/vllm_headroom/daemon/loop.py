@@ -38,7 +38,7 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._fault: type[Exception] | None = None
-        """The type of the error that the last run raised, or None if it did not raise one."""
+        """The type of the last run's error, or None if there was none."""
 
     async def run(self, step: Callable[[], Awaitable[None]]) -> None:
         """Run the step.

@@ -22,8 +22,8 @@ log = Log(__name__)
 
 REREAD_SECONDS: Final = 600.0
 """The pause between two readings of a process whose memory is growing. A reading takes 10 to 40 ms
-per GiB of 4 KiB pages, and 1 ms per GiB of huge pages (measured). During a reading, an engine
-thread that maps memory may have to wait, but a thread that only uses memory does not.
+per GiB of 4 KiB pages. Per GiB of huge pages, it takes 1 ms (measured). During a reading, an engine
+thread that maps memory may have to wait. A thread that only uses memory does not wait.
 """
 
 MOST_MAPPED_PROCESSES: Final = 32
@@ -80,7 +80,7 @@ class Mappings:
         self._worker = Worker[Sizes | None]("mappings")
         self._growths: dict[ProcessName, _Growth] = {}
         self._running: tuple[ProcessName, asyncio.Future[Sizes | None]] | None = None
-        """The process that is being read and the future for its sizes, or None between readings."""
+        """The process that is being read, and the future for its sizes. None between readings."""
 
     def step(self, snapshot: Snapshot, values: Values) -> None:
         """Store new readings, and begin the next reading if one is due.

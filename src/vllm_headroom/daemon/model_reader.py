@@ -13,9 +13,9 @@ class ModelReader(Struct, frozen=True, kw_only=True):
     """Provides the bytes per token of the operator's model or the engine's model."""
 
     configured: TokenBytes | None = None
-    """The bytes per token of the named model, or None if the operator does not name one."""
+    """The bytes per token of the named model. None if the operator names no model."""
     problem: str = ""
-    """Why the named model's configuration does not determine the bytes per token, or "" if it does.
+    """Why the named model's configuration does not determine the bytes per token. Empty if it does.
     """
     parse: Callable[[Path], TokenBytes | None] | None = None
     """Reads the configuration of the model that the engine's processes load. It is None if the

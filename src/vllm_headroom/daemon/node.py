@@ -38,10 +38,12 @@ from vllm_headroom.vocabulary import EngineKind, Reason, Source
 log = Log(__name__)
 
 SCAN_SECONDS: Final = 2.0
-"""The time limit for finding the pods and units of all processes. 10,000 processes take 0.1 s."""
+"""The time limit for finding the pods and units of all processes. With 10,000 processes, this takes
+0.1 s.
+"""
 
 MOST_FIND_SECONDS: Final = 60.0
-"""How long a search for engines may continue in the background if reading a command line hangs."""
+"""How long a search may continue in the background if a command line hangs."""
 
 FIND_SECONDS: Final = 1.0
 """How long a tick waits for the search for engines. If reading a command line hangs in a driver,
@@ -54,12 +56,14 @@ seconds.
 """
 
 PROCESSES_SECONDS: Final = 0.25
-"""How long a tick waits for the processes of all engines before it requests their pages. Reading
-the processes of 16 engines takes 10 ms.
+"""How long a tick waits for all engines' processes before it requests the pages. Reading the
+processes of 16 engines takes 10 ms.
 """
 
 LAST_SAMPLE_SECONDS: Final = 300.0
-"""How long the last series of an engine are kept for a final scrape after its pod is gone."""
+"""How long an engine's last series are kept after its pod is gone. They are kept for a final
+scrape.
+"""
 
 UNIT_SECONDS: Final = 3600.0
 """How long an engine without a pod is watched after its last process has exited. It is unknown
@@ -68,7 +72,9 @@ time to fire.
 """
 
 STALE_INTERVALS: Final = 3
-"""After this many intervals without a new sample, as in Heartbeat, an engine has no series."""
+"""After this many intervals without a new sample, an engine has no series. Heartbeat has the same
+limit.
+"""
 
 NO_PAGE: Final = Failure(source=Source.ENGINE, reason=Reason.NOT_FOUND, message="")
 """Used in place of the page if only the GPUs are read."""
@@ -308,7 +314,7 @@ class NodeReadings(Struct, frozen=True, kw_only=True):
 
     gpus: GpuReadings | Failure
     samples: tuple[Sample, ...]
-    """The samples of the driver and of every GPU, with no GPU attributed to an engine."""
+    """The samples of the driver and of every GPU. No GPU is attributed to an engine."""
     monotonic_seconds: float
 
 

@@ -63,7 +63,8 @@ class Parts(Sources, frozen=True, kw_only=True):
     """The sender of requests for the server's other pages, or None in the demo."""
     evictor: Evictor | None = None
     mappings: Callable[[int], dict[str, int] | None] = lambda _: None
-    """Returns a process's resident bytes by kind of mapping, or None if they are not visible."""
+    """Returns a process's resident bytes by kind of mapping. Returns None if they are not visible.
+    """
 
     find_process_name: Callable[[int], str | None] = find_no_name
     """Returns a process's name for display, or None if it is not visible."""

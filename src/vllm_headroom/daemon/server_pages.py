@@ -19,9 +19,9 @@ ROUND_SECONDS: Final = 10.0
 """
 
 OPEN_REASONS: Final = frozenset({Reason.HTTP_STATUS, Reason.TIMEOUT, Reason.INCOMPLETE})
-"""The reasons for which the metrics page may fail even though the server is still running. For any
-other reason, requesting other pages is pointless. For example, a closed port refuses all pages, and
-a login page means that the address or the token is wrong.
+"""Reasons why the metrics page may fail although the server is still running. For any other reason,
+requesting other pages is pointless. For example, a closed port refuses all pages. A login page
+means that the address or the token is wrong.
 """
 
 

@@ -58,7 +58,9 @@ ReadLog = Callable[[float], Awaitable[LogReading | Failure]]
 """Returns what the engine's log shows so far. The number is the time limit in seconds."""
 
 FindServedModel = Callable[[ProcessReadings | Failure], TokenBytes | None]
-"""Returns the bytes per token of the model that the engine's processes load, or None if unknown."""
+"""Returns the bytes per token of the model that the engine's processes load. Returns None if they
+are unknown.
+"""
 
 
 class Sources(Struct, frozen=True, kw_only=True):
@@ -72,7 +74,7 @@ class Sources(Struct, frozen=True, kw_only=True):
     log: ReadLog | None = None
     """The function that reads the engine's log, or None if no engine log is configured."""
     model: FindServedModel | None = None
-    """The function that finds the served model, or None if the bytes per token are configured."""
+    """The function that finds the served model. None if the bytes per token are configured."""
 
 
 class AnyParts(Protocol):

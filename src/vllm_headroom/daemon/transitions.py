@@ -49,8 +49,8 @@ FORGET_PROBES_SECONDS: Final = HOUR_SECONDS
 """The time after which a logged probe is forgotten if its file is gone."""
 
 DISAGREEING_SECONDS: Final = 60.0
-"""A disagreement between the log and the probe or the page is reported only after this time. After
-a restart, each source is read at a different moment.
+"""A disagreement of the log with the probe or page is reported after this time. After a restart,
+each source is read at a different moment.
 """
 
 NOTHING_YET: Final = "nothing yet"
@@ -65,14 +65,12 @@ class Transitions:
         self._logged_states: dict[str, object] = {}
         self._engine_state: EngineState | None = None
         self._leak_states: dict[str, str | None] = {}
-        """GROWING, LEAKING, or None if neither applies, keyed by the name of a GPU or of host
-        memory.
-        """
+        """GROWING, LEAKING, or None for neither, keyed by a GPU's name or host memory's."""
         self._logged_probes: set[tuple[int, float]] = set()
         """The pid and start time of each stopped probe that was logged."""
         self._forget_probes_at_seconds = 0.0
         self._disagreeing_since_seconds: float | None = None
-        """When the engine's log began to disagree, on the monotonic clock, or None if it agrees."""
+        """When the engine's log began to disagree, on the monotonic clock. None if it agrees."""
 
     def report(self, snapshot: Snapshot) -> None:
         """Log changes since the last snapshot."""

@@ -20,7 +20,7 @@ class Request(Struct, frozen=True, kw_only=True):
     query: str = ""
     """The text after the question mark; "" if there is none."""
     headers: Mapping[str, str]
-    """The headers, keyed by lower-case name; the values of a repeated header are joined by commas.
+    """The headers, keyed by lower-case name. The values of a repeated header are joined by commas.
     """
 
 

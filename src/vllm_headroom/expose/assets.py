@@ -250,7 +250,7 @@ SCRIPT: Final = """\
 """The script has the following tasks:
 
 - It shows times in the reader's time zone.
-- It shows the value at the pointer, or at a point selected with the arrow keys.
+- It shows the value at the pointer or at a point selected by arrow keys.
 - It copies commands.
 - It switches the theme.
 - It regularly reloads the page to replace changed elements. The scroll position, focus, selection,
@@ -268,8 +268,8 @@ POLICY: Final = (
     f"script-src 'sha256-{_hash(SCRIPT)}'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""The page's Content-Security-Policy. It allows only this style and this script, and prevents the
-page from being shown in a frame.
+"""The page's Content-Security-Policy. It allows only this style and this script. It also prevents
+the page from being shown in a frame.
 """
 
 _ICONS: Final = {

@@ -67,7 +67,7 @@ def escape_text(text: str) -> str:
 _INNER_SPACE: Final = re.compile(
     r"(?<=\d) (?=(?:d|h|min|s|[KMGTP]?i?B)\b|%)|(?<=\d [dh]) (?=\d)|(?<=\d min) (?=\d+ s\b)"
 )
-"""A space within a size, a share or a duration, such as those in "5 h 34 min"."""
+"""A space within a size, share or duration, as in "5 h 34 min"."""
 
 
 def render_text(text: str) -> str:
@@ -76,13 +76,13 @@ def render_text(text: str) -> str:
 
 
 MARGIN: Final = 1.15
-"""The margin of a picture (our choice). The value at the top of a picture is this multiple of the
-value at SCALE_QUANTILE. The time axis ends at this multiple of the forecast's length.
+"""The margin of a picture (our choice). A picture's top value is this multiple of the value at
+SCALE_QUANTILE. The time axis ends at this multiple of the forecast's length.
 """
 
 SCALE_QUANTILE: Final = 0.9
-"""The quantile of the values that determines the scale. The highest value is not used, because the
-card is almost empty for minutes while an engine starts.
+"""The quantile of the values that determines the scale. The highest value is not used. The card is
+almost empty for minutes while an engine starts.
 """
 
 

@@ -24,7 +24,7 @@ from vllm_headroom.units import (
 from vllm_headroom.vocabulary import Level, Situation
 
 MOST_COLUMNS: Final = 480
-"""The total number of columns in all curves. A column has two points of 10 characters each, so all
+"""The total number of columns in all curves. A column has two points of 10 characters each. All
 columns take 10 kB, and the page stays below 90 kB.
 """
 
@@ -50,9 +50,7 @@ LEGEND: Final = (
     ("mark", "at", "an alarm"),
     ("now", "now", "now"),
 )
-"""For each kind of shape: its class in a picture, the class of its sample in the legend, and its
-meaning.
-"""
+"""Each kind of shape: its class, the class of its legend sample, and its meaning."""
 
 MOST_CLOCK_SECONDS: Final = 4 * DAY_SECONDS
 """If a figure covers more time than this, its ticks are whole days (see TICK_SECONDS). They are
@@ -60,13 +58,13 @@ labelled with the day, not with the time of day.
 """
 
 PAST_FACTOR: Final = 3
-"""The maximum length of the shown past, as a multiple of the forecast's length (our choice). The
-forecast then takes up at least a quarter of the width.
+"""The maximum length of the shown past, in lengths of the forecast (our choice). The forecast then
+takes up at least a quarter of the width.
 """
 
 FUTURE_FACTOR: Final = 2
-"""The maximum length of the visible part of a forecast, as a multiple of the shown past (our
-choice).
+"""The maximum length of a forecast's visible part, in lengths of the shown past. This is our
+choice.
 """
 
 

@@ -27,10 +27,10 @@ _HEADERS: Final[tuple[Header, ...]] = (
     ("Content-Security-Policy", POLICY),
 )
 MIN_REFRESH_SECONDS: Final = 5
-"""The minimum time between two reloads of the page, because people need time to read it."""
+"""The minimum time between two reloads of the page. People need time to read it."""
 
 FOLDED_GPUS: Final = 3
-"""If at least this many GPUs are in the same situation, they are folded into one line."""
+"""At least this many GPUs in the same situation are folded into one line."""
 
 SHOWN_EVENTS: Final = 10
 """The number of newest events listed on the page (our choice). The snapshot lists all events."""
@@ -41,7 +41,7 @@ LINKED_PATHS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
 
 
 RANGE_QUERY: Final = "range"
-"""The name of the query parameter that selects how much of the past the figures show."""
+"""The query parameter that selects how much of the past the figures show."""
 
 
 def respond_html(page: str) -> Response:
@@ -159,7 +159,7 @@ the situation's name.
 
 
 SUBJECT_HEADLINES: Final = {"sidecar": "sidecar blind", "gates": "gate closed"}
-"""The headlines of verdicts that do not concern the engine, its GPUs or its host memory."""
+"""The headlines of verdicts that concern neither the engine, its GPUs nor host memory."""
 
 
 def _render_headline(view: View, worst: Verdict) -> str:
@@ -365,15 +365,13 @@ NO_BURST_ADVICE: Final = (
     "Now: reduce the load, or restart with a lower --gpu-memory-utilization. The next burst may end"
     " the engine."
 )
-"""What to do if an engine exceeds its budget and leaves less free memory than a burst needs."""
+"""What to do if an over-budget engine leaves too little memory for a burst."""
 
 LOGIN_ADVICE: Final = (
     "Give the sidecar a login that may read the engine's page: vllm-headroom doctor prints the line"
     " to add."
 )
-"""What to do if the engine's server denies access to its page because the login is missing or
-wrong.
-"""
+"""What to do if the engine's server denies access to its page. The login is missing or wrong."""
 
 EXIT_SITUATIONS: Final = frozenset({Situation.CRASH_LOOP, Situation.DOWN})
 """Situations that begin with an exit, which is explained by the newest incident."""
@@ -387,7 +385,7 @@ COMMAND_BY_SITUATION: Final = {
     Situation.STALLED: "vllm-headroom smoke",
     Situation.BLIND: "vllm-headroom doctor",
 }
-"""The command that explains a situation in more detail, to be run in the sidecar's container."""
+"""The command that explains a situation in more detail. It runs in the sidecar's container."""
 
 PURPOSES: Final = {
     "advise": "prints the cause and which option of vLLM to change; it changes nothing",
@@ -521,7 +519,9 @@ TIME_LEFT_METRICS: Final = {
     Situation.GROWING: (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER),
     Situation.HOST_LEAK: (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER),
 }
-"""The metrics for the time left and for its lower bound, by the situation in which memory grows."""
+"""The metrics for the time left and its lower bound. The key is the situation in which memory
+grows.
+"""
 
 WITHOUT_ROOM: Final = frozenset(
     {

@@ -29,19 +29,19 @@ browser with cookies sends a few thousand.
 
 MOST_CONNECTIONS: Final = 256
 """The maximum number of open connections. A sidecar has few scrapers. To make room for another
-connection, the server closes the connection that has been waiting for its client the longest. To
-make room for another handshake, it cancels the oldest handshake or password check.
+connection, the server closes one. It closes the connection that has waited for its client the
+longest. To make room for another handshake, it cancels the oldest handshake or password check.
 """
 
 SLOW_CLIENT_SECONDS: Final = 1.0
-"""A client that takes longer than this to read its response is treated as idle, like a client that
+"""A client that takes longer than this to read its response counts as idle. So does a client that
 sends nothing.
 """
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
-"""The size requested for each of the two kernel buffers of a connection; the kernel doubles it.
-With the default size, 2.5 MB of unread responses would count against the container's memory limit,
-and a slow client would look idle.
+"""The size requested for each of a connection's two kernel buffers. The kernel doubles it. With the
+default size, 2.5 MB of unread responses would count against the container's limit. A slow client
+would also look idle.
 """
 
 ACCEPT_RETRY_SECONDS: Final = 0.1
@@ -65,8 +65,8 @@ choice).
 """
 
 AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
-"""The scheme and host that a client sends before the path if it uses the daemon as a proxy. A
-server must accept such a request (RFC 9112, 3.2.2).
+"""The scheme and host that a client sends to a proxy before the path. A server must accept such a
+request (RFC 9112, 3.2.2).
 """
 
 
@@ -89,8 +89,8 @@ CLIENT_PATIENCE_SECONDS: Final = {
     Phase.SENDING: 10.0,
     Phase.IDLE: 90.0,
 }
-"""How long a connection may stay in each phase. The time in TURN includes the password check. The
-limit for IDLE lets Prometheus keep its connection, because it usually scrapes at least once a
+"""How long a connection may stay in each phase. The time in TURN includes the password check.
+Prometheus can keep its connection within the limit for IDLE. It usually scrapes at least once a
 minute.
 """
 

@@ -12,8 +12,7 @@ from vllm_headroom.expose.view import CURVE_STEP_SECONDS, History, LastIncident,
 from vllm_headroom.model import Metric, Snapshot, Values, find_worst_level
 
 STATE_LABEL: Final = "state"
-"""The last label of a metric that has one series per state; the current state's series has the
-value 1.
+"""The last label of a metric with one series per state. The current state's series has the value 1.
 """
 
 LIST_LABELS: Final[Mapping[str, tuple[str, ...]]] = {

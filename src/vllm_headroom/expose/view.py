@@ -25,22 +25,22 @@ CURVE_STEP_SECONDS: Final = 60
 """The time between two points of a curve."""
 
 CURVE_POINTS: Final = 1440
-"""The number of points per day. The day curves of eight GPUs take 109 kB in memory and 146 kB on
-disk.
+"""The number of points per day. The day curves of eight GPUs take 109 kB in memory. On disk, they
+take 146 kB.
 """
 
 WEEK_STEP_MINUTES: Final = 10
 """The number of minutes between two points of a week curve. One point per minute would take ten
-times the memory, and a picture has fewer than a thousand columns.
+times the memory. A picture has fewer than a thousand columns.
 """
 
 WEEK_POINTS: Final = 7 * 24 * 60 // WEEK_STEP_MINUTES
-"""The number of points per week. The week curves of eight GPUs take 77 kB in memory and 102 kB on
-disk.
+"""The number of points per week. The week curves of eight GPUs take 77 kB in memory. On disk, they
+take 102 kB.
 """
 
 MOST_MINUTES_BACK: Final = 5
-"""If the clock is set back by at most this many minutes, the history is kept. Samples are then
+"""If the clock is set back by no more minutes than this, the history is kept. Samples are then
 added to the newest minute until the clock has caught up.
 """
 
@@ -48,8 +48,7 @@ MOST_CURVE_GPUS: Final = 64
 """The maximum number of GPUs, or parts of GPUs, with curves (our choice)."""
 
 MOST_CURVES: Final = 2 * MOST_CURVE_GPUS + 3
-"""There are two curves per GPU, and one each for the host, the running requests and the KV cache.
-"""
+"""Each GPU has two curves. The host, the running requests and the KV cache have one each."""
 
 MOST_HISTORY_EVENTS: Final = 50
 """The number of events kept (our choice). The page shows the newest ten, and the snapshot shows
@@ -74,8 +73,8 @@ class HistoryEvent(Struct, frozen=True, kw_only=True):
 
 
 VerdictKey = tuple[str, Level, str | None]
-"""The subject, level and alert of a verdict. Without an alert, the third value is the engine's
-state for a verdict about the engine, and None for any other verdict.
+"""The subject, level and alert of a verdict. Without an alert, the third value of an engine's
+verdict is its state. For any other verdict without an alert, it is None.
 """
 
 
@@ -117,8 +116,7 @@ class _Rings:
         self._step_minutes = step_minutes
         self._points = points
         self._newest_step: int | None = None
-        """The step of the newest minute, counted since the epoch, or None before the first minute.
-        """
+        """The newest minute's step, counted since the epoch. None before the first minute."""
         self.curves: dict[str, array[float]] = {}
         """The curves by name. A step's value is at the index of its number modulo the number of
         points.
@@ -450,7 +448,8 @@ class View(Struct, frozen=True, kw_only=True):
     """
     last_incident: LastIncident | None = None
     find_process_name: Callable[[int], str | None] = find_no_name
-    """Returns the name of a process, with its pod if known, or None if the process is not visible.
+    """Returns the name of a process, with its pod if known. Returns None if the process is not
+    visible.
     """
 
     @property

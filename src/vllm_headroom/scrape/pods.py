@@ -8,15 +8,14 @@ from typing import Final
 from msgspec import Struct
 
 CONTAINER_LOGS: Final = Path("/var/log/containers")
-"""For each container on its node, the kubelet creates a link POD_NAMESPACE_CONTAINER-ID.log in this
-folder (kubelet: `ContainerLogsDir`). Any user may list the folder, but the logs that the links
-point to belong to root.
+"""The kubelet creates a link POD_NAMESPACE_CONTAINER-ID.log here for each container (kubelet:
+`ContainerLogsDir`). Any user may list the folder. The logs that the links point to belong to root.
 """
 
 POD_LOGS: Final = Path("/var/log/pods")
-"""In this folder, the kubelet creates a folder NAMESPACE_POD_UID for each pod on its node (kubelet:
-`DefaultPodLogsDir`). A pod's folder contains a folder for each container. Only root can read the
-pods' parent folder (mode 0750, seen in Kubernetes 1.34).
+"""The kubelet creates a folder NAMESPACE_POD_UID here for each pod (kubelet: `DefaultPodLogsDir`).
+A pod's folder contains a folder for each container. Only root can read the pods' parent folder
+(mode 0750, seen in Kubernetes 1.34).
 """
 
 _LINK: Final = re.compile(r"([a-z0-9.-]+)_([a-z0-9-]+)_([a-z0-9-]+)-([0-9a-f]{64})\.log")

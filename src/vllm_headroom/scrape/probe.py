@@ -38,7 +38,7 @@ BOOT_ID_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
 UNREADABLE: Final = "it is no file of at most 16 KiB that can be read"
 
 ParsedFile = tuple[ProbedProcess, str | None] | str
-"""The process in a file and its boot ID, or what is wrong with the file."""
+"""A file's process and boot ID, or what is wrong with the file."""
 
 
 class FileVersion(NamedTuple):

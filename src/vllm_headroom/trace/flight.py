@@ -23,7 +23,7 @@ FLIGHT: Final = "flight.jsonl"
 
 SPOILED: Final = f"spoiled-{FLIGHT}"
 """The name given to a record file that is not a trace. People join the record's two files with the
-pattern flight.jsonl*, which does not match this name.
+pattern flight.jsonl*. The pattern does not match this name.
 """
 
 INCIDENTS: Final = "incidents"
@@ -33,11 +33,11 @@ INCIDENT_KEY: Final = "incident"
 """The key of an incident's facts in the header of its trace."""
 
 INCIDENT_NAME: Final = "%Y-%m-%dT%H-%M-%SZ.jsonl"
-"""The file name of an incident: the time when it began, in a form that sorts by time."""
+"""The file name of an incident: its begin, in a form that sorts by time."""
 
 FLIGHT_BYTES: Final = 22 * MIB
-"""The maximum size of each of the record's two files. Together, they hold a day of samples taken
-every 5 s from one GPU, or hours of samples taken every second from eight GPUs.
+"""The maximum size of each of the record's two files. With one GPU sampled every 5 s, they hold a
+day. With eight GPUs sampled every second, they hold hours.
 """
 
 INCIDENT_BYTES: Final = 2 * MIB
@@ -50,8 +50,8 @@ this leaves room for an incident that is being written.
 
 ROOMY_BYTES: Final = 128 * MIB
 """On a volume smaller than this, the maximum sizes of all files shrink proportionally. The record
-and the incidents then take half of the volume. The volume in the Kustomize components has 16 MiB,
-enough for hours of one GPU with a sample every 5 s.
+and the incidents then take half of the volume. The volume in the Kustomize components has 16 MiB.
+This is enough for hours of one GPU, sampled every 5 s.
 """
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS

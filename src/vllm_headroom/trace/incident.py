@@ -30,19 +30,19 @@ ByteCount = Annotated[int, Meta(ge=0, le=LARGEST)]
 """A size in bytes."""
 
 MOST_SHOWN_ENTRIES: Final = 100
-"""If a list in a header is longer than this, only this many of its newest entries are shown."""
+"""If a header's list is longer than this, only its newest entries are shown."""
 
 LEAK_RANKS: Final = {LeakState.GROWING: 1, LeakState.LEAKING: 2}
 """The rank of a leak verdict. Any other state has rank 0. The verdict with the higher rank is used.
 """
 
 FATAL_ERROR_SECONDS: Final = 60.0
-"""An OutOfMemoryError is taken as the cause of an exit if it occurred within this time of the exit.
-A core that raises it exits immediately, and its server exits within seconds.
+"""An OutOfMemoryError within this time of an exit is taken as its cause. A core that raises it
+exits immediately, and its server exits within seconds.
 """
 
 PEAK_BEFORE_SECONDS: Final = 60.0
-"""The highest usage within this time before the newest sample is used as that sample's peak."""
+"""The newest sample's peak is the highest usage within this time before that sample."""
 
 
 class EngineEvent(Struct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ class LastInService(Struct, frozen=True, kw_only=True):
     probe: tuple[ProbedMemory, ...] = ()
     mappings: tuple[MappingGrowth, ...] = ()
     used: dict[str, tuple[tuple[EpochSeconds, ByteCount], ...]] = field(default_factory=dict)
-    """Peaks between samples, by GPU UUID: the times, and the memory in use at these times."""
+    """Peaks between samples by GPU UUID: times, and the memory in use then."""
 
 
 class Xid(Struct, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ class HeldLine(Struct, frozen=True, kw_only=True):
 
     bytes: ByteCount
     file: str | None = None
-    """The end of the file's path, or None for memory allocated before torch recorded a history."""
+    """The end of the file's path. None if memory was allocated before torch recorded a history."""
     line: ByteCount | None = None
     count: ByteCount | None = None
     """The number of blocks that the line allocated."""
@@ -236,8 +236,8 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     ooms: tuple[Oom, ...] = ()
     snapshots: tuple[SnapshotFile, ...] = ()
     engine_log: LogEnding | None = None
-    """What the engine's own log reports about the incident, or None if the log was not read or
-    reports nothing.
+    """What the engine's own log reports about the incident. None if the log was not read or reports
+    nothing.
     """
     log: tuple[str, ...] = ()
 

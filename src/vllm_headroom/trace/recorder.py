@@ -16,7 +16,7 @@ log = Log(__name__)
 
 WRITE_SECONDS: Final = 1.0
 """The time limit for a write. Writing a line takes microseconds. If the volume hangs, one tick is
-delayed by this time, but later ticks are not.
+delayed by this time. Later ticks are not delayed.
 """
 
 

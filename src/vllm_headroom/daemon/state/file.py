@@ -29,7 +29,7 @@ STATE_FORMAT.
 """
 
 MOST_STATE_BYTES: Final = 64 * 2**20
-"""The maximum size of a file that is read, which is a hundred times the state of eight GPUs."""
+"""The maximum size of a file that is read. The state of eight GPUs is a hundredth of this."""
 
 T = TypeVar("T")
 
@@ -152,8 +152,8 @@ STATE: Final = StateFile("state.json", SavedState, STATE_FORMAT, "the leak detec
 RUNS: Final = StateFile(
     "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted from zero"
 )
-"""The counts of the engine's runs. They are kept in a separate file. They continue when the leak
-detector's state is set aside, because that state belongs to a single run.
+"""The counts of the engine's runs. They are kept in a separate file. The leak detector's state
+belongs to a single run. The counts continue when that state is set aside.
 """
 
 HISTORY: Final = StateFile(

@@ -20,7 +20,7 @@ class FolderLock:
         self.is_ours = False
         """Whether this process has locked the folder or counts as its owner."""
         self._descriptor: int | None = None
-        """The descriptor of the locked folder, which is kept open, or None if no lock is held."""
+        """The open descriptor of the locked folder, or None if no lock is held."""
 
     def take(self, folder: Path) -> bool:
         """Lock the folder, creating it if needed; return whether this process owns it.

@@ -18,14 +18,12 @@ from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
 """The longest gap after which the request count alone can identify the run. Growth is judged only
-once an engine has worked for ten minutes. Within this gap, a new engine cannot start and then
-finish as many requests as the former one did in ten minutes.
+once an engine has worked for ten minutes. Within this gap, a new engine cannot catch up with the
+former one's requests. It would have to finish ten minutes of requests after its start.
 """
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
-"""The load is averaged per minute. After a gap of more than a minute, it is unknown whether the
-load was steady.
-"""
+"""The load is averaged per minute. After a gap of more than a minute, the load may have changed."""
 
 STALE_STATE_SECONDS: Final = DAY_SECONDS
 """The maximum age of a state that is restored. The detector also remembers an invisible device for
@@ -47,8 +45,8 @@ class Identity(Struct, frozen=True, kw_only=True):
 
     models: tuple[str, ...]
     run_id: str | None
-    """The start time of the engine's server as returned by `identify_run`, or None if the engine
-    does not report it.
+    """The start time of the engine's server, from `identify_run`. None if the engine does not
+    report it.
     """
     finished_total: float | None
     """How many requests the engine has finished, or None if unknown."""

@@ -53,14 +53,13 @@ class StateKeeper:
         """Whether this daemon owns the folder, or None until the volume has responded."""
         self._worker = Worker[Any]("state")
         self._unread_names = {RUNS.name, HISTORY.name, STATE.name}
-        """The files that must not be overwritten, because they have not been read or set aside yet.
-        """
+        """Files that must not be overwritten, because they have not been read or set aside."""
         self._waiting_state: SavedState | None = None
         """The leak detector's state from the file, or None if no state is waiting. The state waits
         until it is clear whether it belongs to the running engine.
         """
         self._identity: Identity | None = None
-        """The engine on the last page that named an engine, or None before the first such page."""
+        """The engine on the last page that named one. None before the first such page."""
         self._failing_names: set[str] = set()
         """The files whose last operation failed."""
 

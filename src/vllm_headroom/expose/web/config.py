@@ -83,8 +83,8 @@ _REFUSED_KEYS: Final = {
     "prefer_server_cipher_suites": "those of OpenSSL's default are offered",
     "rate_limit": "the number of connections is bounded in any case",
 }
-"""Keys of the toolkit that are not supported here, and why. They are refused rather than ignored,
-because protection must not be weaker than what the file requests.
+"""Keys of the toolkit that are not supported here, and why. They are refused rather than ignored.
+Protection must not be weaker than what the file requests.
 """
 
 
@@ -98,9 +98,7 @@ class Tls(Struct, frozen=True, kw_only=True):
     client_ca_file: Path | None = None
     """The authorities that sign client certificates, or None if no certificate is requested."""
     client_allowed_sans: tuple[str, ...] = ()
-    """The names that are accepted in a client's certificate, or an empty tuple if any name is
-    accepted.
-    """
+    """The names that are accepted in a client's certificate. Empty if any name is accepted."""
     min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
     max_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
 

@@ -22,7 +22,7 @@ RELOAD_SECONDS: Final = 5.0
 """The interval at which the files are checked for changes (our choice)."""
 
 READ_CONFIG_SECONDS: Final = 2.0
-"""The time limit for a check of the files (our choice), because a volume may hang."""
+"""The time limit for a check of the files (our choice). A volume may hang."""
 
 
 class _LoadedConfig(Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class Door:
         self.loaded = _load(file)
         """The last valid version of the file."""
         self.problem: str | None = None
-        """Why the current version of the file is not applied, or None if it is applied."""
+        """Why the file's current version is not applied. None if it is applied."""
 
     def is_admitted(self, certificate: dict[str, Any] | None) -> bool:
         """Return whether the client's verified certificate has one of the allowed names.

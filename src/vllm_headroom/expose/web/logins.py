@@ -18,24 +18,24 @@ from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
 """How long a login may wait for its check before the client gets status 429. A check at the usual
-cost takes 60 ms, so only many guesses from other clients can cause such a delay.
+cost takes 60 ms. Only many guesses from other clients can cause such a delay.
 """
 
 REST_FACTOR: Final = 4
-"""The pause after a wrong password, as a multiple of the time that its check took. With this pause,
+"""The pause after a wrong password, in multiples of the time for its check. With this pause,
 guesses use at most a fifth of a core.
 """
 
 MOST_WAITING_LOGINS: Final = 256
-"""If more logins than this are waiting, the one with the most mistakes is given up. The limit
-equals the maximum number of connections. With a lower limit, logins would be given up early, and
-their clients could guess again immediately.
+"""If more logins are waiting, the one with the most mistakes is given up. The limit equals the
+maximum number of connections. With a lower limit, logins would be given up early. Their clients
+could then guess again immediately.
 """
 
 MOST_REMEMBERED_REQUESTS: Final = 4096
-"""The maximum number of undecided logins for which the time of the first request is remembered. At
-most MOST_WAITING_LOGINS logins arrive within CHECK_SECONDS. Times are therefore remembered for
-80 s, which is longer than the usual scrape interval.
+"""For this many undecided logins, the time of the first request is remembered. At most
+MOST_WAITING_LOGINS logins arrive within CHECK_SECONDS. Times are therefore remembered for 80 s,
+which is longer than the usual scrape interval.
 """
 
 MOST_CACHED_OUTCOMES: Final = 1000
@@ -78,7 +78,8 @@ class Users:
         self._key = secrets.token_bytes(32)
         """The key of the hash, which differs between processes."""
         self._outcomes: dict[bytes, bool] = {}
-        """False for each wrong password, by a keyed hash of the name, password hash and password.
+        """False for each wrong password. The key is a keyed hash of the name, password hash and
+        password.
         """
         self._right_logins: dict[str, bytes] = {}
         """The keyed hash of each user's correct password, by name. Guesses do not displace these

@@ -54,8 +54,8 @@ DRM_FOLDER: Final = "class/drm"
 TOPOLOGY_FOLDER: Final = "class/kfd/kfd/topology"
 
 TEMPERATURE_FILES: Final = ("temp1_input", "temp2_input")
-"""The edge temperature sensor. Cards from the MI200 on do not have this sensor, so the junction
-temperature sensor is used.
+"""The edge temperature sensor. Cards from the MI200 on do not have this sensor. The junction
+temperature sensor is used instead.
 """
 
 POWER_FILES: Final = ("power1_average", "power1_input")
@@ -108,8 +108,8 @@ class AmdCard(Struct, frozen=True, kw_only=True):
     name: str
     nodes: tuple[KfdNode, ...] | None
     """The card's KFD nodes. A partitioned card has several nodes. The tuple is empty if ROCm cannot
-    use the card. The value is None if KFD denies access, for example in a container whose /dev
-    lacks the card's device (kfd_topology.c).
+    use the card. The value is None if KFD denies access (kfd_topology.c). An example is a container
+    whose /dev lacks the card's device.
     """
 
 

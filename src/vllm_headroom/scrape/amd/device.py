@@ -30,9 +30,7 @@ KFD_FOLDER: Final = "class/kfd/kfd/proc"
 """The folder under /sys that contains one folder per compute process (KFD)."""
 
 KFD_FILE_PREFIX: Final = "vram_"
-"""In a process's folder, the file `vram_ID` contains the number of bytes that the process holds on
-the node with this ID.
-"""
+"""In a process's folder, the file `vram_ID` has the process's bytes on one node."""
 
 DRI_FOLDER: Final = "/dev/dri/"
 """The folder that contains the cards' device files, which processes open."""
@@ -40,7 +38,7 @@ DRI_FOLDER: Final = "/dev/dri/"
 GpuProcesses = tuple[GpuProcess, ...]
 
 ProcessTable = Mapping[str, GpuProcesses]
-"""The processes on each KFD node or card, keyed by the node's ID or the card's PCI address."""
+"""The processes on each KFD node or card. The key is the node's ID or the card's PCI address."""
 
 
 def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuReading, ...]:

@@ -42,8 +42,8 @@ _MESSAGES: Final = {
 }
 
 SEARCH_INTERVAL_SECONDS: Final = 15.0
-"""The pause between two searches while no card has been found. Without the pause, the thread would
-wake for every sample on a machine with only NVIDIA GPUs.
+"""The pause between two searches while no card has been found. With only NVIDIA GPUs, the thread
+would otherwise wake for every sample.
 """
 
 
@@ -72,8 +72,8 @@ class Amd:
         self._last_readings: dict[str, tuple[GpuReading, ...]] = {}
         """The last readings of each card or its partitions, keyed by the card's UUID."""
         self._topology: object = None
-        """The driver's list of cards and KFD's generation number when the cards were last searched
-        for. A change means that cards were added, removed or repartitioned.
+        """The driver's list of cards and KFD's generation number at the last search. A change means
+        that cards were added, removed or repartitioned.
         """
         self._search_at_seconds = float("-inf")
         """When the next search may begin while there is no card, on the monotonic clock."""

@@ -17,7 +17,7 @@ from vllm_headroom.text_file import read_file
 from vllm_headroom.vocabulary import Reason, Source
 
 _MAX_LOCATION_CHARACTERS: Final = 200
-"""The maximum length of a redirect's target in a message, because a header can be 100 kB long."""
+"""The maximum length of a redirect's target in a message. A header can be 100 kB long."""
 
 
 _STATUS_REASONS: Final[Mapping[int, Reason]] = {
@@ -170,8 +170,8 @@ TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 """Visible ASCII characters, without spaces."""
 
 MAX_TOKEN_FILE_BYTES: Final = 64 * 2**10
-"""The maximum number of bytes read from a token file, because a file such as /dev/zero never ends.
-A token is much shorter.
+"""The maximum number of bytes read from a token file. A file such as /dev/zero never ends. A token
+is much shorter.
 """
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _FILE_SECONDS: Final = 1.0
 """The time limit for reading a token or CA file. Reading usually takes microseconds. A pipe without
-a writer would take 5 s, and a hung network volume would block forever.
+a writer would take 5 s. A hung network volume would block forever.
 """
 
 
@@ -272,8 +272,8 @@ MOST_REQUESTS: Final = 10**6
 """No server handles more requests than this, so a larger number is ignored."""
 
 NO_PATH_REASONS: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
-"""The reasons reported if the server does not have the requested path. vLLM provides `is_sleeping`
-only in development mode.
+"""The reasons reported if the server does not have the requested path. In vLLM, `is_sleeping`
+exists only in development mode.
 """
 
 

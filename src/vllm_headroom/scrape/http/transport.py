@@ -20,14 +20,14 @@ one part per line.
 """
 
 _PARTS_PER_TURN: Final = 64
-"""After this many parts, which cost 0.5 ms, other tasks on the event loop get a turn."""
+"""After this many parts (0.5 ms), other tasks on the event loop get a turn."""
 
 _MOST_UNREAD_BYTES: Final = 128 * 2**10
 """The number of unread bytes that are buffered before the server has to wait."""
 
 _MOST_IDLE_SECONDS: Final = 2.0
-"""A connection is reused only if it has been idle for less than this. vLLM closes connections that
-have been idle for 5 s.
+"""A connection is reused only if it has been idle for less than this. For comparison, vLLM closes
+connections that have been idle for 5 s.
 """
 
 Resolve = Callable[[httpx.URL], Awaitable[Sequence[tuple[str, int]]]]
@@ -54,8 +54,7 @@ class PageTransport(httpx.AsyncBaseTransport):
         self._idle_connection: _Connection | None = None
         """The connection of the last request, if the next request may use it."""
         self._request_seconds: float | None = None
-        """When the last request was sent, on the event loop's clock, or None before the first
-        request.
+        """When the last request was sent, on the event loop's clock. None before the first request.
         """
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -171,7 +170,7 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.Transport
         """The open connection; `connection_made` sets it before anything is received."""
         self._problem: Exception | None = None
-        """Why the connection was lost, or None while it is open or if it was closed cleanly."""
+        """Why the connection was lost. None while it is open or if it was closed cleanly."""
         self._arrival = asyncio.Event()
         """Set when anything is received and when the connection is closed."""
         self._unread_bytes = 0

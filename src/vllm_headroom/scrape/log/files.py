@@ -15,13 +15,13 @@ from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
 MOST_BYTES: Final = 2 * 2**20
-"""The maximum number of bytes read at a time. Reading them takes 0.07 s of CPU time, and no engine
+"""The maximum number of bytes read at a time. Reading them takes 0.07 s of CPU time. No engine
 writes this much in one tick.
 """
 
 MOST_BACKLOG_BYTES: Final = 16 * 2**20
 """If more bytes than this are unread, the middle is skipped. The first MOST_BYTES show how the
-engine started, and the last MOST_BYTES show its current state.
+engine started. The last MOST_BYTES show its current state.
 """
 
 MOST_FILES: Final = 4096
@@ -30,8 +30,8 @@ which can be a hundred or more.
 """
 
 FINGERPRINT_BYTES: Final = 64
-"""This many of the last bytes read are kept, and are later compared with the file. If they differ,
-the file was truncated and has grown again.
+"""This many of the last bytes read are kept and compared with the file. If they differ, the file
+was truncated and has grown again.
 """
 
 PACKED_SUFFIXES: Final = (".gz", ".xz", ".zst", ".bz2")
@@ -46,8 +46,7 @@ FileId = tuple[int, int]
 """The device and the inode of a file."""
 
 MOST_PLACES: Final = 16
-"""The number of files whose last read position is kept, because a pattern may match several growing
-files.
+"""The number of files whose last read position is kept. A pattern may match several growing files.
 """
 
 

@@ -14,9 +14,7 @@ PAUSE_SECONDS: Final = 10.0
 """The time between two calls to journalctl. Each call takes at least 20 ms of CPU time."""
 
 MOST_LINES: Final = 20_000
-"""The first call reads this many of the newest lines, which is enough for a startup and a day under
-load.
-"""
+"""The first call reads this many of the newest lines. They cover a startup and a day under load."""
 
 MOST_BYTES: Final = 4 * 2**20
 """The maximum number of bytes read from journalctl's output. A line takes half a KiB as JSON. The

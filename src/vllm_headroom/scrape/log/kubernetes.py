@@ -20,8 +20,7 @@ MOST_BYTES: Final = 2 * 2**20
 """The maximum number of log bytes that one request returns. The next rounds read the rest."""
 
 FIRST_LINES: Final = 50_000
-"""The first round reads this many of the newest lines, which is enough for a startup and a day
-under load.
+"""The first round reads this many of the newest lines. They cover a startup and a day under load.
 """
 
 LONGEST_TIME: Final = 40

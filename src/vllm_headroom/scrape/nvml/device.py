@@ -28,7 +28,7 @@ log = Log(__name__)
 T = TypeVar("T")
 
 DeviceFact = tuple[str, str]
-"""The key of a fact: the UUID of a GPU or MIG instance, and the name of the fact."""
+"""The key of a fact: a GPU's or MIG instance's UUID, and a name."""
 
 REFUSAL_CODES: Final = frozenset(
     {
@@ -40,7 +40,7 @@ REFUSAL_CODES: Final = frozenset(
 """The error codes after which repeating the call is pointless."""
 
 PAGE_BYTES: Final = 2 * MIB
-"""Memory on a device is allocated in blocks of this size, so smaller differences are ignored."""
+"""A device's memory is allocated in blocks of this size. Smaller differences are ignored."""
 
 MAX_DEVICE_BYTES: Final = 2**41
 """Two TiB, which is several times the memory of the largest GPU. A failing driver once returned
@@ -48,20 +48,20 @@ MAX_DEVICE_BYTES: Final = 2**41
 """
 
 MAX_CELSIUS: Final = 200
-"""A higher temperature is ignored: GPUs shut down above 110 C, and a faulty driver may return 2^32
-- 1.
+"""A higher temperature is ignored. GPUs shut down above 110 C. A faulty driver may return
+2^32 - 1.
 """
 
 MAX_MILLIWATTS: Final = 10_000_000
-"""A higher power is ignored: a 2026 GPU draws up to 1,400 W, and a faulty driver may return 2^32 -
-1.
+"""A higher power is ignored. A GPU of 2026 draws up to 1,400 W. A faulty driver may return
+2^32 - 1.
 """
 
 MAX_PERCENT: Final = 100
 
 MIN_LIST_AGE_SECONDS: Final = 1.0
 """The minimum time between two process lists. Listing processes holds the driver's lock and takes
-4.5 ms, which is 400 times as long as reading memory info (flightlessmango/MangoHud#2104).
+4.5 ms. Reading memory info is 400 times faster (flightlessmango/MangoHud#2104).
 """
 
 
@@ -89,8 +89,7 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     index: int
     """The index of the GPU in NVML."""
     ecc: tuple[bool, bool] | None = None
-    """Whether error correction (ECC) is enabled now, and whether it will be after the next reset.
-    """
+    """Whether error correction (ECC) is enabled now and after the next reset."""
     row_remap_pending: bool | None = None
     """Whether rows will be remapped at the next reset."""
     row_remap_failed: bool | None = None
@@ -129,16 +128,16 @@ class Session:
         self.memory_version: int | None = None
         """NVML's number for version 2 of memory info, or None for version 1."""
         self.has_single_gpu = False
-        """Whether the machine has exactly one GPU, which is the case for every machine whose GPU
-        uses the machine's memory.
+        """Whether the machine has exactly one GPU. This is so on every machine whose GPU uses the
+        machine's memory.
         """
         self.xids = Xids()
         self.peaks: defaultdict[str, RecentPeak] = defaultdict(RecentPeak)
         """The peaks by the UUID of a GPU or MIG instance. They are kept when NVML is reinitialised.
         """
         self._refusals: dict[DeviceFact, int | None] = {}
-        """NVML's error code from the first time the device refused a fact, or None if the device
-        has ever provided the fact.
+        """The NVML error code of the device's first refusal of a fact. None if the device has ever
+        provided the fact.
         """
         self._is_initialised = False
         self._has_logged_v1 = False
@@ -260,7 +259,7 @@ class NvmlDevice:
         self.gpu: GpuPart | None = None
         """The whole GPU, or None until the device is opened."""
         self.parts: tuple[GpuPart, ...] = ()
-        """The MIG instances at the last reading, or only the whole GPU if there were none. Empty
+        """The MIG instances at the last reading. If there were none, only the whole GPU. Empty
         before the first reading.
         """
         self.lost_code: int | None = None

@@ -26,13 +26,13 @@ from vllm_headroom.worker import Worker, capture_outcome
 T = TypeVar("T")
 
 GpuOutcome = tuple[GpuReading, ...] | Failure
-"""The reading of a whole GPU, the readings of its MIG instances, or the reason for a failure."""
+"""The readings of a whole GPU or its MIG instances, or a failure's reason."""
 
 FIRST_BACKOFF_SECONDS: Final = 1.0
 """The pause between the first two inits of a failed driver. The pause doubles each time."""
 
 RETRY_SECONDS: Final = 60.0
-"""The longest pause between two inits, whether of a failed driver or in search of a lost GPU."""
+"""The longest pause between two inits. They are for a failed driver or a lost GPU."""
 
 SHUTDOWN_SECONDS: Final = 0.2
 """The time limit for shutting NVML down. The limit for the entire exit is one second."""
@@ -85,8 +85,8 @@ class Nvml:
         self._lane = Lane()
         self._lock = asyncio.Lock()
         self._parts: dict[str, tuple[GpuPart, ...]] = {}
-        """The MIG instances of each GPU at its last reading, or only the whole GPU if it had none,
-        keyed by the GPU's UUID. The most recently read GPU comes last.
+        """The MIG instances at each GPU's last reading, keyed by the GPU's UUID. If there were
+        none, the entry is the whole GPU. The most recently read GPU comes last.
         """
         self._transitions = GpuTransitions()
         self._failure = _SILENT
@@ -96,8 +96,7 @@ class Nvml:
         self._open_at_seconds = -inf
         """When a failed driver is to be reinitialised, on the monotonic clock."""
         self._reopen_at_seconds = inf
-        """When a working driver is to be reinitialised to find a lost GPU, on the monotonic clock.
-        """
+        """When to reinitialise a working driver to find a lost GPU (monotonic clock)."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every GPU within `timeout_seconds`; never raise.

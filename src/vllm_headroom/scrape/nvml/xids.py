@@ -19,13 +19,13 @@ XidCounts = tuple[tuple[int, int], ...]
 """Pairs of XID and count."""
 
 MAX_EVENTS: Final = 64
-"""The maximum number of events read per poll, so that a flood of events does not keep the thread
-from reading memory.
+"""The maximum number of events read per poll. A flood of events then does not delay memory
+readings.
 """
 
 MAX_KINDS: Final = 128
-"""The maximum number of kinds counted per GPU, which is several times the size of NVIDIA's
-catalogue. Only a faulty driver reports more. Any further kinds count as OTHER_KIND.
+"""The maximum number of kinds counted per GPU. NVIDIA's catalogue is several times smaller. Only a
+faulty driver reports more. Any further kinds count as OTHER_KIND.
 """
 
 OTHER_KIND: Final[XidKind] = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
@@ -42,7 +42,7 @@ class Xids:
         self._counts: defaultdict[str, Counter[XidKind]] = defaultdict(Counter)
         """The counts, keyed by the UUID of the whole GPU."""
         self._uuids_by_address: dict[int, str] = {}
-        """The UUIDs of the GPUs whose events are counted, keyed by the device's address in NVML."""
+        """The UUIDs of the GPUs whose events are counted, by their addresses in NVML."""
         self._event_set: Any = None
         """NVML's event set, or None between two inits or if NVML could not create one."""
 

@@ -7,12 +7,14 @@ from struct import Struct
 from typing import Final
 
 SLOW_REQUEST_SECONDS: Final = 40.0
-"""A request that has been waiting for at least this long is slow. An idle server responds sooner,
-even if it takes 30 s to load a video (VLLM_VIDEO_FETCH_TIMEOUT).
+"""A request that has been waiting for at least this long is slow. An idle server responds sooner.
+Even loading a video takes at most 30 s (VLLM_VIDEO_FETCH_TIMEOUT).
 """
 
 PASSING_SECONDS: Final = 1.0
-"""A healthy server answers a health check or a scrape, or rejects a request, within this time."""
+"""Within this time, a healthy server answers a health check or scrape. It also rejects requests
+within this time.
+"""
 
 # The kernel's sock_diag protocol: linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h.
 _NETLINK_SOCK_DIAG: Final = 4
@@ -27,7 +29,7 @@ _INET_DIAG_INFO: Final = 2
 """The attribute that contains a socket's tcp_info."""
 
 _REQUEST: Final = Struct("=IHHII BBBxI")
-"""A message header (size, kind, flags, sequence, port), followed by the start of inet_diag_req_v2:
+"""A message header: size, kind, flags, sequence, port. Then comes the start of inet_diag_req_v2:
 family, protocol, attributes and states.
 """
 _SOCKET_ID: Final = Struct(">H46x")
@@ -41,8 +43,8 @@ _ATTRIBUTE_HEADER: Final = Struct("=HH")
 _FIXED_BYTES: Final = 88
 """The size of the part of a message before its attributes."""
 _TCP_INFO: Final = Struct("=48xI4xI64xQQ")
-"""Four fields of tcp_info: milliseconds since data was last sent, milliseconds since data was last
-received, bytes acknowledged, and bytes received.
+"""Four fields of tcp_info. The first two are the milliseconds since data was last sent and
+received. The others are the bytes acknowledged and received.
 """
 
 _RECEIVE_BYTES: Final = 2**16

@@ -14,8 +14,8 @@ from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
-"""The maximum number of bytes that `read_start` reads, because a command line may be megabytes
-long. 4096 bytes are enough for a program and its first arguments, and for any stat or /sys file.
+"""The maximum number of bytes that `read_start` reads. A command line may be megabytes long. This
+is enough for a program and its first arguments. It is also enough for any stat or /sys file.
 """
 
 KIB: Final = 1024
@@ -49,7 +49,7 @@ digits.
 """
 
 _STAT_FIELDS: Final = 20
-"""The number of fields in stat after the name, up to and including the start time."""
+"""The number of fields in stat between the name and the start time (inclusive)."""
 
 ProcIdentity = tuple[int, float]
 """A process's pid and its start time in seconds since boot. The start time is needed because the
@@ -65,8 +65,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     started_seconds: float
     """When the process started, in seconds since boot."""
     command: CommandLine = ()
-    """The process's command line, the title that replaces it, or the name if there is no command
-    line.
+    """The process's command line or the title that replaces it. Without a command line, the name.
     """
     name: str = ""
     """The process's name, which the kernel truncates to 15 characters."""

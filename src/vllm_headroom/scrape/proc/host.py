@@ -67,7 +67,7 @@ class CgroupFolder(Struct, frozen=True, kw_only=True):
     mount: CgroupMount
     path: Path
     levels: tuple[Path, ...]
-    """The folder and its ancestors in the mounted tree, each of which may set a limit."""
+    """The folder and its ancestors in the mounted tree. Each may set a limit."""
 
 
 def _read(path: Path) -> bytes:

@@ -40,8 +40,8 @@ sidecar.
 """
 
 RESCAN_SECONDS: Final = 15.0
-"""Every process is read again within this time, as in Processes. A process is moved into its
-container's cgroup, and sets its title, only after it has started.
+"""Every process is read again within this time, as in Processes. Only after its start is a process
+moved into its container's cgroup. It also sets its title only then.
 """
 
 MOST_NODE_ENGINES: Final = 64
@@ -114,7 +114,7 @@ class NodeProcesses:
         self._scanner = Worker[None]("node")
         self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
         self._machine = MachineReading()
-        """The state of the machine at the last scan; nothing is known until the scan has ended."""
+        """The state of the machine at the last scan. Nothing is known until the scan has ended."""
         self._waits_lock = Lock()
         self._are_waits_due = True
         """Whether no engine has asked for waiting requests since the last scan."""

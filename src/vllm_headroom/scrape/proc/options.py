@@ -33,22 +33,19 @@ _CONNECTOR_SIZES: Final = {
         r'"lmcache\.max_local_cpu_size"\s*:\s*"?(\d{1,6}(?:\.\d{1,6})?)(?!\d)'
     ),
 }
-"""Patterns that find the sizes in the JSON of --kv-transfer-config, keyed by the field of
-EngineOptions. Each connector in this JSON may have a size (vllm/v1/kv_offload/, LMCache's
-config.py).
+"""Patterns for the sizes in the JSON of --kv-transfer-config, by field of EngineOptions. Each
+connector in this JSON may have a size (vllm/v1/kv_offload/, LMCache's config.py).
 """
 
 _MAX_SHOWN_CHARACTERS: Final = 4096
-"""The number of characters of a command line that are shown, because some command lines are
-megabytes long.
-"""
+"""How many characters of a command line are shown. Some command lines are megabytes long."""
 
 _MAX_OPTION_NAMES: Final = 1000
 """The maximum number of options kept from one command line. vLLM has about 300."""
 
 _MAX_SEARCHED_CHARACTERS: Final = 2**16
 """The number of characters of an argument that are searched for secrets. More characters are
-searched than shown, because a pattern cannot match a secret whose end is cut off.
+searched than shown. A pattern cannot match a secret whose end is cut off.
 """
 
 _SECRET_OPTION: Final = re.compile(

@@ -11,8 +11,8 @@ from vllm_headroom.scrape.proc.files import read_start, split_kernel_lines
 _POD: Final = re.compile(
     r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?![0-9a-f])"
 )
-"""A pod's folder in the cgroup tree. The UID has underscores if the kubelet's cgroup driver is
-`systemd`, and dashes if it is `cgroupfs`. The UID of a static pod is a hash.
+"""A pod's folder in the cgroup tree. With the kubelet's cgroup driver `systemd`, the UID has
+underscores. With `cgroupfs`, it has dashes. The UID of a static pod is a hash.
 """
 
 _CONTAINER: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -30,9 +30,9 @@ class Owner(Struct, frozen=True, kw_only=True):
     pod_uid: str | None = None
     """The pod's UID with dashes, as in the API, or None outside a pod."""
     container_id: str | None = None
-    """The container's ID, or None outside a pod or if the pod's cgroup does not show the ID."""
+    """The container's ID. None outside a pod, or if the pod's cgroup does not show it."""
     unit: str | None = None
-    """The systemd service or scope, or None in a pod or if there is no unit."""
+    """The systemd service or scope. None in a pod or if there is no unit."""
 
 
 def read_owner(proc: Path, pid: int) -> Owner | None:

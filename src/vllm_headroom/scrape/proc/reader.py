@@ -50,14 +50,14 @@ HIDDEN: Final = Failure(
     ),
 )
 """The result if /proc may hide the engine's processes. An empty list of processes would mean that
-the engine is down. Therefore, an empty list is returned only if the engine was visible before and
-pid 1 is still visible.
+the engine is down. An empty list therefore requires that the engine was visible before. In
+addition, pid 1 must still be visible.
 """
 
 INIT_PID: Final = 1
 
 EXACT_START_SECONDS: Final = 0.2
-"""Start times that differ by at most this much are treated as equal, because the kernel counts in
+"""Start times that differ by at most this much are treated as equal. The kernel counts in
 hundredths of a second. A larger difference may mean that the clock was set. In that case, the port
 is stronger evidence than the start time.
 """
@@ -72,12 +72,14 @@ RAY_TITLE: Final = "ray::"
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 """Shells that run a container's entrypoint. A shell adopts the processes that a server in its
-process group leaves behind, but is never an engine itself.
+process group leaves behind. The shell itself is never an engine.
 """
 
 
 ListWaits = Callable[[Collection[int]], tuple[float, ...] | None]
-"""Returns how many seconds each request to the ports has been waiting, or None if unknown."""
+"""Returns how many seconds each request to the ports has been waiting. Returns None if the waits
+are unknown.
+"""
 
 
 class Scope(Struct, frozen=True, kw_only=True):
@@ -120,8 +122,7 @@ class PageState(Struct, frozen=True, kw_only=True):
     is_answered: bool = False
     """Whether an engine responds on the port."""
     server_start_seconds: float | None = None
-    """When the page's server started, in seconds since boot, or None if the page does not show
-    this.
+    """When the page's server started, in seconds since boot. None if the page does not show this.
     """
     is_maybe_other_pods: bool = False
     """Whether the request failed while processes of other pods were visible. If so, the only
@@ -133,20 +134,19 @@ class Choice(Struct, frozen=True, kw_only=True):
     """The chosen engine, and the facts about this choice that the next choice needs."""
 
     roots: Roots = ()
-    """The engine's root processes. Empty if the engine is down, or if it is unknown which of
-    several engines serves the page.
+    """The engine's root processes. Empty if the engine is down. Also empty if it is unknown which
+    of several engines serves the page.
     """
     ambiguous_engines: int = 0
-    """The number of visible engines if it is unknown which of them serves the page, or 0 otherwise.
-    """
+    """The number of visible engines while it is unknown which one serves the page. Otherwise, 0."""
     certain_port: ServedPort | None = None
-    """The engine's port when the choice was last certain, or None if no choice has been certain."""
+    """The engine's port when the choice was last certain. None if no choice has been certain."""
     servers: frozenset[ProcIdentity] = frozenset()
     """The engine's roots and the API servers directly below them."""
     neighbours: frozenset[ProcIdentity] = frozenset()
     """The roots of all other engines."""
     strangers: frozenset[ProcIdentity] = frozenset()
-    """The neighbours that were visible when a page last identified the engine by its start time."""
+    """The neighbours at the time when a page's start time last identified the engine."""
     identified_start_seconds: float | None = None
     """The start time by which a page last identified the engine, in seconds since boot."""
     ports: frozenset[int] = frozenset()
@@ -161,8 +161,8 @@ class Candidate(Struct, frozen=True, kw_only=True):
     servers: frozenset[ProcIdentity]
     """The roots and the API servers directly below them. Any of these may serve the page."""
     starts_seconds: tuple[float, ...]
-    """The start times of the engine's servers and of its first root's parent, in seconds since
-    boot. The page may show any of these times.
+    """The start times of the engine's servers, in seconds since boot. The start time of the first
+    root's parent is also included. The page may show any of these times.
     """
     served_port: ServedPort
 
@@ -189,13 +189,12 @@ class Rank(NamedTuple):
     port of the last certain choice.
     """
     closeness: float = -inf
-    """The negated difference between the start times of engine and page, in seconds, or -inf if
+    """The negated difference of the engine's and the page's start times, in seconds. It is -inf if
     they do not match.
     """
     may_have_port: bool = False
     """Whether the engine may be reachable at the page's port. This is the case if the engine's own
-    port is unknown. It is also the case if a proxy or a port mapping on the page's port may forward
-    requests to the engine.
+    port is unknown. A proxy or port mapping on the page's port may also forward requests to it.
     """
     was_chosen: bool = False
 
@@ -282,9 +281,7 @@ class Processes:
         self._waits_read_at_seconds = 0.0
 
         self._sees_others = True
-        """Whether any process is visible that is neither an ancestor nor a descendant of the
-        daemon.
-        """
+        """Whether a process is visible that is neither the daemon's ancestor nor its descendant."""
         self._has_seen_engine = False
 
     async def read(
@@ -294,7 +291,7 @@ class Processes:
 
         `page` is the result of the last request for the engine's page, or None. It helps to choose
         the engine. The result is a Failure in three cases:
-        - The reading thread is blocked, as by a process stuck in a driver (reason TIMEOUT).
+        - The reading thread is blocked, as by a hung driver (reason TIMEOUT).
         - /proc cannot be read (reason UNAVAILABLE).
         - /proc may hide the engine (reason HIDDEN).
         """

@@ -37,9 +37,9 @@ _HUB_PLACES: Final = (
     ("HOME", _HUB_FOLDER),
     ("", f"root/{_HUB_FOLDER}"),
 )
-"""Where Hugging Face's cache may be. Each entry consists of a server's environment variable, which
-names a folder, and a path below that folder. Without a variable (""), the path is below the root of
-the server's file system. The first place that contains the model is used.
+"""Where Hugging Face's cache may be. Each entry has a server's environment variable and a path. The
+variable names a folder, and the path is below that folder. Without a variable (""), the path is
+below the root of the server's file system. The first place that contains the model is used.
 """
 
 

@@ -33,7 +33,9 @@ KindSizes = dict[str, int]
 """Bytes by the kind of mapping."""
 
 _MAX_SECONDS: Final = 5.0
-"""The time limit for reading one process. 40,000 mappings of 25 lines each take a second."""
+"""The time limit for reading one process. For comparison, 40,000 mappings of 25 lines each take a
+second.
+"""
 
 
 def read_mappings(proc: Path, pid: int) -> KindSizes | None:
