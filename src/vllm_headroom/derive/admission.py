@@ -13,8 +13,8 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState
 
 FULL_BATCH_SAMPLES: Final = 3
-"""If this many samples show requests waiting at the highest number of running requests, that number
-is taken as the engine's limit. A queue in a single sample proves nothing.
+"""Evidence of a limit is a queue at the highest number of running requests. After this many samples
+with such a queue, that number is the limit. A queue in a single sample proves nothing.
 """
 
 
@@ -25,8 +25,8 @@ class BatchEvidence(Struct, frozen=True, kw_only=True):
     """The highest number of running requests so far."""
 
     waited_samples: int = 0
-    """How many samples showed requests waiting at the highest load although the KV cache had room
-    for one more.
+    """How many samples showed a queue at the highest load. The KV cache must have had room for one
+    more request.
     """
 
     is_reported: bool = False

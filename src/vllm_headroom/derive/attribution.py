@@ -34,7 +34,7 @@ WHAT_TO_DO: Final = {
     " the node",
     Fate.VANISHED: "the driver gives it back within a minute, or keeps it until the GPU is reset",
 }
-"""How to release the memory that a process holds, depending on what became of the process."""
+"""How to release a process's memory, depending on what became of the process."""
 
 
 def is_alive(pid: int, processes: ProcessReadings) -> bool:
@@ -110,12 +110,12 @@ to 560 list the right pids, but with another process's memory.
 
 _NVML_RACE_BYTES: Final = 64 * MIB
 """A process may free this much memory between two NVML calls. If the processes' memory exceeds the
-memory in use by more than this, the driver has listed memory on another device.
+memory in use by more, something is wrong. The driver has then listed memory on another device.
 """
 
 
 NEIGHBOUR_BYTES: Final = GIB
-"""Other processes are mentioned only if they hold at least this much memory, as in the alert
+"""Other processes are mentioned only from this much memory, as in the alert
 HeadroomNeighbourGrowing. A CUDA context takes less. The same threshold applies to files in
 /dev/shm, as in HeadroomHostMemoryLow.
 """
@@ -145,12 +145,10 @@ class AttributionState(Struct, frozen=True, kw_only=True):
     """The devices on which the engine's processes were last seen."""
 
     device_uuids: frozenset[str] = frozenset()
-    """The UUIDs of these devices; empty until an engine process has been seen on a device."""
+    """The UUIDs of these devices. The set is empty until an engine process has been seen."""
 
     holders: frozenset[tuple[int, float]] = frozenset()
-    """The pids and start times of the engine's processes when they were last seen on these
-    devices.
-    """
+    """The pids and start times of the engine's processes last seen there."""
 
     has_ledger: bool = False
     """Whether the driver has ever reported memory for an engine process. If it has, a reading
@@ -167,8 +165,7 @@ class AttributionState(Struct, frozen=True, kw_only=True):
 
     indices: dict[str, int] = field(default_factory=dict)
     """The NVML index that each device had when it was first seen, by UUID. When a device
-    disappears, NVML renumbers the others, but HEADROOM_GPUS still refers to the original
-    numbers.
+    disappears, NVML renumbers the others. HEADROOM_GPUS still refers to the original numbers.
     """
 
 

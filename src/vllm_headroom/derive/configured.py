@@ -36,8 +36,8 @@ the page.
 """
 
 OFFLOAD_FACTOR: Final = 1.92
-"""A KV-cache tier in host memory has been observed to take this many times its configured size
-(vllm#53042). Offloaded weights took 1.9 times their size (vllm#56410).
+"""A KV-cache tier in host memory took this many times its configured size (vllm#53042). Offloaded
+weights took 1.9 times their size (vllm#56410).
 """
 
 MULTIMODAL_CACHE_GB: Final = 4.0

@@ -172,6 +172,6 @@ DETAILS: Final[Mapping[LogFailureKind, tuple[tuple[tuple[str, ...], str], ...]]]
         ),
     ),
 }
-"""The texts that can describe each kind of failure, each with the figures that it requires. The
-first text for which all figures are known is used.
+"""The texts for each kind of failure, each with the figures that it requires. The first text for
+which all figures are known is used.
 """

@@ -31,9 +31,9 @@ HOST_KINDS: Final = ("anonymous", "file", "shared")
 """The kinds of a process's resident memory: the values of the label `kind`."""
 
 FULL_SHARE: Final = 0.5
-"""A container that used less than this share of its limit in its last sample was not killed for
-lack of memory. Samples are 5 s apart, and the fastest reported leak takes 2 GB in 5 s
-(vllm-project/vllm#35191). Half of the limit is more than that.
+"""A container below this share of its limit in its last sample did not lack memory. Samples are 5 s
+apart. The fastest reported leak takes 2 GB in 5 s (vllm-project/vllm#35191). Half of the limit is
+more than that.
 """
 
 
@@ -49,7 +49,7 @@ basis, and therefore no entry here.
 
 
 PROBE_PREFIX: Final = "probe:"
-"""The prefix that marks the identity of a container that only the probe inside it can read."""
+"""The prefix of a container's identity if only the probe inside can read the container."""
 
 
 class ContainerState(Struct, frozen=True, kw_only=True):
@@ -65,12 +65,12 @@ class ContainerState(Struct, frozen=True, kw_only=True):
 
     scope: HostMemory = field(default_factory=HostMemory)
     """The reading with the most reliable basis in this run. Figures with a less reliable basis
-    would describe something else, such as the machine instead of the container.
+    would describe something else. For example, they would describe the machine instead of the
+    container.
     """
 
     kills: int | None = None
-    """The number of the kernel's OOM kills so far, in all containers, or None if no counter was
-    read.
+    """The kernel's OOM kills so far, in all containers. The value is None if no counter was read.
     """
 
     newest_container: str = ""
@@ -377,8 +377,8 @@ PROCESS_FACTS: Final[tuple[tuple[Metric, tuple[str, ...], str], ...]] = (
     (catalog.HOST_SWAP, (), "swap_bytes"),
     *((catalog.HOST_MEMORY_KIND, (kind,), f"{kind}_bytes") for kind in HOST_KINDS),
 )
-"""Each metric of process memory, its labels other than the role, and the field of EngineProcess
-that it sums up.
+"""Each metric of process memory, its labels besides the role, and its source. The source is a field
+of EngineProcess, which is summed up.
 """
 
 

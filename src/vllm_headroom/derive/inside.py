@@ -18,15 +18,15 @@ from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import MemoryPart
 
 PROBE_RACE_BYTES: Final = 64 * MIB
-"""This much memory may be freed between the probe's reading and NVML's. If the engine seems to hold
-less than torch has reserved, by at most this much, it holds nothing outside torch. A larger
-difference has no explanation, so the memory outside torch is then unknown.
+"""This much memory may be freed between the probe's reading and NVML's. If reserved memory exceeds
+the engine's by at most this much, nothing is outside torch. A larger difference has no explanation,
+so the memory outside torch is then unknown.
 """
 
 _GRAPH_HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TORCH)
 """The parts that include captured graphs. The size of the graphs is subtracted from these parts in
-this order. The cached part comes first, because the graphs' private pools are mostly whole free
-segments of torch.
+this order. The cached part comes first. The graphs' private pools are mostly whole free segments of
+torch.
 """
 
 

@@ -26,24 +26,24 @@ from vllm_headroom.derive.leak.growth_evidence import (
 from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 
 BATCHES: Final = 5
-"""Our choice: growth is divided into this many batches to compute the 95 % interval of its rate."""
+"""Our choice: growth is divided into this many batches. The 95 % interval of its rate is computed
+from them.
+"""
 
 T_95: Final = 2.776
-"""Student's t for a 95 % interval with 4 degrees of freedom, one less than the number of
-batches.
-"""
+"""Student's t for a 95 % interval. It has 4 degrees of freedom, one less than the batches."""
 
 STANDARD_ERRORS_95: Final = 2.0
 """The number of standard errors on each side of a 95 % interval."""
 
 SLOPE_POINTS: Final = 16
 """A slope is computed from about this many blocks. The cost grows with the square of the number of
-blocks, and more blocks did not yield better rates.
+blocks. More blocks did not yield better rates.
 """
 
 UNLIKE: Final = 1.4
-"""Growth is attributed to requests if the batches' rates per request vary at most this many times
-as much as their rates per second.
+"""Growth is attributed to requests if their rates vary little between batches. The limit is this
+many times the variation of the rates per second.
 """
 
 UNSEEN_SHARE: Final = 0.6
@@ -55,13 +55,13 @@ PEAK_MARGIN: Final = 1.1
 """Our choice: the request rate may rise to this many times the highest forecast."""
 
 SHORTEST_MEAN_SECONDS: Final = 900.0
-"""A mean rate is taken over at least this time. A mean over less time would be no better than the
-average of the last few minutes.
+"""A mean rate is taken over at least this time. Over less time, the average of the last few minutes
+is as good.
 """
 
 DILUTED_RATIO: Final = 1.5
-"""Our choice: a stretch of growth is used if its rate is this many times the rate of the growth as
-a whole. In an even leak, the rates of any two parts differ by less.
+"""Our choice: a stretch is used if its rate is this many times the overall rate. In an even leak,
+the rates of any two parts differ by less.
 """
 
 MARGIN_SECONDS: Final = 300.0
@@ -86,7 +86,7 @@ class Slope(NamedTuple):
     """Half the width of the 95 % interval."""
 
     spread: float
-    """The standard deviation of the batches as a multiple of their mean, or inf if there are too
+    """The standard deviation of the batches as a multiple of their mean. It is inf if there are too
     few batches.
     """
 

@@ -14,14 +14,12 @@ from msgspec import Struct, field
 from vllm_headroom.units import MIB
 
 RISE_BYTES: Final = MIB
-"""A smaller rise is ignored. This size is below the smallest step of any allocator, which is 2 MiB
-(cudaMalloc, torch's small pool).
+"""A smaller rise is ignored. The smallest step of any allocator is 2 MiB (cudaMalloc, torch's small
+pool).
 """
 
 OUT_OF_MEMORY_BYTES: Final = 100 * MIB
-"""If less memory than this is free, allocations start to fail, because segments are 20 MiB or
-larger.
-"""
+"""If less memory than this is free, allocations start to fail. Segments are 20 MiB or larger."""
 
 
 LARGE_BYTES: Final = 64 * MIB
@@ -47,7 +45,7 @@ class Observation(Struct, frozen=True, kw_only=True):
 
     neighbours: int | None = None
     """The number of processes on the device, including the engine's. It is None if the memory of
-    the engine's processes is known, because the number then does not matter.
+    the engine's processes is known. The number then does not matter.
     """
 
     awake: bool | None = None
@@ -81,8 +79,8 @@ class Block(Struct, frozen=True, gc=False):
     """The requests finished since the track began."""
 
     busy_seconds: float = 0.0
-    """The time since the stretch of comparable readings began, excluding blocks with neither work
-    nor growth.
+    """The time since the stretch of comparable readings began. Blocks with neither work nor growth
+    are excluded.
     """
 
     floor_bytes: float = 0.0
@@ -141,16 +139,16 @@ class Growth(Struct, frozen=True, kw_only=True):
     """The last block before the window, followed by the blocks of the window."""
 
     retained_bytes: tuple[float, ...]
-    """The retained memory at each of these blocks, which never falls from one block to the next."""
+    """The retained memory at each of these blocks. It never falls from one block to the next."""
 
     rises_bytes: tuple[float, ...]
-    """The rise from block i to block i + 1, or 0 if memory did not rise."""
+    """Rise i is from block i to block i + 1. A rise is 0 if memory did not rise."""
 
     grown_bytes: float
     """The sum of the rises."""
     typical_step_bytes: float
-    """The typical size of a rise: the sum of the squared rises divided by the sum of the rises.
-    Small rises therefore hardly matter.
+    """The typical size of a rise: the sum of squared rises divided by their sum. Small rises
+    therefore hardly matter.
     """
 
     lasted_seconds: float
@@ -158,8 +156,8 @@ class Growth(Struct, frozen=True, kw_only=True):
     """The number of blocks in which memory rose by at least RISE_BYTES."""
 
     rise_odds: float
-    """The log likelihood ratio of a leak versus benign rises (new maxima and first uses), judged by
-    how often memory rose.
+    """The log likelihood ratio of a leak, judged by how often memory rose. The alternative is
+    benign rises (new maxima and first uses).
     """
 
 
@@ -176,14 +174,14 @@ class FinishedWork(Struct, frozen=True, kw_only=True):
     """The average request rate over the last few minutes."""
 
     counter_total: float | None = None
-    """The value of the engine's counter when it was last read, or None before the first reading."""
+    """The last value of the engine's counter, or None before the first reading."""
 
     requests_at_counter: float = 0.0
     """The value of `requests` when the counter was last read."""
 
     lower_since_seconds: float | None = None
-    """When a counter below `counter_total` was first read, on the track's clock, or None while the
-    counter is not below it.
+    """When a counter below `counter_total` was first read, on the track's clock. It is None while
+    the counter is not below that value.
     """
 
     run_id: str | None = None
@@ -198,15 +196,15 @@ class Occupancy(Struct, frozen=True, kw_only=True):
     is_asleep: bool = False
     rested_seconds: float | None = None
     """How long the engine has rested, or None while it holds its usual memory. The engine rests
-    while most of its memory is released even though it is awake and working.
+    while most of its memory is released although it is working.
     """
 
     neighbours: int | None = None
-    """The usual number of processes on the device, or None if the engine's memory is known without
-    counting them.
+    """The usual number of processes on the device. It is None if the engine's memory is known
+    without counting them.
     """
     crowded_since_seconds: float | None = None
-    """When an additional process appeared, on the track's clock, or None if there is no such
+    """When an additional process appeared, on the track's clock. It is None if there is no such
     process.
     """
 
@@ -226,13 +224,14 @@ class TrackHistory(Struct, frozen=True, kw_only=True):
     """The readings from one stretch of time, during which all readings are comparable."""
 
     anchor: Block | None = None
-    """The start of the stretch, with the floor of its first block, or None before the first
+    """The start of the stretch, with the floor of its first block. It is None before the first
     reading.
     """
 
     origin: Block | None = None
-    """The block from which work is counted, or None before the first block. This is the first block
-    of the stretch or, if load has doubled since then, the block in which load last doubled.
+    """The block from which work is counted, or None before the first block. This is usually the
+    first block of the stretch. After load has doubled, this is the block in which load last
+    doubled.
     """
 
     busy_seconds: float = 0.0
@@ -244,8 +243,8 @@ class TrackHistory(Struct, frozen=True, kw_only=True):
     """The highest reading."""
 
     capacity_bytes: float = 0.0
-    """The most memory that was ever available to the engine, or 0 if the room is unknown. Available
-    memory is the sum of the held and the free memory at one point in time.
+    """The most memory that was ever available, or 0 if the room is unknown. Available memory is
+    held plus free memory at one point in time.
     """
 
     open_block: Block | None = None
@@ -272,7 +271,7 @@ class Stretch(Struct, frozen=True, kw_only=True):
 
 
 GROWTH_HOURS: Final = 24
-"""The number of hours for which growth is remembered: one day, because load has a daily cycle."""
+"""Growth is remembered for this many hours. One day is used because load has a daily cycle."""
 
 
 class Reached(Struct, frozen=True, kw_only=True):
@@ -298,8 +297,8 @@ class Reached(Struct, frozen=True, kw_only=True):
     highest_rate: float = 0.0
     """The request rate in the busiest hour up to the peak, in requests per second."""
     lowest_rate: float | None = None
-    """The request rate in the quietest hour since the peak, in requests per second, or None until
-    such an hour has ended.
+    """The request rate in the quietest hour since the peak, in requests per second. It is None
+    until such an hour has ended.
     """
 
 
@@ -337,13 +336,13 @@ class LeakAlarm(Struct, frozen=True, kw_only=True):
     later blocks are ignored even if they are higher.
     """
     sum_of_squares: float
-    """The sum of the squared rises, in bytes squared, from which the typical size of a rise is
-    computed.
+    """The sum of the squared rises, in bytes squared. The typical size of a rise is computed from
+    it.
     """
 
     low: Block | None = None
-    """The block in which most of the growth was first released, or None if this has not happened.
-    In a leak, later low points are higher than this one.
+    """The block in which most of the growth was first released. It is None if this has not
+    happened. In a leak, later low points are higher than this one.
     """
     stretch: Stretch | None = None
     """The newest stretch of growth, or None while no stretch is long enough."""
@@ -370,7 +369,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
     leaked_bytes: float
     """How much the memory has grown so far."""
     pace: float | None
-    """The expected growth rate until the device is full, in bytes per second, or None if the
+    """The expected growth rate until the device is full, in bytes per second. It is None if the
     estimate shows no growth.
     """
 
@@ -393,8 +392,8 @@ class TrackClock(Struct, frozen=True, kw_only=True):
     """The time since the track began, on the track's own clock. It never goes backwards."""
 
     doubted_seconds: float | None = None
-    """The time of the last snapshot if it was far from the previous one, otherwise None. Such a
-    time is not trusted until a second reading confirms it.
+    """The time of the last snapshot if it was far from the previous one. Such a time is not trusted
+    until a second reading confirms it.
     """
 
 
@@ -413,8 +412,8 @@ class Track(Struct, frozen=True, kw_only=True):
 
     verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
-    """The growth rate and the time left. It is None while the verdict is NONE, and while the engine
-    rests without an alarm.
+    """The growth rate and the time left. It is None while the verdict is NONE. It is also None
+    while the engine rests without an alarm.
     """
     alarm: LeakAlarm | None = None
     """The current alarm, or None if there is none."""

@@ -28,23 +28,23 @@ WINDOW_BLOCKS: Final = (6, 8, 11, 15, 21, 30, 46, 61)
 """The lengths of the windows that are judged, in blocks."""
 
 LEAST_GROWTH_BYTES: Final = 48 * MIB
-"""The minimum growth for a verdict. Growth by a few of the allocator's 20 MiB segments (c10
-kLargeBuffer) is not a leak.
+"""The minimum growth for a verdict. Growth by a few segments of 20 MiB (c10 kLargeBuffer) is not a
+leak.
 """
 
 COUNTED_SECONDS: Final = 60.0
-"""Work is counted as if it had begun this long before the origin. Without this offset, the
-logarithm of the work would grow without bound in the first block.
+"""Work is counted as if it had begun this long before the origin. Without this offset, the work's
+logarithm would be unbounded in the first block.
 """
 
 COUNTED_REQUESTS: Final = 50.0
-"""Work is counted as if this many requests had finished before the origin, to limit the logarithm
-in the same way.
+"""Work is counted as if this many requests had finished before the origin. This limits the
+logarithm in the same way.
 """
 
 LEAST_FOLDS: Final = 1e-9
-"""A block without work is given this many e-folds, because callers divide by the number of e-folds.
-An e-fold is an increase in the work by the factor e.
+"""A block without work is given this many e-folds. Callers divide by the number of e-folds. An
+e-fold is an increase in the work by the factor e.
 """
 
 
@@ -67,24 +67,24 @@ def count_folds(origin: Block, begin: Block, end: Block) -> float:
 
 
 RISE_SOURCES: Final = 6.0
-"""The assumed number of independent sources of benign rises. There are two kinds: records (a demand
-larger than all previous ones) and first uses of a kernel. Among exchangeable demands, the n-th is a
-record with probability 1/n (Rényi). An event of log-uniform rarity first occurs at rate 1/n. As the
-work done grows from n0 to n1, these sources therefore cause at most RISE_SOURCES times ln(n1/n0)
-rises.
+"""The assumed number of independent sources of benign rises. One kind is records: demands larger
+than all previous ones. The other kind is first uses of a kernel. Among exchangeable demands, the
+n-th is a record with probability 1/n (Rényi). An event of log-uniform rarity first occurs at rate
+1/n. While the work grows from n0 to n1, these sources therefore cause few rises. The maximum is
+RISE_SOURCES times ln(n1/n0).
 """
 
 RISE_CHANCE_IN_A_LEAK: Final = 0.8
 """Our choice: in a leak, memory rises in four out of five blocks."""
 
 LEAST_RISE_CHANCE: Final = 0.10
-"""The assumed chance of a benign rise in a block is at least this, because real benign steps occur
-in clusters.
+"""The assumed chance of a benign rise in a block is at least this. Real benign steps occur in
+clusters.
 """
 
 USELESS_CHANCE: Final = 0.75
-"""If a benign rise in a block is at least this likely, as during warm-up, the block is not
-evidence.
+"""If a benign rise is at least this likely, the block is not evidence. This is the case during
+warm-up.
 """
 
 
@@ -125,7 +125,7 @@ class RingSurvey(Struct, frozen=True):
     """The highest floor up to each block, including blocks before the origin."""
 
     odds_of_rise: tuple[float, ...]
-    """What a rise from block i to block i + 1 adds to the odds; see `weigh_blocks`."""
+    """What a rise from block i to i + 1 adds to the odds. See `weigh_blocks`."""
 
     odds_of_none: tuple[float, ...]
     """What the absence of such a rise adds to the odds."""
@@ -192,15 +192,15 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 LAST_SHARE: Final = 0.05
-"""The last part of a window's growth is this share of it, counted from the end. How long ago the
-last part was added shows whether growth has ended.
+"""The last part of a window's growth is this share of it. How long ago the last part was added
+shows whether growth has ended.
 """
 
 QUIET_SECONDS: Final = 1800.0
 """Growth has ended only if memory has not risen for at least this long."""
 
 QUIET_GAPS: Final = 1.5
-"""Growth has ended only if memory has not risen for this many usual gaps between its rises, both in
+"""Growth has ended only after this many usual gaps without a rise. Gaps are measured both in
 seconds and in requests.
 """
 
@@ -254,8 +254,8 @@ by chance.
 """
 
 STEADY_SPREAD: Final = 1.3
-"""Rises are steady if their mean square is at most this many times their squared mean. This allows
-a variance of 0.3 times the squared mean. During a warm-up, the variance is at least 0.8 times the
+"""Rises are steady up to this ratio of their mean square to their squared mean. This allows a
+variance of 0.3 times the squared mean. During a warm-up, the variance is at least 0.8 times the
 squared mean.
 """
 
@@ -269,14 +269,13 @@ def is_steady(growth: Growth) -> bool:
 
 
 STRAIGHT_SPREAD: Final = 1.1
-"""Along a straight line, the mean square of the rises is at most this many times their squared
-mean. This limit is lower than STEADY_SPREAD. Fewer than eleven blocks are judged, and they may be
-alike by chance.
+"""Rises are straight up to this ratio of their mean square to their squared mean. This limit is
+lower than STEADY_SPREAD. Fewer than eleven blocks are judged, and they may be alike by chance.
 """
 
 STRAIGHT_BYTES: Final = 512 * MIB
-"""The growth along a straight line must be at least this. With less growth in so few blocks, each
-rise may be one segment for the first use of a kernel or a batch size.
+"""The growth along a straight line must be at least this. With less growth, each rise may be one
+segment. A first use of a kernel or a batch size takes such a segment.
 """
 
 
@@ -296,8 +295,7 @@ def is_straight(growth: Growth) -> bool:
 
 
 LEAST_REQUESTS: Final = 1e-3
-"""A block without a finished request is given this many requests, because the logarithm of 0 is
-undefined.
+"""A block without a finished request is given this many requests. The logarithm of 0 is undefined.
 """
 
 
@@ -362,8 +360,7 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
 
 CLIP_MEDIANS: Final = 3.0
-"""A rise is clipped to this many median rises, so that a single large step does not look like a
-trend.
+"""A rise is clipped to this many median rises. A single large step then does not look like a trend.
 """
 
 
@@ -378,8 +375,8 @@ def clip_rises(growth: Growth, least_limit_bytes: float = 0.0) -> list[float]:
 
 
 LATER_HALF_SHARE: Final = 0.45
-"""Our choice: the later half of a window, by time or by requests, must contain at least this share
-of the growth.
+"""Our choice: the later half of a window must contain this share of its growth. Halves are by time
+or by requests.
 """
 
 FIRST_QUARTER_SHARE: Final = 0.05
@@ -438,25 +435,24 @@ GROWING_SECONDS: Final = 600.0
 
 LEAKING_SECONDS: Final = HOUR_SECONDS
 """An alarm usually requires growth that has lasted for this time. Caches and LoRA slots fill as
-evenly as a leak, and only time shows that they stop at a bound.
+evenly as a leak. Only time shows that they stop at a bound.
 """
 
 HASTE_SHARE: Final = 0.25
-"""If out-of-memory is near, straight growth must have lasted for only this share of the time left.
-"""
+"""If out-of-memory is near, straight growth needs only this share of the time left."""
 
 HASTE_SECONDS: Final = 180.0
 """If out-of-memory is near, growth must have lasted for at least this time."""
 
 PATIENCE_SHARE: Final = 0.05
-"""If out-of-memory is far away, straight growth must have lasted for this share of the time left.
-Nobody needs to be paged about out-of-memory that is days away, and most slow fills end.
+"""If out-of-memory is far away, straight growth needs this share of the time left. Nobody needs to
+be paged days before out-of-memory. Most slow fills end.
 """
 
 UNEVEN_PATIENCE_SHARE: Final = 0.36
 """Growth that is not straight must have lasted for this share of the time left. Growth toward a
-bound, like 1 - exp(-t / tau), never lasts for 1/e (0.37) of the time left, unless the bound is as
-large as the room.
+bound, like 1 - exp(-t / tau), never lasts that long. Its maximum is 1/e (0.37), unless the bound is
+as large as the room.
 """
 
 LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
@@ -465,12 +461,12 @@ LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
 
 ASSUMED_ROOM_BYTES: Final = 16 * GIB
 """Our choice: the free memory that is assumed for a host whose limit is unknown. A server with a
-GPU has more memory than this, but not all of it is free.
+GPU has more memory, but not all of it is free.
 """
 
 UNKNOWN_PATIENCE_SECONDS: Final = DAY_SECONDS / 4
-"""Our choice: if the room is unknown, growth never needs to have lasted for longer than this to
-raise an alarm. In the first hours of a run, caches, heaps and warm-ups grow as evenly as a leak.
+"""Our choice: if the room is unknown, no alarm requires longer growth than this. In a run's first
+hours, caches, heaps and warm-ups also grow evenly.
 """
 
 
@@ -494,9 +490,9 @@ def compute_patience(left_seconds: float, *, is_room_known: bool, is_straight: b
 
 
 LINE_DEVIATION: Final = 0.08
-"""Our choice: growth is straight if its share never deviates from a straight line by more than
-this. The share of n random rises deviates by about 0.87 / sqrt(n), which is 0.19 for 21 rises. The
-share of a fill like 1 - exp(-t / tau) deviates by about t / (8 tau).
+"""Our choice: growth is straight if it stays this close to a straight line. The limit is for the
+deviation of its share. The share of n random rises deviates by about 0.87 / sqrt(n). This is 0.19
+for 21 rises. A fill like 1 - exp(-t / tau) deviates by about t / (8 tau).
 """
 
 
@@ -537,7 +533,7 @@ def has_lasted(growth: Growth, left_seconds: float, *, is_room_known: bool) -> b
 
 
 LEAST_STEPS_BYTES: Final = 512 * MIB
-"""A window is judged by its large steps only if its growth is at least this."""
+"""A window is judged by its large steps only from this much growth."""
 
 LEAST_STEPS: Final = 1.8
 """A window's growth must be at least this many times its typical step. A single step says nothing
@@ -579,7 +575,7 @@ allocator.
 """
 
 RECORD_RATIO: Final = 1.04
-"""A step is a record if it exceeds all previous steps by more than this ratio."""
+"""A step is a record if it exceeds all previous steps by this ratio."""
 
 REPEATED_BYTES: Final = 96 * MIB
 """Repeated steps below this size are not evidence. Slots, graphs and kernels also come in equal,
@@ -587,7 +583,7 @@ smaller steps.
 """
 
 REPEATED_ODDS: Final = 2.0
-"""A step whose size is repeated adds this to the log odds for each e-fold by which it exceeds
+"""A repeated step size adds this to the log odds for each e-fold. The e-folds are counted from
 `REPEATED_BYTES`. This constant and the next three are fitted to simulated days.
 """
 
@@ -595,10 +591,10 @@ MOST_REPEATED_ODDS: Final = 6.0
 """The most that a step whose size is repeated adds to the log odds."""
 
 SMALLER_ODDS: Final = 0.5
-"""What a step adds to the log odds if it is smaller than the largest previous step."""
+"""What a step smaller than the largest previous step adds to the log odds."""
 
 RECORD_ODDS: Final = -1.0
-"""What a step adds to the log odds if it is larger than all previous steps."""
+"""What a step larger than all previous steps adds to the log odds."""
 
 
 def score_likeness(
@@ -641,17 +637,17 @@ def _weigh_size(size_bytes: float, earlier_bytes: list[float]) -> float:
 
 
 GROWING_ODDS: Final = log(12)
-"""A warning requires at least these log odds from the pace: twelve to one that memory grows with
-time or requests rather than with e-folds of work.
+"""A warning requires at least these log odds from the pace. Memory must grow with time or requests
+rather than e-folds, at twelve to one.
 """
 
 LEAKING_ODDS: Final = log(8)
-"""An alarm requires at least these log odds from the pace. Eight to one is sufficient if the steps
-have the sizes that steps of a leak have.
+"""An alarm requires at least these log odds from the pace. Eight to one is sufficient if the step
+sizes are those of a leak.
 """
 
 SURE_OF_STEPS: Final = 9.0
-"""An alarm requires at least these log odds from the pace and the step sizes together."""
+"""An alarm requires at least these log odds from pace and step sizes together."""
 
 LEAKING_ODDS_WHERE_FULL: Final = log(3)
 """Replaces LEAKING_ODDS if another step as large as the largest one would not fit. Bounded growth
@@ -677,7 +673,7 @@ segments.
 
 REALLOCATED_SECONDS: Final = 120.0
 """For a buffer that doubles, rises within this time are joined into a single step. The time is
-short, because a small buffer is copied immediately and doubles again within minutes.
+short. A small buffer is copied immediately and doubles again within minutes.
 """
 
 
@@ -786,19 +782,17 @@ COMPARED_SHARE: Final = 0.05
 """A step smaller than this share of the growth is not compared with other steps."""
 
 YOUNG_SECONDS: Final = 4 * HOUR_SECONDS
-"""Caches also fill evenly. No alarm is therefore raised until this time has passed since the
-origin, and no warning until half of it has passed.
+"""Caches also fill evenly. Therefore, no alarm is raised until this time has passed since the
+origin. No warning is raised until half of this time has passed.
 """
 
 LATE_SHARE: Final = 2.0
-"""If growth has lasted for this many times the time left, an alarm is raised even earlier, at any
-load. By then, two thirds of the room are gone.
+"""Growth that has lasted for this many times the time left raises an alarm earlier. This applies at
+any load. By then, two thirds of the room are gone.
 """
 
 ROOM_SHARE: Final = 0.25
-"""An alarm requires that growth has taken this share of the room, or ENOUGH_BYTES if that is
-less.
-"""
+"""For an alarm, growth must have taken this share of the room or ENOUGH_BYTES."""
 
 ENOUGH_BYTES: Final = 1536 * MIB
 """Few caches are as large as this."""

@@ -30,8 +30,8 @@ state.
 """
 
 FORGET_SECONDS: Final = DAY_SECONDS
-"""The track of a device or role is dropped when it has not been seen for this time. This limits the
-size of the state even if pods and MIG instances come and go.
+"""The track of a device or role is dropped if unseen for this time. This limits the state's size
+while pods and MIG instances come and go.
 """
 
 
@@ -50,8 +50,8 @@ class InsideTrack(Struct, frozen=True, kw_only=True):
     restarts: int
     """The number of restarts before this run, which identifies the run."""
     in_use: Track
-    """The track of the memory in use, which is the held memory excluding torch's cache. If a leak
-    grows into free memory of torch's cache, it shows up in this track but not in the track of held
+    """The track of the memory in use, which is the held memory excluding torch's cache. A leak may
+    grow into free memory of torch's cache. The leak then shows in this track but not in held
     memory.
     """
 
@@ -202,7 +202,9 @@ every part. With three parts, one in ten simulated leaks was attributed to the w
 """
 
 STEADY_SHARE: Final = 0.01
-"""A place whose steady growth is below this share of the largest growth is not leaking."""
+"""A place is not leaking if its steady growth is below this share. The share is of the largest
+growth of any place.
+"""
 
 PLACES: Final = {
     LeakLocation.TENSORS: "tensors",

@@ -65,44 +65,42 @@ LEAST_RISE_ODDS: Final = 10.0
 """The minimum log odds from the number of blocks in which memory rose."""
 
 WITNESS_ODDS_LIMIT: Final = 12.0
-"""The log odds from the rises and from the pace are each limited to this, so that neither is
-sufficient alone.
+"""The log odds from rises and from pace are each limited to this. Neither is then sufficient alone.
 """
 
 GROWING_ODDS_SUM: Final = 12.0
-"""A warning requires that the log odds from rises and pace add up to at least this."""
+"""A warning requires at least this sum of log odds from rises and pace."""
 
 LEAKING_ODDS_SUM: Final = 14.0
-"""An alarm requires that the log odds from rises and pace add up to at least this."""
+"""An alarm requires at least this sum of log odds from rises and pace."""
 
 LEAKING_ODDS_SUM_IF_FAR: Final = 18.0
-"""An alarm requires at least this sum if the memory will last for longer than `FAR_SECONDS`."""
+"""An alarm requires at least this sum if memory lasts longer than `FAR_SECONDS`."""
 
 FAR_SECONDS: Final = 30 * DAY_SECONDS
 """Out-of-memory is far away if it is expected in more than this time."""
 
 SOON_SHARE: Final = 0.75
-"""Steady growth of less than an hour raises an alarm at any odds if it has lasted for this share of
-the time left. After an hour, `LATE_SHARE` is used instead.
+"""Steady growth under an hour raises an alarm at this share of the time left. No odds are then
+required. After an hour, `LATE_SHARE` is used instead.
 """
 
 GONE_RATIO: Final = 6.0
-"""Our choice: most of the room is gone if growth has taken this many times the room that remains.
-"""
+"""Our choice: most room is gone if growth took this many times the remaining room."""
 
 CLIPPED_GONE_RATIO: Final = 4.0
-"""Our choice: with its largest rise clipped, the growth must still have taken this many times the
-room that would then be left.
+"""Our choice: the same must hold for this ratio with the largest rise clipped. The clipped part
+counts as room that is left.
 """
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
-"""A straight line of six blocks raises an alarm if less time than this is left. If a card will be
-full within minutes, there is no time to wait for eleven blocks.
+"""A straight line of six blocks raises an alarm if less time is left. Within minutes of a full
+card, there is no time for eleven blocks.
 """
 
 STRAIGHT_HELD_SHARE: Final = 0.25
-"""A straight line that adds more than this share of the initially held memory is a startup or
-wake-up, not a leak.
+"""A straight line above this share of the initially held memory is no leak. It is a startup or a
+wake-up.
 """
 
 POOL_OVERHEAD: Final = 1.15
@@ -110,20 +108,20 @@ POOL_OVERHEAD: Final = 1.15
 
 KEPT_PACE: Final = 1.5
 """Our choice: the time since the first quarter of the run is divided into thirds. Growth keeps its
-pace if it was at least this many times as large in the last two thirds as in the first third. On a
-straight line, it is twice as large in the last two thirds. On a logarithmic curve, it is equally
-large.
+pace if the last two thirds outweigh the first third. They must have at least this many times its
+growth. On a straight line, it is twice as large in the last two thirds. On a logarithmic curve, it
+is equally large.
 """
 
 BUSIEST_RATIO: Final = 1.25
-"""Our choice: load is a new maximum if it is this many times the load in the busiest earlier
-quarter of an hour.
+"""Our choice: load is a new maximum from this many times the earlier maximum. The earlier maximum
+is the busiest earlier quarter of an hour.
 """
 
 MISSED_SECONDS: Final = 960.0
-"""Large steps are judged in a single ring. Of the rings that reach back to the origin, it is the
-one with the shortest blocks of at least two minutes. Up to this much time after the origin may be
-missing from that ring. This is the length of one of the longest blocks.
+"""Large steps are judged in a single ring. Of the rings that reach back to the origin, one is
+chosen. It has the shortest blocks of at least two minutes. Up to this much time after the origin
+may be missing from that ring. This is the length of one of the longest blocks.
 """
 
 
@@ -174,12 +172,12 @@ HOLD_SECONDS: Final = 2700.0
 """Our choice: an alarm ends only after this time without a rise."""
 
 HOLD_GAPS: Final = 3.0
-"""An alarm ends only if memory has not risen for this many usual gaps between its rises."""
+"""An alarm ends only after this many usual gaps without a rise."""
 
 PAUSE_FACTOR: Final = 1.5
-"""A leak has pauses if an alarm began within a day of the last rise of the previous alarm. The
-pause is the time between that rise and the start of the alarm. The alarm then continues for at
-least this many times the length of the pause, even if memory does not rise.
+"""A leak has pauses if an alarm began soon after the previous alarm. The start must be within a day
+of the previous alarm's last rise. The pause is the time between that rise and the start of the
+alarm. Without a rise, the alarm then continues for this many times the pause.
 """
 
 NEARLY_FULL_BYTES: Final = GIB
@@ -191,9 +189,9 @@ RETAINED_SHARE: Final = 0.5
 """An alarm ends when less than this share of its growth is still held."""
 
 LOW_SHARE: Final = 0.05
-"""Our choice: the low points have risen if at least this share of the growth is still held after a
-release. Memory that rises and falls without a leak returns to its starting point. A leak of 57 kB/s
-under torch's garbage_collection_threshold kept a tenth of its growth.
+"""Our choice: low points have risen if this share of the growth is still held. This is measured
+after a release. Memory that rises and falls without a leak returns to its starting point. A leak of
+57 kB/s under torch's garbage_collection_threshold kept a tenth of its growth.
 """
 
 FADED_SECONDS: Final = DAY_SECONDS / 2
@@ -202,14 +200,12 @@ night.
 """
 
 LEAST_OLDER_BLOCKS: Final = 4
-"""Our choice: the load before FADED_SECONDS is measured over at least this many blocks, which last
-an hour together.
+"""Our choice: the load before FADED_SECONDS is measured over at least this many blocks. Together,
+they last an hour.
 """
 
 NO_CONCERN_SECONDS: Final = 365 * DAY_SECONDS
-"""Growth that would take a year to fill the memory does not raise an alarm, because engines are
-restarted more often.
-"""
+"""Growth that takes a year to fill the memory raises no alarm. Engines are restarted more often."""
 
 RETAINED_BLOCKS: Final = 10
 """The memory that is still held is the highest floor of the newest blocks. This many of the
@@ -219,12 +215,12 @@ because a cache is filled again after a sleep.
 
 
 SLOWED_SHARE: Final = 0.25
-"""Our choice: growth is compared with the pace that the alarm's growth had up to its peak. Growth
-at less than this share of that pace is not attributed to the leak.
+"""Our choice: growth is compared with the pace of the alarm's growth until its peak. Growth at less
+than this share of that pace is not attributed to the leak.
 """
 
 LEAST_BREATH_BLOCKS: Final = 6
-"""Our choice: low points are compared only if at least this many blocks lie between them."""
+"""Our choice: low points are compared only with at least this many blocks in between."""
 
 
 def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
@@ -478,17 +474,15 @@ LEAST_STRETCH_SECONDS: Final = 600.0
 """Our choice: no rate is computed for a shorter stretch."""
 
 LEAST_STRETCH_SHARE: Final = 0.05
-"""Our choice: a stretch that contains a smaller share of the alarm's growth is treated as part of a
-pause.
-"""
+"""Our choice: a stretch with a smaller share of the alarm's growth is a pause."""
 
 REFILL_FACTOR: Final = 1.5
-"""Our choice, as for DILUTED_RATIO: while memory is below the alarm's peak, the rate of a stretch
-is at most this many times the rate of the growth up to the peak.
+"""Our choice, as for DILUTED_RATIO: below the alarm's peak, a stretch's rate is limited. The limit
+is this many times the rate of the growth up to the peak.
 """
 
 LEAST_RISE_SHARE: Final = 0.1
-"""Our choice: a rise below this share of the mean rise over two hours is ignored. Host memory
+"""Our choice: rises below this share of the mean rise over two hours are ignored. Host memory
 fluctuates by a few MiB during a pause.
 """
 

@@ -60,7 +60,7 @@ state, the leak state is unknown.
 """
 
 Tracks = dict[str, Track]
-"""The track of each series, keyed by the GPU's UUID or by the role of the processes."""
+"""The track of each series, keyed by GPU UUID or process role."""
 
 
 class LeakMemory(Struct, frozen=True, kw_only=True):

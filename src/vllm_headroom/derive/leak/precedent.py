@@ -25,52 +25,53 @@ grows a little is therefore considered to have levelled off.
 """
 
 LEVEL_SECONDS: Final = 2 * HOUR_SECONDS
-"""Our choice: growth has levelled off if there has been no new peak for this long. The time must
-also be at least half as long as the growth took.
+"""Our choice: growth has levelled off after this long without a new peak. The time must also be at
+least half as long as the growth took.
 """
 
 LEVEL_SHARE: Final = 0.5
-"""How long memory must be level, as a share of the time that the growth took (see LEVEL_SECONDS).
-The same share applies to requests, because the memory of an idle engine does not grow. Since the
-peak, at least this share of the number of requests during the growth must have finished.
+"""How long memory must be level, as a share of the growth's duration (see LEVEL_SECONDS). The same
+share applies to requests. The memory of an idle engine does not grow. Since the peak, at least this
+share of the growth's requests must have finished.
 """
 
 FALLEN_SHARE: Final = 0.5
 """Memory has followed load if this share of the growth was released."""
 
 LOWER_LOAD: Final = 2 / 3
-"""Load has fallen if, in any hour since the peak, the request rate was at most this share of the
-rate in the busiest hour before it. A release without lower load proves nothing, because torch may
+"""Load has fallen if an hour since the peak had a low enough request rate. The maximum is this
+share of the busiest hour before the peak. A release without lower load proves nothing. torch may
 release its cache even during a leak.
 """
 
 LEAST_ROOM_SHARE: Final = 0.1
-"""A peak is not a precedent if it left less room than this share of the growth, or less than
-LEAST_ROOM_BYTES. Near the limit, torch releases its cache, so even a leak seems to level off.
+"""A peak with less room than this share of the growth is not a precedent. The same applies to less
+room than LEAST_ROOM_BYTES. Near the limit, torch releases its cache, so even a leak seems to level
+off.
 """
 
 LEAST_ROOM_BYTES: Final = GIB
 """A peak is a precedent only if it left at least this much room."""
 
 LEVEL_MARGIN_SHARE: Final = 0.10
-"""Our choice: a cache that levels off reaches the same size each time, or up to a tenth more. The
-margin is at most half of the room that was left.
+"""Our choice: a cache that levels off reaches the same size, or a tenth more. The margin is at most
+half of the room that was left.
 """
 
 LOAD_MARGIN_SHARE: Final = 0.25
 """Our choice: the peaks of similar days differ by up to a quarter."""
 
 SIMILAR_BASE_SHARE: Final = 0.02
-"""Two runs are compared only if the memory that they held initially differs by less than this
-share, or by less than SIMILAR_BASE_BYTES. Otherwise, the configuration has changed.
+"""Two runs are compared only if they initially held similar memory. The difference must be below
+this share, or below SIMILAR_BASE_BYTES. Otherwise, the configuration has changed.
 """
 
 SIMILAR_BASE_BYTES: Final = 512 * MIB
 """A difference of this many bytes is always allowed, for the sake of small processes."""
 
 SLOWER_FACTOR: Final = 1.5
-"""A run is compared with the memory that the previous run had reached at a later age: this many
-times the run's age, plus an hour. Faster growth is not covered by the precedent.
+"""A run is compared with the previous run at a later age. That age is this many times the run's
+age, plus an hour. Faster growth is not covered by the precedent.
 """
 
 NEAR_HOURS: Final = 2

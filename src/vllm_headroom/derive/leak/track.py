@@ -28,8 +28,8 @@ BLOCK_SECONDS: Final = 30.0
 """Our choice: the length of the shortest blocks."""
 
 RING_PARTS: Final = (1, 4, 8)
-"""For each ring, how many blocks of the previous ring make up one of its blocks. The blocks of the
-three rings last 30 s, 2 minutes and 16 minutes.
+"""For each ring, how many of the previous ring's blocks make one block. The blocks of the three
+rings last 30 s, 2 minutes and 16 minutes.
 """
 
 RING_BLOCKS: Final = 62
@@ -38,28 +38,27 @@ and 16 hours.
 """
 
 DOUBTED_SECONDS: Final = DAY_SECONDS
-"""If a snapshot's time is before the previous one or this much after it, the time is not trusted
-until a second reading confirms it.
+"""A snapshot's time is not trusted if it is before the previous one. The same applies if it is this
+much later. A second reading then confirms the time.
 """
 
 REST_SHARE: Final = 0.5
-"""The engine rests while it holds less than this share of its usual memory, as during sleep. While
-the engine rests, it may hold a backup of its weights. More than twice the earlier peak of memory
-indicates such a backup.
+"""The engine rests while it holds less than this share of its usual memory. An example is sleep.
+While the engine rests, it may hold a backup of its weights. More than twice the earlier peak of
+memory indicates such a backup.
 """
 
 WAKE_SHARE: Final = 0.8
 """A rest ends when this share of the usual memory is held again."""
 
 LONGEST_REST_SECONDS: Final = 1800.0
-"""Once the engine has been awake and working for this long, a rest ends in any case. Either the
-engine needs no more memory than it holds now, or it will not release its backup. A new stretch of
-comparable readings then begins.
+"""After this long awake and working, a rest ends in any case. Either the engine needs no more
+memory, or it will not release its backup. A new stretch of comparable readings then begins.
 """
 
 LONGEST_CROWDED_SECONDS: Final = HOUR_SECONDS
-"""If an additional process stays on the device for longer than this, it is considered usual. A new
-stretch then begins. If the process exits earlier, nothing changes.
+"""An additional process that stays for longer than this is considered usual. A new stretch then
+begins. If the process exits earlier, nothing changes.
 """
 
 LOAD_LEAP: Final = 2.0
@@ -68,12 +67,12 @@ its first minutes by at most half.
 """
 
 LEAST_STEP_BYTES: Final = 24 * MIB
-"""The minimum size of a step. It is larger than torch's segment for tensors of 1 to 10 MiB, which
-is 20 MiB (c10 kLargeBuffer).
+"""The minimum size of a step. It is larger than torch's segment for tensors of 1 to 10 MiB. That
+segment is 20 MiB (c10 kLargeBuffer).
 """
 
 NEWEST_STEPS: Final = 32
-"""Our choice: the number of steps that are kept, which limits the size of the state."""
+"""Our choice: the number of steps that are kept. It limits the size of the state."""
 
 AVERAGE_SECONDS: Final = 300.0
 """Our choice: the time constant of the average request rate."""

@@ -30,8 +30,7 @@ class Witness(Struct, frozen=True, kw_only=True):
     """Where the constants and the formula come from."""
 
     fails_without: str
-    """A test that fails if the witness is turned off, and the recorded day that the test replays.
-    """
+    """A test that fails without the witness, and the recorded day that it replays."""
 
 
 WITNESSES: Final = (

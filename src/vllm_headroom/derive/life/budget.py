@@ -13,8 +13,7 @@ from vllm_headroom.model import BudgetExcess, Failure, Gpu, ProbeReadings, Snaps
 from vllm_headroom.vocabulary import MemoryPart
 
 OVER_BUDGET_RATIO: Final = 0.03
-"""An engine is over its budget if it exceeds the budget by at least this share of the budget, as in
-HeadroomMemoryDiscrepancy.
+"""An engine is over its budget from this share above the budget, as in HeadroomMemoryDiscrepancy.
 """
 
 OVER_BUDGET_BYTES: Final = 2**30
@@ -28,37 +27,35 @@ fluctuates around the limits is therefore counted only once.
 """
 
 FIRST_TRAFFIC_SECONDS: Final = 300.0
-"""Our choice: memory that an engine takes during its first five minutes with requests is treated as
-if it had been held from the start. With the first large batches, memory is taken for activations,
-NCCL and late kernels.
+"""Our choice: memory taken early counts as held from the start. Early means the first five minutes
+with requests. With the first large batches, memory is taken for activations, NCCL and late kernels.
 """
 
 LONGEST_STEP_SECONDS: Final = 60.0
-"""Our choice: of the time between two samples, at most this much is counted as time with requests.
-"""
+"""Our choice: between two samples, at most this much counts as time with requests."""
 
 REST_SECONDS: Final = 300.0
-"""Our choice: the level at rest is the median of the held memory over this time. A burst during the
-last part of this time does not change the median.
+"""Our choice: the level at rest is the median held memory over this time. A burst during the last
+part of this time does not change the median.
 """
 
 REST_SLOT_SECONDS: Final = 15.0
-"""Our choice: one reading of the held memory is kept for each slot of this length."""
+"""Our choice: one reading of the held memory is kept per slot."""
 
 USUAL_PEAK_RATIO: Final = 0.01
-"""The usual peak of an engine above its level at rest, as a share of the GPU's memory, as in
-HeadroomMemoryDiscrepancyHigh. On an 80 GiB GPU, this is 0.8 GiB, which is what the logits of 2,048
-tokens take. Smaller cards serve smaller models.
+"""An engine's usual peak above its level at rest. It is a share of the GPU's memory, as in
+HeadroomMemoryDiscrepancyHigh. On an 80 GiB GPU, this is 0.8 GiB. The logits of 2,048 tokens take
+this much. Smaller cards serve smaller models.
 """
 
 LARGEST_PEAK_RATIO: Final = 0.08
 """By default, vLLM leaves this share of a GPU free. If memory falls by more than this, no peak has
-ended; instead, the engine fell asleep or another process exited.
+ended. Instead, the engine fell asleep or another process exited.
 """
 
 LARGEST_EXCESS_RATIO: Final = 0.25
-"""Our choice: a larger excess means that another option, such as --num-gpu-blocks-override, has set
-the size of the KV cache. The engine's real budget is then unknown. On a MIG slice, exceeding the
+"""Our choice: a larger excess means that another option has set the KV cache's size. An example is
+--num-gpu-blocks-override. The engine's real budget is then unknown. On a MIG slice, exceeding the
 budget by a fifth is usual.
 """
 
@@ -81,14 +78,13 @@ class GpuBudget(Struct, frozen=True, kw_only=True):
     over_since_busy_seconds: float = 0.0
     """The value of `busy_seconds` when the excess began."""
     levels: tuple[tuple[float, int], ...] = ()
-    """Pairs of a time and the bytes held at that time, over the last few minutes."""
+    """Pairs of a time and the bytes then held, over the last minutes."""
     first_excess_bytes: float = 0.0
     """The excess at rest, measured over the first minutes of the excess."""
     peak_bytes: int = 0
-    """The highest peak of used memory, relative to the level to which memory fell after the peak.
-    """
+    """The highest peak of used memory above the level after the peak."""
     profile_peak_bytes: int = 0
-    """Memory that vLLM's profile run needed but torch has not reserved yet, or 0 if unknown."""
+    """Memory of vLLM's profile run that torch has not reserved yet, or 0 if unknown."""
 
 
 def update_budgets(

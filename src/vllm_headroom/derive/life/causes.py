@@ -25,9 +25,9 @@ from vllm_headroom.vocabulary import (
 )
 
 FULL_ROOM_BYTES: Final = 256 * MIB
-"""A GPU was full if its lowest free memory was at most this, which is about a dozen of torch's
-20 MiB segments. In addition, it must have been at most FULL_ROOM_RATIO of the memory that was free
-when the engine started to serve.
+"""A GPU was full if its lowest free memory was at most this. This is about a dozen of torch's
+20 MiB segments. In addition, it must have been at most FULL_ROOM_RATIO of the first free memory.
+That is the free memory when the engine started to serve.
 """
 
 FULL_ROOM_RATIO: Final = 0.5
@@ -36,35 +36,35 @@ memory from the start is therefore not considered full.
 """
 
 FILL_SECONDS: Final = 30.0
-"""Growth in a straight line counts as having filled the GPU if it would have used up the remaining
-memory within this time. At the exit, the newest sample may be up to this old.
+"""Memory that straight growth would use up within this time counts as used. At the exit, the newest
+sample may be up to this old.
 """
 
 REFUSING_SECONDS: Final = 15.0
-"""A server that has refused connections for this long and is still running is shutting down on
-request. A server whose core has died also refuses connections, but exits within seconds.
+"""A running server that has refused connections for this long is shutting down on request. A server
+whose core has died also refuses connections, but exits within seconds.
 """
 
 LIKELY_SHARE: Final = 0.5
-"""Growth is a likely cause if it took at least this share of the free memory that was lost."""
+"""Growth is a likely cause from this share of the lost free memory."""
 
 SURE_SHARE: Final = 0.8
-"""Growth can be a certain cause if it took at least this share of the free memory that was lost."""
+"""Growth can be a certain cause from this share of the lost free memory."""
 
 LARGE_ALLOCATION_BYTES: Final = 4 * GIB
-"""If less than this was free, an allocation may have failed even though the GPU was not full. A
-failed allocation takes no memory. According to `plan`, the activations of a step take 1.9 to 4 GiB.
-In one report, 3.74 GiB were refused while 3.68 GiB were free (vllm-project/vllm#49182). In another
-report, the sampler was refused 786 MiB while 552 MiB were free. If more than this was free, a
-failed allocation is unlikely, but only other evidence can rule it out.
+"""If less was free, an allocation may have failed although the GPU was not full. A failed
+allocation takes no memory. According to `plan`, the activations of a step take 1.9 to 4 GiB. In one
+report, 3.74 GiB were refused while 3.68 GiB were free (vllm-project/vllm#49182). In another report,
+the sampler was refused 786 MiB while 552 MiB were free. If more was free, a failed allocation is
+unlikely. Only other evidence can rule it out.
 """
 
 KNOWN_BEFORE_SECONDS: Final = 600.0
-"""A record that is shorter than this does not show how much memory was in use before a burst."""
+"""A shorter record does not show how much memory was used before a burst."""
 
 LITTLE_ROOM_RATIO: Final = 0.08
-"""By default, vLLM leaves this share of a GPU free. If less than this was free when a start failed,
-the engine itself may have taken the rest.
+"""By default, vLLM leaves this share of a GPU free. If less was free at a failed start, the engine
+may have taken the rest.
 """
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
@@ -82,8 +82,8 @@ only seconds.
 """
 
 VISIBLE_STALL_SECONDS: Final = 60.0
-"""A stall that is detected from the page or from a canary has lasted for at least this long. A
-shorter stall was detected by other signs, and began while the engine was idle.
+"""A stall detected from the page or a canary has lasted at least this long. A shorter stall was
+detected by other signs, and began while the engine was idle.
 """
 
 
@@ -94,12 +94,11 @@ MEMORY_CAUSES: Final = (
     EndCause.BURST,
 )
 """The causes that can make a working engine run out of GPU memory. If the log shows that memory ran
-out, the samples show which of these causes applies.
+out, the samples show which cause applies.
 """
 
 LEAST_NEWCOMER_BYTES: Final = 256 * MIB
-"""A new process takes more than this on a GPU, because its CUDA context alone takes 300 to 500 MiB.
-"""
+"""A new process takes more than this on a GPU. Its CUDA context alone takes 300 to 500 MiB."""
 
 SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
     LogFailureKind.NO_KV_CACHE_MEMORY: EndCause.NEVER_FITTED,
@@ -127,8 +126,8 @@ SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
         EndCause.CRASH,
     ),
 }
-"""The causes for which the log is sufficient evidence. A lack of GPU memory, a kill, and an
-exception without a known cause can be judged only together with the samples.
+"""The causes for which the log is sufficient evidence. Other causes can be judged only together
+with the samples. These are a lack of GPU memory, a kill, and an unknown exception.
 """
 
 
@@ -755,8 +754,8 @@ CAUSES: Final[tuple[tuple[EndCause, Callable[[Ending], CauseFit | None]], ...]] 
     (EndCause.IDLE, _fit_idle_exit),
     (EndCause.CRASH, _fit_crash),
 )
-"""The causes, each with a function that returns how well the cause fits an exit or a stall, or None
-if it does not fit. If several causes are equally certain, the first one takes precedence.
+"""The causes, each with a function that judges how well the cause fits. The function returns None
+if the cause does not fit. If several causes are equally certain, the first one takes precedence.
 """
 
 

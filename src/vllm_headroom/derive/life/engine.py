@@ -58,8 +58,8 @@ from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, ExitReason, IncidentKind, LogFailureKind
 
 LEFTOVER_SECONDS: Final = 30.0
-"""Processes left behind by an exited engine are reported only after this time, because they may
-still exit by themselves. With vLLM 0.32, a worker exited up to 9 s after its core.
+"""Processes left behind by an exited engine are reported only after this time. They may still exit
+by themselves. With vLLM 0.32, a worker exited up to 9 s after its core.
 """
 
 ENGINE_RUN: Final = "engine_life"
@@ -71,8 +71,8 @@ this time, the engine has survived the error.
 """
 
 LOADED_SHARE: Final = 0.5
-"""If the first sample shows at least this share of the newest sample's memory, the engine had
-loaded its model before that sample.
+"""An engine had loaded its model before its first sample in this case. The first sample shows this
+share of the newest sample's memory.
 """
 
 CONTEXT_BYTES: Final = GIB
@@ -81,43 +81,38 @@ anything.
 """
 
 UNLOADED_SECONDS: Final = 15.0
-"""An engine younger than this at its first sample cannot have loaded its model yet, so LOADED_SHARE
-is not applied.
+"""An engine younger than this at its first sample cannot have loaded its model. LOADED_SHARE is
+then not applied.
 """
 
 LONGEST_LOAD_SECONDS: Final = 2400.0
-"""Our choice: an engine that was younger than this at its first sample may still have been loading.
-It was loading if its memory has since grown by more than contexts take. Loading a large model took
-33 minutes.
+"""Our choice: an engine younger than this at its first sample may have been loading. It was loading
+if its memory has since grown by more than contexts take. Loading a large model took 33 minutes.
 """
 
 SAME_END_SECONDS: Final = 15.0
-"""A stall and an exit that are at most this far apart are treated as a single event. Without its
-core, a server keeps serving pages for 2 to 3 s, and a tick takes 5 s.
+"""A stall and an exit at most this far apart are a single event. Without its core, a server keeps
+serving pages for 2 to 3 s. A tick takes 5 s.
 """
 
 STRAIGHT_SECONDS: Final = 90.0
-"""Our choice: growth in a straight line for this long is not a burst, because a burst is caused by
-a single batch.
+"""Our choice: growth in a straight line for this long is not a burst. A burst is caused by a single
+batch.
 """
 
 STRAIGHT_POINTS: Final = 4
 """Our choice: with fewer points, growth is not considered a straight line."""
 
 STRAIGHT_TOLERANCE: Final = 0.1
-"""Our choice: a point may be off the line by this share of the growth, because torch allocates in
+"""Our choice: a point may be off the line by this share of the growth. Memory is allocated in
 segments.
 """
 
 LEVEL_LOAD_RATIO: Final = 0.25
-"""Our choice: load is level while it differs from the usual load by at most this share of the usual
-load.
-"""
+"""Our choice: load is level within this share of the usual load."""
 
 LEVEL_LOAD_REQUESTS: Final = 2.0
-"""Our choice: load is also level while it differs from the usual load by at most this many running
-requests.
-"""
+"""Our choice: load is also level within this many requests of the usual load."""
 
 MEMORY_REASONS: Final = (
     ExitReason.OUT_OF_MEMORY,
@@ -137,16 +132,16 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
     """The part that is kept in the state file."""
     state: EngineState = EngineState.UNKNOWN
     known_state: EngineState = EngineState.UNKNOWN
-    """The last state that was not UNKNOWN. It is kept so that a stall that is not visible for a
-    while is counted only once.
+    """The last state that was not UNKNOWN. The last known state is kept so that an interrupted
+    stall is counted once.
     """
     progress: Progress = field(default_factory=Progress)
     record: RunRecord = field(default_factory=RunRecord)
     """What has been observed in the current run."""
     absence: Absence = field(default_factory=Absence)
     served_bytes: dict[str, int] = field(default_factory=dict)
-    """The most GPU memory that the engine has held while serving since it started or last woke up,
-    by UUID.
+    """The most GPU memory held while serving, by UUID. The maximum starts over at a start or
+    wake-up.
     """
     leftover_since_seconds: dict[int, float] = field(default_factory=dict)
     """When each leftover process was first seen, by pid."""

@@ -22,9 +22,7 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import NECESSARY_ROLES, Role
 
 IDLE_SECONDS: Final = 60.0
-"""KV cache that is still in use after the engine has been idle for this long is considered
-stranded.
-"""
+"""If an engine has been idle for this long, KV cache in use is stranded."""
 
 STRANDED_READINGS: Final = 4
 """Stranded blocks are taken to be the lowest of this many readings. The probe writes a reading
@@ -32,44 +30,41 @@ every 5 seconds.
 """
 
 STALLED_SECONDS: Final = 60.0
-"""An engine is stalled if it has had work but made no progress for this long. It is also stalled if
-its processes have been running without a page for this long.
+"""An engine is stalled after this long with work but without progress. It is also stalled after
+this long with processes but without a page.
 
 A single step takes less time. A prefill chunk, 8192 tokens by default, takes seconds on the slowest
-cards. vLLM itself aborts a step after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
+cards. After 300 s, vLLM itself aborts a step (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
 """
 
 SIGN_SECONDS: Final = 20.0
-"""A sign of a hang is used as evidence once it has been present for this long. While the core's
-probe is silent, an engine is also stalled after this long without progress. A hung process writes
-nothing. By default, this time includes five readings, and it always includes at least two.
+"""A sign of a hang is evidence once it has been present for this long. With a silent core probe,
+this long without progress is also a stall. A hung process writes nothing. By default, this time
+includes five readings, and it always includes at least two.
 """
 
 COMPUTING_CPU_SECONDS: Final = 1.0
 """A server that has used at least this much CPU time is running. A server that is stopped, or that
-waits endlessly, uses almost none. A server that competes for cores still gets its share. At a load
-average of 42 on two cores, it got ten seconds of CPU time per minute.
+waits endlessly, uses almost none. A server that competes for cores still gets its share. On two
+cores at a load average of 42, it got ten seconds per minute.
 """
 
 STOPPED_OR_BLOCKED: Final = frozenset({"T", "t", "D"})
-"""The process states in /proc/PID/stat for a process that is stopped by a signal or a debugger, or
-blocked in a driver.
-"""
+"""Process states in /proc/PID/stat: stopped by a signal or debugger, or blocked in a driver."""
 
 SPAN_SECONDS: Final = 20.0
 """CPU time and GPU utilisation are observed for this long before activity is judged. A minute
-without progress contains at least one complete span of this length, whatever the sampling interval.
+without progress contains a complete span, whatever the sampling interval.
 """
 
 BUSY_CPU_RATIO: Final = 0.1
-"""The core and workers are busy if they use more than this many CPU seconds per second. Our choice:
-a process that waits for requests uses almost no CPU time, and a process that spins uses a whole
-core.
+"""The core and workers are busy above this many CPU seconds per second. Our choice: a waiting
+process uses almost no CPU time. A spinning process uses a whole core.
 """
 
 BUSY_GPU_RATIO: Final = 0.1
-"""A GPU is busy if its utilisation exceeds this. Our choice: the utilisation is 1 while a kernel
-runs endlessly, and 0 while the GPU is idle.
+"""A GPU is busy if its utilisation exceeds this. Our choice: the utilisation is 1 during an endless
+kernel and 0 while idle.
 """
 
 EngineLabels = tuple[str, str]
@@ -116,7 +111,9 @@ class EngineProgress(Struct, frozen=True, kw_only=True):
     done_seconds: float
     """When the engine's token or step count last changed."""
     idle_since_seconds: float | None
-    """When the engine became idle, or None if it is working, asleep or has an unknown load."""
+    """When the engine became idle. It is None while the engine works, sleeps or has an unknown
+    load.
+    """
     kv_stranded_ratios: tuple[float, ...] = ()
     """The probe's most recent readings of stranded KV cache."""
 
@@ -161,7 +158,7 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
     """
 
     cpu_ratio: float | None = None
-    """How many CPU seconds per second the core and the workers used in the newest complete span."""
+    """CPU seconds per second of core and workers in the newest complete span."""
     gpu_ratio: float | None = None
     """The highest utilisation of any of the GPUs in the newest complete span."""
     has_spun_idle: bool = False
@@ -198,8 +195,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     engines: dict[EngineLabels, EngineProgress] = field(default_factory=dict)
     """The progress of each engine, as shown by the newest page."""
     age_seconds: float | None = None
-    """The longest time for which an engine with work has made no progress, or None without a page
-    or work.
+    """The longest time for which an engine with work has made no progress. It is None without a
+    page or work.
     """
     hints: dict[Hint, HintSpan] = field(default_factory=dict)
     """Signs of a hang that the page does not show."""
@@ -207,7 +204,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     activity: ActivityTrack = field(default_factory=ActivityTrack)
     """The activity of the core, the workers and the GPUs."""
     waits_since_seconds: float | None = None
-    """The time since which a request has been waiting in every sample, or None if none is waiting.
+    """The time since which a request has been waiting in every sample. It is None if no request is
+    waiting.
     """
 
     @property

@@ -24,14 +24,14 @@ from vllm_headroom.model import (
 from vllm_headroom.vocabulary import IncidentKind, Reason, Role
 
 SLOT_SECONDS: Final = 30.0
-"""All samples within this time are recorded as one slot, with their lowest and highest values."""
+"""All samples within this time are recorded as one slot, with their extremes."""
 
 PEAK_KEPT_SECONDS: Final = 60.0
 """A peak of used memory is reported for this long after it occurred."""
 
 END_SECONDS: Final = SLOT_SECONDS + PEAK_KEPT_SECONDS
-"""Memory samples from this time before the exit are treated as the memory at the end of the run.
-The time consists of one slot plus the minute for which a peak is reported.
+"""Memory samples from this time before the exit count as the run's end. The time consists of one
+slot plus the minute for which a peak is reported.
 """
 
 BURST_SECONDS: Final = 300.0
@@ -63,8 +63,8 @@ class GpuRecord(Struct, frozen=True, kw_only=True):
     """The memory on one of the engine's GPUs."""
 
     first: MemoryExtremes
-    """The memory when the engine started to serve, or in the first sample if the start was not
-    observed.
+    """The memory when the engine started to serve. If the start was not observed, this is the first
+    sample.
     """
     slots: tuple[MemoryExtremes, ...]
     """The time slots of the last few minutes."""
@@ -77,7 +77,7 @@ class PageRecord(Struct, frozen=True, kw_only=True):
     """What the page has shown in this run; times are on the monotonic clock."""
 
     newest_seconds: float = 0.0
-    """When the page was last served, or when the record began if it has not been served yet."""
+    """When the page was last served. Before the first page, this is when the record began."""
     has_answered: bool = False
     """Whether the page has ever been served while this sidecar was running."""
     is_answering: bool = False
@@ -86,11 +86,11 @@ class PageRecord(Struct, frozen=True, kw_only=True):
     """The engines on the last page that showed any engines."""
     idle_since_seconds: float | None = None
     idle_seconds: float | None = None
-    """How long these engines had been idle when that page was read, or None if they had work or
+    """How long these engines had been idle when that page was read. It is None if they had work or
     this is unknown.
     """
     loads: tuple[tuple[float, float], ...] = ()
-    """Pairs of a time and the number of requests running at that time, one pair per slot."""
+    """Pairs of a time and the requests then running, one pair per slot."""
 
 
 class ProcessRecord(Struct, frozen=True, kw_only=True):
@@ -103,8 +103,8 @@ class ProcessRecord(Struct, frozen=True, kw_only=True):
     orphans: int = 0
     """The number of processes on the engine's GPUs whose server has exited."""
     refused_since_seconds: float | None = None
-    """When the server, whose core was gone, began to refuse connections, or None if it does not
-    refuse them.
+    """When the server, without its core, began to refuse connections. It is None if the server does
+    not refuse them.
     """
 
 
@@ -117,9 +117,7 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     first_age_seconds: float | None = None
     """The age of the run when it was first seen, or None if unknown."""
     follows_absence: bool = False
-    """Whether the sidecar was already running when this run began, so that the whole start was
-    observed.
-    """
+    """Whether the sidecar was running before this run began. The whole start was then observed."""
     was_page_ever_read: bool = False
     """Whether any page has ever been read, even from another run."""
     stalled_since_seconds: float | None = None

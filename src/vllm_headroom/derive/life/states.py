@@ -43,24 +43,22 @@ from vllm_headroom.vocabulary import (
 )
 
 OCCUPIED_RATIO: Final = 0.05
-"""If the engine holds less than this share of its GPUs' memory, no model is loaded on them. CUDA
-contexts alone take half a gigabyte.
+"""If the engine holds less than this share of its GPUs' memory, nothing is loaded. CUDA contexts
+alone take half a gigabyte.
 """
 
 LOADED_RATIO: Final = 0.5
-"""If an engine holds less than this share of the most memory that it held while serving, it has
-released its weights.
-"""
+"""Below this share of its highest memory while serving, an engine has released its weights."""
 
 STARVED_RATIO: Final = 0.8
 """If the CPU pressure exceeds this, a server may deliver every page late. On two cores, the
-pressure was 0.05 at a load average of 2, and 0.95 at a load average of 5.
+pressure was 0.05 at a load average of 2. It was 0.95 at a load average of 5.
 """
 
 SPINNING_SECONDS: Final = 180.0
-"""A server that uses CPU time for longer than this without answering is considered to be spinning.
-This does not apply while the machine is short of CPU, or while the server has closed its port and
-is finishing its last requests.
+"""A server that uses CPU time without answering for longer than this is spinning. This does not
+apply while the machine is short of CPU, or while the server has closed its port and is finishing
+its last requests.
 """
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
