@@ -250,7 +250,7 @@ SCRIPT: Final = """\
 """The script has the following tasks:
 
 - It shows times in the reader's time zone.
-- It shows the value at the pointer or at a point selected by arrow keys.
+- It shows the value at the pointer, or at a point chosen by arrow keys.
 - It copies commands.
 - It switches the theme.
 - It regularly reloads the page to replace changed elements. The scroll position, focus, selection,

@@ -40,8 +40,8 @@ take 102 kB.
 """
 
 MOST_MINUTES_BACK: Final = 5
-"""If the clock is set back by no more minutes than this, the history is kept. Samples are then
-added to the newest minute until the clock has caught up.
+"""The history is kept if the clock is set back by at most this. Samples are then added to the
+newest minute until the clock has caught up.
 """
 
 MOST_CURVE_GPUS: Final = 64
