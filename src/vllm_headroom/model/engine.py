@@ -17,25 +17,21 @@ class Cgroup(Struct, frozen=True, kw_only=True):
 
     used_bytes: int
     cache_bytes: int
-    """The part of `used_bytes` that the kernel reclaims before it kills a process, such as the page
-    cache and mapped weights.
+    """The part of `used_bytes` that the kernel reclaims before it kills a process. Examples are the
+    page cache and mapped weights.
     """
 
     limit_bytes: int | None
     """The memory limit, or None if there is none."""
 
     oom_kills: int | None
-    """The number of processes in the container that the kernel has killed because memory ran out,
-    or None if unknown.
-    """
+    """The number of OOM kills in the container, or None if unknown."""
 
     swap_bytes: int | None = None
     """Swapped-out memory, which is not part of `used_bytes`, or None if unknown."""
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds during which at least one task waited for memory, or None
-    if unknown.
-    """
+    """The share of the last ten seconds with a task waiting for memory, or None."""
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
@@ -50,14 +46,10 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
 
     swap_free_bytes: int = 0
     oom_kills: int | None = None
-    """The number of processes that the kernel has killed since boot because memory ran out, or None
-    if unknown.
-    """
+    """The number of OOM kills since boot, or None if unknown."""
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds during which at least one task waited for memory, or None
-    if unknown.
-    """
+    """The share of the last ten seconds with a task waiting for memory, or None."""
 
 
 class Shm(Struct, frozen=True, kw_only=True):
@@ -99,13 +91,11 @@ class HostMemory(Struct, frozen=True, kw_only=True):
     shm_used_bytes: int | None = None
     shm_limit_bytes: int | None = None
     oom_kills: int | None = None
-    """The number of processes that the kernel has killed because memory ran out, since the
-    container was first seen.
-    """
+    """The number of OOM kills since the container was first seen."""
 
     pressure_ratio: float | None = None
-    """The share of the last ten seconds during which at least one task waited for memory (the line
-    `some` in PSI).
+    """The share of the last ten seconds with at least one task waiting for memory. In PSI, this is
+    the line `some`.
     """
 
     @property
@@ -181,7 +171,7 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     """The maximum number of requests that run at once."""
 
     kv_stranded_ratio: float | None = None
-    """The share of the KV cache that is in use even though no request holds it."""
+    """The share of the KV cache that is in use without a request."""
 
     kv_token_ratio: float | None = None
     """The share of the KV cache that holds tokens of requests."""
@@ -210,7 +200,7 @@ class EnginePage(Struct, frozen=True, kw_only=True):
     inputs: tuple[tuple[str, bool], ...]
     """The name of each input of the profile, and whether the page offers it."""
     has_capacity_of_blocks: bool = False
-    """Whether the capacities of the KV caches were computed from blocks, because the page does not
+    """Whether the capacities of the KV caches were computed from blocks. The page then does not
     state them in tokens.
     """
 
@@ -221,8 +211,8 @@ not sufficient, because pids are reused.
 """
 
 SAME_START_SECONDS: Final = 2.0
-"""Two start times that differ by no more than this may belong to the same process. A start time is
-computed from the kernel's boot time, which changes when the clock is set.
+"""Two start times may be of one process if they differ by at most this. A start time is computed
+from the kernel's boot time. That time changes when the clock is set.
 """
 
 
@@ -250,21 +240,21 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """The process's mapped files, which the kernel can reclaim."""
 
     state: str | None = None
-    """The kernel's letter for the state of the main thread, such as R, S or D."""
+    """The kernel's letter for the main thread's state, such as R, S or D."""
 
     cpu_pressure_ratio: float | None = None
-    """The share of the last minute during which some task on the machine waited for a CPU. Only the
-    engine's root server has this value.
+    """The share of the last minute with a task on the machine waiting for CPU. Only the engine's
+    root server has this value.
     """
 
     wait_seconds: float | None = None
-    """How long the newest slow request to the engine has been waiting, or None if there is no slow
-    request. Only the engine's root server has this value.
+    """How long the engine's newest slow request has been waiting, or None without one. Only the
+    engine's root server has this value.
     """
 
     waiting_requests: int | None = None
-    """The number of connections on which a request has been waiting for longer than usual, or None
-    if the connections are not visible. Only the first server has this value.
+    """The number of connections with a request that waits longer than usual. It is None if the
+    connections are not visible. Only the first server has this value.
     """
 
     swap_bytes: int | None = None
@@ -314,7 +304,7 @@ class Pool(Struct, frozen=True, kw_only=True):
 
     part: HostPart
     role: Role | None
-    """The role of the processes that hold the pool in host memory, or None for a pool on a GPU."""
+    """The role of the processes that hold the pool. It is None for a pool on a GPU."""
 
     size_bytes: int
     """The size of the pool. Growth up to this size is not a leak."""
@@ -328,13 +318,13 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
 
     visible_pids: frozenset[int]
     sees_host_pids: bool
-    """Whether this is the machine's initial PID namespace, in which a pid always refers to the same
-    process in NVML and /proc.
+    """Whether this is the machine's initial PID namespace. A pid then refers to the same process in
+    NVML and /proc.
     """
 
     ambiguous_engines: int = 0
-    """The number of visible engines if it is unknown which of them is watched, or 0 if it is known.
-    If it is unknown, `engine` is empty.
+    """The number of visible engines if the watched one is unknown, otherwise 0. If it is unknown,
+    `engine` is empty.
     """
 
     neighbours: frozenset[ProcessName] = frozenset()
@@ -349,13 +339,13 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """The pids of processes that an exited run of the engine left behind."""
 
     strays: frozenset[int] = frozenset()
-    """The pids of cores and workers that an engine left behind before it was observed, including
-    all their descendants.
+    """The pids of cores and workers left behind before their engine was observed. Their descendants
+    are included.
     """
 
     exiting: frozenset[int] = frozenset()
-    """The pids of the engine's processes that are exiting. They no longer have any resident memory,
-    but the driver is still releasing their GPU memory. For a large core, this takes seconds.
+    """The pids of the engine's processes that are exiting. They no longer have resident memory. The
+    driver is still releasing their GPU memory. For a large core, this takes seconds.
     """
 
     zombies: frozenset[int] = frozenset()
@@ -379,8 +369,8 @@ class ServerReply(Struct, frozen=True, kw_only=True):
 
     answer: ServerAnswer
     requests: float | None = None
-    """The number of requests in the server, according to `/load`. vLLM counts them only if it is
-    configured to do so.
+    """The number of requests in the server, according to `/load`. In vLLM, counting them is an
+    option.
     """
 
 
@@ -403,8 +393,8 @@ class EngineName(Struct, frozen=True, kw_only=True):
     unit: str | None = None
     """The systemd unit of an engine that runs outside Kubernetes."""
     engine_url: str = ""
-    """The URL of the engine's page, without secrets. It is the name of an engine that runs outside
-    Kubernetes and is not started by a unit.
+    """The URL of the engine's page, without secrets. It names an engine outside Kubernetes that no
+    unit starts.
     """
 
     @property

@@ -11,7 +11,7 @@ GROUPED_MODELS: Final = re.compile(
     re.IGNORECASE,
 )
 """Families of models with several kinds of layers (sliding-window, state-space and full-attention).
-vLLM assigns each kind to its own group, and the groups share the blocks. The number of blocks times
-the tokens per block is therefore 2 to 7 times the capacity (vLLM 0.19, v1/core/kv_cache_utils.py,
-`_report_kv_cache_config`). Since vLLM 0.24, the page shows the capacity itself.
+Each kind forms a group, and the groups share the blocks. Blocks times tokens per block is therefore
+2 to 7 times the capacity. Source: vLLM 0.19, v1/core/kv_cache_utils.py, `_report_kv_cache_config`.
+Since vLLM 0.24, the page shows the capacity itself.
 """

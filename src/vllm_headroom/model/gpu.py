@@ -76,8 +76,8 @@ class WorkerMeasurements(Struct, frozen=True, kw_only=True):
 
     asleep: bool | None = None
     pool: "WorkerMeasurements | None" = None
-    """The weights and the KV cache in vLLM's own memory pool, or None if vLLM has none. In an
-    engine that can sleep, the pool replaces torch's allocator.
+    """The weights and KV cache in vLLM's own memory pool, or None without a pool. In an engine that
+    can sleep, the pool replaces torch's allocator.
     """
 
 
@@ -87,7 +87,7 @@ class SchedulerReading(Struct, frozen=True, kw_only=True):
     steps_total: int | None = None
     max_num_seqs: int | None = None
     kv_stranded_ratio: float | None = None
-    """The share of the KV cache that is in use even though no request holds it."""
+    """The share of the KV cache that is in use without a request."""
 
     kv_token_ratio: float | None = None
     """The share of the KV cache that holds tokens of requests."""
@@ -109,24 +109,22 @@ class OomRecord(Struct, frozen=True, kw_only=True):
     """
 
     step: StepAtError | None = None
-    """The step that raised the error, or None if there was no step or HEADROOM_PROBE_PEAKS is not
-    set.
-    """
+    """The step that raised the error. It is None without a step or without HEADROOM_PROBE_PEAKS."""
 
 
 class LineHolding(Struct, frozen=True, kw_only=True):
     """The memory held by one line of code in torch's allocator."""
 
     file: str | None
-    """The last part of the file's path, or None for memory allocated before torch began its
+    """The last part of the file's path. It is None for memory allocated before torch began its
     history.
     """
     line: int | None
     size_bytes: int
     n_blocks: int | None = None
     since_seconds: float | None = None
-    """When the line's oldest block was allocated, in seconds since the epoch, or None if this is no
-    longer in the history.
+    """When the line's oldest block was allocated, in seconds since the epoch. It is None if this is
+    no longer in the history.
     """
 
 
@@ -188,8 +186,8 @@ class ProbedProcess(Struct, frozen=True, kw_only=True):
     peaks: PeakReadings | None = None
     """The peaks of the process's steps, or None if HEADROOM_PROBE_PEAKS is not set."""
     history: AllocatorHistory | None = None
-    """The memory history, or None if torch does not keep one, for example because
-    HEADROOM_PROBE_SNAPSHOT is not set.
+    """The memory history, or None if torch does not keep one. For example, HEADROOM_PROBE_SNAPSHOT
+    may not be set.
     """
 
 
@@ -234,8 +232,8 @@ class Inside(Struct, frozen=True, kw_only=True):
 _PART: Final = re.compile(
     r"(MIG-.{1,8}).*|(?:GPU-[0-9a-f]+|PCI-[0-9a-f:.]+)-([0-9]+)", re.IGNORECASE
 )
-"""Matches the UUID of a part of a GPU. The groups are the beginning of a MIG instance's UUID, and
-the number of an AMD card's partition.
+"""Matches the UUID of a part of a GPU. One group is the beginning of a MIG instance's UUID. The
+other group is the number of an AMD card's partition.
 """
 
 
@@ -260,7 +258,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
     free_bytes: int
     reserved_bytes: int | None
-    """The memory reserved by the driver and firmware, or None with v1 and on AMD cards."""
+    """The memory reserved by driver and firmware. It is None with v1 and on AMD cards."""
 
     machine_available_bytes: int | None = None
     """The machine's available memory, which the GPU shares with everything else. None for a GPU
@@ -338,7 +336,7 @@ class Leftover(Struct, frozen=True, kw_only=True):
     pid: int
     fate: Fate
     used_bytes: int | None
-    """The bytes that the process holds, or None if the driver does not report them reliably."""
+    """The bytes that the process holds, or None if not reported reliably."""
 
 
 class Device(Struct, frozen=True, kw_only=True):
@@ -396,7 +394,7 @@ class GpuReadings(Struct, frozen=True, kw_only=True):
     """All visible devices."""
 
     driver_version: str | None
-    """The version of NVIDIA's driver, or None if there is no NVIDIA GPU or it is not reported."""
+    """The version of NVIDIA's driver. It is None without an NVIDIA GPU or without a report."""
 
     devices: tuple[GpuReading, ...]
 
@@ -415,13 +413,13 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """The memory that other processes hold, or None if they cannot be identified."""
 
     held_bytes: int | None = None
-    """The engine's memory: `engine_bytes` if the device's processes can be attributed. If they can
-    never be attributed, it is all used memory that is not known to belong to other processes. The
-    value is None while the engine's memory is unknown, and on a device that is not the engine's.
+    """The engine's memory: `engine_bytes` if the device's processes can be attributed. Otherwise,
+    it is all used memory that is not known to be other processes'. The value is None while the
+    engine's memory is unknown. It is also None on a device that is not the engine's.
     """
 
     process_count: int | None = None
-    """The number of compute processes that the driver lists, or None if it could not be read."""
+    """The number of compute processes that the driver lists, or None if unknown."""
 
     leftovers: tuple[Leftover, ...] = ()
     """The memory of processes that are dead or have outlived their engine."""

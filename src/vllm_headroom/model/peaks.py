@@ -63,7 +63,7 @@ class WorkPeak(Struct, frozen=True, kw_only=True):
 
     transient_bytes: int
     size: int
-    """The size on which the memory use depends: tokens, rows or pixels, by kind of work."""
+    """The size on which memory use depends: tokens, rows or pixels, by work."""
 
     step: StepFacts
 

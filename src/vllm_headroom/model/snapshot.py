@@ -32,8 +32,8 @@ TokenBytes = Callable[[str, int | None], int | None]
 """Takes the KV cache's dtype and the number of the engine's GPUs (None if unknown). Returns the
 bytes that one token takes across all these GPUs, or None if unknown.
 
-If layers of several kinds share the cache's blocks, neither bytes nor blocks can be converted to
-tokens. The function then returns NO_TOKEN_BYTES for any dtype.
+If layers of several kinds share the cache's blocks, nothing can be converted to tokens. The
+function then returns NO_TOKEN_BYTES for any dtype.
 """
 
 NO_TOKEN_BYTES: Final = 0
@@ -62,23 +62,23 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
-    """When the daemon sent the first request that the engine has not answered, on the monotonic
-    clock. The value is None while the engine responds or no request is needed.
+    """When the daemon sent the first unanswered request, on the monotonic clock. The value is None
+    while the engine responds or no request is needed.
     """
 
     server: ServerReply | None = None
     """The answers of the engine's other pages, or None while they are not requested."""
 
     engine_status: EngineStatus | None = None
-    """The status of the engine, or None if it is unknown, for example after an error. While it is
-    unknown, no evidence is collected.
+    """The status of the engine, or None if unknown, as after an error. While it is unknown, no
+    evidence is collected.
     """
 
     neighbours: frozenset[ProcessName] = frozenset()
     """The root processes of other engines."""
 
     ambiguous_engines: int = 0
-    """The number of visible engines if it is unknown which of them is watched, or 0 otherwise."""
+    """The number of visible engines if the watched one is unknown, otherwise 0."""
 
     left_behind: frozenset[int] = frozenset()
     """The pids of processes whose engine has exited."""
@@ -87,15 +87,15 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """The host memory, or None if unknown."""
 
     has_silent_core: bool = False
-    """Whether a running engine core's probe is silent while another probe is writing, as in
-    ProbeReadings. This is a separate field, because traces have no probe readings.
+    """Whether an engine core's probe is silent while another writes, as in ProbeReadings. This is a
+    separate field, because traces have no probe readings.
     """
 
     pools: tuple[Pool, ...] = ()
     """The memory pools that vLLM is configured to fill."""
 
     token_bytes: TokenBytes | None = None
-    """The function that computes the bytes per token of the engine's model, or None if unknown."""
+    """Computes the bytes per token of the engine's model, or None if unknown."""
 
     @property
     def page(self) -> EnginePage | None:
@@ -206,7 +206,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     level: Level
     sentence: str
     alert: str | None = None
-    """The alert that fires, whose runbook has the same name, or None if no alert fires."""
+    """The alert that fires, or None if no alert fires. Its runbook has the same name."""
 
     situation: Situation = Situation.HEALTHY
 

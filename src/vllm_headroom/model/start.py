@@ -20,8 +20,8 @@ class LogTime(Struct, frozen=True, kw_only=True):
     """When a log line was written."""
 
     seconds: float | None = None
-    """Seconds since the epoch, according to the container's runtime or journald, or None if neither
-    wrote a time.
+    """Seconds since the epoch, according to the container's runtime or journald. It is None if
+    neither wrote a time.
     """
 
     clock: str | None = None
@@ -74,7 +74,7 @@ class LogFailure(Struct, frozen=True, kw_only=True):
     process: str
     phase: StartPhase
     code_line: str | None = None
-    """The file and line of the engine's code that logged the failure, or None if not stated."""
+    """The file and line of the code that logged the failure, or None."""
 
     exception: str | None = None
     """The name of the exception, without its module."""
@@ -119,8 +119,7 @@ class ProcessFigures(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    """The engine's name for the process, such as EngineCore or Worker_TP0, or "" if there is none.
-    """
+    """The engine's name for the process, such as EngineCore or Worker_TP0, or ""."""
 
     pid: int | None = None
     lines: Mapping[str, int] = {}
@@ -135,8 +134,8 @@ class ProcessFigures(Struct, frozen=True, kw_only=True):
     requested_bytes: int | None = None
     weights_bytes: int | None = None
     profiled_weights_bytes: int | None = None
-    """The weights as counted by the profile run. With a draft model or an encoder, they may differ
-    from the weights that vLLM logs.
+    """The weights as counted by the profile run. With a draft model or an encoder, vLLM may log
+    other weights.
     """
 
     loading_peak_bytes: int | None = None
@@ -280,25 +279,25 @@ class LogReading(Struct, frozen=True, kw_only=True):
     """The newest start, or None before the first line from an engine."""
 
     endings: tuple[LogEnding, ...] = ()
-    """How the newest starts ended, as far as the log reports it, with the newest last."""
+    """How the newest starts ended, according to the log, with the newest last."""
 
     newest_seconds: float | None = None
-    """When the newest line arrived, in seconds since the epoch, or None if there is none yet."""
+    """When the newest line arrived, in seconds since the epoch. It is None if there is none yet."""
 
 
 LOGGED_END_SECONDS: Final = 120.0
-"""An exit in the log matches an observed exit if the two are at most this far apart. The server of
-a failed core may keep running for another minute.
+"""An exit in the log matches an observed exit at most this far away. The server of a failed core
+may keep running for another minute.
 """
 
 COMPLETE_LOG_SECONDS: Final = 10.0
-"""A log without an error is regarded as complete once this much time has passed since an exit.
-containerd and journald write within a second, and the API server is polled every ten seconds.
+"""A log without an error is complete after this much time since an exit. A line of containerd or
+journald arrives within a second. The API server is polled every ten seconds.
 """
 
 STALE_LOG_SECONDS: Final = 60.0
-"""If the newest line of a log is older than this at an exit, the log may be incomplete or belong to
-another engine. vLLM logs its load every 10 s while it is working.
+"""A log whose newest line is older than this at an exit proves nothing. It may be incomplete or
+belong to another engine. A working vLLM logs its load every 10 s.
 """
 
 

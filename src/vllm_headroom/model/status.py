@@ -28,9 +28,7 @@ TIGHT_SHARE: Final = 0.02
 """A GPU's memory is tight if less than this share of it is left."""
 
 BURST_MARGIN: Final = 1.5
-"""Memory is also tight if less is left than this factor times the largest peak, as in
-HeadroomGpuMemoryTight.
-"""
+"""Memory is also tight below this factor times the largest peak, as in HeadroomGpuMemoryTight."""
 
 
 class BudgetExcess(Struct, frozen=True, kw_only=True):
@@ -48,8 +46,8 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
     is_from_start: bool
     """Whether the engine has exceeded the budget ever since it was first observed working."""
     needed_bytes: int
-    """The largest of three peaks above the memory at rest: the observed peak, the profile run's
-    peak, and the usual peak.
+    """The largest of three peaks above the memory at rest. They are the observed peak, the profile
+    run's peak, and the usual peak.
     """
 
     @property
@@ -114,7 +112,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     leak_bytes_per_request: float | None = None
     straight_growth: StraightGrowth | None = None
     excess: BudgetExcess | None = None
-    """The engine's excess over its budget, or None if it is unknown or there is no excess."""
+    """The engine's excess over its budget, or None if unknown or without an excess."""
 
     @property
     def growth_bytes(self) -> int | None:
@@ -199,7 +197,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     observed_seconds: float = 0.0
     """How long the run was observed."""
     unobserved_seconds: float | None = None
-    """The time between the last sample of the run and the sample that showed its end."""
+    """The time between the run's last sample and the sample that showed its end."""
     has_served: bool = False
     """Whether the run has ever served."""
     hung_seconds: float | None = None
@@ -226,20 +224,17 @@ class Ending(Struct, frozen=True, kw_only=True):
     ooms: tuple[str, ...] = ()
     """torch's OutOfMemoryErrors in the last 15 minutes. Only the flight record has them."""
     failed_step: str | None = None
-    """A description of the step in which torch raised an OutOfMemoryError just before the exit or
-    stall, or None if unknown.
-    """
-    highest_peak: str | None = None
-    """A description of the highest peak of any step in the last minute of service, or None if
+    """The step in which torch raised an OutOfMemoryError just before the end. It is None if
     unknown.
     """
+    highest_peak: str | None = None
+    """The highest peak of any step in the last minute of service. It is None if unknown."""
     is_probed: bool = False
     """Whether a probe was running in the engine and would have recorded an OutOfMemoryError. Only
     the flight record has this.
     """
     log: LogEnding | None = None
-    """What the engine's log reports about the exit or stall, or None if there is no report yet or
-    no log is read.
+    """What the log reports about the exit or stall. It is None without a report or without a log.
     """
     unreadable: tuple[str, ...] = ()
     """The verdicts on GPUs that could not be read. Only the flight record has them."""
@@ -297,13 +292,13 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     exits: tuple[tuple[ExitReason, int], ...] = ()
     """How many runs have exited for each reason."""
     exit_requests: float | None = None
-    """The number of running and waiting requests on the last page before the last exit, or None if
+    """The running and waiting requests on the last page before the last exit. The number is None if
     unknown.
     """
     event: Ending | None = None
-    """The exit or stall that has occurred since the last tick, or None if there was none."""
+    """The exit or stall since the last tick, or None if there was none."""
     log: LogEnding | None = None
-    """What the engine's log reports about the last exit, or None if unknown or if the engine is
+    """What the log reports about the last exit. It is None if unknown or while the engine is
     serving.
     """
     recent_exits: int = 0
@@ -311,9 +306,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     progress_age_seconds: float | None = None
     """The time since the last progress, or None while the engine has no work."""
     stranded_ratios: tuple[tuple[tuple[str, str], float], ...] = ()
-    """The share of the KV cache that is in use even though no request holds it, keyed by model and
-    engine.
-    """
+    """The share of the KV cache in use without a request, by model and engine."""
     wake_bytes: tuple[tuple[str, int], ...] = ()
     """The bytes that a sleeping engine needs to wake up, keyed by GPU UUID."""
     first_room_bytes: tuple[tuple[str, int], ...] = ()

@@ -21,7 +21,7 @@ dozens of series to the sidecar's page.
 
 MOST_SHARED_READINGS: Final = 5000
 """The maximum number of times that shared series are read. A shared series is read once for each
-engine or model that shares it, and each reading takes 10 µs.
+engine or model that shares it. Each reading takes 10 µs.
 """
 
 _ONLY_ENGINE: Final = "0"

@@ -23,15 +23,15 @@ MOST_SAMPLES: Final = 5000
 """The maximum number of samples read from a page; 150 engines have about this many."""
 
 LONGEST_LINE: Final = 16 * 2**10
-"""The maximum number of characters in a line. vLLM's longest line has 1,061 characters. A line of
-the maximum length that consists only of escapes takes 10 ms to parse.
+"""The maximum number of characters in a line. vLLM's longest line has 1,061 characters. A longest
+line of only escapes takes 10 ms to parse.
 """
 
 MOST_LABELS: Final = 128
 """The maximum number of labels in a line. vLLM's settings have 37."""
 
 MOST_CHARACTERS: Final = 512 * 2**10
-"""The maximum number of characters in all lines that are read; 230 engines have about this many.
+"""The maximum number of characters in all lines that are read. About 230 engines have this many.
 The most expensive page possible took 0.4 s.
 """
 
@@ -53,12 +53,12 @@ _LONGEST_SHORT_SERIES: Final = 256
 """The maximum number of characters in a short series. Most of vLLM's have 50 to 90."""
 
 _MOST_LONG_SERIES: Final = 256
-"""The maximum number of longer series that are cached. Each of a node's 64 engines has one, which
-lists the settings of its KV cache. With this number, the two caches cannot exceed 16 MiB.
+"""The maximum number of longer series that are cached. Each of a node's 64 engines has one: the
+settings of its KV cache. With this number, the two caches cannot exceed 16 MiB.
 """
 
 _LONGEST_LONG_SERIES: Final = 2048
-"""The maximum number of characters in a cached series. vLLM's lines have up to 1.1 kB."""
+"""The maximum number of characters in a cached series. A line of vLLM has up to 1.1 kB."""
 
 _SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?')
 _PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.ASCII)

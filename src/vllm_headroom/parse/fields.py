@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn, TypeVar
 T = TypeVar("T")
 
 LARGEST: Final = 2**53
-"""The largest integer a float represents exactly; no memory size or counter comes close to it."""
+"""The largest integer that a float represents exactly. No memory size or counter comes close."""
 
 LONGEST_SHOWN: Final = 60
 """The number of characters of a wrong value that are shown in a message."""

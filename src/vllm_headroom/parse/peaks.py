@@ -16,7 +16,7 @@ from vllm_headroom.parse import fields
 from vllm_headroom.vocabulary import Work
 
 MOST_SIZES: Final = 64
-"""The maximum number of sizes per kind of work: three times as many as the probe writes."""
+"""The maximum number of sizes per kind of work. The probe writes a third as many."""
 
 SIZE_FIGURES: Final = 3
 """The number of figures per size: the size, its bytes and its steps."""

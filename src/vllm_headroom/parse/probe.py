@@ -30,7 +30,7 @@ LONGEST_LABEL: Final = 200
 """The maximum number of characters kept from a text."""
 
 MOST_LINES: Final = 10
-"""The number of lines of code that are kept from a snapshot; the probe reports no more."""
+"""The number of lines of code kept from a snapshot. The probe reports no more."""
 
 MOST_DEVICES: Final = 64
 """The maximum number of devices per process, which is more than any node has."""

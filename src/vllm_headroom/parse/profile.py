@@ -20,12 +20,13 @@ class Combine(Enum):
     SAME = auto()
     """Takes the common value; used for settings. The value is unknown if the values differ."""
     SHARE = auto()
-    """Divides the sum by the number of engines on the page; used if each engine reports the total
-    of all engines.
+    """Divides the sum by the number of engines on the page. It is used if each engine reports the
+    total of all engines.
     """
     TEXT = auto()
-    """Takes the text of a label if all parts have the same text; used for settings. The value is
-    unknown if the texts differ, or if the label `exceptions` names parts with a different text.
+    """Takes the text of a label if all parts have the same text. It is used for settings. The value
+    is unknown if the texts differ. It is also unknown if `exceptions` names parts with a different
+    text.
     """
 
 
@@ -47,8 +48,8 @@ class Fact(Struct, frozen=True):
     families: tuple[str, ...]
     """Sample names without the profile's prefix.
 
-    The first name with a value is used, so an old and a new name are never added up. Names joined
-    by "+" are summed; the sum is unknown if one of them is missing.
+    The first name with a value is used. An old and a new name are never added up. Names joined by
+    "+" are summed. If one is missing, the sum is unknown.
     """
     combine: Combine = Combine.SUM
     label: str | None = None
@@ -57,7 +58,7 @@ class Fact(Struct, frozen=True):
     """
     where: tuple[str, tuple[str, ...]] | None = None
     """A label, and the values of this label that select a series. The value "" selects series
-    without the label, such as a total that is exported along with its parts.
+    without the label. An example is a total that is exported along with its parts.
     """
     prefixed: bool = True
     """Whether `families` are names without the prefix; False if they are full names."""
@@ -77,7 +78,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
 
     name: str
     prefixes: tuple[str, ...]
-    """The possible prefixes of the engine's series; the first one found on the page is used."""
+    """The possible prefixes of the engine's series. The first one found on the page is used."""
     facts: tuple[Fact, ...]
     model_label: str = "model_name"
     """The label that names the model; empty if no series of the engine names one."""

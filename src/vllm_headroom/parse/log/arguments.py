@@ -55,7 +55,7 @@ MODEL_NAMES: Final = frozenset(
 """The arguments whose text is the name or path of a model."""
 
 PLAIN_TEXT: Final = re.compile(r"[\w./:+-]{1,200}")
-"""Matches a model's name, but not the characters found in JSON and in URLs with passwords."""
+"""Matches a model's name. It excludes the characters of JSON and of URLs with passwords."""
 
 PLAIN_WORD: Final = re.compile(r"[\w.+-]{1,40}")
 """The text of any other argument, such as torch.bfloat16."""
@@ -64,7 +64,7 @@ LIKE_A_SECRET: Final = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:sk|pk|rk|api|key|token|secret|nvapi|glpat|xox[a-z]|pypi)[-_]|hf_|npm_"
     r"|gh[a-z]_|github_pat_|dckr_pat_|AKIA|ASIA|AIza|ya29|eyJ)[\w-]{8,}|://[^/]*@"
 )
-"""Matches the beginning of an access token of a common provider, and a password in a URL."""
+"""Matches the beginning of a common access token, and a password in a URL."""
 
 NUMBER: Final = re.compile(r"-?\d{1,18}(?:\.\d{1,18})?(?:e-?\d{1,3})?")
 

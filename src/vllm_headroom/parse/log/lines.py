@@ -9,18 +9,18 @@ from typing import Any, Final
 from msgspec import Struct
 
 LONGEST_LINE_BYTES: Final = 64 * 1024
-"""The maximum number of bytes read from a line. vLLM's configuration takes 5 to 10 kB."""
+"""The maximum number of bytes read from a line. A configuration of vLLM takes 5 to 10 kB."""
 
 MOST_LAYERS: Final = 5
 """The maximum number of wrappers that are removed from a line. A line has three wrappers if
-Docker's JSON is in a CRI line that journald has logged.
+journald has logged Docker's JSON in a CRI line.
 """
 
 MOST_TIME_DIGITS: Final = 18
 """The maximum number of digits of journald's time in microseconds; the current time has 16."""
 
 MOST_STREAMS: Final = 4
-"""The number of streams for which an incomplete line is kept; a container has two streams."""
+"""The number of streams for which an incomplete line is kept. A container has two streams."""
 
 
 class Message(Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class Message(Struct, frozen=True, kw_only=True):
     """The engine's own time in the form "MM-DD HH:MM:SS", or None if missing."""
 
     code_line: str | None
-    """The file and line of the engine's code that wrote the line, or None if missing."""
+    """The file and line of the code that wrote the line, or None."""
 
     process: str
     pid: int | None
@@ -42,9 +42,7 @@ class Message(Struct, frozen=True, kw_only=True):
     """Whether the line was written by the engine's logger."""
 
     engine: str = "vllm"
-    """The engine whose logger wrote the line, according to the line's prefix, or vLLM without a
-    prefix.
-    """
+    """The engine whose logger wrote the line, by its prefix. Without a prefix, this is vLLM."""
 
     is_below_error: bool = False
     """Whether the engine logged the line at level WARNING or below."""
@@ -83,7 +81,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 # These are prefixes that runtimes add to a line.
 
 TIME: Final = r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d))"
-"""A time with its time zone, in the formats of Docker, the kubelet, and journald's short-iso."""
+"""A time with its zone, as Docker, the kubelet and journald's short-iso write it."""
 
 CRI: Final = re.compile(rf"{TIME} (stdout|stderr) ([FP])(?::\S*)?(?: |$)")
 """A line of /var/log/containers. P marks a line that continues in the stream's next line."""
@@ -101,7 +99,7 @@ JOURNAL: Final = re.compile(
 ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 MESSAGE_FIELDS: Final = ("log", "MESSAGE", "message", "msg", "event")
-"""The fields that can hold the message in a JSON line from Docker, journald or a logger."""
+"""The message's possible fields in a JSON line from Docker, journald or a logger."""
 
 EXCEPTION_FIELDS: Final = ("exc_info", "exception", "stack_trace")
 TIME_FIELDS: Final = ("time", "timestamp", "@timestamp", "asctime", "ts")
@@ -130,8 +128,8 @@ LEVEL: Final = (
 
 VLLM: Final = re.compile(rf"(?:{LABEL})*(?:{LEVEL})?")
 LEVEL_LATER: Final = re.compile(rf"[^'\"{{}}]{{1,300}}?(?:{LABEL})?{LEVEL}")
-"""A prefix that follows other unquoted text, such as a progress bar or an operator's own prefix.
-Prompts are always quoted, so a prompt cannot forge a prefix.
+"""A prefix after other unquoted text, such as a progress bar or an operator's prefix. Prompts are
+always quoted, so a prompt cannot forge a prefix.
 """
 
 SGLANG: Final = re.compile(

@@ -25,19 +25,17 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     name: str
     pattern: re.Pattern[str]
-    """It is matched at the beginning of the message, so that text within another line cannot match.
-    """
+    """It is matched at the beginning of the message. Text within another line cannot match."""
 
     since: str
     """The first engine version that writes this line."""
 
     until: str | None = None
-    """The last engine version that writes this line, or None if the newest version still does."""
+    """The last engine version that writes this line, or None if still written."""
 
     figures: tuple[tuple[str, float], ...] = ()
-    """For each group of the pattern: the field that the group fills, and the factor that converts
-    its figure to bytes. The factor is 1 if the figure is not a size. If two groups fill the same
-    field, their values are added.
+    """For each group of the pattern: its field, and the factor that converts to bytes. The factor
+    is 1 if the figure is not a size. If two groups fill the same field, their values are added.
     """
 
     text: str | None = None
@@ -49,9 +47,7 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     remark: LogRemarkKind | None = None
     is_least: bool = False
-    """If a process writes several such lines, whether the smallest figure is kept instead of the
-    newest.
-    """
+    """Whether the smallest of a process's figures is kept instead of the newest."""
 
     is_part: bool = False
     """Whether the figures of several such lines from the same process are added up."""
@@ -74,7 +70,7 @@ _KV_CACHE_ADVICE: Final = (
     r"(?: Replace gpu_memory_utilization config with `--kv-cache-memory=<N>` \(\S{1,20} GiB\) to"
     r" fit into requested memory, or `--kv-cache-memory=<N>`)?"
 )
-"""The optional advice at the end of the line that reports the sizes of a successful start."""
+"""The optional advice at the end of a line about a successful start."""
 
 VLLM_LINES: Final = (
     # Loading.
@@ -614,8 +610,7 @@ class FailurePattern(Struct, frozen=True, kw_only=True):
     since: str
     figures: tuple[tuple[str, float], ...] = ()
     exceptions: tuple[str, ...] = ()
-    """The exceptions that may carry the message, or () if it may also appear without an exception.
-    """
+    """The exceptions that may carry the message. It is () if the message may also appear alone."""
 
 
 def _failure(
@@ -1001,4 +996,4 @@ FAILURE_HINT: Final = re.compile(
     r"|DefaultCPU"
     r"|No space|CUDA driver|out of memory"
 )
-"""Text that a line must contain to match a failure pattern that has no fixed beginning."""
+"""Text in every line that matches a failure pattern without a fixed beginning."""

@@ -44,7 +44,7 @@ MOST_FAILURES: Final = 32
 """The number of earliest failures kept per start; later failures are consequences of them."""
 
 MOST_EVENTS: Final = 64
-"""The number of newest events kept per start; an engine logs its load 6 times per minute."""
+"""The number of newest events kept per start. An engine logs its load 6 times per minute."""
 
 MOST_FRAMES: Final = 3
 """The number of innermost frames kept per traceback."""

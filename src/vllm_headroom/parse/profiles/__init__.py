@@ -25,6 +25,6 @@ PROFILES: Final[tuple[Profile, ...]] = (
 )
 """Every supported engine; add new ones here.
 
-The page is read with the first profile that has matching series. Dynamo is last, because the engine
-inside it may export its own series on the same page.
+The page is read with the first profile that has matching series. Dynamo is last. The engine inside
+Dynamo may export its own series on the same page.
 """
