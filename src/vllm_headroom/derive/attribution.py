@@ -110,7 +110,7 @@ to 560 list the right pids, but with another process's memory.
 
 _NVML_RACE_BYTES: Final = 64 * MIB
 """A process may free this much memory between two NVML calls. If the processes' memory exceeds the
-memory in use by more, something is wrong. The driver has then listed memory on another device.
+memory in use by more, the list is wrong. The driver has then listed memory on another device.
 """
 
 
@@ -148,7 +148,7 @@ class AttributionState(Struct, frozen=True, kw_only=True):
     """The UUIDs of these devices. The set is empty until an engine process has been seen."""
 
     holders: frozenset[tuple[int, float]] = frozenset()
-    """The pids and start times of the engine's processes last seen there."""
+    """The pids and start times of the engine's processes last seen on these devices."""
 
     has_ledger: bool = False
     """Whether the driver has ever reported memory for an engine process. If it has, a reading

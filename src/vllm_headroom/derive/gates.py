@@ -38,8 +38,8 @@ class Guardrail(Struct, frozen=True, kw_only=True):
     """The pod is evicted if a leak may fill the memory within this time."""
 
     quiet_hour: int | None
-    """The hour of the day in UTC, or None if no hour is set. In this hour, the pod is evicted if a
-    leak may fill memory within a day.
+    """The hour of the day in UTC, or None if no hour is set. In this hour, a leak that may fill
+    memory within a day evicts the pod.
     """
 
     is_holder: bool

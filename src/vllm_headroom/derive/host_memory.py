@@ -31,9 +31,9 @@ HOST_KINDS: Final = ("anonymous", "file", "shared")
 """The kinds of a process's resident memory: the values of the label `kind`."""
 
 FULL_SHARE: Final = 0.5
-"""A container below this share of its limit in its last sample did not lack memory. Samples are 5 s
-apart. The fastest reported leak takes 2 GB in 5 s (vllm-project/vllm#35191). Half of the limit is
-more than that.
+"""Below this share of its limit, a container did not lack memory. Its last sample counts. Samples
+are 5 s apart. The fastest reported leak takes 2 GB in 5 s (vllm-project/vllm#35191). Half of the
+limit is more than that.
 """
 
 

@@ -23,30 +23,30 @@ from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Work
 
 LOWEST_SIZE_SHARE: Final = 1 / 16
-"""Only sizes of at least this share of the largest size are fitted. Small steps run in CUDA graphs,
-where the peak is determined by something other than the size, such as the logits.
+"""Only sizes of at least this share of the largest size are fitted. Small steps run in CUDA graphs.
+Their peak is not determined by the size, but for example by the logits.
 """
 
 FEWEST_SIZES: Final = 4
 """With fewer sizes, the prediction interval is too wide to be useful."""
 
 FEWEST_STEPS: Final = 8
-"""With fewer steps, a kind of work has been observed too rarely to fit a line."""
+"""With fewer steps, a kind of work has no fitted line."""
 
 SMALLEST_DEVIATION_BYTES: Final = MIB
-"""The smallest standard deviation that is assumed for a peak. torch hands out blocks that are up to
-1 MiB larger than requested (c10/cuda/CUDACachingAllocator.cpp, should_split).
+"""The smallest standard deviation that is assumed for a peak. A block of torch may be 1 MiB larger
+than requested (c10/cuda/CUDACachingAllocator.cpp, should_split).
 """
 
 UNUSABLE_CACHED_SHARE: Final = 0.3
 """The share of torch's unused segments that a larger step cannot use. When a tensor takes part of a
-segment, the next tensor does not fit into the rest. With prompt logprobs, at most a fifth is
-unusable: 18 % was measured when an OutOfMemoryError occurred.
+segment, the next tensor does not fit in. With prompt logprobs, at most a fifth is unusable. At an
+OutOfMemoryError, 18 % was measured.
 """
 
 FURTHEST_SIZE_FACTOR: Final = 4
-"""If no vLLM setting limits the size of a step, predictions extend to this many times the largest
-observed size.
+"""If no vLLM setting limits a step's size, predictions end here. The limit is this many times the
+largest observed size.
 """
 
 T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)

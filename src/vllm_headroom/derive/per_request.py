@@ -15,7 +15,7 @@ from vllm_headroom.units import DAY_SECONDS
 
 COMPARABLE_FACTOR: Final = 1.1
 """Two loads are comparable if they differ by at most this factor. The alert uses the same factor.
-The factor comes from a post-mortem in which memory per request rose from 9.5 to 10.5 MB.
+The factor is from a post-mortem. Memory per request rose from 9.5 to 10.5 MB there.
 """
 
 BASELINE_READINGS: Final = 60

@@ -19,8 +19,7 @@ SHORTEST_FRESH_SECONDS: Final = 10.0
 LONGEST_FRESH_SECONDS: Final = 300.0
 
 AHEAD_SECONDS: Final = 60.0
-"""A file dated further in the future than this is ignored, because the probe and the daemon share a
-clock.
+"""A file dated further in the future than this is ignored. The probe and the daemon share a clock.
 """
 
 

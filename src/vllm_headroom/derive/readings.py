@@ -27,7 +27,7 @@ _INSIDE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.ALLOCATOR_RESERVED, "reserved_bytes"),
 )
 _MOST_CACHED_GPUS: Final = 64
-"""The number of cached GPUs. The largest machine has 16 GPUs, each in two versions (for its engine
+"""The number of cached GPUs. The largest machine has 16 GPUs. Each has two versions (for its engine
 and for all others), over two ticks. The cache takes 0.2 MB.
 """
 

@@ -27,7 +27,8 @@ class SleepState(Struct, frozen=True, kw_only=True):
 
     run_id: str | None = None
     since_seconds: float | None = None
-    """When the current sleep began, on the monotonic clock, or None while the engine is awake."""
+    """When the current sleep began, on the monotonic clock. It is None while the engine is awake.
+    """
 
     settled: bool = False
     """Whether `least_bytes` is from the current sleep. If False, it is still from the previous
@@ -37,7 +38,7 @@ class SleepState(Struct, frozen=True, kw_only=True):
     least_bytes: dict[str, int] = field(default_factory=dict)
     """The least memory that was held during one sleep, by the GPU's UUID. The minimum is used,
     because memory is freed only some time after the sleep starts. In addition, memory is taken
-    again some time before the page reports that the engine is awake.
+    again before the page reports that the engine is awake.
     """
 
 

@@ -6,9 +6,7 @@ from vllm_headroom.derive.pages import list_engines
 from vllm_headroom.model import EnginePage
 
 RESTART_SHARE: Final = 0.5
-"""If the count of finished requests falls below this share of the previous count, another run has
-begun.
-"""
+"""If the count of finished requests falls below this share, another run has begun."""
 
 
 def identify_run(page: EnginePage | None) -> str | None:

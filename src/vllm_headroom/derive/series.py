@@ -8,8 +8,8 @@ from vllm_headroom.model import EngineReading, Gpu, Metric, Sample
 
 MOST_REMEMBERED: Final = 256
 """The maximum number of entries kept for engines or GPUs that are not currently visible. A page may
-show this many engines, and no machine has this many GPUs or GPU partitions. Names may change at
-every tick, so without a limit, memory would keep growing.
+show this many engines. No machine has this many GPUs or GPU partitions. Names may change at every
+tick, so without a limit, memory would keep growing.
 """
 
 K = TypeVar("K")

@@ -19,12 +19,12 @@ recommends.
 """
 
 BAND_SHARE: Final = 0.15
-"""Load is level if no minute's mean differs from the window's mean by more than this share. Random
-arrivals alone can cause this much variation.
+"""Load is level if every minute's mean is within this share of the window's. Random arrivals alone
+can cause this much variation.
 """
 
 BAND_REQUESTS: Final = 2.0
-"""At low load, a minute's mean may differ from the window's mean by up to this many requests."""
+"""At low load, a minute's mean may differ from the window's by this many requests."""
 
 
 class LoadState(Struct, frozen=True, kw_only=True):
@@ -37,13 +37,13 @@ class LoadState(Struct, frozen=True, kw_only=True):
     """When the current minute began, on the monotonic clock."""
 
     requests_sum: float = 0.0
-    """The sum of the samples of the current minute, each of which is a number of requests."""
+    """The sum of the current minute's samples. Each sample is a number of requests."""
 
     sample_count: int = 0
     """The number of samples in the current minute."""
 
     is_stable: bool | None = None
-    """Whether load was level after the last full minute, or None until the window is full."""
+    """Whether load was level after the last full minute. It is None until the window is full."""
 
     held_bytes: dict[str, int] = field(default_factory=dict)
     """The memory that the engine held when load became level, by the GPU's UUID."""

@@ -168,7 +168,7 @@ class TickRules(Struct, frozen=True, kw_only=True):
     selection: Selection
     derivations: tuple[Derivation[Any], ...]
     model: TokenBytes | None = None
-    """Computes the bytes per token of the model that the operator named, or None if no model was
+    """Computes the bytes per token of the model that the operator named. It is None if no model was
     named.
     """
     host_limit_bytes: int | None = None
@@ -180,7 +180,7 @@ class TickRules(Struct, frozen=True, kw_only=True):
     """
     role: str = SERVING
     gate_ready_seconds: float | None = None
-    """The gate closes if less than this time is left until out-of-memory, or never if this is None.
+    """The gate closes if less time is left until out-of-memory. If this is None, it never closes.
     """
     read_guardrail: Callable[[], Guardrail] | None = None
     """Returns the guardrail's settings and state, or None if this pod must never be evicted."""
@@ -234,9 +234,7 @@ class Evaluation:
         self._attribution = AttributionState()
         self._container = ContainerState()
         self.states: dict[str, Any] = {ENGINE_RUN: EngineMemory()}
-        """The state of the engine's run and of each derivation, by name, in the form in which it is
-        saved.
-        """
+        """The state of the run and of each derivation, by name, in its saved form."""
         for derivation in rules.derivations:
             self.states[derivation.name] = derivation.initial
 

@@ -56,14 +56,13 @@ from vllm_headroom.vocabulary import (
 # description names.
 
 LOW_BYTES: Final = 512 * MIB
-"""A GPU's free memory is low if it is below both this size and LOW_FREE_SHARE of the memory that
-was free initially. The alert HeadroomGpuMemoryLow uses the same limits.
+"""A GPU's free memory is low only below this size. It must also be below LOW_FREE_SHARE of the
+initially free memory. The alert HeadroomGpuMemoryLow uses the same limits.
 """
 
 LOW_FREE_SHARE: Final = 0.5
-"""Free memory is low only if it is also below this share of what was free on the GPU or host when
-the engine became ready. A GPU is therefore not reported as short of memory just because its engine
-is configured to leave little free.
+"""Free memory is low only if it is also below this share. The share is of the free memory when the
+engine became ready. An engine that is configured to leave little free is therefore not reported.
 """
 
 LOW_HOST_BYTES: Final = 4 * GIB
@@ -77,41 +76,38 @@ The alert HeadroomHostMemoryLow uses the same limits.
 """
 
 LOW_HOST_SHARE: Final = 0.05
-"""The host's free memory is low only if it is also below this share of the host's limit."""
+"""The host's free memory is low only if also below this share of its limit."""
 
 OVER_BUDGET_SECONDS: Final = 300.0
-"""An excess over the budget is reported only after it has lasted this long. This is how long it
-takes to measure the memory that the engine holds between bursts.
+"""An excess over the budget is reported only after it has lasted this long. Measuring the memory
+that the engine holds between bursts takes this long.
 """
 
 SCARCE_BLOCKS_BYTES: Final = GIB
-"""Allocations of unified memory may fail if less than this much is free in blocks of 2 MiB. Some
-failed while 22.5 GiB were available (vllm-project/vllm#54200). While no model is being loaded and
-no task waits for memory, few such blocks are normal. The page cache takes the free memory.
+"""Below this much free in 2 MiB blocks, unified memory may not be allocated. Some failed while
+22.5 GiB were available (vllm-project/vllm#54200). Few such blocks are normal. Exceptions are a
+loading model and a task that waits for memory. The page cache takes the free memory.
 """
 
 WAITING_RATIO: Final = 0.05
-"""Tasks count as waiting for memory if they waited for more than this share of the last ten seconds
-(PSI).
-"""
+"""Tasks wait for memory above this share of the last ten seconds (PSI)."""
 
 OVERSHOOT_FACTOR: Final = 1.15
-"""Offloads are reported as larger than planned if they take more than this many times their planned
-size. The factor leaves room for vLLM's buffers and queues, which are also in shared memory.
+"""Offloads are larger than planned above this many times their planned size. The factor leaves room
+for vLLM's buffers and queues, which are also in shared memory.
 """
 
 STRANDED_RATIO: Final = 0.05
-"""A KV cache is reported as stranded if more than this share of it is in use but not held by any
-request, as in HeadroomKvCacheStranded.
+"""A KV cache is stranded above this share in use without a request. HeadroomKvCacheStranded uses
+the same share.
 """
 
 CRASH_LOOP_EXITS: Final = 3
 """This many exits within 90 minutes are a crash loop, as in HeadroomEngineCrashLoop."""
 
 SURE_SECONDS: Final = 4 * HOUR_SECONDS
-"""If memory has been watched for less than this time, its verdict states how long it has been
-watched. A leak in large steps triggers an alarm after four hours; a steady leak usually does so
-sooner.
+"""If memory has been watched for less time, its verdict states for how long. A leak in large steps
+triggers an alarm after four hours. A steady leak usually does so sooner.
 """
 
 # These alerts are used in more than one place.
@@ -128,8 +124,8 @@ class GrowthAlerts(Struct, frozen=True, kw_only=True):
     """The alert for a leak that leaves less than an hour."""
 
     day: str
-    """The alert for a leak that leaves less than a day, or for a possible leak that leaves less
-    than an hour.
+    """The alert for a leak with less than a day left. For a possible leak, less than an hour must
+    be left.
     """
 
     later: str
@@ -218,9 +214,7 @@ UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
         sentence="was asleep when last seen",
     ),
 }
-"""The sentences for states that are carried over from the last page while the page cannot be
-read.
-"""
+"""The sentences for states kept from the last page while the page cannot be read."""
 
 PAGE_ALONE_FAILS: Final = (
     "has a server that answers other requests, and only its metrics page fails: whether it makes"
@@ -231,15 +225,15 @@ PAGE_ALONE_FAILS: Final = (
 SERVER_RUNS: Final = (
     "has a server that runs, and reports an error: whether it makes progress is not known"
 )
-"""The text used if the server answers with an error instead of its page, and nothing else is known
-about the engine.
+"""The text for a server that answers with an error instead of its page. Nothing else is known about
+the engine then.
 """
 
 LOGIN_WANTED: Final = (
     "is behind a server that answers, but asks for a login: whether the engine makes progress is"
     " not known"
 )
-"""The text used if the server denies access to the page because the login is missing or wrong."""
+"""The text for a server that denies the page because of its login."""
 
 SLOW_PAGE_CAUSE: Final = (
     "; a PROMETHEUS_MULTIPROC_DIR that is full or on a network volume does this: check it with df"
@@ -252,21 +246,21 @@ STALE_GAUGES: Final = (
     "; these gauges are stale, as after an abort of all requests: no CPU time, GPU or client"
     " supports them"
 )
-"""Added to the text about an engine's load if all other evidence shows that the load gauges are
-stale.
+"""Added to the text about an engine's load if its gauges are stale. All other evidence must show
+that.
 """
 
 DOUBTED_GAUGES: Final = (
     "may be idle or hang: its page shows work without progress, nothing that is visible supports"
     " that there is any work, and its server answers: send one request, which updates stale gauges"
 )
-"""The text used if too little can be seen to conclude that the gauges are stale."""
+"""The text if too little is visible to conclude that the gauges are stale."""
 
 SERVER_TROUBLES: Final = {
     ServerAnswer.UNHEALTHY: "; its health check reports an error",
     ServerAnswer.SILENT: "; its health check does not answer",
 }
-"""Further evidence of a stall besides the page, added to the sentence about a stalled engine."""
+"""Evidence of a stall besides the page. It is added to the sentence about a stalled engine."""
 
 NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),
@@ -275,7 +269,7 @@ NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.WARMING_UP: (Level.UNKNOWN, "too early to tell whether it leaks"),
 }
 """The level and the text for memory that is not growing, by leak state. If the memory has several
-leak states, the first of them in this order is used.
+leak states, the first in this order is used.
 """
 
 VERDICTS: Final = "verdicts"

@@ -42,7 +42,7 @@ blocks. More blocks did not yield better rates.
 """
 
 UNLIKE: Final = 1.4
-"""Growth is attributed to requests if their rates vary little between batches. The limit is this
+"""Growth is attributed to requests if the batches' rates per request vary little. The limit is this
 many times the variation of the rates per second.
 """
 
@@ -60,8 +60,8 @@ is as good.
 """
 
 DILUTED_RATIO: Final = 1.5
-"""Our choice: a stretch is used if its rate is this many times the overall rate. In an even leak,
-the rates of any two parts differ by less.
+"""Our choice: a stretch is used from this many times the overall rate. In an even leak, the rates
+of any two parts differ by less.
 """
 
 MARGIN_SECONDS: Final = 300.0

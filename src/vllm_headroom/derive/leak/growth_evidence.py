@@ -792,7 +792,9 @@ any load. By then, two thirds of the room are gone.
 """
 
 ROOM_SHARE: Final = 0.25
-"""For an alarm, growth must have taken this share of the room or ENOUGH_BYTES."""
+"""For an alarm, growth must have taken this share of the room or ENOUGH_BYTES. The smaller amount
+is sufficient.
+"""
 
 ENOUGH_BYTES: Final = 1536 * MIB
 """Few caches are as large as this."""

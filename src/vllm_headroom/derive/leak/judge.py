@@ -89,8 +89,8 @@ GONE_RATIO: Final = 6.0
 """Our choice: most room is gone if growth took this many times the remaining room."""
 
 CLIPPED_GONE_RATIO: Final = 4.0
-"""Our choice: the same must hold for this ratio with the largest rise clipped. The clipped part
-counts as room that is left.
+"""Our choice: this is GONE_RATIO for growth with its largest rise clipped. The clipped part counts
+as room that is left.
 """
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
@@ -108,9 +108,9 @@ POOL_OVERHEAD: Final = 1.15
 
 KEPT_PACE: Final = 1.5
 """Our choice: the time since the first quarter of the run is divided into thirds. Growth keeps its
-pace if the last two thirds outweigh the first third. They must have at least this many times its
-growth. On a straight line, it is twice as large in the last two thirds. On a logarithmic curve, it
-is equally large.
+pace if it is large enough in the last two thirds. It must be at least this many times the growth in
+the first third. On a straight line, growth is twice as large in the last two thirds. On a
+logarithmic curve, it is equally large.
 """
 
 BUSIEST_RATIO: Final = 1.25

@@ -40,8 +40,8 @@ FALLEN_SHARE: Final = 0.5
 
 LOWER_LOAD: Final = 2 / 3
 """Load has fallen if an hour since the peak had a low enough request rate. The maximum is this
-share of the busiest hour before the peak. A release without lower load proves nothing. torch may
-release its cache even during a leak.
+share of the busiest hour before the peak. A release without lower load proves nothing. Even during
+a leak, torch may release its cache.
 """
 
 LEAST_ROOM_SHARE: Final = 0.1

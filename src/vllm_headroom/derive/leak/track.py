@@ -39,7 +39,7 @@ and 16 hours.
 
 DOUBTED_SECONDS: Final = DAY_SECONDS
 """A snapshot's time is not trusted if it is before the previous one. The same applies if it is this
-much later. A second reading then confirms the time.
+much later. A second reading must then confirm the time.
 """
 
 REST_SHARE: Final = 0.5

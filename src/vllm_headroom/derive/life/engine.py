@@ -71,8 +71,8 @@ this time, the engine has survived the error.
 """
 
 LOADED_SHARE: Final = 0.5
-"""An engine had loaded its model before its first sample in this case. The first sample shows this
-share of the newest sample's memory.
+"""An engine had loaded its model if its first sample shows enough memory. The minimum is this share
+of the newest sample's memory.
 """
 
 CONTEXT_BYTES: Final = GIB

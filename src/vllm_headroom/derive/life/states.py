@@ -57,8 +57,8 @@ pressure was 0.05 at a load average of 2. It was 0.95 at a load average of 5.
 
 SPINNING_SECONDS: Final = 180.0
 """A server that uses CPU time without answering for longer than this is spinning. This does not
-apply while the machine is short of CPU, or while the server has closed its port and is finishing
-its last requests.
+apply while the machine is short of CPU. It does not apply either while the server finishes its last
+requests.
 """
 
 CRASH_LOOP_SECONDS: Final = 90 * 60.0
@@ -82,7 +82,7 @@ _STATE_FILE_NAMES: Final = {
     "was_asleep": "asleep",
     "lost_roles": "lost",
 }
-"""The names of the fields in lives.json, which are the same in files from older versions."""
+"""The fields' names in lives.json, as in files from older versions."""
 
 
 class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
@@ -97,17 +97,18 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     is_ready: bool = False
     """Whether the engine's page has ever been served in this run."""
     has_worked: bool | None = False
-    """Whether the engine has ever processed a request, or None if its page does not show work."""
+    """Whether the engine has ever processed a request. It is None if the engine's page does not
+    show work.
+    """
     has_ended: bool = False
     necessary_counts: dict[Role, int] = field(default_factory=dict)
-    """For each necessary role, the highest number of its processes that ran while the page was
-    served.
+    """For each necessary role, the highest number of its processes. Only samples with a served page
+    count.
     """
     most_held_bytes: int = 0
     """The most GPU memory that was held in this run while the page was served."""
     first_room_bytes: dict[str, int] = field(default_factory=dict)
-    """The memory that was free on each of the engine's GPUs when the engine became ready, by UUID.
-    """
+    """The free memory on each of the engine's GPUs when it became ready, by UUID."""
     first_host_room_bytes: int | None = None
     """The host memory that was free when the engine became ready."""
     was_asleep: bool = False
@@ -115,8 +116,8 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     lost_roles: tuple[Role, ...] = ()
     """The necessary roles in which at least one process has exited."""
     oom_kills: int = 0
-    """The kernel's count of OOM kills in the engine's container, as of the last sample in which no
-    process was missing.
+    """The kernel's count of OOM kills in the engine's container. It is from the last sample in
+    which no process was missing.
     """
 
 
@@ -130,7 +131,7 @@ class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visib
     restarts: int = 0
     exits: dict[ExitReason, int] = field(default_factory=dict)
     exit_requests: float | None = None
-    """The number of requests on the last page before the last exit, or None if unknown."""
+    """The requests on the last page before the last exit, or None if unknown."""
     ends_seconds: tuple[float, ...] = ()
     """When the newest runs ended, in seconds since the epoch."""
     are_processes_visible: bool | None = None
@@ -182,7 +183,7 @@ class Presence(Enum):
     OUT_OF_SIGHT = auto()
     """The source that used to show the processes has failed. This does not end a run."""
     NEVER_SHOWN = auto()
-    """No source has ever shown the processes in this run, so the page is the only evidence."""
+    """No source has shown the processes in this run. The page is the only evidence."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
@@ -191,7 +192,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     snapshot: Snapshot
     answer: PageAnswer
     processes: tuple[EngineProcess, ...] | None
-    """The engine's processes, or None if /proc cannot be read, or if several servers may be the
+    """The engine's processes. They are None if /proc cannot be read or several servers may be the
     engine.
     """
     are_processes_visible: bool | None
@@ -507,11 +508,9 @@ class Symptom(Enum):
     NO_PROGRESS = auto()
     """The page is served and shows work, but no progress."""
     HANG_SIGN = auto()
-    """The page is served and shows no work, but one sign of a hang has been present for long
-    enough.
-    """
+    """The page is served and shows no work. One sign of a hang has been present for long enough."""
     HANG_SIGNS = auto()
-    """The page is served and shows no work, but several signs of a hang have been present for long
+    """The page is served and shows no work. Several signs of a hang have been present for long
     enough.
     """
     NO_PROCESSES = auto()
@@ -523,19 +522,18 @@ class Symptom(Enum):
     engine.
     """
     NEVER_READY = auto()
-    """There is no page, but there are processes of a run whose page has never been served."""
+    """There is no page. There are processes of a run whose page has never been served."""
     AWAY_BRIEFLY = auto()
-    """There is no page. The page or the source that showed the processes has been missing, but for
+    """There is no page. The page or the source of the processes has been missing. The time is still
     less than STALLED_SECONDS.
     """
     PROCESSES_OUT_OF_SIGHT = auto()
     """There is no page, and the source that used to show the processes has failed."""
     PAGE_UNREADABLE = auto()
-    """The page used to be served, but the answer is now a login page or comes from another server.
-    """
+    """The page used to be served. The answer is now a login page or another server's."""
     STALE_GAUGES = auto()
-    """The page is served and shows work without progress, but all other evidence shows that there
-    is no work.
+    """The page is served and shows work without progress. All other evidence shows that there is no
+    work.
     """
     GAUGES_DOUBTED = auto()
     """The page is served and shows work without progress. The evidence that is visible shows no
@@ -544,7 +542,7 @@ class Symptom(Enum):
     SERVER_ANSWERS = auto()
     """There is no page, but the server answers other requests, so it is running."""
     SERVER_COMPUTES = auto()
-    """The page used to be served but is missing now, and its server uses CPU time."""
+    """The page used to be served but is missing now. Its server uses CPU time."""
     PAGE_AWAY = auto()
     """The page used to be served but is missing now. Its server either uses no CPU time or is
     spinning.
@@ -668,8 +666,8 @@ class StandstillRow(NamedTuple):
     requests: Requests | None = None
     activity: Activity | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The server's answers that the row matches. If None is one of them, the row also matches if no
-    request was sent to the server.
+    """The server's answers that the row matches. If None is one of them, an unasked server also
+    matches.
     """
 
 
@@ -726,7 +724,7 @@ class AbsenceRow(NamedTuple):
     """The server's answers that the row matches, as in StandstillRow."""
     is_computing: bool | None = None
     """Whether the API server uses CPU time but is not spinning. If the server answers with an
-    error, it is sufficient that the core, the workers or a GPU is busy.
+    error, a busy core, worker or GPU is sufficient.
     """
 
 
@@ -816,12 +814,11 @@ class StateUpdate(Struct, frozen=True, kw_only=True):
 
     evidence: Evidence
     exited_run: EngineRun | None
-    """The run that exited according to the sample, in its state before the sample, or None if no
-    run exited.
+    """The run that exited according to the sample, or None. It is in its state before the sample.
     """
     runs: EngineRuns
-    """The runs after the sample. The exit is not counted yet, because this module does not know the
-    reason for it.
+    """The runs after the sample. The exit is not counted yet. This module does not know the reason
+    for the exit.
     """
     progress: Progress
     absence: Absence
