@@ -99,7 +99,7 @@ async def fetch_engines(reader: PageReader, profile: str | None = None) -> Engin
 async def survey_machine(
     settings: Settings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
 ) -> Machine:
-    """Read the GPUs and processes once, and attribute the GPUs to the engine as the daemon does.
+    """Read the GPUs and processes once, and attribute the GPUs to the engine.
 
     A part that cannot be read is replaced by a Failure in the result. The processes are read after
     `page`, which determines the engine to watch.

@@ -32,7 +32,7 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
 def parse_first_model(text: str | bytes | bytearray) -> ListedModel | None:
     """Parse the first model in the response to GET /v1/models.
 
-    Returns None if the response lists no models, or if the first model has no name.
+    Returns None if the response lists no models. Also returns None if the first model has no name.
     """
     models = parse_object(text).get("data")
     if not isinstance(models, list) or not models:
@@ -56,7 +56,10 @@ def parse_server_version(text: str) -> str | None:
 
 
 def find_error(answer: Mapping[str, Any]) -> str | None:
-    """Return the full error message in a JSON object, or None if it does not contain one."""
+    """Return the full error message in a JSON object.
+
+    Returns None if the object does not contain an error.
+    """
     error = answer.get("error")
     # OpenAI's servers return {"error": {"message": ...}}, older vLLM servers {"message": ...}.
     if isinstance(error, dict):

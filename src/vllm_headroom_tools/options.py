@@ -1,4 +1,4 @@
-"""A command's options: the kinds of values, and a parser that reports all mistakes at once."""
+"""A command's options: their kinds of values, and a parser that reports all mistakes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ class Value(Struct, Generic[T], frozen=True, kw_only=True):
 def bounded(
     read: Callable[[str], AnyNumber], low: float, high: float
 ) -> Callable[[str], AnyNumber]:
-    """Return a function that parses a number and raises ValueError if it is out of bounds."""
+    """Return a function that parses a number.
+
+    The function raises ValueError if the number is out of bounds.
+    """
 
     def read_bounded(text: str) -> AnyNumber:
         """Return the number; raise ValueError if it is out of bounds."""
@@ -82,7 +85,10 @@ def bounded(
 
 
 def above_zero(read: Callable[[str], float], high: float = LARGEST_FLOAT) -> Callable[[str], float]:
-    """Return a function that parses a number and raises ValueError if it is not in (0, `high`]."""
+    """Return a function that parses a number.
+
+    The function raises ValueError if the number is not in (0, `high`].
+    """
     return bounded(read, SMALLEST_FLOAT, high)
 
 
@@ -154,7 +160,7 @@ def whole_number(low: int = 1, high: int = MAX_WHOLE_NUMBER) -> Value[int]:
 
 
 def tokens(high: int = MAX_WHOLE_NUMBER) -> Value[int]:
-    """Return the kind of value for a number of tokens, in the notation of vLLM's options."""
+    """Return the kind of value for a number of tokens, as in vLLM's options."""
     accepts = f"a whole number from 1 to {high}, such as 32768, 32k (32,000) or 32K (32,768)"
     return Value(read=bounded(parse_vllm_number, 1, high), accepts=accepts)
 
@@ -315,8 +321,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # Options cannot be abbreviated, because an option that is added later could make an
-            # abbreviation ambiguous.
+            # Options cannot be abbreviated. Otherwise, a new option could make an abbreviation
+            # ambiguous.
             allow_abbrev=False,
             add_help=False,
         )
@@ -390,9 +396,8 @@ class Parser(argparse.ArgumentParser):
         last occurrence counts. An option before `--` overrides the same option after it.
         `option_kind` describes these options in error messages.
 
-        With `is_lenient`, unknown options on the command line are accepted, because a newer release
-        of the program may have them. `unknown_options` in the namespace then contains a sentence
-        about each of them.
+        With `is_lenient`, unknown options are accepted. A newer release of the program may have
+        them. `unknown_options` in the namespace then contains a sentence about each of them.
         """
         self._is_lenient = is_lenient
         self._option_kind = option_kind
@@ -406,15 +411,18 @@ class Parser(argparse.ArgumentParser):
         return formatter._expand_help(action)  # noqa: SLF001 - argparse has no public way
 
     def list_values(self, action: argparse.Action) -> list[str]:
-        """Return the values that an option accepts, or an empty list if there is no fixed set."""
+        """Return the values that an option accepts.
+
+        Returns an empty list if there is no fixed set.
+        """
         return split_closed_set(_find_kind(action).accepts)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the options into a namespace, which includes `settings` if the parser has settings.
 
-        If the command has no positional arguments, a URL as the first word is the engine's URL.
-        Raises BadOptions with a line for each mistake, even if another source overrides the value.
-        Raises Printed for --help, --version and --print-config.
+        A command without positional arguments accepts the engine's URL as its first word. Raises
+        BadOptions with a line for each mistake, even if another source overrides the value. Raises
+        Printed for --help, --version and --print-config.
         """
         positionals = [action for action in self._actions if not action.option_strings]
         if self._begins_with_url(argv) and not positionals:
@@ -436,7 +444,7 @@ class Parser(argparse.ArgumentParser):
             unknown_names = [option.name for option in line_options if option.is_unknown]
             line_options = [option for option in line_options if not option.is_unknown]
         typed_options += line_options
-        # From here on, mistakes are collected, so that the operator sees all of them at once.
+        # From here on, mistakes are collected. The operator then sees all of them at once.
         arguments, mistakes = self._check(typed_options)
         for place, word in enumerate(loose_words):
             if place < len(positionals):
@@ -636,9 +644,10 @@ class Parser(argparse.ArgumentParser):
 def _describe_misuse(
     name: str, action: argparse.Action, values: Sequence[str], count: int
 ) -> str | None:
-    """Describe an error in the use of an option; return None if there is no error.
+    """Describe an error in the use of an option.
 
-    `count` is how often the option has occurred so far. `values` are the words after it.
+    Returns None if there is no error. `count` is how often the option has occurred so far. `values`
+    are the words after it.
     """
     # An option that may be repeated has a list as its default.
     if count > 1 and not isinstance(action.default, list):

@@ -71,7 +71,10 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
 
 
 def _find_problem(output: str) -> str | None:
-    """Return the first line of perf's output that describes a problem, or None for empty output."""
+    """Return the first line of perf's output that describes a problem.
+
+    Returns None for empty output.
+    """
     for line in output.splitlines():
         if line.strip() not in {"", "Error:"}:
             return line.strip()
@@ -81,8 +84,8 @@ def _find_problem(output: str) -> str | None:
 async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
     """Run a program, interrupt it after `seconds`, and return its exit status and output.
 
-    The output is standard output or, if that is empty, standard error. If the program does not exit
-    after the interrupt, it is killed and TimeoutError is raised.
+    The output is standard output or, if that is empty, standard error. If the program ignores the
+    interrupt, it is killed. TimeoutError is then raised.
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:

@@ -149,8 +149,7 @@ def build_question(options: Namespace) -> Question:
         batch_limit = max_num_batched_tokens or defaults.max_num_seqs
         max_num_seqs = min(defaults.max_num_seqs, batch_limit)
     if max_num_batched_tokens is None:
-        # Our choice: if only max_num_seqs is given, assume at least one token per request in a
-        # batch.
+        # Our choice: if only max_num_seqs is given, assume one token per request in a batch.
         max_num_batched_tokens = max(defaults.max_num_batched_tokens, max_num_seqs)
     max_model_len = options.max_model_len
     if max_model_len in (AUTO_LENGTH, None):
@@ -159,7 +158,7 @@ def build_question(options: Namespace) -> Question:
     utilization = options.gpu_memory_utilization
     if utilization is None:
         utilization = options.release.utilization
-    # Most options map to fields of the question with the same name; the others are computed above.
+    # Most options have the name of a field of the question. The other values are computed above.
     values = {
         field.name: getattr(options, field.name)
         for field in fields(Question)
@@ -192,7 +191,7 @@ def build_question(options: Namespace) -> Question:
     if problem is not None:
         raise BadInput(problem)
     if options.max_model_len == AUTO_LENGTH:
-        # As in vLLM, this is the longest single sequence that fits, up to the model's limit.
+        # As in vLLM, the longest sequence is limited by the cache and by the model.
         longest = estimate_memory(question).find_longest(1)
         return replace(question, max_model_len=longest or shape.max_model_len)
     return question
@@ -281,7 +280,7 @@ def _add_drafts(shape: ModelShape, speculation: Speculation, options: Namespace)
 
 
 def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
-    """Return the draft model, which is given as a configuration, a folder or a public name.
+    """Return the draft model from a configuration, a folder or a public name.
 
     Returns None if there is no draft model, or if its sizes are unknown. Raises BadInput if its
     configuration cannot be read.
@@ -304,7 +303,7 @@ def _read_draft(options: Namespace, name: str | None) -> ModelShape | None:
 
 
 def _read_shape(options: Namespace) -> ModelShape | str:
-    """Return the shape from the model's file and the size options, or the problem as text."""
+    """Return the shape from the model's file and options, or the problem as text."""
     overrides = _read_overrides(options)
     if options.model is not None and options.model_config is None:
         if has_config_file(options.model):
@@ -354,10 +353,10 @@ def _read_public_model(name: str, overrides: dict[str, Any]) -> ModelShape | str
 def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
     """Return the size of the weights as served, in bytes, and the number of parameters.
 
-    At most one of the two is returned; the other is None. If both are None, they have to be derived
-    from the configuration. vLLM serves quantised weights as they are stored, so the size of the
-    files is used. Other weights are served in the dtype set by the options, so only the number of
-    parameters is used.
+    At most one of the two is returned; the other is None. If both are None, they are derived from
+    the configuration. Quantised weights are served as stored, so the size of the files is used.
+    Other weights are served in the dtype from the options. For them, only the number of parameters
+    is used.
     """
     if options.parameters is not None or options.model_config is None:
         return None, options.parameters
@@ -365,8 +364,7 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
-    # The files may store the weights in another dtype, but their size gives the number of
-    # parameters.
+    # The files may have another dtype. Their size gives the number of parameters.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
     # If an option changes the quantisation, the size of the weight files no longer applies.
@@ -831,7 +829,7 @@ def _add_choice(
     meaning: str,
     default: str | None = None,
 ) -> None:
-    """Add an option that takes one of these names, and list the names in its help."""
+    """Add an option that takes one of these names. Its help lists the names."""
     value = choice(names)
     group.add_argument(
         *flags, metavar="NAME", type=value, default=default, help=f"{meaning}: {value.accepts}"
@@ -839,9 +837,10 @@ def _add_choice(
 
 
 def _run(options: Namespace) -> Report | Coroutine[Any, Any, Report]:
-    """Return the report, or a coroutine that returns it if a sidecar has to be queried.
+    """Return the report.
 
-    Raises BadOptions if both a trace and a sidecar are named.
+    If a sidecar has to be queried, returns a coroutine with the report. Raises BadOptions if both a
+    trace and a sidecar are named.
     """
     if options.trace is not None and options.headroom_url is not None:
         raise BadOptions("takes --trace or --headroom-url, and not both")
@@ -905,7 +904,7 @@ def _size(options: Namespace, traffic: Traffic) -> Report:
     question = _build_logged_question(options, traffic)
     is_length_known = options.log is not None or "max_model_len" in options.typed_names
     if not is_length_known and question.max_model_len is not None:
-        # vLLM has started, so its KV cache holds at least one sequence of the maximum length.
+        # vLLM has started, so its KV cache holds a sequence of the maximum length.
         longest = int(traffic.capacity_tokens or question.max_model_len)
         question = replace(question, max_model_len=min(question.max_model_len, longest))
     return build_sizes_report(judge_sizes(question, traffic, options.max_num_batched_tokens))

@@ -91,9 +91,9 @@ def choose_start(log: EngineLog) -> EngineStart:
 def apply_log_options(options: Namespace, start: EngineStart, *, with_typed: bool) -> Namespace:
     """Return the options, completed with those of an engine start.
 
-    Typed options take precedence over those of the start. If `with_typed` is False, only the typed
-    options that name the model or the card take precedence. Raises BadInput if the start's release
-    is unknown.
+    Typed options take precedence over those of the start. If `with_typed` is False, only typed
+    options for the model or card take precedence. Raises BadInput if the start's release is
+    unknown.
     """
     applied = Namespace(**vars(options))
     typed_names = options.typed_names
@@ -130,7 +130,7 @@ def list_log_options(start: EngineStart) -> Iterator[tuple[str, Any]]:
         version = start.version or "of an unknown version"
         problem = f"plan computes releases from 0.{OLDEST_MINOR} to 0.{NEWEST_MINOR}"
         raise BadInput(f"--log: the start is of vLLM {version}; {problem}") from None
-    # A figure that is not among the logged options may be in another line of vLLM's log.
+    # A figure missing from the logged options may be in another log line.
     for name, log_names in COUNTS.items():
         count = start.find_option(*log_names)
         if not _is_count(count) and name in FIGURES:

@@ -183,7 +183,10 @@ def _format_heading(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _format_spread(question: Question) -> str:
-    """Return how the model is split, such as "tensor parallel 4", or "" for one GPU."""
+    """Return how the model is split, such as "tensor parallel 4".
+
+    Returns "" for one GPU.
+    """
     sizes = (
         ("tensor", question.tensor_parallel_size),
         ("pipeline", question.pipeline_parallel_size),
@@ -193,7 +196,7 @@ def _format_spread(question: Question) -> str:
 
 
 def _format_memory(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield the table of memory per GPU, with a line and a remark for each part."""
+    """Yield the table of memory per GPU. Each part has a line and a remark."""
     question = estimate.question
     yield f"{'Of each GPU':<44}GiB"
     if estimate.budget_bytes is not None:
@@ -287,7 +290,7 @@ def format_estimate(amount: float | Range | None) -> str:
 
 
 def _format_cache(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield the lines about the KV cache: bytes per token and per block, and how much fits."""
+    """Yield lines about the KV cache: bytes per token, bytes per block, and capacity."""
     question = estimate.question
     layout = estimate.layout
     yield "KV cache"
@@ -327,13 +330,13 @@ def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
             continue
         at_once = estimate.count_sequences(tokens)
         if at_once is not None:
-            # Round the number down, so that the table never shows a sequence that does not fit.
+            # The number is rounded down, so the table shows only sequences that fit.
             shown = floor(at_once * 10) / 10
             yield f"  {shown:,.1f} sequences of {tokens:,} tokens ({name}) at once"
 
 
 def _format_tables(estimate: MemoryEstimate) -> list[str]:
-    """Return two tables: how long N sequences can be, and how many of length N fit.
+    """Return two tables: the length of N sequences, and the number of sequences of length N.
 
     Returns an empty list if no blocks are known to fit.
     """
@@ -348,7 +351,7 @@ def _format_tables(estimate: MemoryEstimate) -> list[str]:
 
 
 def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield a table of two lines: the first numbers of the pairs, and the second numbers."""
+    """Yield a table of two lines: the first and the second numbers of the pairs."""
     columns = [[f"{number:,}" for number in pair] for pair in pairs]
     for place, head in enumerate(heads):
         cells = [f"{column[place]:>{max(map(len, column))}}" for column in columns]
@@ -356,7 +359,10 @@ def _format_table(heads: tuple[str, str], pairs: Iterable[tuple[int, int]]) -> I
 
 
 def _format_answer(estimate: MemoryEstimate, changes: Sequence[Saving]) -> Iterator[str]:
-    """Yield the notes, the verdict and, unless vLLM is certain to start, the changes that help."""
+    """Yield the notes, the verdict and the changes that help.
+
+    If vLLM is certain to start, no changes are included.
+    """
     for sentence in (*list_estimate_notes(estimate), explain_verdict(estimate)):
         yield from wrap_text("", sentence)
     # If the cache's size is unknown, it is also unknown whether a change helps.
@@ -497,7 +503,7 @@ PROBE_FILE_LIMIT_BYTES: Final = 16 * 1024
 def read_worker_parts(file: Path) -> WorkerMeasurements:
     """Return the parts of a worker's memory from a probe file.
 
-    Raises BadInput if the file cannot be read or comes from a process without a GPU.
+    Raises BadInput if the file cannot be read. Also raises BadInput if the process had no GPU.
     """
     try:
         with file.open("rb") as stream:

@@ -65,7 +65,7 @@ class Size(Struct, frozen=True, kw_only=True):
 class Waste(Struct, frozen=True, kw_only=True):
     """The memory on each GPU that the traffic never used; unknown figures are None."""
 
-    # The part of the KV cache that is left over after SPARE_FACTOR times the traffic's need.
+    # The part of the KV cache beyond SPARE_FACTOR times the traffic's need.
     kv_cache_bytes: float | None
     # The card's memory that was still free at the highest peak.
     free_bytes: float | None
@@ -79,7 +79,7 @@ class Waste(Struct, frozen=True, kw_only=True):
 
 
 class Sizing(Struct, frozen=True, kw_only=True):
-    """Whether an engine is the right size for its traffic, and which other sizes would work."""
+    """Whether an engine's size suits its traffic, and which other sizes would work."""
 
     traffic: Traffic
     # The engine with its current settings.
@@ -89,9 +89,9 @@ class Sizing(Struct, frozen=True, kw_only=True):
     needed_requests: int
     needed_tokens: float
     waste: Waste
-    # The engine's GPUs with less memory for vLLM, or None if vLLM needs all of it.
+    # The engine's GPUs with less memory for vLLM. None if vLLM needs all of it.
     smaller_share: Size | None
-    # For each card, the smallest number of GPUs that can handle the traffic, sorted by memory.
+    # For each card, the smallest number of GPUs for the traffic, sorted by memory.
     others: tuple[Size, ...]
 
     @property
@@ -145,7 +145,7 @@ def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | 
 
 
 def _estimate_used_tokens(estimate: MemoryEstimate, traffic: Traffic) -> float:
-    """Return the largest number of tokens in use, based on the planned size of the KV cache."""
+    """Return the largest number of tokens in use, for the planned KV cache."""
     kv_cache = estimate.kv_cache
     if kv_cache is None or not estimate.layout.block_bytes:
         return 0.0
@@ -156,8 +156,8 @@ def _estimate_used_tokens(estimate: MemoryEstimate, traffic: Traffic) -> float:
 def _count_blocks_per_token(estimate: MemoryEstimate) -> float:
     """Return the number of blocks per token of the KV cache, as vLLM counts tokens.
 
-    For models with sliding-window or state-space layers, the number is computed for sequences of
-    length `max_model_len`.
+    With sliding-window or state-space layers, the number is for sequences of length
+    `max_model_len`.
     """
     length = estimate.question.max_model_len
     if estimate.question.shape.has_every_token or length is None:
@@ -202,7 +202,7 @@ class Trials(Struct, frozen=True, kw_only=True):
 
 
 def _describe_size(estimate: MemoryEstimate, used_tokens: float) -> Size:
-    """Return one size for the table, with its capacity and the share that the traffic uses."""
+    """Return a size for the table, with its capacity and used share."""
     question = estimate.question
     used_ratio = None
     if estimate.blocks:

@@ -68,8 +68,7 @@ def _conclude(sizing: Sizing) -> str:
     larger = "no size that is known here holds this traffic"
     if sizing.larger:
         larger = f"{sizing.larger[0].name} holds this traffic with a quarter to spare"
-    # The worst result comes first: if preemptions did harm, the amount of free memory does not
-    # matter.
+    # The worst result comes first. If preemptions did harm, free memory does not matter.
     if traffic.has_hurt:
         duration = format_duration(traffic.full_seconds)
         return f"It is too small: its KV cache was full for {duration} and preempted; {larger}."
@@ -151,7 +150,10 @@ def _format_traffic(sizing: Sizing) -> Iterator[str]:
 
 
 def _format_waste(sizing: Sizing) -> Iterator[str]:
-    """Yield the table of memory that the traffic never used, or nothing if it is unknown."""
+    """Yield the table of memory that the traffic never used.
+
+    Yields nothing if that memory is unknown.
+    """
     waste = sizing.waste
     if waste.total_bytes is None:
         return

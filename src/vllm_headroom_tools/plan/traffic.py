@@ -1,4 +1,4 @@
-"""The traffic of an engine, read from a trace or from the last day of a sidecar's history."""
+"""The traffic of an engine, from a trace or a sidecar's last day."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
     # How long the cache was full.
     full_seconds: float = 0.0
     # How long requests queued. The next fields are only set if this was long. They are the median
-    # number of waiting requests, and the numbers of requests and tokens if none had queued.
+    # number of waiting requests, and the requests and tokens without a queue.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
     queued_requests: float | None = None
@@ -233,7 +233,10 @@ class TraceTraffic:
         self._least_free_bytes = free_bytes
 
     def build(self, source: str) -> Traffic:
-        """Return the traffic from all samples; raise BadInput if no request ran in any of them."""
+        """Return the traffic from all samples.
+
+        Raises BadInput if no sample has a running request.
+        """
         ranks = list(self._ranks.values())
         if not ranks or self._begin_seconds is None:
             raise BadInput(f"{source}: the engine's own page was not read in it")
@@ -284,7 +287,10 @@ def _check_traffic(traffic: Traffic) -> None:
 
 
 def read_trace_traffic(trace: str) -> Traffic:
-    """Return the traffic in a trace; raise BadInput if it is unreadable or has no traffic."""
+    """Return the traffic in a trace.
+
+    Raises BadInput if the trace is unreadable or has no traffic.
+    """
     history = TraceTraffic()
     for snapshot in read_trace(trace):
         history.step(snapshot)
@@ -299,7 +305,7 @@ def read_document_traffic(document: dict[str, Any], source: str) -> Traffic:
     try:
         return _read_document(document, source)
     except (AttributeError, LookupError, TypeError, ValueError):
-        # Imported here because --help does not need the HTTP client, which takes a while to import.
+        # Imported here because importing the HTTP client takes a while. --help does not need it.
         from vllm_headroom_tools.sidecar import NO_DOCUMENT  # noqa: PLC0415
 
         raise BadInput(NO_DOCUMENT) from None
@@ -354,7 +360,10 @@ def _list_values(curve: list[list[float | None]]) -> Iterator[float]:
 
 
 def _read_utilization(gpus: list[dict[str, Any]]) -> float | None:
-    """Return vLLM's memory budget as a share of a GPU's memory, or None if it is unknown."""
+    """Return vLLM's memory budget as a share of a GPU's memory.
+
+    Returns None if the budget is unknown.
+    """
     for gpu in gpus:
         budget_bytes = (gpu["memory_reported_bytes"] or {}).get("budget")
         if budget_bytes and gpu["memory_total_bytes"]:
@@ -371,7 +380,7 @@ SPREAD_NAMES: Final = frozenset(
 def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
     """Return the options, with the engine's values for those that were not typed.
 
-    If a whole command line follows `--`, options that it does not set use vLLM's defaults.
+    If a whole command line follows `--`, its missing options use vLLM's defaults.
     """
     applied = Namespace(**vars(options))
     # Typed options take precedence, because the question may be about another card or model.
@@ -400,7 +409,10 @@ def apply_traffic_options(options: Namespace, traffic: Traffic) -> Namespace:
 
 
 def _choose_card(traffic: Traffic) -> CardCount | None:
-    """Return the engine's card, found by name or size, or None if the card is unknown."""
+    """Return the engine's card, found by name or size.
+
+    Returns None if the card is unknown.
+    """
     try:
         return parse_gpus_by_name(traffic.gpu_name)
     except RefusedError:

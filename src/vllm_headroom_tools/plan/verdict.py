@@ -31,8 +31,7 @@ def list_unknown(estimate: MemoryEstimate) -> list[str]:
     """Return a text on each missing figure, with the options that set it."""
     question = estimate.question
     model_type = question.shape.unknown_type
-    # Name all unknown figures at once, so that the operator does not discover them one run at a
-    # time.
+    # Name all unknown figures at once, so one run is enough to find them.
     unknown = []
     if model_type is not None:
         unknown.append(
@@ -87,7 +86,7 @@ def _explain_margin(estimate: MemoryEstimate) -> str:
 
 
 def _explain_obstacle(estimate: MemoryEstimate) -> str:
-    """Return a text on the first check that fails even with lower bounds, and on vLLM's error."""
+    """Describe the first check that fails even with lower bounds, and vLLM's error."""
     check = find_failed_check(estimate)
     if check is None:
         return "it is more than the card has."
@@ -101,7 +100,7 @@ def _explain_concurrency(estimate: MemoryEstimate) -> str:
         return "It keeps nothing of a sequence: there is no KV cache."
     length = estimate.question.max_model_len or 1
     sequences = estimate.question.max_num_seqs
-    # Use the lower bound. vLLM starts in any case, and preempts requests if not all sequences fit.
+    # Use the lower bound. If not all sequences fit, vLLM starts and preempts requests.
     at_once = int(estimate.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
@@ -148,7 +147,10 @@ def _note_layers(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _note_decimal_card(question: Question) -> Iterator[str]:
-    """Yield a note if the card's memory was given in GB, because the card has more than that."""
+    """Yield a note if the card's memory was given in GB.
+
+    The card has more memory than that.
+    """
     card_bytes = question.gpu_memory_bytes
     if card_bytes is not None and card_bytes % GIGABYTE == 0:
         label = card_bytes // GIGABYTE
@@ -186,7 +188,7 @@ def _note_copies(question: Question) -> Iterator[str]:
 
 
 def _note_omissions(question: Question) -> Iterator[str]:
-    """Yield notes on weights and activations that are left out, and on an unchecked model type."""
+    """Yield notes on weights and activations left out, and on an unchecked model type."""
     model_type = question.shape.unknown_type
     if model_type is not None:
         yield (
@@ -270,15 +272,14 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
     """Return the changes that are certain to let vLLM start, cheapest first.
 
     Each option is changed to the nearest value that helps. If a shorter `max_model_len` alone is
-    not enough, changes that help in combination with it are also returned. Returns an empty tuple
-    if no change helps.
+    not enough, it is combined with other changes. Returns an empty tuple if no change helps.
     """
     shortened = _shorten(estimate.question)
     is_shortening_enough = shortened is not None and _surely_starts(shortened.question)
     trials = [] if shortened is None else [shortened]
     for trial in _list_trials(estimate.question):
         trials.append(trial)
-        # A change is combined with a shorter length only if the shorter length alone is not enough.
+        # A change is combined with a shorter length only if the length alone is not enough.
         if is_shortening_enough or find_problem(trial.question):
             continue
         shorter = _shorten(trial.question)
@@ -339,8 +340,8 @@ def _list_trials(question: Question) -> Iterator[Trial]:
 def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
     """Yield trials with fewer and fewer sequences, because each sequence needs room for logits.
 
-    The first trial has as many sequences as there are state blocks. The next trials have half of
-    the current number, a quarter of it, and so on.
+    The first trial has as many sequences as there are state blocks. The next trials have half that
+    number, a quarter, and so on.
     """
     blocks = estimate_memory(question).blocks or 0
     if question.shape.stateful_layers and 0 < blocks < question.max_num_seqs:
@@ -349,8 +350,7 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
             "more requests wait",
             replace(question, max_num_seqs=blocks),
         )
-    # Halve the number repeatedly, so that the first trial that fits is nearest to the current
-    # number.
+    # Halve the number repeatedly. The first trial that fits is nearest to the current number.
     for halvings in range(1, question.max_num_seqs.bit_length()):
         sequences = question.max_num_seqs >> halvings
         yield Trial(
@@ -361,7 +361,10 @@ def _run_fewer_sequences(question: Question) -> Iterator[Trial]:
 
 
 def _enlarge_batch(question: Question) -> Iterator[Trial]:
-    """Yield a trial with a batch as large as a block, if the batch is smaller now."""
+    """Yield a trial with a batch as large as a block.
+
+    Yields nothing if the batch is already that large.
+    """
     block_tokens = estimate_memory(question).layout.block_tokens
     if question.shape.stateful_layers and block_tokens > question.max_num_batched_tokens:
         yield Trial(
@@ -385,10 +388,11 @@ def _leave_graphs(question: Question) -> Iterator[Trial]:
 
 
 def _change_share(question: Question) -> Iterator[Trial]:
-    """Yield a trial with a different share of the card, unless an option sets the cache's size.
+    """Yield a trial with a different share of the card.
 
-    The new share is the highest safe one. With unified memory, the machine's own need is
-    subtracted. The new share may then be below the current one.
+    Yields nothing if an option sets the cache's size. The new share is the highest safe one. With
+    unified memory, the machine's own need is subtracted. The new share may then be below the
+    current one.
     """
     if question.kv_cache_memory_bytes is not None:
         return
@@ -413,7 +417,10 @@ def _change_share(question: Question) -> Iterator[Trial]:
 
 
 def _round_cache(question: Question) -> Iterator[Trial]:
-    """Yield a trial with keys and values in FP8, unless they already use at most 8 bits."""
+    """Yield a trial with keys and values in FP8.
+
+    Yields nothing if they already use at most 8 bits.
+    """
     is_unrounded = question.shape.kv_dtype_bytes >= SIXTEEN_BIT_BYTES
     dtype = question.kv_cache_dtype
     # With "auto", the cache already uses 8 bits if the checkpoint contains scales for it.
@@ -458,7 +465,7 @@ def _offload_less_cache(question: Question) -> Iterator[Trial]:
 
 
 def _use_present_gpus(question: Question) -> Iterator[Trial]:
-    """Yield a trial for each kind of parallelism that can be reduced to fit the number of cards."""
+    """Yield a trial for each kind of parallelism that can fit the cards."""
     card_count = question.card_count
     if card_count is None or question.gpus <= card_count:
         return
@@ -477,7 +484,7 @@ def _use_more_gpus(question: Question) -> Iterator[Trial]:
     """Yield a trial for each larger `--tensor-parallel-size`."""
     for ranks in range(question.tensor_parallel_size + 1, TENSOR_PARALLEL_LIMIT + 1):
         # `find_problem` later rejects this number of ranks if the heads cannot be divided evenly.
-        # The number of cards is not limited here, but the advice mentions the additional cards as a
+        # The number of cards is not limited here. The advice mentions additional cards as a
         # disadvantage.
         wider = replace(question, tensor_parallel_size=ranks, card_count=None)
         yield Trial(
@@ -497,15 +504,15 @@ def _offload_weights(question: Question) -> Iterator[Trial]:
     """Yield a trial that offloads just enough weights per GPU for vLLM to start.
 
     If no amount is enough, the trial offloads as much as the host can hold. Yields nothing if the
-    host's memory is not given, is shared with the card, or is too small.
+    host's memory is unknown, shared with the card, or too small.
     """
     host_bytes = question.host_memory_bytes
     weights_bytes = question.weights_bytes
     if host_bytes is None or weights_bytes is None or question.unified_memory:
         return
     now_gib = ceil(question.cpu_offload_bytes / GIB)
-    # The host must hold vLLM's processes and, for each GPU, up to OFFLOAD_FACTOR times the
-    # offloaded amount.
+    # The host holds vLLM's processes and the offloaded weights. Offloading takes up to
+    # OFFLOAD_FACTOR times the amount for each GPU.
     without_offload = estimate_host(replace(question, cpu_offload_bytes=0))
     host_room_bytes = (host_bytes - without_offload.high) / OFFLOAD_FACTOR / question.gpus
     most_bytes = min(host_room_bytes, weights_bytes + question.cpu_offload_bytes)

@@ -50,7 +50,7 @@ class Speculation(Struct, frozen=True, kw_only=True):
     tokens: int = 0
     # The name of the method in vLLM, or None if speculation is not used.
     method: str | None = None
-    # The name of the separate model that generates the drafts, or None if there is no such model.
+    # The name of the model that generates the drafts. None if there is no separate model.
     draft_name: str | None = None
 
     @property

@@ -51,9 +51,10 @@ def _add_options(parser: Parser) -> None:
 
 
 def find_trace(place: Path) -> Path:
-    """Return the trace to read: `place` if it is a file, or the newest incident in the folder.
+    """Return the trace to read.
 
-    Raises BadInput if the folder cannot be read or contains no incident.
+    The trace is `place` if it is a file, or the newest incident in the folder. Raises BadInput if
+    the folder cannot be read or contains no incident.
     """
     if not place.is_dir():
         return place
@@ -80,8 +81,8 @@ def _run(options: Namespace) -> Report:
     # A file that the operator names may be from another pod.
     pod = read_engine_pod() if options.place is None else None
     log = None if options.log is None else read_engine_log(options.log)
-    # The environment variable applies to this pod's engine, so it is ignored if the operator names
-    # a file.
+    # The environment variable describes this pod's engine. It is ignored if the operator names a
+    # file.
     reported_bytes = options.reported_bytes
     if reported_bytes is None and options.place is None:
         reported_bytes = read_reported_bytes(os.environ)

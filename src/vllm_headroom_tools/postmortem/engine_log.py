@@ -41,11 +41,10 @@ REMARK_WORDS: Final = {
 
 
 def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
-    """Return the engine start that ended with this exit, according to the times in the log.
+    """Return the engine start that ended with this exit, by the times in the log.
 
     If the log or the exit has no known time, returns the newest failed start. If none failed,
-    returns the newest start. Returns None if every start in the log is known to have ended at a
-    different time.
+    returns the newest start. Returns None if every start in the log ended at a different time.
     """
     if end_seconds is None:
         return find_decisive_start(log.starts)
@@ -65,7 +64,10 @@ def find_start(log: EngineLog, end_seconds: float | None) -> EngineStart | None:
 
 
 def find_end_time(start: EngineStart) -> LogTime:
-    """Return when a start ended: the time of its failure or else the time of its last line."""
+    """Return when a start ended.
+
+    The end is the time of its failure or else of its last line.
+    """
     failure = start.root_failure
     has_time = failure is not None and failure.time != LogTime()
     return failure.time if failure is not None and has_time else start.end
@@ -74,8 +76,7 @@ def find_end_time(start: EngineStart) -> LogTime:
 def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None:
     """Return what the log of a start shows about an exit.
 
-    Returns None if the log contains no failure and its last line is too old to be related to the
-    exit.
+    Returns None if the log has no failure and its last line is too old.
     """
     failure = start.root_failure
     seconds = place_time(find_end_time(start), end_seconds)
@@ -87,10 +88,11 @@ def build_log_ending(start: EngineStart, end_seconds: float) -> LogEnding | None
 
 
 def place_time(time: LogTime, near_seconds: float) -> float | None:
-    """Return a line's time in seconds since the epoch, or None if the line has no time.
+    """Return a line's time in seconds since the epoch.
 
-    The engine logs neither the year nor the time zone. The time zone is assumed to be a whole
-    number of hours from UTC. It is chosen so that the time is closest to `near_seconds`.
+    Returns None if the line has no time. The engine logs neither the year nor the time zone. The
+    time zone is assumed to be a whole number of hours from UTC. It is chosen so that the time is
+    closest to `near_seconds`.
     """
     if time.seconds is not None:
         return time.seconds
@@ -98,7 +100,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
         return None
     year = to_datetime(near_seconds).year
     candidates = []
-    # Around New Year, a line may be from the year before or after that of `near_seconds`.
+    # Around New Year, a line may be from the year before or after.
     for near_year in (year - 1, year, year + 1):
         try:
             moment = datetime.strptime(f"{near_year} {time.clock}Z", "%Y %m-%d %H:%M:%S%z")
@@ -141,12 +143,15 @@ def list_log_lines(start: EngineStart) -> Iterator[tuple[str, str]]:
         shown_texts.add(text)
         if not is_repeated:
             shown_events.append((describe_time(event.time) or f"line {event.line_number:,}", text))
-    # A crash logs hundreds of lines within a second; the last lines are closest to the end.
+    # A crash logs hundreds of lines within a second. The last lines are closest to the end.
     yield from shown_events[-MOST_SHOWN_EVENTS:]
 
 
 def _read_seconds(time: LogTime) -> float | None:
-    """Return a number that orders the times within one log, or None if the line has no time."""
+    """Return a number that orders the times within one log.
+
+    Returns None if the line has no time.
+    """
     if time.seconds is not None or time.clock is None:
         return time.seconds
     with suppress(ValueError):
@@ -156,7 +161,10 @@ def _read_seconds(time: LogTime) -> float | None:
 
 
 def describe_event(event: LogEvent) -> str | None:
-    """Return the meaning of a line, or None if the line is irrelevant to an exit."""
+    """Return the meaning of a line.
+
+    Returns None if the line is irrelevant to an exit.
+    """
     figures = event.figures
     if event.kind is LogEventKind.FAILURE and event.failure is not None:
         # The cause may be on a different line of the log.

@@ -46,7 +46,7 @@ def render_postmortem(postmortem: Postmortem) -> str:
 
 
 def _build_body(postmortem: Postmortem) -> Iterator[str]:
-    """Yield the HTML of the page: the findings, the curves and the sections of the text report."""
+    """Yield the HTML of the page: findings, curves and the report's sections."""
     yield "<ul class=verdicts>"
     for diagnosis in postmortem.findings:
         yield _render_finding(diagnosis)
@@ -65,7 +65,10 @@ def _render_finding(diagnosis: Diagnosis) -> str:
 
 
 def _render_section(title: str, lines: list[Line]) -> str:
-    """Return a section as HTML with our links, or an empty string if it has no lines."""
+    """Return a section as HTML with our links.
+
+    Returns an empty string if there are no lines.
+    """
     if not lines:
         return ""
     items = "".join(
@@ -76,9 +79,10 @@ def _render_section(title: str, lines: list[Line]) -> str:
 
 
 def _draw_figures(postmortem: Postmortem) -> Iterator[str]:
-    """Yield diagrams of the load and of each GPU's free memory (whole trace and last minutes).
+    """Yield diagrams of the load and of each GPU's free memory.
 
-    The last minutes are known only for the GPUs of a run that has ended.
+    A GPU has two diagrams: the whole trace and the last minutes. The last minutes are known only
+    for the GPUs of a run that has ended.
     """
     ending = postmortem.ending
     end_seconds = None
@@ -110,10 +114,11 @@ def _list_free(gpu: GpuAtEnd, used: Iterable[tuple[float, int]]) -> list[Point]:
 
 
 def _draw_memory(title: str, points: list[Point], end_seconds: float | None) -> str:
-    """Return a figure of memory on a scale from 0, or an empty string if no value is known.
+    """Return a figure of memory on a scale from 0.
 
-    The scale ends at the highest value before the exit. After the exit, all memory is free.
-    Including that value would make the earlier curve look flat.
+    Returns an empty string if no value is known. The scale ends at the highest value before the
+    exit. After the exit, all memory is free. Including that value would make the earlier curve look
+    flat.
     """
     sizes = []
     for seconds, n_bytes in points:
@@ -143,7 +148,10 @@ def _build_frame(points: list[Point], top: float) -> Frame:
 
 
 def _draw_shapes(frame: Frame, points: list[Point], end_seconds: float | None) -> tuple[str, ...]:
-    """Return the shapes of the curve, and of a mark at the exit if there is one."""
+    """Return the shapes of the curve, and a mark at the exit.
+
+    Without an exit, there is no mark.
+    """
     stretches = drawing.thin_curve(drawing.build_curve(points), CURVE_COLUMNS)
     curve = drawing.draw_curve(frame, stretches)
     return (curve,) if end_seconds is None else (curve, drawing.draw_mark(frame, end_seconds))

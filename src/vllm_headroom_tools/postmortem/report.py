@@ -1,4 +1,4 @@
-"""The post-mortem of a trace: the end of the run, the matching causes, and the report."""
+"""The post-mortem of a trace: the run's end, the matching causes, and the report."""
 
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -114,7 +114,7 @@ def read_postmortem(
     """Return the post-mortem of a trace and, if it is given, of the engine's log.
 
     `pod` is used if the file does not name the engine's pod. Raises BadInput if the trace cannot be
-    read, or if it has no samples and is not an incident.
+    read. Also raises BadInput for a trace without samples that is not an incident.
     """
     incident = read_facts(file)
     follower = EndFollower(incident, reported_bytes=reported_bytes)
@@ -151,10 +151,11 @@ def read_postmortem(
 
 
 def read_facts(file: Path) -> Incident | None:
-    """Return the facts of an incident, or None for a trace that is not an incident.
+    """Return the facts of an incident.
 
-    If the file contains several events, the facts are those of the decisive event. Raises BadInput
-    if the file cannot be read, or if its header lacks the event's time or kind.
+    Returns None for a trace that is not an incident. If the file contains several events, the facts
+    are those of the decisive event. Raises BadInput if the file cannot be read. Also raises
+    BadInput if its header lacks the event's time or kind.
     """
     try:
         with file.open("rb") as stream:
@@ -167,7 +168,7 @@ def read_facts(file: Path) -> Incident | None:
     if incident is None:
         needed = f"a time `t`, and `what`: {' or '.join(IncidentKind)}"
         raise BadInput(f"{file}: line 1: the header of an incident has {needed}")
-    # The first line contains the facts of one event, but a later event may be the decisive one.
+    # The first line has the facts of one event. A later event may be the decisive one.
     decisive = find_decisive((incident, *incident.events))
     return incident if decisive is incident else replace(incident, **asdict(decisive))
 
@@ -176,8 +177,8 @@ class EndFollower:
     """Finds the end of a run by processing one sample after another.
 
     `incident` gives the time of the event to look for. Without an incident, the event is the last
-    exit, or a stall that lasts until the end of the trace. `reported_bytes` is the operator's
-    figure for the engine's memory on each GPU.
+    exit, or a stall at the trace's end. `reported_bytes` is the operator's figure for the engine's
+    memory on each GPU.
     """
 
     def __init__(
@@ -210,16 +211,17 @@ class EndFollower:
             self.ending = event
         self._note_leaks(snapshot)
         self._has_answered = self._has_answered or snapshot.page is not None
-        # An engine page that stops responding is also an end, even if no sample shows an exit.
+        # A page that stops responding is also an end, even without an exit in the samples.
         self.is_page_lost = self._has_answered and snapshot.page is None
         return snapshot
 
     def _build_due(
         self, incident: Incident, snapshot: Snapshot, previous: EngineMemory
     ) -> Ending | None:
-        """Return the incident's event, or None if this sample was not taken at the event's time.
+        """Return the incident's event.
 
-        If there is no sample at that time, the first later sample is used.
+        Returns None if this sample was not taken at the event's time. If there is no sample at that
+        time, the first later sample is used.
         """
         late_seconds = snapshot.time_seconds - incident.t
         is_due = abs(late_seconds) <= SAME_EVENT_SECONDS
@@ -228,8 +230,7 @@ class EndFollower:
         if not is_due and not is_overdue:
             return None
         status = snapshot.engine_status
-        # The run that exited is taken from the previous sample, because this sample may already
-        # show the next run.
+        # The run that exited is in the previous sample. This sample may already show the next run.
         run = previous.runs.newest or previous.runs.present
         reason = incident.reason
         age_seconds = None
@@ -334,7 +335,10 @@ def _render_text(postmortem: Postmortem, headline: str) -> Iterator[str]:
 
 
 def _render_section(title: str, lines: list[Line]) -> list[str]:
-    """Return a section as text, with its title, or an empty list if it has no lines."""
+    """Return a section as text, with its title.
+
+    Returns an empty list if there are no lines.
+    """
     if not lines:
         return []
     # The texts of a section are aligned in one column.
@@ -385,7 +389,7 @@ def _list_log(postmortem: Postmortem) -> Iterator[Line]:
 
 
 def _list_snapshots(incident: Incident) -> Iterator[Line]:
-    """Yield each snapshot's file, and the lines of code that held the most memory in it."""
+    """Yield each snapshot's file, and the code lines with the most memory."""
     for snapshot in incident.snapshots[-MOST_LISTED_HOLDERS:]:
         file = f"{snapshot.file} of pid {snapshot.pid}, for memory_viz"
         if snapshot.size is not None:
@@ -412,7 +416,10 @@ def _list_steps(postmortem: Postmortem) -> list[Line]:
 
 
 def list_numbers(end: Ending | None, incident: Incident) -> Iterator[Line]:
-    """Yield the name and text of each known figure of an end, or nothing if there is no end."""
+    """Yield the name and text of each known figure of an end.
+
+    Yields nothing if there is no end.
+    """
     if end is None:
         return
     yield end.kind.value, format_instant(end.seconds)

@@ -46,7 +46,7 @@ class Timeline:
             if course.state in LEAK_VERBS and self._leak_states.get(uuid) is not course.state:
                 device = name_device(index, uuid)
                 self._add(now, f"by this record {device} {LEAK_VERBS[course.state]}")
-            # The end of a leak is not listed; a leak that starts again gets another entry.
+            # The end of a leak is not listed. A leak that starts again gets another entry.
             self._leak_states[uuid] = course.state
         for gpu in snapshot.owned_gpus:
             if gpu.other_bytes is not None:

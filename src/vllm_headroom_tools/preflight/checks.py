@@ -42,9 +42,10 @@ parallelism is used. It was 1.55 GiB on two and four H100 (vLLM 0.19).
 
 
 class MemoryRequest(Struct, frozen=True, kw_only=True):
-    """The memory that vLLM requests per GPU: a share, a size in bytes, or the larger of the two.
+    """The memory that vLLM requests per GPU.
 
-    All fields are None if no request is set.
+    The request is a share, a size in bytes, or the larger of the two. All fields are None if no
+    request is set.
     """
 
     utilization_ratio: float | None
