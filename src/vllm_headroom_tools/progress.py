@@ -54,7 +54,7 @@ def track(
 
 
 def track_lines(lines: Iterator[bytes], total_bytes: int | None) -> Generator[bytes, None, None]:
-    """Yield the lines of a trace, and show on a terminal how much of it has been read.
+    """Yield the lines of a trace, and show the progress on a terminal.
 
     `total_bytes` is None if the size is unknown, as with a pipe.
     """
@@ -86,11 +86,11 @@ def start_bar(description: str, total: float | None, *, transient: bool = True) 
     )
     bar.add_task(description, total=total, note="")
     bar.start()
-    # rich hides the cursor, and a signal may end the process before rich shows it again.
+    # rich hides the cursor. A signal may end the process before rich shows it again.
     bar.console.show_cursor()
     return bar
 
 
 def update_bar(bar: Progress, done: float, note: str = "") -> None:
-    """Draw a bar with `done` of its total completed, and with `note` next to its percentage."""
+    """Draw a bar with `done` completed, and `note` next to its percentage."""
     bar.update(bar.task_ids[0], completed=done, note=note, refresh=True)

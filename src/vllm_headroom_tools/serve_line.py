@@ -79,11 +79,11 @@ API_SERVERS: Final = ("vllm.entrypoints.openai.api_server", "api_server.py")
 
 
 def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) -> list[str]:
-    """Return the options of `vllm serve` in these words, with the model as the option --model.
+    """Return the options of `vllm serve` in these words.
 
-    A single word may be `-` for standard input, the name of a script or manifest, or the pid of a
-    process. The options in the file named by --config are inserted. With `with_surroundings`, the
-    result begins with two options of `plan`:
+    The model becomes the option --model. A single word may be `-` for standard input, the name of a
+    script or manifest, or a pid. The options in the file named by --config are inserted. With
+    `with_surroundings`, the result begins with two options of `plan`:
 
     - --vllm-version, with the release in the container image's tag
     - --vllm-env, with the variables in ENVIRONMENT
@@ -98,9 +98,10 @@ def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) ->
 
 
 def _read_words(words: Sequence[str]) -> list[str]:
-    """Return the options in a command line, or in the file or process named by a single word.
+    """Return the options in a command line.
 
-    Raises BadOptions if the words, the file or the process contain no vLLM command line.
+    A single word may name a file or a process instead. Raises BadOptions if the words, the file or
+    the process contain no vLLM command line.
     """
     if len(words) != 1:
         return _find_options(words, {}, "the line")
@@ -174,9 +175,10 @@ def _spell_option(key: str, setting: object) -> list[str]:
 
 
 def _read_source(word: str) -> str | None:
-    """Return the text of standard input or a file, or None if the word is neither.
+    """Return the text of standard input or a file.
 
-    Raises BadOptions if standard input or the file cannot be read, or is not text.
+    Returns None if the word is neither. Raises BadOptions if standard input or the file cannot be
+    read, or is not text.
     """
     try:
         if word == STANDARD_INPUT:
@@ -315,7 +317,7 @@ def _read_variables(entries: object) -> dict[str, str]:
 
 
 def _is_serving(words: Sequence[str]) -> bool:
-    """Return whether the words start a vLLM server directly, in a shell or in a container."""
+    """Return whether the words start a vLLM server, possibly in a shell or container."""
     if _find_start(words) is not None:
         return True
     script = _find_script(words)
@@ -369,7 +371,7 @@ def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> lis
 def _read_version(words: Sequence[str]) -> list[str]:
     """Return the option for the vLLM release in the tag of a container image.
 
-    Returns an empty list if there is no such tag, or if the release is unknown.
+    Returns an empty list if there is no such tag or the release is unknown.
     """
     for word in words:
         image = IMAGE.fullmatch(word)
@@ -387,8 +389,8 @@ def _read_version(words: Sequence[str]) -> list[str]:
 def _find_first_argument(words: Sequence[str], name: str) -> int:
     """Return the index of the first argument in words without the server's name.
 
-    The words may be only the arguments, for example if the container's image starts the server.
-    Raises BadOptions if they begin with neither an option nor a model name.
+    If the container's image starts the server, the words are only its arguments. Raises BadOptions
+    if they begin with neither an option nor a model name.
     """
     place = 0
     while place < len(words) and ASSIGNMENT.fullmatch(words[place]) and words[place][0] != "-":
@@ -399,7 +401,10 @@ def _find_first_argument(words: Sequence[str], name: str) -> int:
 
 
 def _find_script(words: Sequence[str]) -> str | None:
-    """Return the script that a shell runs with -c, or None if there is no shell."""
+    """Return the script that a shell runs with -c.
+
+    Returns None if there is no shell.
+    """
     for index, word in enumerate(words[:-2]):
         is_shell = word.rpartition("/")[2] in SHELLS
         if is_shell and re.fullmatch(r"-[a-z]*c", words[index + 1]):

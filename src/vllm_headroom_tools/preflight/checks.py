@@ -59,9 +59,10 @@ class MemoryRequest(Struct, frozen=True, kw_only=True):
 
 
 def compute_requested_bytes(request: MemoryRequest, memory: GpuMemory) -> int:
-    """Return the bytes that must be free when vLLM checks the memory, or 0 for an empty request.
+    """Return the bytes that must be free when vLLM checks the memory.
 
-    vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory).
+    Returns 0 for an empty request. vLLM refuses to start with less (vllm/v1/worker/utils.py:
+    request_memory).
     """
     share_bytes = 0
     if request.utilization_ratio is not None:
@@ -79,7 +80,7 @@ def compute_highest_utilization(request: MemoryRequest, memory: GpuMemory) -> fl
     free_bytes = memory.free_bytes
     if memory.machine_available_bytes is not None:
         free_bytes = min(free_bytes, memory.machine_available_bytes - LEFT_TO_THE_MACHINE_BYTES)
-    # The share is rounded down, because vLLM refuses to start if the share exceeds the free memory.
+    # The share is rounded down. vLLM refuses to start if the share exceeds the free memory.
     hundredths = (free_bytes - request.max_own_bytes) * 100 // memory.usable_bytes
     return hundredths / 100 if hundredths > 0 else None
 
@@ -192,7 +193,7 @@ def check_memory(
 def _check_free_memory(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Iterator[Obstacle]:
-    """Check a GPU with known memory for a shortage, a close fit, and limits of unified memory."""
+    """Check for a memory shortage, a close fit, and limits of unified memory."""
     # The free memory beyond vLLM's request, before vLLM's processes allocate any.
     spare_bytes = memory.free_bytes - compute_requested_bytes(request, memory)
     if spare_bytes < MIN_OWN_BYTES:
@@ -217,9 +218,9 @@ def _check_free_memory(
 def _check_free_blocks(
     device: GpuReading, memory: GpuMemory, requested_bytes: int
 ) -> Iterator[Obstacle]:
-    """Check the free 2 MiB blocks on a machine that shares its memory with the GPU.
+    """Check the free 2 MiB blocks on a machine with unified memory.
 
-    The driver maps memory in such blocks, so it cannot use smaller pieces of free memory.
+    The driver maps memory in such blocks. It cannot use smaller pieces.
     """
     blocks_bytes = memory.machine_free_blocks_bytes
     if blocks_bytes is None or blocks_bytes >= requested_bytes:
@@ -243,7 +244,7 @@ def _check_free_blocks(
 def _check_machine(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, available_bytes: int
 ) -> Iterator[Obstacle]:
-    """Check whether vLLM leaves enough memory for a machine that shares its memory with the GPU."""
+    """Check whether vLLM leaves enough memory for a machine with unified memory."""
     requested_bytes = compute_requested_bytes(request, memory)
     # The check assumes vLLM's maximum allocation, because swapping would make the machine hang.
     left_bytes = available_bytes - requested_bytes - request.max_own_bytes
@@ -267,7 +268,10 @@ def _check_machine(
 def _report_shortage(
     device: GpuReading, memory: GpuMemory, request: MemoryRequest, holders: str
 ) -> Obstacle:
-    """Return the finding on a memory shortage, which is permanent if the GPU is too small."""
+    """Return the finding on a memory shortage.
+
+    The shortage is permanent if the GPU is too small.
+    """
     requested_bytes = compute_requested_bytes(request, memory)
     needed_bytes = requested_bytes + MIN_OWN_BYTES
     needs = (
@@ -306,9 +310,10 @@ def _report_memory(
 
 
 def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[Obstacle]:
-    """Check for faults that require a reset or a new GPU (NVIDIA GPU Memory Error Management).
+    """Check for faults that require a reset or a new GPU.
 
-    If the GPU did not respond (`faults` is None), the only finding is "cannot tell".
+    Source: NVIDIA GPU Memory Error Management. If the GPU did not respond (`faults` is None), the
+    only finding is "cannot tell".
     """
     if faults is None:
         yield Obstacle(
@@ -325,8 +330,8 @@ def check_gpu_faults(device: GpuReading, faults: GpuFaults | None) -> Iterator[O
         " node), or reboot the node"
     )
     if faults.ecc is not None:
-        # On some GPUs, ECC takes up part of the memory. If a reset changes the ECC mode, it also
-        # changes how much memory vLLM can use.
+        # On some GPUs, ECC takes up part of the memory. If a reset changes the ECC mode, the memory
+        # for vLLM also changes.
         is_on, is_on_after_reset = faults.ecc
         if is_on != is_on_after_reset:
             now, later = ("on", "off") if is_on else ("off", "on")
@@ -353,7 +358,10 @@ HOT_CELSIUS: Final = 87.0
 
 
 def check_heat(device: GpuReading) -> Iterator[Obstacle]:
-    """Yield a remark if a GPU is hot while idle: vLLM would start on it, but would be slow."""
+    """Yield a remark if a GPU is hot while idle.
+
+    vLLM would start on the GPU, but would be slow.
+    """
     if device.temperature_celsius is not None and device.temperature_celsius >= HOT_CELSIUS:
         yield Obstacle(
             Kind.HEAT,
@@ -372,7 +380,7 @@ minimum required driver version for minor version compatibility.
 
 
 def check_driver(driver_version: str | None, cuda_major: int | None) -> Iterator[Obstacle]:
-    """Check that the driver is new enough for the CUDA version of vLLM in this environment.
+    """Check that the driver is new enough for the installed vLLM's CUDA version.
 
     Yields nothing if either version is unknown (None).
     """
@@ -417,7 +425,7 @@ def check_unknown_options(
 
 
 def check_nvlink(devices: Sequence[GpuReading], faults: Iterable[GpuFaults]) -> Iterator[Obstacle]:
-    """Yield a remark if NVLink does not connect the GPUs across which a model is split.
+    """Yield a remark if a model is split across GPUs without NVLink.
 
     vLLM still starts, but every step waits for PCI Express. Yields nothing if the driver does not
     report NVLink.
@@ -559,12 +567,12 @@ def choose_gpus(
         named_devices: dict[GpuReading, None] = {}
         for name in names:
             matches = [device for device in devices if _is_named(device, name)]
-            # Two names may refer to the same GPU, and a UUID prefix may refer to several.
+            # Two names may refer to the same GPU. A UUID prefix may refer to several.
             named_devices.update(dict.fromkeys(matches))
             if not matches and name not in missing_names:
                 missing_names.append(name)
         candidates = tuple(named_devices)
-    # vLLM uses the first of the visible GPUs, but it uses all GPUs that --gpus names.
+    # vLLM uses all GPUs that --gpus names. Without --gpus, vLLM uses the first visible GPUs.
     chosen = candidates if choice.named is not None else candidates[: choice.count]
 
     problems = []
@@ -608,7 +616,7 @@ def _depends_on_order(
 ) -> bool:
     """Return whether CUDA's order may make vLLM use GPUs other than `chosen`.
 
-    The order matters only if the GPUs are of different models and not all of them are used.
+    The order matters only if the GPU models differ and some GPUs are not used.
     """
     if choice.has_slot_order or len({device.name for device in devices}) <= 1:
         return False

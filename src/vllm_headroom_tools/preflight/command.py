@@ -188,8 +188,8 @@ def _read_choice(arguments: Namespace, environ: Mapping[str, str]) -> GpuChoice:
 def _read_request(arguments: Namespace) -> MemoryRequest:
     """Return the memory that vLLM requests.
 
-    Without options, the request is vLLM's default share for a start and empty for a wake-up. For a
-    wake-up, the share is later taken from the engine's page.
+    Without options, the request for a start is vLLM's default share. For a wake-up, the request is
+    empty. Its share is later taken from the engine's page.
     """
     utilization_ratio = arguments.gpu_memory_utilization
     has_size = utilization_ratio is not None or arguments.bytes is not None
@@ -203,7 +203,10 @@ def _read_request(arguments: Namespace) -> MemoryRequest:
 
 
 def _find_port(url: str | None) -> int:
-    """Return the engine's port, or 0 (any engine on this machine) if there is no URL."""
+    """Return the engine's port.
+
+    Returns 0 (any engine on this machine) if there is no URL.
+    """
     if url is None:
         return 0
     parts = urlsplit(url)

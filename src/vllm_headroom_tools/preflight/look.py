@@ -84,9 +84,10 @@ class Conditions(Struct, frozen=True, kw_only=True):
 async def read_conditions(
     gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float
 ) -> Conditions:
-    """Read the machine once; a part that cannot be read is a Failure, None or empty.
+    """Read the machine once.
 
-    The GPUs are read twice, and each reading may take up to `timeout_seconds`.
+    A part that cannot be read is a Failure, None or empty. The GPUs are read twice, and each
+    reading may take up to `timeout_seconds`.
     """
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
@@ -124,7 +125,10 @@ older versions.
 
 
 def find_cuda_major() -> int | None:
-    """Return the major version of CUDA installed with this program, or None if there is none."""
+    """Return the major version of CUDA installed with this program.
+
+    Returns None if CUDA is not installed.
+    """
     for package in CUDA_PACKAGES:
         try:
             version = metadata.version(package)

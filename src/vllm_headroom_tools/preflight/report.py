@@ -37,7 +37,10 @@ class GpuReport(Struct, frozen=True, kw_only=True):
 
 
 class Clearance(Struct, frozen=True, kw_only=True):
-    """The result of one reading of the machine, with the findings; a GOOD finding is a remark."""
+    """The result of one reading of the machine, with the findings.
+
+    A GOOD finding is a remark.
+    """
 
     conditions: Conditions
     findings: tuple[Obstacle, ...]
@@ -63,7 +66,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
     def highest_utilization_ratio(self) -> float | None:
         """Return the highest gpu_memory_utilization that is certain to work on all GPUs now.
 
-        Returns None if no value works on one of the GPUs, or if there are no GPUs.
+        Returns None if there are no GPUs, or if no value works on all GPUs.
         """
         ratios = []
         for gpu in self.gpus:
@@ -101,7 +104,7 @@ def judge_conditions(
         findings += checks.check_identical(devices)
         findings += checks.check_nvlink(devices, conditions.faults)
         findings += checks.check_shared_memory(conditions.shm)
-    # Each MIG instance reports the faults of its entire GPU, so the same fault may occur twice.
+    # Each MIG instance reports the faults of its entire GPU. The same fault may occur twice.
     unique_findings = dict.fromkeys(findings)
     return Clearance(
         conditions=conditions,
@@ -113,7 +116,10 @@ def judge_conditions(
 def _check_gpu(
     gpu: GpuReport, conditions: Conditions, request: MemoryRequest
 ) -> Iterator[Obstacle]:
-    """Yield the findings on a GPU's memory, and on its faults if the GPU can be read."""
+    """Yield the findings on a GPU's memory.
+
+    If the GPU can be read, also yields the findings on its faults.
+    """
     device = gpu.reading
     yield from checks.check_memory(device, request, describe_holders(gpu), conditions.swap_bytes)
     if device.failure is None:
@@ -134,13 +140,19 @@ MIN_UNLISTED_BYTES: Final = GIB // 20
 
 
 def describe_holders(gpu: GpuReport) -> str:
-    """Return a sentence ending that names the holders of a GPU's memory, or "" if unknown."""
+    """Return a sentence ending that names the holders of a GPU's memory.
+
+    Returns "" if the holders are unknown.
+    """
     parts = [f"{size or 'an unknown share'} by {holder}" for size, holder in list_shares(gpu)]
     return f"; held: {', '.join(parts)}" if parts else ""
 
 
 def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
-    """Yield the share and name of each holder of a GPU's memory; an unknown share is empty."""
+    """Yield the share and name of each holder of a GPU's memory.
+
+    An unknown share is empty.
+    """
     for holder in gpu.holders or ():
         name = f"pid {holder.pid}"
         if holder.name is not None:
@@ -180,7 +192,7 @@ def _count_unlisted_bytes(
 ) -> int | None:
     """Return the bytes in use that are not accounted for by the holders.
 
-    Returns None if the GPU's memory, its holders or the memory of any holder is unknown.
+    Returns None if the GPU's memory, the holders or a holder's memory is unknown.
     """
     if memory is None or memory.reserved_bytes is None or holders is None:
         return None
@@ -279,7 +291,10 @@ def _build_data(clearance: Clearance) -> dict[str, Any]:
 
 
 def _build_gpu_data(gpu: GpuReport) -> dict[str, Any]:
-    """Return one GPU for the JSON document; fields are null if its memory is not known."""
+    """Return one GPU for the JSON document.
+
+    If its memory is not known, some fields are null.
+    """
     memory = gpu.reading.memory
     holders = None
     if gpu.holders is not None:
@@ -309,9 +324,8 @@ def judge_wake(
 ) -> Clearance:
     """Judge whether a sleeping engine could wake up in the free memory of its GPUs.
 
-    `given_request` is the request that the operator set. The memory of an awake engine differs from
-    its share of the GPU by up to two GiB. Activations vary, and the share does not include CUDA
-    graphs.
+    `given_request` is the request that the operator set. An awake engine's memory differs from its
+    share by up to two GiB. Activations vary, and the share does not include CUDA graphs.
     """
     if isinstance(conditions.readings, Failure):
         return Clearance(
@@ -341,7 +355,8 @@ def _check_wake(
 ) -> tuple[Obstacle, ...]:
     """Return a finding for each GPU of a sleeping engine.
 
-    There is a single finding if the engine is awake, or if its state or its GPUs are unknown.
+    There is only one finding if the engine is awake. The same applies if its state or GPUs are
+    unknown.
     """
     if isinstance(page, Failure):
         return (_report_unknown_engine(page.message),)
@@ -369,7 +384,10 @@ def _report_unknown_engine(text: str, fix: str | None = None) -> Obstacle:
 
 
 def _report_awake(host: HostMemory | None) -> Obstacle:
-    """Return a remark that no engine is asleep, with the host memory that a sleep could use."""
+    """Return a remark that no engine is asleep.
+
+    The remark gives the host memory that a sleep could use.
+    """
     text = "the engine is awake: there is nothing to wake"
     if host is not None and host.limit_bytes is not None and host.room_bytes is not None:
         text += (
@@ -382,15 +400,15 @@ def _report_awake(host: HostMemory | None) -> Obstacle:
 def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> MemoryRequest | None:
     """Return the engine's memory request, from the options or else from its page.
 
-    Without options, returns None if the engines' shares differ, or if their KV cache size was set
-    in bytes. If there is no page, the request is taken from the options alone.
+    Without options, returns None if the engines' shares differ. Also returns None if their KV cache
+    size was set in bytes. If there is no page, the request is taken from the options alone.
     """
     is_given = (
         given_request.utilization_ratio is not None or given_request.bytes_per_gpu is not None
     )
     if isinstance(page, Failure) or is_given:
         return given_request
-    # If the KV cache has a fixed size, vLLM ignores the share that its page shows.
+    # If the KV cache has a fixed size, vLLM ignores the share on its page.
     if any(engine.kv_cache_memory_bytes for engine in page.engines):
         return None
     # If the shares differ, it is unknown which one applies to the sleeping engine.
@@ -404,9 +422,9 @@ def _find_request(page: EnginePage | Failure, given_request: MemoryRequest) -> M
 def _check_gpu_wake(
     gpu: GpuReport, request: MemoryRequest, engine_pids: frozenset[int]
 ) -> Obstacle:
-    """Compare a GPU's free memory with the memory that a sleeping engine needs to wake up.
+    """Compare a GPU's free memory with the need of a sleeping engine.
 
-    The verdict is "cannot tell" if the memory of the GPU or of the engine is unknown.
+    The verdict is "cannot tell" if the GPU's or the engine's memory is unknown.
     """
     memory = gpu.reading.memory
     index = gpu.reading.index

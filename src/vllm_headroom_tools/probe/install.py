@@ -23,10 +23,10 @@ may be stricter, so the mode is set explicitly.
 
 
 def install(folder: Path) -> tuple[str, ...]:
-    """Install the probe in a folder, replacing an older one; return the names of its two folders.
+    """Install the probe in a folder, and return the names of its two folders.
 
-    Raises BadInput if this installation does not include the probe, or if the folder is not
-    writable.
+    An older probe is replaced. Raises BadInput if this installation does not include the probe.
+    Also raises BadInput if the folder is not writable.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
@@ -35,8 +35,7 @@ def install(folder: Path) -> tuple[str, ...]:
     version = metadata.version("vllm-headroom")
     package = folder / PACKAGE
     info = folder / f"{PACKAGE}-{version}.dist-info"
-    # The mode of an existing folder is not changed, because the folder may belong to another
-    # package.
+    # An existing folder keeps its mode, because it may belong to another package.
     new_folders = [package, info] if folder.exists() else [folder, package, info]
     try:
         for old in (package, *folder.glob(f"{PACKAGE}-*.dist-info")):

@@ -137,12 +137,13 @@ async def record(
     """Make all processes record these kinds of memory for `seconds`; return the --json data.
 
     A process without a usable answer has a `problem`, and its figures are None. Raises BadInput if
-    there are no processes, if another recording is running, or if the folder cannot be written. If
-    this call is cancelled or killed, the probes stop recording within a minute.
+    there are no processes, or if another recording is running. Also raises BadInput if the folder
+    cannot be written. If this call is cancelled or killed, the probes stop recording within a
+    minute.
     """
     processes = await find_processes(folder)
-    # The stacks cover only allocations by Python and torch. Native code is covered by two other
-    # sources: the growth of the kernel's mappings during the recording, and perf.
+    # The stacks cover only allocations by Python and torch. Native code is covered by the growth of
+    # the kernel's mappings, and by perf.
     mappings = {process: await _read_mappings(process) for process in processes}
     visible_pids = [process.pid for process in processes if mappings[process]]
     request_id = uuid.uuid4().hex
@@ -193,7 +194,7 @@ async def _measure_growth(
 ) -> dict[ProbedProcess, dict[str, int]]:
     """Return the growth of each kind of mapping in bytes, by process.
 
-    A process is absent unless its mappings could be read both before and after the recording.
+    A process is included only if both readings of its mappings succeeded.
     """
     growths = {}
     for process, old_mappings in mappings.items():
@@ -213,7 +214,7 @@ def _join_record(
 
     If `answer` is a string, it describes the problem, and the answer's figures are None.
     """
-    # The keys are the same with or without an answer, so that programs can rely on them.
+    # The keys are the same with or without an answer. Programs can rely on them.
     recording: ProcessAnswer = dict.fromkeys(("note", "cost", "host", "gpu"))
     problem = None
     if isinstance(answer, str):
@@ -235,7 +236,7 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     """Return a process's memory in bytes, by kind of mapping.
 
     Returns None if the mappings cannot be read. The probe reports the pid in the process's own PID
-    namespace. In the sidecar's namespace, this pid may be a different process; the mappings are
+    namespace. In the sidecar's namespace, that pid may be a different process. The mappings are
     then unreadable.
     """
 
@@ -265,8 +266,8 @@ def _write_request(
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
         age_seconds = time.time() - path.lstat().st_mtime
-        # An older file was left by a command that was killed. abs() is used, because the clock may
-        # have been set back.
+        # An older file was left by a command that was killed. The clock may have been set back, so
+        # abs() is used.
         if abs(age_seconds) < 2 * TOUCH_SECONDS:
             raise BadInput(f"{path} is another recording's, which is running")
     document: dict[str, Any] = {
@@ -276,7 +277,7 @@ def _write_request(
     }
     for kind in KINDS:
         document[kind] = kind in kinds
-    # The file is renamed once it is complete, so that a probe never reads a partial request.
+    # The file is renamed once it is complete. A probe never reads a partial request.
     unfinished = folder / f".{REQUEST}.{request_id}"
     unfinished.write_text(json.dumps(document))
     unfinished.chmod(0o644)
@@ -300,7 +301,7 @@ async def _collect_answers(
     touched_at_seconds = 0.0
     while len(answers) < len(file_names) and time.time() < deadline_seconds:
         if time.time() - touched_at_seconds >= TOUCH_SECONDS:
-            # vLLM's container can also write to this folder, so a symbolic link must not be
+            # vLLM's container can also write to this folder. Therefore, symbolic links are not
             # followed.
             os.utime(folder / REQUEST, follow_symlinks=False)
             touched_at_seconds = time.time()

@@ -1,4 +1,4 @@
-"""A report on a recording: for each process, the stacks that still hold the most memory."""
+"""A report on a recording: for each process, the stacks with the most memory."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -58,7 +58,10 @@ def render_recording(recorded: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measure_largest_stack(process: Mapping[str, Any]) -> int:
-    """Return the size of a process's largest stack in bytes, or 0 if there are no stacks."""
+    """Return the size of a process's largest stack in bytes.
+
+    Returns 0 if there are no stacks.
+    """
     stacks = (*(process["host"] or ()), *(process["gpu"] or ()))
     return max((stack["bytes"] for stack in stacks), default=0)
 

@@ -1,4 +1,4 @@
-"""Make the probes of a running vLLM write snapshots of torch's memory, and report on them."""
+"""Make the probes write snapshots of torch's memory, and report on them."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def take_snapshots(folder: Path, say: Callable[[str], None]) -> dict[str, 
     request_id = uuid.uuid4().hex
     deadline_seconds = time.time() + SNAPSHOT_SECONDS
     document = {REQUEST_FORMAT: REQUEST_VERSION, "id": request_id, "until": deadline_seconds}
-    # The file is renamed once it is complete, so that a probe never reads a partial request.
+    # The file is renamed once it is complete. A probe never reads a partial request.
     unfinished = folder / f".{REQUEST}.{request_id}"
     try:
         unfinished.write_text(json.dumps(document))
@@ -89,7 +89,10 @@ async def _collect_answers(
 
 
 def _describe_answer(process: ProbedProcess, snapshot: AllocatorSnapshot | None) -> dict[str, Any]:
-    """Return the --json data about a process; if there is no answer, the figures are None."""
+    """Return the --json data about a process.
+
+    Without an answer, the figures are None.
+    """
     if snapshot is None:
         snapshot = AllocatorSnapshot(at_seconds=0.0, file="", problem=NO_ANSWER)
     return {

@@ -1,6 +1,7 @@
-"""Read a snapshot of torch's allocator without torch; the file is a pickle of plain data.
+"""Read a snapshot of torch's allocator without torch.
 
-The file may have been forged, so all of its content is checked and bounded.
+The file is a pickle of plain data. The file may have been forged, so all of its content is checked
+and bounded.
 """
 
 import io
@@ -53,8 +54,8 @@ such as imports and calls, are rejected.
 class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001
     """An unpickler that accepts only plain data.
 
-    It is based on the Python implementation, because the C unpickler allocates as much memory as a
-    forged file demands.
+    It is based on the Python implementation. With a forged file, the C unpickler may allocate any
+    amount of memory.
     """
 
     n_operations = 0
@@ -105,7 +106,10 @@ CodePlace = tuple[str | None, int | None]
 
 
 def read_snapshot_file(path: Path) -> ReadSnapshot:
-    """Read a snapshot; raise BadInput if the file cannot be read or is not a snapshot."""
+    """Read a snapshot.
+
+    Raises BadInput if the file cannot be read or is not a snapshot.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -117,7 +121,10 @@ def read_snapshot_file(path: Path) -> ReadSnapshot:
 
 
 def parse_torch_snapshot(content: bytes, name: str) -> ReadSnapshot:
-    """Parse the pickle of a snapshot; raise BadInput, which names the file, if it is not one."""
+    """Parse the pickle of a snapshot.
+
+    Raises BadInput with the file's name if the pickle is not a snapshot.
+    """
     try:
         snapshot = PlainUnpickler(io.BytesIO(content)).load()
         return _summarise(snapshot)
@@ -130,7 +137,7 @@ def parse_torch_snapshot(content: bytes, name: str) -> ReadSnapshot:
 def _summarise(snapshot: Any) -> ReadSnapshot:  # noqa: ANN401 - anything that a pickle holds
     """Summarise a snapshot; an unexpected structure may raise any Python error."""
     times_seconds = _list_allocation_times(snapshot["device_traces"])
-    # Stacks are cached by identity, because a forged file may repeat a long stack in every block.
+    # Stacks are cached by identity. A forged file may repeat a long stack in every block.
     places: dict[int, CodePlace] = {}
     sizes_bytes: defaultdict[CodePlace, int] = defaultdict(int)
     counts: defaultdict[CodePlace, int] = defaultdict(int)

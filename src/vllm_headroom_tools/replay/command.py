@@ -91,7 +91,7 @@ def format_verdict(replay: LeakReplay) -> Iterator[str]:
 
 
 def _name_series(replay: LeakReplay) -> Iterator[tuple[str, LeakCourse]]:
-    """Yield the name and the leak course of each GPU, then those of each host role."""
+    """Yield the name and leak course of each GPU and then of each host role."""
     for index, uuid, course in replay.gpus:
         name = f"GPU {index}"
         if uuid != name_by_index(index):
@@ -177,7 +177,10 @@ def _format_moment(moment: Moment) -> Iterator[str]:
 
 
 def _format_rate(moment: Moment, bytes_per_second: float) -> str:
-    """Return the rate over time with its 95 % interval, and the rate per request if it is known."""
+    """Return the rate over time with its 95 % interval.
+
+    If the rate per request is known, it is added.
+    """
     text = f"{format_size(bytes_per_second)}/s"
     lower = moment.bytes_per_second_lower
     upper = moment.bytes_per_second_upper
@@ -189,7 +192,10 @@ def _format_rate(moment: Moment, bytes_per_second: float) -> str:
 
 
 def _build_data(replay: LeakReplay) -> dict[str, Any]:
-    """Return the --json data; an interval that lasts until the trace's end has None as its end."""
+    """Return the --json data.
+
+    An interval that lasts until the trace's end has None as its end.
+    """
     begin, end = replay.span
     return {
         "samples": replay.samples,
@@ -348,8 +354,8 @@ WIDEST_COLUMNS: Final = 160
 def build_report(replay: LeakReplay, curves: Curves, *, fails: bool = False) -> Report:
     """Return the report on the detector's verdicts for a trace.
 
-    The verdict is the worst verdict on any series, or "cannot tell" if there are no series. The
-    exit status is 1 if there was an alarm and `fails` is set, and 0 otherwise.
+    The verdict is the worst of all series, or "cannot tell" without series. The exit status is 1
+    after an alarm if `fails` is set, and 0 otherwise.
     """
     begin, end = replay.span
     findings = [_judge_series(name, course, end - begin) for name, course in _name_series(replay)]
@@ -394,7 +400,7 @@ def _run(options: Namespace) -> Report:
 def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
     """Run all snapshots through the detector, write the requested files, and return the report."""
     replay = LeakReplay(reported_bytes=options.reported_bytes)
-    # The curves need memory for every sample, so they are kept only if a picture is requested.
+    # The curves need memory for every sample. They are kept only for a picture.
     curves = Curves()
     has_charts = options.svg or not options.json
     for snapshot in _read_snapshots(options):

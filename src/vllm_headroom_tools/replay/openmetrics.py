@@ -134,7 +134,10 @@ class SampleExport:
 
 
 class _Series(Struct):
-    """The points of one series: the newest are in memory, the older ones in the spool file."""
+    """The points of one series.
+
+    The newest are in memory, the older ones in the spool file.
+    """
 
     points: array[float] = field(default_factory=lambda: array("d"))
     """Times and values, alternating."""
@@ -170,8 +173,8 @@ class SeriesSpool:
                 series = _Series()
                 family[labels] = series
             series.points.append(seconds)
-            # The points of a trace that covers months do not fit in memory, so they are written to
-            # a file.
+            # A trace may cover months. Its points do not fit in memory, so they are written to a
+            # file.
             series.points.append(value)
             self._buffered_points += 1
         if self._buffered_points > MOST_BUFFERED_POINTS:
@@ -187,8 +190,8 @@ class SeriesSpool:
                 self._file = TemporaryFile()  # noqa: SIM115 - it stays open as long as the spool
             offset_bytes = self._file.tell()
             for family in self._families.values():
-                # The points of a series are spread over several chunks of the file, so the position
-                # of each chunk is stored.
+                # The points of a series are in several chunks of the file. The position of each
+                # chunk is stored.
                 for series in family.values():
                     if not series.points:
                         continue

@@ -1,4 +1,4 @@
-"""Drawings of memory and load over the course of a trace, as SVG and for a terminal."""
+"""Drawings of the memory and load in a trace, as SVG and for a terminal."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -42,10 +42,10 @@ LONGEST_FORECAST_SHARE: Final = 0.5
 
 
 def draw_replay(replay: LeakReplay, curves: Curves) -> str:
-    """Return an SVG picture with a box for each GPU, one for the host and one for the load.
+    """Return an SVG picture with boxes for each GPU, the host and the load.
 
-    A GPU's box shows its free memory, or the engine's memory if the free memory is unknown. The
-    host gets a box only if its memory is known.
+    A GPU's box shows its free memory or, if that is unknown, the engine's memory. The host gets a
+    box only if its memory is known.
     """
     begin, end = replay.span
     forecasts = [
@@ -76,10 +76,10 @@ def draw_replay(replay: LeakReplay, curves: Curves) -> str:
 
 
 def _build_forecast(course: LeakCourse, free_points: list[Point]) -> Forecast | None:
-    """Return the forecast of the last alarm, from the newest free memory down to 0 bytes.
+    """Return the forecast of the last alarm, from the newest free memory to 0 bytes.
 
-    Returns None if the trace does not end in an alarm, or if the time until OOM or the free memory
-    is unknown.
+    Returns None if the trace does not end in an alarm. Also returns None if the time until OOM or
+    the free memory is unknown.
     """
     alarm = course.last_alarm
     if course.state is not LeakState.LEAKING or alarm is None:
@@ -102,7 +102,10 @@ def _draw_gpu(
     span: tuple[float, float],
     forecast: Forecast | None,
 ) -> str:
-    """Return a GPU's box with its free memory or, if that is unknown, the engine's memory."""
+    """Return a GPU's box with its free memory.
+
+    If that is unknown, the box shows the engine's memory.
+    """
     index, uuid, course = gpu
     points = curves.of("free", uuid)
     has_free_memory = bool(points)
@@ -131,8 +134,7 @@ def _draw_box(
 ) -> str:
     """Return a curve in a frame, with a title, times and its top value.
 
-    `marks` are the times of alarms. The box has a line at 0 if the curve may fall to 0, as free
-    memory can.
+    `marks` are the times of alarms. If the curve may fall to 0, the box has a line at 0.
     """
     begin, end = span
     known_values = [value for _, value in points if value is not None]
@@ -211,8 +213,8 @@ def _convert_to_gib(points: list[Point]) -> list[Point]:
 def _find_floor(points: list[Point]) -> float:
     """Return the lowest value, in GiB, on the scale of a held-memory chart.
 
-    It is slightly below the minimum, because growth would not be visible on a scale from 0. Returns
-    0 if there are no values.
+    It is slightly below the minimum. On a scale from 0, growth would not be visible. Returns 0 if
+    there are no values.
     """
     values = [value for _, value in points if value is not None]
     if not values:
@@ -235,9 +237,10 @@ def _draw_chart(
     pick: Pick = min,
     floor: float = 0.0,
 ) -> Iterator[str]:
-    """Yield the lines of a chart with its axes, or nothing if no value is known.
+    """Yield the lines of a chart with its axes.
 
-    `pick` selects one of a column's values; `alarm` is the time marked on the axis.
+    Yields nothing if no value is known. `pick` selects one of a column's values; `alarm` is the
+    time marked on the axis.
     """
     values = [value for _, value in points if value is not None]
     if not values:
@@ -256,7 +259,7 @@ def _draw_chart(
     end = max(seconds for seconds, _ in points)
     axis = "─" * width
     if alarm is not None:
-        # The column is capped at the last one, in case the newest sample raised the alarm.
+        # If the newest sample raised the alarm, the column is capped at the last one.
         column = min(width - 1, int(width * (alarm - begin) / (end - begin or 1.0)))
         axis = f"{axis[:column]}▲{axis[column + 1 :]}"
     yield f"{floor_label} └{axis}"

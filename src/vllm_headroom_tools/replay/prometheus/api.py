@@ -103,7 +103,7 @@ Time = tuple[bool, float]
 def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:
     """Build the span of --start, --end and --step.
 
-    Raises BadInput if there is no start, or if the start is not before the end.
+    Raises BadInput if the start is missing or is not before the end.
     """
     if start is None:
         raise BadInput(

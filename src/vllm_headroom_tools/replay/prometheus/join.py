@@ -1,4 +1,4 @@
-"""The exporters that may have produced the data, and the conversion of their series to a trace."""
+"""The exporters of the data, and the conversion of their series to a trace."""
 
 import json
 import re
@@ -28,7 +28,10 @@ Side = list[dict[str, Any]]
 
 
 class Exporter(Struct, frozen=True, kw_only=True):
-    """The series that one exporter provides for one side of a sample, such as the GPUs."""
+    """The series that one exporter provides for one side of a sample.
+
+    A side is, for example, the GPUs.
+    """
 
     side: str
     """The key of this side in a line of a trace: `gpus`, `engines` or `processes`."""
@@ -93,7 +96,8 @@ def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Ser
 
     Raises BadInput if the series cannot be read or are ambiguous. The query uses `last_over_time`,
     which limits the age of a value. If a series ends without a staleness marker, a plain selector
-    repeats its last value for five minutes. The memory of a dead engine would then look constant.
+    repeats its last value. It does so for five minutes. The memory of a dead engine would then look
+    constant.
     """
     selector = build_selector(source.kind.names, source.matchers)
     series = api.query_range(_select_latest(selector, source.window_ms), page)
@@ -116,13 +120,14 @@ def _read_start_times(
 ) -> list[Series]:
     """Return the start time of each engine process, with the labels of the engine's series.
 
-    Any Prometheus target may export a series with this name, so only the engines' targets are
-    queried. Returns an empty list if there are no engines.
+    Any Prometheus target may export a series with this name. Therefore, only the engines' targets
+    are queried. Returns an empty list if there are no engines.
     """
     if not lead_series:
         return []
     matchers: list[str] = []
-    # The match is by job and instance, because the process series do not have the model's labels.
+    # The process series do not have the model's labels. Therefore, the match is by job and
+    # instance.
     for label in ("job", "instance"):
         targets = sorted({series.labels.get(label, "") for series in lead_series})
         pattern = "|".join(map(re.escape, targets))
@@ -174,8 +179,8 @@ def _pick_identity(kind: Exporter, series: Series) -> dict[str, str]:
 def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     """Return the error message for different objects with the same identity.
 
-    The message names the scrape labels that differ, and the option that would select one of the
-    series.
+    The message names the scrape labels that differ. It also names the option that would select one
+    of the series.
     """
     metric = group[0].name
     differing: dict[str, list[str]] = {}
@@ -244,8 +249,8 @@ def _sample_gpus(
 def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
     """Build a trace entry for a device; unknown facts are None.
 
-    If the total is not exported, it is the sum of used, free and reserved memory. If reserved
-    memory is not exported either, the total is too low, but the free memory is still correct.
+    If the total is not exported, it is used + free + reserved memory. Without reserved memory, the
+    total is too low, but the free memory is still correct.
     """
     memory: dict[str, int] = {}
     for fact in (*_MEMORY_FACTS, "free"):
@@ -326,8 +331,8 @@ def _sample_own(
 ) -> Side:
     """Return a trace entry for each engine or process of this project's exporter.
 
-    `labels` maps each identifying label to a key of the entry, and `fields` maps each metric name
-    to a key.
+    `labels` maps each identifying label to a key of the entry. `fields` maps each metric name to a
+    key.
     """
     entries: dict[tuple[str, ...], dict[str, Any]] = {}
     for series, value in values:

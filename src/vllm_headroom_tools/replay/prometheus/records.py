@@ -63,9 +63,9 @@ def find_sources(
 ) -> list[Scraped]:
     """Return the best sources in the span: GPUs, engines, and processes if there are any.
 
-    Raises BadInput if the span has no source for the GPUs or no source for the engines.
+    Raises BadInput if the span has no source for the GPUs or for the engines.
     """
-    # The search covers whole strides up to the end of the span, and does not begin before its
+    # The search covers whole strides up to the span's end. It does not begin before the span's
     # start.
     start_ms = span.end_ms - (span.end_ms - span.start_ms) // _STRIDE_MS * _STRIDE_MS
     search = TimeSpan(start_ms=start_ms, end_ms=span.end_ms, step_ms=_STRIDE_MS)
@@ -155,9 +155,10 @@ factor.
 def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the records of a trace that covers the span, without a header.
 
-    If the GPUs, engines or processes have no values at a time, they are None in that record. Values
-    are at most one and a half scrape intervals old. If the GPUs' scrape interval is longer than
-    --step, it becomes the step. Raises BadInput if the data cannot be read or a side is missing.
+    In each record, a side without values at that time is None. The sides are the GPUs, engines and
+    processes. Values are at most one and a half scrape intervals old. If the GPUs' scrape interval
+    is longer than --step, it becomes the step. Raises BadInput if the data cannot be read or a side
+    is missing.
     """
     span = build_span(args.start, args.end, args.step, time.time())
     gpu_matchers = (*args.match, *args.match_gpu)
@@ -173,8 +174,7 @@ def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             span = replace(span, step_ms=gpu_interval_ms)
         pages = span.pages(min(MOST_STEPS, _LONGEST_PAGE_MS // span.step_ms))
         shown = track(pages, "Reading history", len(pages), lambda _: 1, patience_seconds=0.0)
-        # The generator is closed here, so that the progress bar is erased before an error is
-        # reported.
+        # The generator is closed here to erase the progress bar before an error is reported.
         with closing(shown):
             for page in shown:
                 sides = [(source.kind, read_series(api, source, page)) for source in sources]
