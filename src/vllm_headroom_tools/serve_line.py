@@ -81,8 +81,8 @@ API_SERVERS: Final = ("vllm.entrypoints.openai.api_server", "api_server.py")
 def read_serve_line(words: Sequence[str], *, with_surroundings: bool = False) -> list[str]:
     """Return the options of `vllm serve` in these words.
 
-    The model becomes the option --model. A single word may be `-` for standard input, the name of a
-    script or manifest, or a pid. The options in the file named by --config are inserted. With
+    The model becomes the option --model. A single word may be `-` for standard input, a script or
+    manifest, or a pid. The options in the file named by --config are inserted. With
     `with_surroundings`, the result begins with two options of `plan`:
 
     - --vllm-version, with the release in the container image's tag
@@ -114,7 +114,7 @@ def _read_words(words: Sequence[str]) -> list[str]:
     text = _read_source(word)
     if text is not None:
         return _read_text(text, word)
-    # A number is the pid of a server on this machine, unless there is a file with this name.
+    # A number is the pid of a server on this machine. A file with this name takes precedence.
     if word.isdecimal():
         command = read_command(Path("/proc"), int(word))
         if not command:
@@ -123,8 +123,7 @@ def _read_words(words: Sequence[str]) -> list[str]:
             raise BadOptions(f"process {word}: it runs no `vllm serve`")
         return _find_options(command, {}, f"process {word}")
     is_option = word.startswith("-")
-    # A model name contains a slash, and does not have the file name extension of a script or
-    # manifest.
+    # A model name contains a slash. It does not end in the extension of a script or manifest.
     if not is_option and ("/" not in word or Path(word).suffix in FILE_SUFFIXES):
         raise BadOptions(f"-- {word}: there is no such file, and it is no `vllm serve` line")
     return _find_options(words, {}, "the line")
@@ -154,8 +153,7 @@ def _insert_config_file(options: list[str]) -> list[str]:
         file_options = []
         for key, setting in content.items():
             file_options += _spell_option(str(key), setting)
-        # The file's options precede those of the command line, because the last occurrence of an
-        # option counts.
+        # The last occurrence of an option counts. Therefore, the command line comes after the file.
         return [*file_options, *options]
     return options
 
@@ -413,7 +411,10 @@ def _find_script(words: Sequence[str]) -> str | None:
 
 
 def _find_start(words: Sequence[str]) -> int | None:
-    """Return the index of the first word after the server's name, or None if there is no server."""
+    """Return the index of the first word after the server's name.
+
+    Returns None if there is no server.
+    """
     for index, word in enumerate(words):
         if word.endswith(API_SERVERS):
             return index + 1

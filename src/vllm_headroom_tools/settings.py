@@ -37,7 +37,7 @@ class ModelFile(Struct, frozen=True, kw_only=True):
 def _read_model_file(text: str) -> ModelFile:
     """Read a model's configuration.
 
-    Raises RefusedError for an invalid configuration, which is then reported as a mistake in the
+    Raises RefusedError for an invalid configuration. The error is then reported as a mistake in the
     settings.
     """
     from vllm_headroom_tools.sizing.model_config import read_model  # noqa: PLC0415 - see above
@@ -57,7 +57,10 @@ ModelConfig = Annotated[
 
 
 def _parse_token_bytes(path: Path) -> TokenBytes | None:
-    """Return a function for a model's bytes per token, or None if the model is unsupported."""
+    """Return a function for a model's bytes per token.
+
+    Returns None if the model is unsupported.
+    """
     from vllm_headroom_tools.sizing.footprint import (  # noqa: PLC0415 - see above
         count_engine_bytes_per_token,
     )
@@ -82,8 +85,8 @@ class ModelSettings(Settings):
     def model_reader(self) -> ModelReader:
         """Return how the daemon determines the KV cache bytes per token.
 
-        The bytes are computed from the configured model or else from the model that the engine
-        serves. If the bytes per token themselves are configured, no model is read.
+        The bytes are computed from the configured model or else from the engine's model. If the
+        bytes per token themselves are configured, no model is read.
         """
         if self.model_shape is None:
             is_configured = self.kv_bytes_per_token is not None

@@ -39,7 +39,10 @@ Entries = Mapping[str, Entry]
 
 
 class SettingsSource(NamedTuple):
-    """The values from one source, and a line for each mistake in its names or format."""
+    """The values from one source.
+
+    Each mistake in its names or format has a line.
+    """
 
     entries: Entries
     mistakes: tuple[str, ...]
@@ -150,7 +153,10 @@ def _read_environment(kind: type[Settings]) -> SettingsSource:
 
 
 def _read_file(kind: type[Settings], config: Entry) -> SettingsSource:
-    """Read the YAML file; null is treated as not set, and invalid YAML is a mistake."""
+    """Read the YAML file.
+
+    Null is treated as not set. Invalid YAML is a mistake.
+    """
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415 - YAML costs 25 ms
 
     path = str(config.value)

@@ -1,4 +1,7 @@
-"""Text for people: wrapped into lines and, on a terminal, rendered by rich with coloured words."""
+"""Text for people, wrapped into lines.
+
+On a terminal, rich renders the text with coloured words.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ The colours do not carry any additional meaning.
 
 
 def _match_styled(word: str) -> str:
-    """Return the pattern for a word in capitals, or for a mark at the start of a line."""
+    """Return the pattern for a word in capitals or a mark that begins a line."""
     if word.isupper():
         return rf"\b{word}\b".replace(" ", r"\s+")
     return f"^{word}(?=  )"
@@ -102,8 +105,8 @@ def wrap_line(line: str, columns: int) -> Text:
         left_columns = _LEFT_COLUMNS.match(line)
         left_width = len(left_columns[0]) if left_columns else 0
         indent = min(left_width, _MAX_INDENT, columns // 2) or 2
-        # rich's own wrapping does not indent, and breaks words such as addresses that users want to
-        # copy.
+        # rich's own wrapping does not indent. It breaks words that users want to copy, such as
+        # addresses.
         line = textwrap.fill(
             line,
             columns,
@@ -215,7 +218,10 @@ def draw_bars(
 
 
 def _pick_columns(curve: Sequence[Point], width: int, pick: Pick) -> list[float | None]:
-    """Return the value of each column, or None for a gap; an empty curve has no columns."""
+    """Return the value of each column, or None for a gap.
+
+    An empty curve has no columns.
+    """
     if not curve:
         return []
     times = [float(seconds) for seconds, _ in curve]

@@ -108,9 +108,10 @@ def read_trace(trace: str) -> Iterator[Snapshot]:
 
 
 def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
-    """Yield the snapshots in a trace's lines, and report a large backward step of its clock.
+    """Yield the snapshots in a trace's lines.
 
-    Raises BadInput if the lines are not a trace.
+    A large backward step of the trace's clock is reported. Raises BadInput if the lines are not a
+    trace.
     """
     name = STDIN if trace == "-" else trace
     yield from _note_clock_steps(parse_trace(lines, name), name)
@@ -118,13 +119,14 @@ def read_snapshots(lines: Iterable[bytes], trace: str) -> Iterator[Snapshot]:
 
 @contextmanager
 def open_lines(name: str) -> Iterator[Iterator[bytes]]:
-    """Open the lines of a file, or of standard input for "-", as `read_lines` returns them.
+    """Open the lines of a file, as `read_lines` returns them.
 
-    Raises BadInput if the file cannot be read. Adds the file's name to the message of any BadInput
-    raised in the `with` block. Shows the progress on a terminal.
+    The name "-" means standard input. Raises BadInput if the file cannot be read. Adds the file's
+    name to the message of any BadInput raised in the `with` block. Shows the progress on a
+    terminal.
     """
-    # The generator is closed here, so that the progress bar is erased before an error is reported.
-    # Python 3.13 does not close a generator at exit while a traceback still refers to it.
+    # The generator is closed here to erase the progress bar before an error is reported. Python
+    # 3.13 does not close a generator at exit if a traceback refers to it.
     if name == "-":
         lines = track_lines(read_lines(cast(BufferedReader, sys.stdin.buffer)), None)
         with closing(lines):
@@ -184,11 +186,11 @@ def _is_packed(stream: BufferedReader) -> bool:
 
 
 def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snapshot]:
-    """Yield a snapshot for each sample after the header; raise BadInput at the first invalid line.
+    """Yield a snapshot for each sample after the header.
 
-    Blank lines and further headers are skipped, so that rotated traces can be concatenated. An
-    incomplete last line is skipped with a note on standard error. The daemon may still be writing
-    it, or may have exited while writing it.
+    Raises BadInput at the first invalid line. Blank lines and further headers are skipped, so that
+    rotated traces can be concatenated. An incomplete last line is skipped with a note on standard
+    error. The daemon may still be writing it, or may have exited while writing it.
     """
     number = 0
     remaining_lines = iter(lines)
@@ -197,7 +199,7 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
         if number == 1 and not _is_header(record):
             raise BadInput(f"line 1: {NO_TRACE}; this {_describe_content(line)}")
         if isinstance(record, str):
-            # Only the last line may be incomplete; earlier in the file, an incomplete line is
+            # Only the last line may be incomplete. Earlier in the file, an incomplete line is
             # damage.
             is_incomplete = not line.endswith(b"\n") and next(remaining_lines, None) is None
             if not is_incomplete:
@@ -215,7 +217,10 @@ def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Sna
 
 
 def _describe_content(line: bytes) -> str:
-    """Describe a file that is not a trace, by its first line, as the end of a sentence."""
+    """Describe a file that is not a trace, as the end of a sentence.
+
+    The description depends on the file's first line.
+    """
     description = find_other_format(line)
     if description is not None:
         return f"is {description}"
@@ -229,7 +234,10 @@ def _describe_content(line: bytes) -> str:
 
 
 def find_other_format(line: bytes) -> str | None:
-    """Return a file's format with advice, judging by its first line, or None if it is unknown."""
+    """Return a file's format with advice, judging by its first line.
+
+    Returns None if the format is unknown.
+    """
     for beginning, description in OTHER_FORMATS.items():
         if line.startswith(beginning):
             return description
@@ -249,7 +257,10 @@ _JSON: Final = json.JSONDecoder(parse_constant=refuse_number)
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | str | None:
-    """Return the object on a line, None for a blank line, or a message describing the problem."""
+    """Return the object on a line, or a message describing the problem.
+
+    Returns None for a blank line.
+    """
     try:
         # Editors on other operating systems may add a byte order mark.
         content = str(line.removeprefix(BOM_UTF8), "utf-8").strip()
@@ -268,11 +279,12 @@ def _parse_record(line: bytes) -> dict[str, Any] | str | None:
 
 
 def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
-    """Return a sample as the daemon saw it; raise BadInput if a field has an invalid value.
+    """Return a sample as the daemon saw it.
 
-    If a field is absent or null, it is unknown. If a source is absent or null, it is treated as
-    failed. `t` is used as the time of both clocks. A GPU without an index or an engine without a
-    name is identified by its position in the list.
+    Raises BadInput if a field has an invalid value. If a field is absent or null, it is unknown. If
+    a source is absent or null, it is treated as failed. `t` is used as the time of both clocks.
+    Without an index, a GPU is identified by its position in the list. The same applies to an engine
+    without a name.
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)
@@ -334,8 +346,8 @@ def _join_processes(
 ) -> tuple[EngineProcess, ...] | Failure:
     """Return the processes, or a Failure if they are absent.
 
-    Also returns a Failure if the memory of any process is unknown, because sums would be too low
-    without it.
+    Also returns a Failure if the memory of any process is unknown. Sums would be too low without
+    it.
     """
     readings = tuple(process for process in processes or () if process is not None)
     if processes is None or len(readings) < len(processes):
@@ -407,11 +419,12 @@ def parse_engine(entry: Mapping[str, Any], place: int) -> EngineReading:
 
 
 def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
-    """Return a GPU of the engine; without an index, it is identified by its position in the list.
+    """Return a GPU of the engine.
 
-    The held bytes are those attributed to the engine. If these are unknown, they are the used bytes
-    minus those of other processes. They are None if the used bytes are also unknown. Raises
-    WrongFieldError if a field has an invalid value.
+    Without an index, the GPU is identified by its position in the list. The held bytes are those
+    attributed to the engine. If these are unknown, they are the used bytes minus those of other
+    processes. They are None if the used bytes are also unknown. Raises WrongFieldError if a field
+    has an invalid value.
     """
     index = read_size(entry, "gpu")
     if index is None:
@@ -421,8 +434,7 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     other_bytes = read_size(entry, "other")
     memory = _parse_gpu_memory(entry, used_bytes)
     held_bytes = engine_bytes
-    # Without the engine's own figure, count all bytes except those known to belong to other
-    # processes.
+    # Without the engine's own figure, count all bytes except those of other processes.
     if engine_bytes is None and used_bytes is not None:
         held_bytes = max(0, used_bytes - (other_bytes or 0))
     return Gpu(
@@ -468,9 +480,10 @@ def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
 
 
 def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
-    """Return the probe's facts about a GPU, or None if the trace contains none of them.
+    """Return the probe's facts about a GPU.
 
-    Parts that this version does not know are omitted.
+    Returns None if the trace contains none of them. Parts that this version does not know are
+    omitted.
     """
     sizes = read_within(entry, "parts", _parse_parts) or ()
     inside = Inside(parts=sizes, **_read_fields(entry, Inside, _INSIDE_FIELDS.items()))
@@ -488,15 +501,18 @@ def _parse_parts(entry: Mapping[str, Any]) -> tuple[tuple[MemoryPart, int], ...]
 
 
 def name_by_index(index: int) -> str:
-    """Return a name for a GPU without a UUID; the name cannot be mistaken for a UUID."""
+    """Return a name for a GPU without a UUID.
+
+    The name cannot be mistaken for a UUID.
+    """
     return f"index {index}"
 
 
 def parse_process(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
     """Return a process, or None if its memory is unknown.
 
-    Raises WrongFieldError if this version does not know the role, because sums over processes would
-    be wrong.
+    Raises WrongFieldError if this version does not know the role. Sums over processes would be
+    wrong.
     """
     name = read_text(entry, "role")
     role = Role.OTHER if name is None else _find_member(Role, name)
@@ -526,9 +542,10 @@ def parse_pool(entry: Mapping[str, Any], _place: int) -> Pool | None:
 
 
 def parse_server(entry: Mapping[str, Any]) -> ServerReply | None:
-    """Return the server's reply, or None if this version does not know this kind of reply.
+    """Return the server's reply.
 
-    Raises WrongFieldError for a field with a wrong value.
+    Returns None if this version does not know this kind of reply. Raises WrongFieldError for a
+    field with a wrong value.
     """
     answer = _find_member(ServerAnswer, read_text(entry, "answer"))
     requests = read_number(entry, "requests")

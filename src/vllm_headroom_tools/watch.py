@@ -106,7 +106,7 @@ async def _run(arguments: Namespace) -> Report | int:
         ca_file=arguments.ca_file,
     )
     try:
-        # A program needs a single result, so with these options, the document is read only once.
+        # With these options, a program needs a single result. The document is then read only once.
         if arguments.json or arguments.exit_code is not None:
             document = await fetch_document(reader, arguments.engine)
             if isinstance(document, str):
@@ -170,9 +170,13 @@ def build_report(document: Document) -> Report:
 def judge_leak(document: Document, within_seconds: float) -> Report:
     """Return the report on whether a leak may soon end a serving engine.
 
-    The exit status is 1 if there is a leak alarm and, by the lower bound, memory may run out within
-    `within_seconds`. Otherwise, it is 0. Raises BadInput if the document is stale or has a
-    different structure.
+    The exit status is 1 if both conditions are met:
+
+    - There is a leak alarm.
+    - By the lower bound, memory may run out within `within_seconds`.
+
+    Otherwise, the exit status is 0. Raises BadInput if the document is stale or has a different
+    structure.
     """
     try:
         age_seconds = document["age_seconds"]
@@ -191,7 +195,10 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
 
 
 def _list_states_within(document: Document, within_seconds: float) -> list[str]:
-    """Return the leak states of GPUs and roles that may run out of memory within this time."""
+    """Return the leak states of GPUs and roles that may soon run out of memory.
+
+    Soon means within `within_seconds`.
+    """
     host_seconds = document["host_time_to_oom_seconds_lower"]
     leaks = [(gpu["leak_state"], gpu["time_to_oom_seconds_lower"]) for gpu in document["gpus"]]
     leaks += [(state, host_seconds) for state in (document["host_leak_state"] or {}).values()]
@@ -247,10 +254,10 @@ CHART_ROWS: Final = 5
 
 
 def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Text]:
-    """Yield the lines of the screen: the verdicts, the free GPU and host memory, and the load.
+    """Yield the lines of the screen: verdicts, free memory and load.
 
-    If `document` is a string, it explains why there is no document. In this case, only this string
-    is yielded.
+    Free memory is that of the GPUs and the host. If `document` is a string, it explains why there
+    is no document. In this case, only this string is yielded.
     """
     if isinstance(document, str):
         yield _draw("bold red", document)
@@ -259,7 +266,7 @@ def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Tex
     for verdict in document["verdicts"]:
         yield wrap_line(describe_verdict(verdict), width)
     history = document["history"]
-    # The list is reversed, so that the first of two curves for the same GPU is used.
+    # The list is reversed. Of two curves for the same GPU, the first is then used.
     curves = {gpu["uuid"]: gpu["free_bytes"] for gpu in reversed(history["gpus"])}
     for gpu in document["gpus"]:
         is_of_engine = (gpu["info"] or {}).get("attribution")
@@ -311,7 +318,10 @@ def _draw(style: str, text: str) -> Text:
 
 
 def _draw_line(style: str, text: str) -> Text:
-    """Return a text in one of rich's styles; it is cut off at the end of the line."""
+    """Return a text in one of rich's styles.
+
+    The text is cut off at the end of the line.
+    """
     from rich.text import Text  # noqa: PLC0415 - lines and --json need no drawing
 
     return Text(text.translate(CONTROLS), style, no_wrap=True, overflow="ellipsis")
@@ -320,7 +330,7 @@ def _draw_line(style: str, text: str) -> Text:
 def _draw_free_memory(
     name: str, facts: dict[str, Any], curve: list[Point], width: int
 ) -> Iterator[Text]:
-    """Yield a heading and a chart of the free memory, on a scale that starts at 0.
+    """Yield a heading and a chart of the free memory on a scale from 0.
 
     Yields nothing if there is no curve.
     """

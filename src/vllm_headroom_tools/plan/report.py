@@ -336,7 +336,7 @@ def _format_capacity(estimate: MemoryEstimate, blocks: int) -> Iterator[str]:
 
 
 def _format_tables(estimate: MemoryEstimate) -> list[str]:
-    """Return two tables: the length of N sequences, and the number of sequences of length N.
+    """Return two tables: the length of N sequences, and the sequences of length N.
 
     Returns an empty list if no blocks are known to fit.
     """

@@ -279,7 +279,7 @@ def find_changes(estimate: MemoryEstimate) -> tuple[Saving, ...]:
     trials = [] if shortened is None else [shortened]
     for trial in _list_trials(estimate.question):
         trials.append(trial)
-        # A change is combined with a shorter length only if the length alone is not enough.
+        # If the shorter length alone is not enough, each change is combined with it.
         if is_shortening_enough or find_problem(trial.question):
             continue
         shorter = _shorten(trial.question)

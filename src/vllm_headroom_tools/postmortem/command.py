@@ -53,8 +53,8 @@ def _add_options(parser: Parser) -> None:
 def find_trace(place: Path) -> Path:
     """Return the trace to read.
 
-    The trace is `place` if it is a file, or the newest incident in the folder. Raises BadInput if
-    the folder cannot be read or contains no incident.
+    The trace is `place` itself if it is a file. Otherwise, it is the folder's newest incident.
+    Raises BadInput if the folder cannot be read or contains no incident.
     """
     if not place.is_dir():
         return place

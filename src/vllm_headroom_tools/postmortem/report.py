@@ -177,8 +177,8 @@ class EndFollower:
     """Finds the end of a run by processing one sample after another.
 
     `incident` gives the time of the event to look for. Without an incident, the event is the last
-    exit, or a stall at the trace's end. `reported_bytes` is the operator's figure for the engine's
-    memory on each GPU.
+    exit, or a stall at the end. `reported_bytes` is the operator's figure for the engine's memory
+    on each GPU.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class EndFollower:
             self.ending = event
         self._note_leaks(snapshot)
         self._has_answered = self._has_answered or snapshot.page is not None
-        # A page that stops responding is also an end, even without an exit in the samples.
+        # A page that stops responding is also an end. No sample has to show an exit.
         self.is_page_lost = self._has_answered and snapshot.page is None
         return snapshot
 

@@ -46,7 +46,7 @@ UNIFORM_VARIANCE: Final = 1 / 12
 
 
 def add_all(parts: Sequence[Range]) -> Range:
-    """Return the bounds of a sum whose parts may all reach their bounds at the same time."""
+    """Return the bounds of a sum whose parts may all reach their bounds together."""
     return Range(low=sum(part.low for part in parts), high=sum(part.high for part in parts))
 
 
@@ -54,9 +54,9 @@ def add_independent(parts: Sequence[Range]) -> Range:
     """Return the bounds of a sum of independent parts.
 
     The lower bound is the sum of the parts' lower bounds. The parts hardly ever reach their upper
-    bounds at the same time. Therefore, the sum exceeds the upper bound in only 2 of 100 cases if
-    each part is uniformly distributed over its range. If only one part is uncertain, its own upper
-    bound is used.
+    bounds at the same time. Therefore, the sum exceeds the upper bound in only 2 of 100 cases. Each
+    part is assumed to be uniformly distributed over its range. If only one part is uncertain, its
+    own upper bound is used.
     """
     bounds = add_all(parts)
     variance = sum((part.high - part.low) ** 2 for part in parts) * UNIFORM_VARIANCE
@@ -84,7 +84,10 @@ class Assumption(Struct, frozen=True, kw_only=True):
 
 
 class StartAssumptions(Struct, frozen=True, kw_only=True):
-    """The assumptions about one GPU at the start; figures from a log can replace each of them."""
+    """The assumptions about one GPU at the start.
+
+    Figures from a log can replace each of them.
+    """
 
     # The part of the memory given in the question that CUDA does not see.
     driver_reserved: Assumption
@@ -154,7 +157,7 @@ def assume_start(question: Question) -> StartAssumptions:
     if measured is None:
         return assumptions
     replacements = {}
-    # A figure from the log replaces an assumption only if the settings behind it are the same.
+    # A figure from the log replaces an assumption only if its settings are the same.
     is_same_group = measured.has_same(question, GROUP_SETTINGS)
     if question.gpu_memory_bytes == measured.total_bytes:
         replacements["driver_reserved"] = _assume_logged(0.0, measured)
@@ -217,7 +220,7 @@ measured.
 def _assume_driver_reserved(question: Question) -> Assumption:
     """Return how much of the memory given in the question is reserved by the driver.
 
-    The question may give nvidia-smi's total, the size that CUDA sees, or the size on the label.
+    The question may give nvidia-smi's total, CUDA's total, or the size on the label.
     """
     memory_bytes = question.gpu_memory_bytes
     if question.unified_memory:
@@ -258,7 +261,7 @@ def _assume_missing_at_start(question: Question) -> Assumption:
     """Return the memory that the CUDA context and communication between GPUs use at the start."""
     is_measured = _is_measured_card(question)
     group_gpus = _count_group_gpus(question)
-    # A single GPU has only the CUDA context; a group of GPUs also sets up communicators (NCCL).
+    # A single GPU has only the CUDA context. A group of GPUs also sets up communicators (NCCL).
     if group_gpus == 1:
         if is_measured:
             h100_range = Range(low=0.45 * GIB, high=0.6 * GIB)
@@ -452,10 +455,10 @@ vLLM 0.26 and 0.31).
 def _assume_graphs(question: Question) -> Assumption:
     """Return vLLM's estimate of its CUDA graphs.
 
-    For the first batch size, the estimate covers one graph. For each further size, it covers two: a
-    graph of the model's parts and a whole-model graph (vLLM 0.19, v1/worker/gpu_model_runner.py,
-    `profile_cudagraph_memory`). Since vLLM 0.29, the graphs of the parts are measured instead,
-    which yields a smaller figure.
+    For the first batch size, the estimate covers one graph. For each further size, it covers a
+    graph of the model's parts and a whole-model graph. The source is vLLM 0.19,
+    v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`. Since vLLM 0.29, the graphs of the
+    parts are measured instead. Their figure is smaller.
     """
     if question.enforce_eager:
         return Assumption(

@@ -16,13 +16,16 @@ class Card(Struct, frozen=True, kw_only=True):
     # The total reported by NVML; with unified memory, the machine's MemTotal.
     memory_bytes: int
     has_unified_memory: bool = False
-    # Whether the card gets vLLM's defaults for small cards, as it does if its name contains "a100"
+    # Whether the card gets vLLM's defaults for small cards. It does if its name contains "a100"
     # (engine/arg_utils.py, `get_batch_defaults`).
     has_small_defaults: bool = False
 
 
 class CardCount(Struct, frozen=True, kw_only=True):
-    """A kind of GPU and the number of GPUs, which is None if only the kind is named."""
+    """A kind of GPU and the number of GPUs.
+
+    The number is None if only the kind is named.
+    """
 
     card: Card
     count: int | None
@@ -128,7 +131,10 @@ drivers differ by about ten MiB.
 
 
 def find_card_by_size(memory_bytes: int) -> Card | None:
-    """Return the first card in the table with this memory, or None if no card has it."""
+    """Return the first card in the table with this memory.
+
+    Returns None if no card has it.
+    """
     for card in CARDS:
         if abs(card.memory_bytes - memory_bytes) < SAME_MODEL_BYTES:
             return card
@@ -136,9 +142,10 @@ def find_card_by_size(memory_bytes: int) -> Card | None:
 
 
 def parse_gpus_by_name(text: str) -> CardCount:
-    """Parse GPUs from a text such as H100 or 8xH100; raise RefusedError for an unknown name.
+    """Parse GPUs from a text such as H100 or 8xH100.
 
-    A card may also be given by its NVML name, such as "NVIDIA H100 80GB HBM3".
+    Raises RefusedError for an unknown name. A card's NVML name is also valid, such as "NVIDIA H100
+    80GB HBM3".
     """
     name = text.strip()
     if not name:
@@ -167,7 +174,7 @@ def _find_card(text: str) -> Card:
         key = _build_key(OTHER_NAMES[key])
     if key in by_key:
         return by_key[key]
-    # If a kind of card comes in only one size, its name may include the size.
+    # If a kind of card has only one size, its name may include the size.
     words = [word for word in _split_words(text) if not MEMORY_WORD.fullmatch(word)]
     key_without_size = "".join(words)
     if key_without_size in by_key:
@@ -183,7 +190,7 @@ def _describe_unknown_card(text: str, key: str) -> str:
     `key` is the name's normalized form.
     """
     names = [card.name for card in CARDS]
-    # If a kind of card comes in several sizes, such as the A100, the size must be given.
+    # A kind of card may have several sizes, such as the A100. Its name must then include the size.
     sizes = [name for name in names if key and _build_key(name).startswith(key)]
     if len(sizes) > 1 and all("GB" in name for name in sizes):
         return f"there are {' and '.join(sizes)}"
@@ -192,7 +199,10 @@ def _describe_unknown_card(text: str, key: str) -> str:
 
 
 def _has_size(card: Card, text: str) -> bool:
-    """Return whether the size in a name fits the card, or True if the name has no size."""
+    """Return whether the size in a name fits the card.
+
+    Returns True if the name has no size.
+    """
     for word in _split_words(text):
         if MEMORY_WORD.fullmatch(word) and card.name != SYSTEM_SIZED:
             label = int(word.rstrip("gib"))

@@ -32,7 +32,7 @@ class StartCheck(Struct, frozen=True, kw_only=True):
     """One check of a start, and its result."""
 
     name: CheckName
-    # None if a figure is unknown, or if the check passes only with the estimates' lower bounds.
+    # None if a figure is unknown. Also None if only the lower bounds pass the check.
     passes: bool | None
     # Why the check fails, or may fail.
     problem: str
@@ -76,7 +76,7 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
     """Return whether vLLM starts, that is, whether it passes all checks.
 
     Returns None if the start passes only with the estimates' lower bounds. Also returns None if
-    something is unknown, such as the model type, the weights or the encoder's largest input.
+    something is unknown, such as the model type or the weights.
     """
     question = estimate.question
     if question.shape.unknown_type is not None:
@@ -85,8 +85,8 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
     answers = [check.passes for check in check_start(estimate)]
     if False in answers:
         return False
-    # All checks pass here. Weights or inputs that are not counted could use up the remaining
-    # memory, so a check may still fail.
+    # All checks pass here. Uncounted weights or inputs could use up the remaining memory. A check
+    # may then fail.
     if question.has_uncounted_weights or question.has_uncounted_activations:
         return None
     if question.has_unknown_draft or question.max_model_len is None:
@@ -153,9 +153,10 @@ def _check_model_length(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_aligned_block(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that a batch can hold the tokens of a block that is as large as a state.
+    """Check that a batch can hold the tokens of a block.
 
-    Source: vLLM up to 0.26, config/vllm.py, `validate_block_size` with `mamba_cache_mode` "align".
+    A block is as large as a state. Source: vLLM up to 0.26, config/vllm.py, `validate_block_size`
+    with `mamba_cache_mode` "align".
     """
     question = estimate.question
     has_check = question.release.has_aligned_block_check and question.has_prefix_states
@@ -249,7 +250,7 @@ def _check_profile(estimate: MemoryEstimate) -> Iterator[StartCheck]:
         return
     weights = Range(low=weights_bytes, high=weights_bytes)
     assumptions = estimate.assumptions
-    # Memory that is already in use before the start is not available to the profile run either.
+    # Memory in use before the start is not available to the profile run either.
     needed = weights + assumptions.missing_at_start.range + activations
     yield StartCheck(
         name=CheckName.PROFILE,
@@ -289,7 +290,7 @@ def _check_longest_sequence(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     `_check_enough_kv_cache_memory`.
     """
     kv_cache = estimate.kv_cache
-    # vLLM requires room for the model's full length; if that is unknown, one token is the minimum.
+    # vLLM requires room for the model's full length. If that is unknown, one token is the minimum.
     length = estimate.question.max_model_len or 1
     sequence_bytes = estimate.count_sequence_bytes(length)
     needed = format_gib(sequence_bytes)
@@ -348,12 +349,11 @@ def _check_state_blocks(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
-    """Check that the card has room for all logits besides the KV cache and the CUDA graphs.
+    """Check that all logits fit besides the KV cache and the CUDA graphs.
 
     Source: v1/worker/gpu_worker.py, `compile_or_warm_up_model`. At this point, vLLM can also use
-    the activation memory, because the KV cache leaves it free. In the first model runner, the
-    profile run has already set aside the memory for the warm-up. Since vLLM 0.33, this is also true
-    of the second.
+    the activation memory. The KV cache leaves it free. In the first model runner, the profile run
+    has already set the warm-up's memory aside. Since vLLM 0.33, this is also true of the second.
     """
     question = estimate.question
     needed = estimate.sampler_warmup
@@ -386,7 +386,7 @@ def _check_sampler_warmup(estimate: MemoryEstimate) -> Iterator[StartCheck]:
 
 
 def _find_warmup_room(estimate: MemoryEstimate) -> Range | None:
-    """Return the card's memory that remains free after the KV cache and CUDA graphs are allocated.
+    """Return the card's free memory after the KV cache and CUDA graphs are allocated.
 
     Returns None if the memory is unknown. Also returns None with unified memory, which
     `_check_card` covers.
@@ -424,8 +424,8 @@ def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for all parts together.
 
     With a budget, the check only covers the parts outside it. These include the memory that the
-    machine itself needs if memory is unified. They also include the CUDA graphs in releases that do
-    not count them towards the budget. If the size of the KV cache is set, there is no budget.
+    machine itself needs if memory is unified. They also include the CUDA graphs in releases whose
+    budget does not count them. If the size of the KV cache is set, there is no budget.
     """
     question = estimate.question
     visible = estimate.visible

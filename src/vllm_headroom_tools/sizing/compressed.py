@@ -68,7 +68,7 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes that all layers together keep for a token that has left the window."""
+        """Return the bytes that all layers keep for a token outside the window."""
         fine = Fraction(self.fine_layers * (self.latent_bytes + self.index_bytes), FINE_RATIO)
         coarse = Fraction(self.coarse_layers * self.latent_bytes, COARSE_RATIO)
         return ceil(fine + coarse)
@@ -100,8 +100,8 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
         window_bytes = ceil(layers / window_groups) * _pad_page(
             WINDOW_BLOCK_TOKENS * self.latent_bytes
         )
-        # A state contains the keys and gates of a latent or, with the fine ratio, of two
-        # neighbouring latents.
+        # A state contains the keys and gates of a latent. With the fine ratio, it contains those of
+        # two neighbouring latents.
         fine_token_bytes = 4 * FLOAT32_BYTES
         fine_state_bytes = fine_layers * (
             _pad_page(FINE_STATE_TOKENS * self.head_size * fine_token_bytes)
@@ -142,7 +142,7 @@ def has_compressed_cache(config: Config) -> bool:
 def read_compressed_cache(config: Config, layer_count: int) -> CompressedCache | None:
     """Return the compressed cache of DeepSeek V4, or None for other models.
 
-    Raises ValueError for a ratio that vLLM does not support, or if a size is missing.
+    Raises ValueError if a size is missing or vLLM does not support a ratio.
     """
     if not has_compressed_cache(config):
         return None
@@ -157,7 +157,7 @@ def read_compressed_cache(config: Config, layer_count: int) -> CompressedCache |
     head_size = require_integer(config, "head_dim")
     rotary_size = require_integer(config, "qk_rope_head_dim")
     index_head_size = require_integer(config, "index_head_dim")
-    # The values have 8 bits plus scales, and the rotary part has 16 bits (vLLM, "fp8_ds_mla").
+    # The values have 8 bits plus scales. The rotary part has 16 bits (vLLM, "fp8_ds_mla").
     latent_bytes = head_size - rotary_size + rotary_size * FLOAT16_BYTES + LATENT_SCALE_BYTES
     return CompressedCache(
         layers=layer_count,

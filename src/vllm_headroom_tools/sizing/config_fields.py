@@ -64,18 +64,17 @@ MAMBA_STATE_SIZE: Final = ("mamba_d_state", "ssm_state_size")
 
 
 def read_integer(config: Config, *names: str) -> int | None:
-    """Return the first field that is set or, if it is a list, its largest number.
+    """Return the first field that is set.
 
-    If a field is null, false, 0 or [], it is not set, so the next field is tried. Returns None if
-    no field is set, or if a list contains only zeros. Raises ValueError for a value that is not a
-    size.
+    If the field is a list, returns its largest number. A field is not set if it is null, false, 0
+    or []. The next field is then tried. Returns None if no field is set, or if a list contains only
+    zeros. Raises ValueError for a value that is not a size.
     """
     for name in names:
         value = config.get(name)
         if _is_unset(value):
             continue
-        # Like vLLM, use the largest number in a list, because buffers are sized for the widest
-        # layer.
+        # Like vLLM, use the largest number in a list. Buffers are sized for the widest layer.
         numbers = value if isinstance(value, list) else [value]
         if not all(_is_size(number) for number in numbers):
             raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of a model's size")
@@ -84,7 +83,7 @@ def read_integer(config: Config, *names: str) -> int | None:
 
 
 def _is_unset(value: object) -> bool:
-    """Return whether a field is null, false, 0 or [], which all mean that it is not set."""
+    """Return whether a field is null, false, 0 or [], and thus not set."""
     return value is None or value is False or value in (0, [])
 
 
@@ -105,7 +104,10 @@ def require_integer(config: Config, *names: str) -> int:
 
 
 def read_mapping(config: Config, *names: str) -> Config:
-    """Return the first of these fields that is a mapping, or an empty mapping if there is none."""
+    """Return the first of these fields that is a mapping.
+
+    Returns an empty mapping if there is none.
+    """
     for name in names:
         value = config.get(name)
         if isinstance(value, dict):

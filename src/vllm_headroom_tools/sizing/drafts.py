@@ -1,4 +1,4 @@
-"""The memory that speculative decoding adds to a model, in separate draft models or in heads."""
+"""The memory of speculative decoding, in separate draft models or in heads."""
 
 from math import ceil
 from typing import Final
@@ -33,7 +33,10 @@ numbers for EAGLE and EAGLE3 follow from their design; the published DFlash head
 
 
 def name_head_method(draft: ModelShape, method: str) -> str:
-    """Return the method of a draft, derived from its class name if no method is given."""
+    """Return the method of a draft.
+
+    If no method is given, it is derived from the draft's class name.
+    """
     class_name = (draft.class_name or "").lower()
     if method != DRAFT_MODEL:
         return method

@@ -27,7 +27,7 @@ UNGIVEN_MLP_WIDTH_RATIO: Final = 4
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
-    """The largest image or video, and the number of values that the encoder holds for it."""
+    """The largest image or video, and the number of the encoder's values for it."""
 
     # The number of tokens that the input takes in the language model's sequence.
     tokens: int
@@ -84,7 +84,10 @@ def _sum_parameters(encoders: list[Config]) -> int | None:
 
 
 def _count_parameters(encoder: Config) -> int | None:
-    """Return the parameters of an encoder's layers and mergers, or None if a size is missing."""
+    """Return the parameters of an encoder's layers and mergers.
+
+    Returns None if a size is missing.
+    """
     layers = read_integer(encoder, *ENCODER_LAYERS)
     hidden_size = read_integer(encoder, *ENCODER_HIDDEN_SIZE)
     mlp_width = read_integer(encoder, *ENCODER_MLP_WIDTH)
@@ -126,16 +129,20 @@ list them.
 
 
 def _count_levels(encoder: Config, usual_stacks: tuple[int, ...] = ()) -> int:
-    """Return the number of outputs used in Qwen's encoder, from the last layer and deep stacks.
+    """Return the number of outputs used in Qwen's encoder.
 
-    `usual_stacks` is used if the configuration does not list the deep stacks.
+    The outputs are those of the last layer and of the deep stacks. `usual_stacks` is used if the
+    configuration does not list the deep stacks.
     """
     stacks = encoder.get("deepstack_visual_indexes", list(usual_stacks))
     return 1 + (len(stacks) if isinstance(stacks, list) else 0)
 
 
 def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
-    """Return an encoder's largest input, or None if the model type or a size is unknown."""
+    """Return an encoder's largest input.
+
+    Returns None if the model type or a size is unknown.
+    """
     read_largest_item = LARGEST_ITEM_READERS.get(str(config.get("model_type")))
     if read_largest_item is None:
         return None
@@ -147,8 +154,8 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
     if mlp_width is None:
         mlp_width = UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     patches = item.tokens * item.patches_per_token
-    # A patch takes as many values as a token does in a language model's layer. These values are
-    # either queries, keys, values and output, or the gate, up and down projections.
+    # A patch takes as many values as a token does in a language model's layer. They are either
+    # queries, keys, values and output, or the gate, up and down projections.
     layer_width = max(4 * hidden_size, 3 * mlp_width)
     return EncoderInput(
         tokens=item.tokens,
@@ -159,8 +166,8 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
     )
 
 
-# The largest image or video for each model type, as computed by vLLM 0.32
-# (`get_mm_max_tokens_per_item` and similar functions). The table below lists one function per type.
+# The largest image or video for each model type, as computed by vLLM 0.32. vLLM's functions are
+# `get_mm_max_tokens_per_item` and similar ones. The table below lists one function per type.
 
 
 def _read_gemma_3_item(config: Config, encoder: Config) -> LargestItem:
@@ -225,7 +232,10 @@ def _read_qwen_3_vl_item(config: Config, encoder: Config) -> LargestItem:
 def _read_qwen_item(
     config: Config, encoder: Config, usual_stacks: tuple[int, ...] = ()
 ) -> LargestItem:
-    """Return the larger input: an image at the processor's limit, or a pair of video frames."""
+    """Return the larger of two inputs.
+
+    They are an image at the processor's limit and a pair of video frames.
+    """
     processor = read_mapping(config, "preprocessor")
     merged_side = read_integer(encoder, "spatial_merge_size") or 2
     # Either of two fields may contain the processor's limit on pixels per image.

@@ -71,10 +71,10 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     Returns None if the hidden size or the vocabulary is unknown. The peak is the largest of these:
 
     - A forward pass: `_estimate_forward` times `forward_ratio`.
-    - Sampling: sequences x vocabulary x 4 bytes of logits, times `sampling_ratio`, plus one or two
-      copies of the batch's hidden states. Tensor parallelism does not divide the sampling memory.
-      In a pipeline, only the last stage samples. It also holds the hidden states and residuals that
-      it received.
+    - Sampling: sequences x vocabulary x 4 bytes of logits, times `sampling_ratio`. One or two
+      copies of the batch's hidden states are added. Tensor parallelism does not divide the sampling
+      memory. In a pipeline, only the last stage samples. It also holds the hidden states and
+      residuals that it received.
     - The image encoder. Its tokens also stay in memory during the forward pass and sampling
       (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes as much memory as a token in the
       language model. Tensor parallelism divides some encoders but not others.
@@ -90,7 +90,7 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     hidden_bytes = _count_batch_bytes(question) * hidden_size
     hidden_copies = 2
     text_low = forward.low
-    # In a pipeline, the last stage also holds the hidden states and residuals that it received.
+    # In a pipeline, the last stage also holds the hidden states and residuals it received.
     if question.pipeline_parallel_size > 1:
         hidden_copies += 2
     else:
@@ -145,7 +145,7 @@ def _estimate_encoding(question: Question, assumptions: StartAssumptions) -> Ran
 
 
 def _count_encoder_output_bytes(question: Question, hidden_size: int) -> float:
-    """Return the bytes of encoded images or videos that stay in memory during the profile run.
+    """Return the bytes of encoded images or videos during the profile run.
 
     Returns 0 if the largest images or videos are unknown.
     """
@@ -168,10 +168,10 @@ class ForwardPass(Struct, frozen=True, kw_only=True):
 def _estimate_forward(question: Question, hidden_size: int) -> ForwardPass:
     """Return the memory that a batch takes in a forward pass.
 
-    A layer takes tokens x bytes of the dtype x (2 x hidden size + values of the widest layer). The
-    residual accounts for 2 x hidden size. The widest layer has either 3 x MLP width or queries,
-    keys, values and output; tensor parallelism divides both. The experts' MLP is not counted here,
-    because it is part of the workspace.
+    A layer takes tokens x bytes of the dtype x values per token. The values are 2 x hidden size
+    plus those of the widest layer. The residual accounts for 2 x hidden size. The widest layer has
+    either 3 x MLP width or queries, keys, values and output. Tensor parallelism divides both. The
+    experts' MLP is not counted here, because it is part of the workspace.
     """
     shape = question.shape
     ranks = question.tensor_parallel_size
@@ -201,7 +201,7 @@ def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> t
     - The experts' workspace for the tokens of a batch (vLLM, v1/worker/workspace.py).
     - With the second model runner, the sampler's PENALTY_BYTES per sequence and vocabulary token.
     - The gaps that remain after weights are repacked.
-    - The uncertainty of the budget, which is a share of the memory that CUDA sees.
+    - The uncertainty of the budget, a share of the memory that CUDA sees.
     """
     experts_bytes = _estimate_forward(question, question.shape.hidden_size or 0).workspace_bytes
     # Some kernels free the workspace after the pass.
@@ -250,13 +250,13 @@ def _estimate_gaps(question: Question) -> Range:
 def estimate_host(question: Question) -> Range:
     """Return the host memory used by all of vLLM's processes.
 
-    Each engine has a core and a server and, with several GPUs, a worker for each GPU. Each server
-    and core has an image cache (vLLM 0.33, config/multimodal.py). The cache fills up over time, so
-    it is only included in the upper bound.
+    Each engine has a core and a server. With several GPUs, it also has a worker for each GPU. Each
+    server and core has an image cache (vLLM 0.33, config/multimodal.py). The cache fills up over
+    time, so it is only included in the upper bound.
     """
     engines = question.data_parallel_size
     workers = question.gpus
-    # Each engine has a core and a server; with a single GPU, the core drives it directly.
+    # Each engine has a core and a server. With a single GPU, the core drives it directly.
     servers_and_cores = 2 * engines
     processes = servers_and_cores
     if workers > engines:
@@ -305,7 +305,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     question: Question
     assumptions: StartAssumptions
     layout: KvLayout
-    # The KV cache bytes per token on this GPU, and on all GPUs of an engine together.
+    # The KV cache bytes per token, on this GPU and on all of an engine's GPUs.
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None
@@ -324,7 +324,10 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def visible(self) -> Range | None:
-        """Return the part of the card's memory that CUDA sees, or None if it is unknown."""
+        """Return the part of the card's memory that CUDA sees.
+
+        Returns None if that part is unknown.
+        """
         card_bytes = self.question.gpu_memory_bytes
         if card_bytes is None:
             return None
@@ -347,9 +350,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         parts = [self.activations, *self.other_parts]
         if self.question.release.has_graphs_in_budget:
             parts.append(self.graphs)
-        # With unified memory, the page cache also counts as used. In a start on one machine, all
-        # parts were close to their maximum at the same time (14.6 of 15.6 GiB). On two machines,
-        # communication and graphs were close to their maximum.
+        # With unified memory, the page cache also counts as used. On one machine, all parts were
+        # close to their maximum together (14.6 of 15.6 GiB). On two machines, communication and
+        # graphs were close to their maximum.
         if self.question.unified_memory:
             return add_all(parts)
         return add_independent(parts)
@@ -377,7 +380,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def blocks(self) -> int | None:
         """Return the minimum number of KV cache blocks, vLLM's `num_gpu_blocks`.
 
-        Returns None if the cache's size is unknown, or if the model does not use the cache.
+        Returns None if the cache's size is unknown or the model uses no cache.
         """
         if self.kv_cache is None or not self.layout.block_bytes:
             return None
@@ -387,9 +390,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def capacity_tokens(self) -> int | None:
         """Return the minimum number of tokens that the KV cache holds (`get_kv_cache_capacity`).
 
-        With sliding-window or state-space layers, the result is `max_model_len` times the number of
-        sequences of that length that fit. Returns None if the blocks are unknown. For models with
-        such layers, `max_model_len` must be known too.
+        With sliding-window or state-space layers, the result is for sequences of length
+        `max_model_len`. It is that length times the number of sequences that fit. Returns None if
+        the blocks are unknown. For models with such layers, `max_model_len` must be known too.
         """
         blocks = self.blocks
         if blocks is None:
@@ -413,8 +416,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def find_longest(self, sequences: int) -> int | None:
         """Return the maximum length at which this many sequences fit at once.
 
-        The length is at most the model's limit, or the question's `max_model_len` if that is
-        higher. The result is 0 if not even one block fits. Returns None if the blocks are unknown.
+        The length is at most the model's limit. A higher `max_model_len` in the question replaces
+        the limit. The result is 0 if not even one block fits. Returns None if the blocks are
+        unknown.
         """
         if self.blocks is None:
             return None
@@ -447,8 +451,8 @@ def estimate_memory(question: Question) -> MemoryEstimate:
         sequence_states=question.sequence_states,
     )
     block_bytes = layout.block_bytes + draft_bytes * layout.block_tokens
-    # Each GPU keeps every n-th token, so each block covers n times as many tokens (vLLM 0.33,
-    # v1/core/kv_cache_utils.py, `get_kv_cache_capacity`).
+    # Each GPU keeps every n-th token. Therefore, each block covers n times as many tokens (vLLM
+    # 0.33, v1/core/kv_cache_utils.py, `get_kv_cache_capacity`).
     context_ranks = question.decode_context_parallel_size
     budget_bytes = None
     # If the cache's size is set, vLLM ignores its share of the card.
@@ -482,8 +486,8 @@ def estimate_memory(question: Question) -> MemoryEstimate:
 def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstimate:
     """Return the estimate with the figures from a startup log that apply to these settings.
 
-    Activations grow with the batch. Therefore, the log's figure is an upper bound for smaller
-    batches and a lower bound for larger ones.
+    Activations grow with the batch. For smaller batches, the log's figure is therefore an upper
+    bound. For larger batches, it is a lower bound.
     """
     question = estimate.question
     weights_bytes = estimate.weights_bytes
@@ -513,7 +517,10 @@ def _apply_log(estimate: MemoryEstimate, measured: MeasuredStart) -> MemoryEstim
 
 
 def _count_token_bytes(question: Question, shape: ModelShape, stages: int = 1) -> int:
-    """Return the bytes per token in one GPU's KV cache, with the model split into `stages`."""
+    """Return the bytes per token in one GPU's KV cache.
+
+    The model is split into `stages`.
+    """
     return count_bytes_per_token(
         shape,
         kv_dtype=question.kv_cache_dtype,
@@ -539,7 +546,7 @@ def list_longest(estimate: MemoryEstimate) -> list[tuple[int, int]]:
 
 
 def list_most_sequences(estimate: MemoryEstimate) -> list[tuple[int, int]]:
-    """Return pairs of `max_model_len` and the number of sequences of that length that fit at once.
+    """Return pairs: `max_model_len`, and how many sequences of that length fit at once.
 
     At the longest length, only a single sequence fits. The question's `max_model_len` is always
     included. The list is empty if the cache is unknown.

@@ -1,4 +1,4 @@
-"""The memory of a model on a GPU: KV cache bytes per token, and bytes of weights."""
+"""The memory of a model on a GPU: KV cache bytes per token, and weights."""
 
 from math import ceil
 from typing import Final, Self
@@ -30,7 +30,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # Whether the window begins at the last multiple of `window_tokens` (a chunk). Otherwise, it
     # moves with each token.
     has_chunks: bool = False
-    # The heads of a windowed layer if they differ from `heads`, those of a full-attention layer.
+    # The heads of a windowed layer. None if they equal `heads`, those of a full-attention layer.
     windowed_heads: KvHeads | None = None
     # The number of layers that keep `state_bytes` per sequence instead of its tokens.
     stateful_layers: int = 0
@@ -41,17 +41,17 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     speculative_states: int = 0
     attention_heads: int | None = None
     heads: KvHeads
-    # The number of values per token that multi-head latent attention keeps in each layer, or None
-    # for other kinds of attention.
+    # The values per token that multi-head latent attention keeps in each layer. None for other
+    # kinds of attention.
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None
-    # The number of values per token in addition to the hidden state, summed over all layers.
+    # The values per token in addition to the hidden state, summed over all layers.
     side_values: int = 0
     # The number of values per token in the widest MLP, summed over its experts.
     mlp_width: int | None = None
     experts_per_token: int = 1
-    # The size of a draft head's own vocabulary, or None if the head uses the model's.
+    # The size of a draft head's own vocabulary. None if the head uses the model's.
     draft_vocabulary: int | None = None
     # The class that serves the model, or None if the configuration does not name one.
     class_name: str | None = None
@@ -66,7 +66,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     # The original length times YaRN's factor, or None if the model uses other rotary embeddings.
     yarn_length: int | None = None
-    # The width of an expert and the size of its input and output, which MXFP4 pads.
+    # The width of an expert, and the size of its input and output. MXFP4 pads all of them.
     expert_width: int = 0
     expert_inputs: int | None = None
     # The compressed cache of DeepSeek V4.
@@ -133,8 +133,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     def add_speculation(self, tokens: int) -> Self:
         """Return the shape with the model's heads for multi-token prediction.
 
-        The heads are `speculative_layers` additional layers that keep every token, each as large as
-        the model's average layer. A state is also kept for each speculative token (vLLM 0.33,
+        The heads are `speculative_layers` additional layers that keep every token. Each is as large
+        as the model's average layer. A state is also kept for each speculative token (vLLM 0.33,
         v1/kv_cache_interface.py, `MambaSpec.num_speculative_blocks`).
         """
         parameters = self.parameters
@@ -206,7 +206,7 @@ KV_DTYPES: Final = {
 
 
 class PackedKvDtype(Struct, frozen=True):
-    """A KV cache dtype that packs the keys and values of each head together with their scales."""
+    """A KV cache dtype that packs each head's keys, values and scales together."""
 
     key_bits: int
     value_bits: int
@@ -214,7 +214,7 @@ class PackedKvDtype(Struct, frozen=True):
     def count_head_bytes(self, heads: KvHeads) -> int:
         """Return the bytes per token in one head.
 
-        Keys with fewer than 8 bits have a 16-bit norm; values have a 16-bit scale and a 16-bit
+        Keys with fewer than 8 bits have a 16-bit norm. Values have a 16-bit scale and a 16-bit
         offset. The sum is rounded to an even number (layers/quantization/turboquant/config.py,
         `slot_size_aligned`).
         """
@@ -265,11 +265,11 @@ def count_bytes_per_token(
 ) -> int:
     """Return the KV cache bytes per token on the GPU that holds the most.
 
-    The result is layers on the rank x KV heads on the rank x (key size + value size) x bytes of the
-    dtype (vLLM, v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`). Heads that tensor
-    parallelism cannot divide are replicated on each rank. Latent attention keeps one vector per
-    layer, in full on every rank. Sliding-window layers are counted like any others, and states are
-    not counted.
+    The result is layers x KV heads x head bytes. The head bytes are (key size + value size) x bytes
+    of the dtype. Layers and heads are those on the rank. The source is vLLM,
+    v1/kv_cache_interface.py, `AttentionSpec.page_size_bytes`. Heads that tensor parallelism cannot
+    divide are replicated on each rank. Latent attention keeps one vector per layer, in full on
+    every rank. Sliding-window layers are counted like any others, and states are not counted.
     """
     if shape.compression is not None:
         return ceil(shape.compression.bytes_per_token / pipeline_parallel)
@@ -291,7 +291,7 @@ def count_bytes_per_token(
 def _count_boundary_bytes(
     shape: ModelShape, kv_dtype: str, tensor_parallel: int, pipeline_parallel: int
 ) -> int:
-    """Return the additional bytes per token that a stage needs if not all layers are packed."""
+    """Return a stage's additional bytes per token if not all layers are packed."""
     if kv_dtype not in PACKED_KV_DTYPES or shape.stateful_layers:
         return 0
     packed_bytes, _ = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
@@ -315,7 +315,7 @@ def count_index_bytes(shape: ModelShape, pipeline_parallel: int) -> int:
 def count_layer_bytes(shape: ModelShape, *, kv_dtype: str, tensor_parallel: int) -> tuple[int, int]:
     """Return the bytes per token in one layer's KV cache on each GPU.
 
-    The first value is for a layer that keeps every token, the second for a sliding-window layer.
+    The first value is for a layer with every token. The second is for a sliding-window layer.
     """
     packed = PACKED_KV_DTYPES.get(kv_dtype)
     if packed is not None:
@@ -350,10 +350,11 @@ def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | N
     spread across its GPUs. `gpus` is None if their number is unknown. Returns None if the bytes
     cannot be determined, for one of these reasons:
 
-    - The engine may keep copies: of latent vectors on two or more GPUs, or of KV heads on more GPUs
-      than there are heads.
-    - The dtype or the model type is unknown, or the dtype's layout depends on the card.
-    - There are sliding-window or state-space layers, so bytes per token do not describe the cache.
+    - There may be copies of latent vectors, as with two or more GPUs.
+    - There may be copies of KV heads, as with more GPUs than heads.
+    - The dtype or the model type is unknown.
+    - The dtype's layout depends on the card.
+    - Bytes per token do not describe the cache, due to sliding-window or state-space layers.
     - There is a sparse attention index, which every GPU holds in full.
     """
     if shape.has_groups:
@@ -378,12 +379,13 @@ def count_weights_bytes(
     pipeline_parallel: int = 1,
     data_parallel: int = 1,
 ) -> int | None:
-    """Return the bytes of weights on the GPU that holds the most, or None if they are unknown.
+    """Return the bytes of weights on the GPU that holds the most.
 
-    If the size of the whole model is given as `total_bytes`, it is used instead of counting. Tensor
-    parallelism is assumed to divide everything. The parts that it replicates, such as norms and
-    routers, amount to about one percent. Data parallelism divides the experts and replicates
-    everything else. The first and last pipeline stages have one embedding matrix each.
+    Returns None if the weights are unknown. If `total_bytes` gives the size of the whole model,
+    nothing is counted. Tensor parallelism is assumed to divide everything. The parts that it
+    replicates, such as norms and routers, amount to about one percent. Data parallelism divides the
+    experts and replicates everything else. The first and last pipeline stages have one embedding
+    matrix each.
     """
     model_bytes = count_model_bytes(shape) if total_bytes is None else total_bytes
     if model_bytes is None:
@@ -416,7 +418,10 @@ H100, and 13.72 GiB for gpt-oss 20B on an A100.
 
 
 def _measure_padding_ratio(shape: ModelShape, tensor_parallel: int) -> float:
-    """Return the fraction by which padding enlarges the experts, or 0 if vLLM does not pad them."""
+    """Return the fraction by which padding enlarges the experts.
+
+    Returns 0 if vLLM does not pad them.
+    """
     is_mxfp4 = shape.quantisation is not None and "mxfp4" in shape.quantisation
     if not is_mxfp4 or not shape.expert_width or shape.expert_inputs is None:
         return 0.0
@@ -450,7 +455,7 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
     counted = shape.parameters
     if parameter_bytes is None or (counted is None and parameters is None):
         return None
-    # If the size of the embeddings is unknown, they cannot be counted separately from the layers.
+    # If the size of the embeddings is unknown, they cannot be counted separately.
     if shape.embeddings is None:
         return None if parameters is None else parameters * parameter_bytes
     encoder_parameters = 0
@@ -493,8 +498,8 @@ tokens.
 class KvLayout(Struct, frozen=True, kw_only=True):
     """vLLM's division of one GPU's KV cache into blocks of equal size.
 
-    Layers of the same kind form groups, and a sequence has blocks in each group. For a model
-    without a cache, the size of a block is 0 bytes, and a sequence takes no blocks.
+    Layers of the same kind form groups, and a sequence has blocks in each group. In a model without
+    a cache, a block has 0 bytes. A sequence then takes no blocks.
     """
 
     # The number of tokens in a block of a full-attention group.
@@ -505,8 +510,9 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     # The number of full-attention groups. In each of these groups, a sequence takes one block per
     # `block_tokens` tokens.
     full_groups: int
-    # The number of windowed groups. In each of these groups, a sequence takes one block per
-    # `windowed_block_tokens` of its last `window_tokens`, plus `window_ends` blocks.
+    # The number of windowed groups. In each windowed group, a sequence takes one block per
+    # `windowed_block_tokens` of its window. The window is its last `window_tokens`. The sequence
+    # also takes `window_ends` blocks.
     windowed_groups: int
     windowed_block_tokens: int
     window_tokens: int
@@ -534,10 +540,10 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         )
 
     def find_longest(self, blocks: int, ceiling: int) -> int:
-        """Return the maximum number of tokens in a sequence that takes at most this many blocks.
+        """Return the maximum length of a sequence that takes at most this many blocks.
 
-        The result, found by bisection, is a multiple of the tokens in a block, capped at `ceiling`.
-        It is 0 if not even one block fits.
+        The result is a multiple of the tokens in a block, capped at `ceiling`. It is found by
+        bisection. It is 0 if not even one block fits.
         """
         # In units of whole blocks.
         low = 0
@@ -564,14 +570,14 @@ def build_kv_layout(
 ) -> KvLayout:
     """Return how vLLM divides the KV cache of one GPU into blocks.
 
-    `sequence_states` is the number of states that a layer keeps per sequence, by default as in vLLM
-    0.32.
+    `sequence_states` is the number of states that a layer keeps per sequence. The default is that
+    of vLLM 0.32.
 
-    - All blocks have the same size, because all groups have the same number of layers
-      (v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`).
+    - All blocks have the same size, because all groups have equally many layers. The source is
+      v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`.
     - Layers that keep fewer bytes per token have more tokens per block
       (`unify_kv_cache_spec_page_size`).
-    - A window is extended by `in_flight_tokens`, which are scheduled but not yet finished
+    - A window is extended by `in_flight_tokens`, the scheduled but unfinished tokens
       (v1/kv_cache_interface.py, `max_admission_blocks_per_request`). A window may begin within a
       block and therefore takes one more block. A chunk always begins with a block.
     """
@@ -587,8 +593,8 @@ def build_kv_layout(
     tokens = _choose_block_tokens(shape, block_tokens, full_bytes, tensor_parallel)
 
     # A page is one layer's part of a block. Full and windowed layers may need pages of different
-    # sizes. vLLM gives all pages the larger size. The kind that needs less may then have several
-    # times as many tokens per page.
+    # sizes. vLLM uses the larger size for all. The kind that needs less may then have several times
+    # as many tokens per page.
     full_page_bytes = full_bytes * tokens
     windowed_page_bytes = windowed_bytes * tokens
     page_bytes = 0
@@ -642,8 +648,8 @@ def _build_compressed_layout(
 def _choose_group_layers(layer_counts: tuple[int, ...]) -> int:
     """Return the number of layers in a group, or 0 if there are no layers.
 
-    A group has as many layers as the rarest kind. If the kinds are almost equally frequent, a group
-    has as many layers as the most frequent kind. vLLM then pads the other kinds.
+    A group has as many layers as the rarest kind. If the kinds are almost equally frequent, the
+    most frequent kind sets the number. vLLM then pads the other kinds.
     """
     counts = [count for count in layer_counts if count]
     if not counts:
@@ -676,10 +682,9 @@ def _choose_block_tokens(
 
 
 def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
-    """Return how many pages of one kind of layer fit in a page of the common size.
+    """Return how many pages of one kind of layer fit in a common page.
 
-    If the common size is not a multiple of the kind's page size, vLLM pads the page. The number is
-    then 1.
+    If the common size is not a multiple of this size, vLLM pads the page. The number is then 1.
     """
     if page_bytes and own_page_bytes and page_bytes % own_page_bytes == 0:
         return page_bytes // own_page_bytes

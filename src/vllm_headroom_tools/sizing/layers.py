@@ -1,4 +1,7 @@
-"""What each layer of a model keeps in the KV cache: every token, a window, a state, or nothing."""
+"""What each layer of a model keeps in the KV cache.
+
+A layer keeps every token, a window, a state, or nothing.
+"""
 
 from typing import Final
 
@@ -96,9 +99,11 @@ for the other flag.
 
 
 def _read_listed_kinds(config: Config) -> list[str]:
-    """Return the kinds in the configuration's list of layers, or nothing if it has no list."""
-    # Each model family lists its layers in a different field, so at most one of these functions
-    # applies.
+    """Return the kinds in the configuration's list of layers.
+
+    Returns an empty list if the configuration has none.
+    """
+    # Each model family has its own field for the layers. Only one of these functions can apply.
     for read_kinds in (_read_block_kinds, _read_kimi_kinds, _read_nemotron_kinds, _read_flags):
         kinds = read_kinds(config)
         if kinds is not None:
@@ -119,7 +124,10 @@ def _read_block_kinds(config: Config) -> list[str] | None:
 
 
 def _read_kimi_kinds(config: Config) -> list[str] | None:
-    """Return the kinds from Kimi Linear's list of full-attention layers, or None if it has none."""
+    """Return the kinds from Kimi Linear's list of full-attention layers.
+
+    Returns None if there is no such list.
+    """
     full_layers = read_mapping(config, "linear_attn_config").get("full_attn_layers")
     if not isinstance(full_layers, list):
         return None
@@ -157,9 +165,9 @@ def _has_no_attention(block: object) -> bool:
 
 
 def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
-    """Return the layer kinds of a model with a repeating pattern, or with only one kind.
+    """Return the layer kinds of a model with a repeating pattern or one kind.
 
-    If there is a window, every `interval`-th layer keeps all tokens, and all other layers use the
+    If there is a window, every `interval`-th layer keeps all tokens. All other layers use the
     window.
     """
     if read_window_tokens(config) is None:
@@ -183,9 +191,10 @@ def _repeat_pattern(config: Config, layer_count: int) -> list[str]:
 
 
 def read_window_tokens(config: Config) -> int | None:
-    """Return the window in tokens, or None if there is no window or a switch turns it off.
+    """Return the window in tokens.
 
-    Raises ValueError for a value that is not a size.
+    Returns None if there is no window or a switch turns it off. Raises ValueError for a value that
+    is not a size.
     """
     if config.get("use_sliding_window") is False:
         return None
@@ -201,17 +210,16 @@ class StateSizes(Struct, frozen=True, kw_only=True):
     state_values: int
     # The number of values per token that are inputs to the convolution.
     convolution_inputs: int
-    # The number of values per token for the state's heads, or 0 for Mamba-1, which has no heads.
+    # The values per token for the state's heads. 0 for Mamba-1, which has no heads.
     head_values: int
-    # The number of tokens that the convolution covers, or None if the configuration does not give
-    # it.
+    # The number of tokens that the convolution covers. None if the configuration lacks it.
     kernel_tokens: int | None
 
 
 def read_state_sizes(config: Config) -> StateSizes | None:
-    """Return the sizes of layers that keep a state, or None for an unknown kind of state.
+    """Return the sizes of layers that keep a state.
 
-    Raises ValueError if a size is missing.
+    Returns None for an unknown kind of state. Raises ValueError if a size is missing.
     """
     # Each kind is recognised by a field that only this kind has.
     if "linear_num_value_heads" in config:
@@ -268,7 +276,7 @@ def _read_mamba_2(config: Config, heads: int, kernel_tokens: int | None) -> Stat
     return StateSizes(
         output_values=output_values,
         state_values=output_values * state_size,
-        # These are the inputs to the state, and the vectors B and C of each group.
+        # These are the inputs to the state, and each group's vectors B and C.
         convolution_inputs=output_values + 2 * groups * state_size,
         head_values=heads,
         kernel_tokens=kernel_tokens,
@@ -294,8 +302,8 @@ FLOAT32_STATES: Final = ("nemotron_h", "kimi_linear")
 def count_state_bytes(config: Config) -> int | None:
     """Return the bytes that one state-space layer keeps per sequence.
 
-    The bytes cover the state and the last inputs of the convolution (vLLM 0.32,
-    model_executor/layers/mamba/mamba_utils.py, `MambaStateShapeCalculator`). The model sets the
+    The bytes cover the state and the last inputs of the convolution. The source is vLLM 0.32,
+    model_executor/layers/mamba/mamba_utils.py, `MambaStateShapeCalculator`. The model sets the
     state's dtype (models/config.py). The inputs of the convolution use 16 bits. Returns None for an
     unsupported kind of state. Raises ValueError if a size is missing or invalid.
     """
@@ -306,14 +314,14 @@ def count_state_bytes(config: Config) -> int | None:
     if state_dtype is None and config.get("model_type") in FLOAT32_STATES:
         state_dtype = "float32"
     value_bytes = FLOAT32_BYTES if state_dtype == "float32" else FLOAT16_BYTES
-    # The latest token's inputs are already available, so the convolution only keeps those of the
-    # other tokens.
+    # The latest token's inputs are already available. The convolution only keeps the other tokens'
+    # inputs.
     kept_tokens = (sizes.kernel_tokens or 1) - 1
     return sizes.state_values * value_bytes + sizes.convolution_inputs * kept_tokens * FLOAT16_BYTES
 
 
 class KvHeads(Struct, frozen=True, kw_only=True):
-    """The number of KV heads in a layer, and the sizes of a head's key and value."""
+    """The number of KV heads in a layer, and the sizes of their keys and values."""
 
     count: int
     key_size: int
@@ -323,9 +331,8 @@ class KvHeads(Struct, frozen=True, kw_only=True):
 def read_kv_heads(config: Config) -> tuple[KvHeads, KvHeads | None]:
     """Return the KV heads of full-attention layers, and those of windowed layers if they differ.
 
-    The second value is None if windowed layers have the same heads. If the configuration does not
-    give the number of KV heads, it is the number of query heads. Raises ValueError if a size is
-    missing.
+    The second value is None if windowed layers have the same heads. If the number of KV heads is
+    missing, it is the number of query heads. Raises ValueError if a size is missing.
     """
     head_size = _read_head_size(config)
     head_count = _count_kv_heads(config)
@@ -373,7 +380,10 @@ def find_full_layer_override(config: Config) -> Config | None:
 
 
 def _read_head_size(config: Config) -> int:
-    """Return the head size, or else hidden size / heads; raise ValueError if both are missing."""
+    """Return the head size, or else hidden size / heads.
+
+    Raises ValueError if both are missing.
+    """
     attention_heads = read_integer(config, *ATTENTION_HEADS)
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     head_size = read_integer(config, "head_dim", "kv_channels", "attention_head_dim")
@@ -428,7 +438,7 @@ def _read_gemma_4_heads(
 
     The layers without a window have fewer but wider heads.
     """
-    # Layers without a window have a different number of heads only if this switch is on.
+    # Only with this switch, layers without a window have a different number of heads.
     full_count = None
     if config.get("attention_k_eq_v"):
         full_count = read_integer(config, "num_global_key_value_heads")

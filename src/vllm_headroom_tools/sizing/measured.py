@@ -37,10 +37,10 @@ BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
 
 
 class MeasuredStart(Struct, frozen=True, kw_only=True):
-    """The settings of one start, and its figures per GPU; figures missing from the log are None.
+    """The settings of one start, and its figures per GPU.
 
-    A figure depends on some of the settings. It applies to a question only if these settings have
-    the same values.
+    Figures missing from the log are None. A figure depends on some of the settings. It applies to a
+    question only if these settings have the same values.
     """
 
     # The log file and vLLM's version.

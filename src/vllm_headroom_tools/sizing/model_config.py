@@ -249,7 +249,7 @@ NAME_LIMIT: Final = 40
 def parse_model_config(
     text: str, overrides: Config | None = None, defaults: Config | None = None
 ) -> ModelShape | str:
-    """Return the shape described by a config.json, or a sentence explaining what is wrong with it.
+    """Return the shape described by a config.json, or the problem as a sentence.
 
     The file uses the field names of Hugging Face transformers. For a multimodal model, the language
     part and the encoders are read. `overrides` replaces fields in the file, and `defaults` provides
@@ -263,7 +263,7 @@ def parse_model_config(
         return "it is not a model's configuration, which is a JSON object"
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
-        # Reject such a configuration. The figure would be too low, so `plan` could say that a model
+        # Reject such a configuration. The figure would be too low. `plan` could say that a model
         # fits when it does not.
         if config.get(OVERRIDES) and find_full_layer_override(config) is None:
             return f"{UNKNOWN_CACHE}: it has {OVERRIDES}"
@@ -276,8 +276,8 @@ def parse_model_config(
         # If the configuration has parts, use the class of the whole model.
         return _build_shape({**config, "architectures": root.get("architectures")}, encoder)
     except RecursionError:
-        # The json module of Python 3.12 and newer accepts nesting that is too deep for recursive
-        # Python functions.
+        # Since Python 3.12, the json module accepts very deep nesting. Recursive Python functions
+        # fail on it.
         return "it is not a model's configuration: it is nested too deeply"
     except ValueError as error:
         return f"it is not a model's configuration that is understood here: {error}"
@@ -286,8 +286,15 @@ def parse_model_config(
 def _merge_parts(root: Config, overrides: Config, defaults: Config) -> Config:
     """Return all fields of the language model in one mapping.
 
-    From highest to lowest, the precedence is: `overrides`, the language part, its class's defaults,
-    the root, `defaults`. Null fields do not override anything.
+    From highest to lowest, the precedence is:
+
+    - `overrides`
+    - the language part
+    - the defaults of its class
+    - the root
+    - `defaults`
+
+    Null fields do not override anything.
     """
     language = _find_language_part(root)
     class_defaults = CLASS_DEFAULTS.get(str(language.get("model_type")), {})
@@ -304,7 +311,7 @@ def _find_language_part(config: Config) -> Config:
 
 
 class LayerCounts(Struct, frozen=True, kw_only=True):
-    """How many layers of each kind have a cache, not counting caches shared with another layer."""
+    """How many layers of each kind have a cache of their own."""
 
     full: int
     windowed: int
@@ -314,7 +321,8 @@ class LayerCounts(Struct, frozen=True, kw_only=True):
 def _build_shape(config: Config, encoder: Encoder | None) -> ModelShape:
     """Return the shape of a model with these fields.
 
-    Raises ValueError if a required size is missing or invalid, or if the layers are not supported.
+    Raises ValueError if a required size is missing or invalid. Also raises ValueError if the layers
+    are not supported.
     """
     model_type = config.get("model_type")
     # Encoder-decoder models only keep a cache in the decoder.
@@ -444,7 +452,7 @@ def _count_state_checkpoints(config: Config) -> int:
 
 
 def _read_latent_width(config: Config) -> int | None:
-    """Return the values per token that latent attention keeps, for the latent and a rotary key.
+    """Return latent attention's values per token, for the latent and a rotary key.
 
     Returns None for a model without latent attention.
     """
@@ -462,7 +470,10 @@ def _reads_text_at_once(config: Config) -> bool:
 
 
 def _read_class_name(config: Config) -> str | None:
-    """Return the first class in the list, which vLLM loads, or None if there is no class."""
+    """Return the first class in the list, the one that vLLM loads.
+
+    Returns None if there is no class.
+    """
     classes = config.get("architectures")
     return str(classes[0]) if isinstance(classes, list) and classes else None
 
@@ -478,7 +489,7 @@ def _is_pooling(config: Config) -> bool:
 def _has_no_output_matrix(config: Config) -> bool:
     """Return whether there is no separate output matrix.
 
-    Either the embedding is used as the output matrix, or the model computes embeddings or classes
+    The embedding may be used as the output matrix. Other models compute embeddings or classes
     instead of tokens.
     """
     if _is_pooling(config):
@@ -585,7 +596,10 @@ def has_config_file(folder: str) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    """Return whether a folder with this name exists, or False if the name is too long."""
+    """Return whether a folder with this name exists.
+
+    Returns False if the name is too long.
+    """
     try:
         return path.is_dir()
     except OSError:  # before Python 3.14
@@ -629,8 +643,8 @@ def _read_small_json(file: Path) -> Config:
 def _read_json(file: Path) -> Config:
     """Return the JSON object in a file.
 
-    Returns an empty object if the file is missing, cannot be read or does not contain a JSON
-    object. A file above the limit is truncated and therefore not valid JSON.
+    Returns an empty object if the file cannot be read or has no JSON object. A file above the limit
+    is truncated and therefore not valid JSON.
     """
     try:
         content = read_file(file, INDEX_LIMIT_BYTES)
@@ -649,10 +663,11 @@ def _parse_object(text: str | bytes) -> Config:
 
 
 def count_checkpoint_bytes(folder: Path) -> int | None:
-    """Return the size of the weights in a folder, or None if no file in it shows the size.
+    """Return the size of the weights in a folder.
 
-    The index contains the size (`metadata.total_size`) even if the files themselves are missing.
-    Otherwise, the result is the total size of the files, including headers of a few kB.
+    Returns None if no file in it shows the size. The index contains the size
+    (`metadata.total_size`) even if the files themselves are missing. Without an index, the result
+    is the total size of the files. It includes headers of a few kB.
     """
     metadata = _read_json(folder / "model.safetensors.index.json").get("metadata")
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None

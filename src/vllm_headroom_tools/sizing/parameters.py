@@ -110,8 +110,8 @@ def list_matrices(
 ) -> tuple[Matrix, ...] | None:
     """Return all matrices of layers of these kinds, excluding the token embeddings.
 
-    Returns None if the model's layers are not supported, or if a size that every model needs is
-    missing. Raises ValueError if a size that only some models need is missing.
+    Returns None if the layers are not supported. Also returns None if a size is missing that every
+    model needs. Raises ValueError if a size that only some models need is missing.
     """
     hidden_size = read_integer(config, *HIDDEN_SIZE)
     attention_heads = read_integer(config, *ATTENTION_HEADS)
@@ -179,8 +179,8 @@ def _list_layer_mlp(config: Config, layer: int, kind: str, hidden_size: int) -> 
 def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterator[Matrix]:
     """Yield the matrices that only Gemma 3n has, or nothing for other models.
 
-    The matrices are an embedding per token and layer, and the alternating updates (vLLM 0.32,
-    models/gemma3n.py).
+    The matrices are an embedding per token and layer, and the alternating updates. The source is
+    vLLM 0.32, models/gemma3n.py.
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input")
     if embedding_width is not None:
@@ -219,8 +219,8 @@ def _list_gemma_3n(config: Config, hidden_size: int, layer_count: int) -> Iterat
 def count_side_values(config: Config, layer_count: int) -> int:
     """Return the number of values per token besides its hidden state (Gemma 3n, DeepSeek V4).
 
-    These values are the embedding for each layer, and the additional streams before and after a
-    layer. Returns 0 for other models. Raises ValueError for a value that is not a size.
+    These values are each layer's embedding, and the additional streams before and after a layer.
+    Returns 0 for other models. Raises ValueError for a value that is not a size.
     """
     embedding_width = read_integer(config, "hidden_size_per_layer_input") or 0
     streams = read_integer(config, "altup_num_inputs", "hc_mult") or 1
@@ -277,7 +277,7 @@ def _list_latent_attention(
     else:
         yield Matrix(name=f"{name}q_a_proj", inputs=hidden_size, outputs=query_latent_width)
         yield Matrix(name=f"{name}q_b_proj", inputs=query_latent_width, outputs=query_width)
-    # One matrix is for the latent of all heads' keys and values, and for the rotary part.
+    # One matrix is for the rotary part and the latent of all keys and values.
     yield Matrix(
         name=f"{name}kv_a_proj_with_mqa", inputs=hidden_size, outputs=latent_width + rotary_size
     )
@@ -382,7 +382,10 @@ def _list_mamba_1(config: Config, name: str, state: StateSizes) -> Iterator[Matr
 
 
 def _has_mlp(config: Config, kind: str) -> bool:
-    """Return whether a layer of this kind has an MLP, alone or after its attention or state."""
+    """Return whether a layer of this kind has an MLP.
+
+    A layer may have an MLP alone or after its attention or state.
+    """
     if kind in CACHELESS_KINDS:
         return True
     if config.get("model_type") == "nemotron_h":
@@ -465,9 +468,10 @@ def _list_mlp(
 
 
 def read_mlp_width(config: Config) -> int | None:
-    """Return the width of a dense MLP, or None if there is neither a value nor a default.
+    """Return the width of a dense MLP.
 
-    Raises ValueError for a value that is not a size.
+    Returns None if there is neither a value nor a default. Raises ValueError for a value that is
+    not a size.
     """
     model_type = config.get("model_type")
     width = read_integer(config, *MLP_WIDTH)
@@ -514,18 +518,17 @@ def read_shared_expert_width(config: Config) -> int:
 class WidestMlp(Struct, frozen=True, kw_only=True):
     """The widest MLP that a token passes through."""
 
-    # The number of values per token in the MLP, summed over the experts that the token passes
-    # through.
+    # The values per token in the MLP. They include all experts that a token passes through.
     width: int
     # 1 for a dense MLP.
     experts_per_token: int
 
 
 def read_widest_mlp(config: Config) -> WidestMlp | None:
-    """Return the widest MLP that a token passes through, or None if no size is given.
+    """Return the widest MLP that a token passes through.
 
-    A token passes through the shared experts in addition to the chosen ones, so their widths add
-    up. Raises ValueError for a value that is not a size.
+    Returns None if no size is given. A token passes through the shared and the chosen experts.
+    Therefore, their widths add up. Raises ValueError for a value that is not a size.
     """
     width = read_mlp_width(config)
     if not read_integer(config, *EXPERT_COUNT):
@@ -629,9 +632,9 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
     total: int
     # The number of these parameters that the checkpoint stores without quantisation.
     unquantised: int
-    # The number of these parameters that are in experts; only some tokens pass through each expert.
+    # The number of these parameters that are in experts. Only some tokens pass through each expert.
     experts: int
-    # The average bytes per quantised parameter, or None if all are quantised in the same way.
+    # The average bytes per quantised parameter. None if all are quantised in the same way.
     mixed_bytes: float | None = None
     # The adapter for all matrices except those of the experts.
     adapter: Adapter
@@ -699,7 +702,7 @@ def _count_adapter(matrices: Sequence[Matrix]) -> Adapter:
     replicated_values = 0
     divided_values = 0
     for matrix in matrices:
-        # If a matrix is split by rows, each GPU needs the output vector of the adapter in full.
+        # If a matrix is split by rows, each GPU needs the adapter's whole output vector.
         if matrix.name.endswith(ROW_PARALLEL):
             replicated_values += matrix.copies * matrix.outputs
             divided_values += matrix.copies * matrix.inputs

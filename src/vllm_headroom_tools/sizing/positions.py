@@ -39,11 +39,12 @@ LENGTHENING_ROTARIES: Final = ("linear", "dynamic", "ntk")
 
 
 def count_position_values(config: Config, head_size: int, windowed_head_size: int) -> int:
-    """Return the number of values in the tables, which every GPU holds in the model's dtype.
+    """Return the number of values in the tables.
 
-    A table has a row of `rotary_dim` values per position. Layers with the same positions share a
-    table. A model has two tables if its windowed layers use different positions. Returns 0 for a
-    model without rotary positions. Raises ValueError for a value that is not a size.
+    Every GPU holds the tables in the model's dtype. A table has a row of `rotary_dim` values per
+    position. Layers with the same positions share a table. A model has two tables if its windowed
+    layers use different positions. Returns 0 for a model without rotary positions. Raises
+    ValueError for a value that is not a size.
     """
     length = read_integer(config, *MODEL_LENGTH)
     scaling = read_mapping(config, "rope_parameters", "rope_scaling")

@@ -210,7 +210,7 @@ def _read_weight_scheme(quantisation: Config) -> Config:
 
 
 def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
-    """Return the bytes that a group's scale and zero point add to each weight in the group."""
+    """Return the bytes that scale and zero point add to each weight in a group."""
     group_weights = _pick_number(quantisation.get("group_size"), scheme.get("group_size"))
     if group_weights is None:
         return GROUP_OVERHEAD_BYTES
@@ -221,7 +221,10 @@ def _count_group_bytes(quantisation: Config, scheme: Config) -> float:
 
 
 def _pick_number(*values: object) -> int | None:
-    """Return the first value that can be a number of bits or weights, or None if there is none."""
+    """Return the first value that can be a number of bits or weights.
+
+    Returns None if there is none.
+    """
     for value in values:
         if isinstance(value, int) and 1 <= value <= NUMBER_LIMIT:
             return value
@@ -232,9 +235,8 @@ def match_unquantised(config: Config) -> Callable[[str], bool]:
     """Return a function that checks whether the module with a given name is unquantised.
 
     A name looks like "layers.3.mlp.down_proj". Checkpoints list the names of unquantised modules,
-    or of modules that contain them. A listed name is written in full, with wildcards, or as a
-    regular expression after "re:". It may begin with the name of the model part that contains the
-    layers.
+    or of modules that contain them. A listed name is complete, has wildcards, or is a regular
+    expression after "re:". It may begin with the name of the model part that contains the layers.
     """
     quantisation = read_quantisation(config)
     patterns = []
@@ -307,7 +309,10 @@ def read_head_bytes(config: Config) -> float | None:
 
 
 def _find_part(name: str) -> tuple[str, str] | None:
-    """Return the layer and part that a module's name contains, or None if it is in no layer."""
+    """Return the layer and part that a module's name contains.
+
+    Returns None if the module is in no layer.
+    """
     match = MODULE_LAYER.search(name)
     if match is None:
         return None
@@ -326,7 +331,10 @@ def _find_part(name: str) -> tuple[str, str] | None:
 
 
 def _list_unquantised_names(quantisation: Config) -> list[str]:
-    """Return the names in the first field that lists modules, or nothing if no field does."""
+    """Return the names in the first field that lists modules.
+
+    Returns an empty list if no field does.
+    """
     for field in UNQUANTISED_FIELDS:
         names = quantisation.get(field)
         if isinstance(names, list):
@@ -337,7 +345,7 @@ def _list_unquantised_names(quantisation: Config) -> list[str]:
 def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
     """Return a pattern that matches modules with this name, or None if it is invalid."""
     if name.startswith("re:"):
-        # The names used here begin at the layers, without the part of the model, so "^" would not
+        # The names used here begin at the layers, without the model part. Therefore, "^" would not
         # match.
         expression = name.removeprefix("re:").removeprefix("^")
         try:
@@ -352,11 +360,11 @@ def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
 def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
     """Return the bytes per value in the KV cache with `--kv-cache-dtype auto`.
 
-    These are the bytes of the model's dtype, or those of FP8 or NVFP4 if the checkpoint has scales
-    for that format. llm-compressor checkpoints name the format in `kv_cache_scheme`; ModelOpt
-    checkpoints may also name it in `kv_cache_quant_algo` (vLLM 0.32,
-    model_executor/layers/attention/attention.py and utils/torch_utils.py,
-    `get_kv_cache_quant_algo_string`).
+    These are the bytes of the model's dtype. If the checkpoint has scales for FP8 or NVFP4, they
+    are the bytes of that format. llm-compressor checkpoints name the format in `kv_cache_scheme`.
+    ModelOpt checkpoints may also name it in `kv_cache_quant_algo`. The sources are vLLM 0.32,
+    model_executor/layers/attention/attention.py, and utils/torch_utils.py,
+    `get_kv_cache_quant_algo_string`.
     """
     quantisation = read_quantisation(config)
     scheme = quantisation.get("kv_cache_scheme") or quantisation.get("kv_cache_quant_algo")

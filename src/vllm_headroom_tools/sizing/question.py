@@ -63,8 +63,8 @@ class Question(Struct, frozen=True, kw_only=True):
 
     shape: ModelShape
     release: Release = NEWEST_RELEASE
-    # The size of the whole model's weights as served, in bytes, and the model's number of
-    # parameters. If one of them is None, it is derived from the configuration.
+    # The whole model's bytes of weights as served, and its number of parameters. If one of them is
+    # None, it is derived from the configuration.
     checkpoint_bytes: int | None = None
     parameters: int | None = None
     kv_cache_dtype: str = "auto"
@@ -76,11 +76,11 @@ class Question(Struct, frozen=True, kw_only=True):
     cpu_offload_bytes: float = 0
     # The size of each engine's KV cache tier in host memory.
     kv_offloading_bytes: float = 0
-    # The size of the cache for processed images, which each server and each core has in host
-    # memory.
+    # The size of the cache for processed images in host memory. Each server and each core has such
+    # a cache.
     mm_processor_cache_bytes: float = 4 * GIB
     host_memory_bytes: int | None = None
-    # The number of LoRA adapters that can be loaded, or 0 if adapters are not used.
+    # The number of LoRA adapters that can be loaded. 0 if adapters are not used.
     max_loras: int = 0
     max_lora_rank: int = DEFAULT_LORA_RANK
     # The draft model of speculative decoding.
@@ -88,7 +88,7 @@ class Question(Struct, frozen=True, kw_only=True):
     # The memory of one card. With `unified_memory`, it is the memory of the machine, which the card
     # shares.
     gpu_memory_bytes: int | None = None
-    # The card's name in the table of cards, or None if only its memory is given.
+    # The card's name in the table of cards. None if only its memory is given.
     card_name: str | None = None
     # The number of cards, or None if it is not given.
     card_count: int | None = None
@@ -149,8 +149,7 @@ class Question(Struct, frozen=True, kw_only=True):
             return True
         if shape.stateful_layers:
             return False
-        # If the model's class is unknown, it may be one of the classes that the second runner
-        # serves.
+        # If the model's class is unknown, the second runner may serve it.
         if shape.class_name is None and release.second_runner_classes:
             return True
         return release.has_dense_second_runner and not has_experts
@@ -174,7 +173,7 @@ class Question(Struct, frozen=True, kw_only=True):
     def cache_shape(self) -> ModelShape:
         """Return the shape with all layers that share the KV cache's blocks, including a draft's.
 
-        If both the model and the draft keep every token, the draft's cache makes each block larger.
+        If the model and the draft keep every token, the draft's cache enlarges each block.
         """
         draft = self.draft
         if draft is None or (self.shape.has_every_token and draft.has_every_token):
@@ -188,9 +187,9 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def weights_bytes(self) -> int | None:
-        """Return the bytes of weights on the GPU that holds the most, including draft and adapters.
+        """Return the bytes of weights on the GPU that holds the most.
 
-        Returns None if any of these cannot be counted.
+        Draft and adapters are included. Returns None if any of these cannot be counted.
         """
         model_bytes: float | None = self.checkpoint_bytes
         if model_bytes is None:
@@ -236,16 +235,19 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def largest_input(self) -> EncoderInput | None:
-        """Return the largest image or video, or None if it is unknown or there is no encoder."""
+        """Return the largest image or video.
+
+        Returns None if it is unknown or there is no encoder.
+        """
         return self.shape.encoder.largest_input if self.shape.encoder else None
 
     @property
     def encoder_items(self) -> int | None:
         """Return how many of the largest images or videos vLLM profiles at once.
 
-        This is the number that fits in the tokens of a batch, but at least 1 (vLLM 0.32,
-        multimodal/encoder_budget.py, `_get_max_items`). Returns None if the largest image and video
-        are unknown.
+        The number is how many fit in the tokens of a batch, but at least 1. The source is vLLM
+        0.32, multimodal/encoder_budget.py, `_get_max_items`. Returns None if the largest image and
+        video are unknown.
         """
         if self.largest_input is None:
             return None
@@ -257,14 +259,14 @@ class Question(Struct, frozen=True, kw_only=True):
 
     @property
     def adapters_bytes(self) -> int | None:
-        """Return the bytes that vLLM reserves on each GPU for LoRA adapters, which may be 0.
+        """Return the bytes that vLLM reserves on each GPU for LoRA adapters.
 
-        Returns None if the model's parameters cannot be counted. For each matrix of the model, an
-        adapter has two matrices in the model's dtype. They have inputs x rank and rank x outputs
-        values. Tensor parallelism divides one of the two (vLLM 0.32, lora/layers,
-        `create_lora_weights`). Expert parallelism divides both matrices of experts: each GPU holds
-        whole experts, but only some of them. Adapters of the embedding and the output matrix are
-        ignored. They are as small as those of a single layer.
+        The result may be 0. Returns None if the model's parameters cannot be counted. For each
+        matrix of the model, an adapter has two matrices in the model's dtype. They have inputs x
+        rank and rank x outputs values. Tensor parallelism divides one of the two (vLLM 0.32,
+        lora/layers, `create_lora_weights`). Expert parallelism divides both matrices of experts.
+        Each GPU holds only some experts, but these are whole. Adapters of the embedding and the
+        output matrix are ignored. They are as small as those of a single layer.
         """
         if not self.max_loras:
             return 0

@@ -33,11 +33,10 @@ class Release(Struct, frozen=True, kw_only=True):
     has_largest_defaults: bool
     # The model classes that the second model runner serves by default.
     second_runner_classes: frozenset[str]
-    # Whether the second runner serves these classes only if the model has neither quantisation nor
-    # experts.
+    # Whether the second runner serves these classes only without quantisation and experts.
     has_plain_second_runner: bool
-    # Whether the second runner also serves all other models without experts and states, and whether
-    # it serves every model.
+    # Whether the second runner also serves all other models without experts and states. Whether it
+    # serves every model.
     has_dense_second_runner: bool
     has_only_second_runner: bool
     # The supported speculation methods, and the methods that require the first model runner.

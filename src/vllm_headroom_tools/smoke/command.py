@@ -58,7 +58,10 @@ class EngineServer:
         return await self._read(path, seconds, PageReader.fetch)
 
     async def page(self) -> EnginePage | Failure:
-        """Return the engines on the metrics page, or a Failure if the page cannot be read."""
+        """Return the engines on the metrics page.
+
+        Returns a Failure if the page cannot be read.
+        """
         text = await self.text("", self._settings.engine_timeout_seconds)
         return text if isinstance(text, Failure) else parse_engines(text)
 
@@ -71,8 +74,7 @@ class EngineServer:
     ) -> T | Failure:
         """Return the result of `read` for a path, or a Failure, within `seconds`.
 
-        For a timeout, the daemon's message is replaced, because it gives advice on a different time
-        limit.
+        For a timeout, the daemon's message is replaced. It advises on a different time limit.
         """
         reader = build_page_reader(
             self._settings, str(self._page.join(path)), timeout_seconds=seconds
@@ -81,8 +83,8 @@ class EngineServer:
             answer = await read(reader)
         finally:
             await close_all(reader)
-        # A smoke test is meant to find hangs, so the message for a timeout names the place to look
-        # for the cause.
+        # A smoke test is meant to find hangs. Therefore, the message for a timeout says where to
+        # look for the cause.
         if not isinstance(answer, Failure) or answer.reason is not Reason.TIMEOUT:
             return answer
         message = (
@@ -254,13 +256,12 @@ NO_COUNTERS: Final = (
 async def check_counters(
     server: EngineServer, old_page: EnginePage | Failure, patience_seconds: float = COUNTER_SECONDS
 ) -> tuple[SmokeStep, EnginePage | Failure]:
-    """Poll the page until a request has finished since `old_page`; return the step and the page.
+    """Poll the page until a request has finished since `old_page`.
 
-    The step fails if the page cannot be read, lacks inputs, or does not show a finished request in
-    time.
+    Returns the step and the page. The step fails if the page cannot be read or lacks inputs. It
+    also fails if no request finishes in time.
     """
-    # If the old page could not be read, its count is 0, so that any finished request counts as
-    # ours.
+    # If the old page could not be read, its count is 0. Any finished request then counts as ours.
     old_finished = _count_finished(old_page)
     now = asyncio.get_running_loop().time
     deadline_seconds = now() + patience_seconds
@@ -359,8 +360,8 @@ async def check_discrepancy(
 def compare_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
     """Compare the discrepancies with the limit.
 
-    The step fails if any discrepancy exceeds the limit. It is skipped if no ratio is known, or if a
-    GPU is not the engine's. The first two labels of a sample identify the GPU.
+    The step fails if any discrepancy exceeds the limit. It is skipped if no ratio is known or a GPU
+    is not the engine's. The first two labels of a sample identify the GPU.
     """
     ratios = {
         name_device(*sample.labels[:2]): sample.value
@@ -398,7 +399,10 @@ ACCEPTS_DURATION: Final = "a duration above 0, at most a day, such as 90s or 15m
 
 
 class SmokeSettings(Settings):
-    """The settings of the smoke test, and the daemon's settings for the engine and its GPUs."""
+    """The settings of the smoke test.
+
+    They include the daemon's settings for the engine and its GPUs.
+    """
 
     no_options: ClassVar = frozenset(
         name
@@ -516,7 +520,10 @@ async def _run(arguments: Namespace) -> Report:
 
 
 async def _find_url(settings: SmokeSettings) -> str:
-    """Return the URL of the selected engine's page; raise BadInput if no engine can be selected."""
+    """Return the URL of the selected engine's page.
+
+    Raises BadInput if no engine can be selected.
+    """
     urls = {}
     for engine in await locate_engines(settings):
         if engine.page_url:
@@ -575,8 +582,8 @@ async def take_steps(
     steps = {"health": health}
     if settings.expect_version:
         steps["version"] = await check_version(server, settings.expect_version)
-    # The page is read before the completion is requested, so that the counters before and after it
-    # can be compared.
+    # The page is read before the completion is requested. The counters before and after it can then
+    # be compared.
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
     # The counters include a request only once it has been completed.
