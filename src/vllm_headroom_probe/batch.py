@@ -16,8 +16,8 @@ next step that uses a forgotten adapter is then assumed to load it.
 """
 
 NEXT_LOGPROBS_SHARE = 0.4
-"""The share of a request's memory for prompt logprobs that vLLM still holds while it computes those
-of the next request. Of every ten bytes, the logprobs themselves take four
+"""A share of a request's memory for prompt logprobs. vLLM still holds this share while it computes
+the next request's logprobs. Of every ten bytes, the logprobs themselves take four
 (_get_prompt_logprobs_dict in vllm/v1/worker/gpu_model_runner.py). The measured share is 0.41.
 """
 
@@ -44,7 +44,7 @@ class Step(NamedTuple):
     after another, so only the largest matters.
     """
     logprobs_size: int
-    """`logprobs_tokens` plus the share of the second largest request that vLLM may hold at the same
+    """`logprobs_tokens` plus a share of the second largest request. vLLM may hold both at the same
     time.
     """
     images: int
@@ -54,8 +54,8 @@ class Step(NamedTuple):
     drafts: int
     """The number of drafted tokens that the step verifies."""
     is_repeatable: bool
-    """Whether the step only computes the next tokens of its requests. Most steps are of this type,
-    and the step that follows is likely to be the same again.
+    """Whether the step only computes the next tokens of its requests. Most steps are of this type.
+    The next step is likely to be the same.
     """
 
 
@@ -94,8 +94,8 @@ class Batch:
         self._prompts: dict[str, Prompt] = {}
         """The requests whose prompt is being computed, by request ID."""
         self._earlier_ids: set[str] | None = None
-        """The requests that were already running in the first observed step and still are, or None
-        before that step. It is unknown what these requests compute.
+        """The requests of the first observed step that are still running. The value is None before
+        that step. It is unknown what these requests compute.
         """
         self._pixels: dict[str, list[int]] = {}
         """The number of pixels in each image, by the ID of the request."""

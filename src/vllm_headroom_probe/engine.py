@@ -15,8 +15,8 @@ HOLDERS = {
     "worker_main": "worker",
     "run_engine_core": "engine_core",
 }
-"""vLLM functions that hold the process's worker or core in a variable, each with the variable's
-name.
+"""vLLM functions with a variable that holds the process's worker or core. The value is the
+variable's name.
 """
 
 LOOPS = {"worker_main", "run_engine_core"}
@@ -41,8 +41,8 @@ DIVIDING_SIZES = (
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
-"""The settings for the sizes of some kinds of parallelism. If one of these sizes is above 1, a
-token's bytes depend on the layer, position or rank.
+"""The settings for the sizes of some kinds of parallelism. With a size above 1, a token's bytes
+depend on layer, position or rank.
 """
 
 MAX_COUNTED_BLOCKS = 100_000

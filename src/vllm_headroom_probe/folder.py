@@ -17,8 +17,8 @@ MAX_DOCUMENT_BYTES = 16 * 1024
 """The maximum size of a process's file; the sidecar does not read larger ones."""
 
 MAX_KEPT_FILES = 64
-"""The number of files kept; the oldest are removed first. A file remains when its process exits, so
-without a limit, a crash loop would fill up the volume. A server has a few dozen files.
+"""The number of files kept; the oldest are removed first. A file remains when its process exits.
+Without a limit, a crash loop would fill up the volume. A server has a few dozen files.
 """
 
 FILE_NAME = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record)?\.json\.tmp")
@@ -29,8 +29,8 @@ MAX_ENTRIES = 4096
 """The maximum number of folder entries that are read. Even hundreds of runs leave fewer entries."""
 
 START_TICKS_FIELD = 19
-"""The index of the start time among the fields that follow the process's name in /proc/self/stat
-(see proc(5)).
+"""The index of the start time in /proc/self/stat (see proc(5)). It counts the fields after the
+process's name.
 """
 
 

@@ -13,8 +13,8 @@ from vllm_headroom_probe.engine import read_own, to_integer
 
 CALLBACK_OPTIONS = ("enable_sleep_mode", "enable_cumem_allocator")
 """Options that make vLLM's allocator call Python while torch's allocator is locked. A thread that
-reads torch's figures at that moment waits for the lock while holding the GIL. The engine would then
-deadlock (vllm/csrc/cumem_allocator.cpp).
+then reads torch's figures waits for the lock. The thread holds the GIL meanwhile. The engine would
+then deadlock (vllm/csrc/cumem_allocator.cpp).
 """
 
 ALLOCATOR_FIGURES = ("allocated", "reserved", "inactive_split")
@@ -77,7 +77,8 @@ class WorkerGpu:
         self.call_seconds = 0.0
         """How long the last call to torch's allocator took, in seconds."""
         self._graphs_bytes: int | None = None
-        """The memory of captured graphs at the last reading, or None if torch does not report it.
+        """The memory of captured graphs at the last reading. The value is None if torch does not
+        report it.
         """
         self._model: MeasuredModel | None = None
         """The model whose tensors were last measured."""

@@ -31,9 +31,9 @@ REPEATED_STEPS = 32
 """Of the steps that repeat the previous step, one in this many is measured."""
 
 MIN_INTERVAL_NS = 100_000_000
-"""The minimum time between two measured steps, unless a step is larger than those measured so far.
-Measuring a step takes 0.15 milliseconds: three readings of torch's figures, and code that must be
-fetched from memory again. The hook therefore takes at most 0.15 % of the time.
+"""The minimum time between two measured steps. A step that is larger than those measured so far is
+always measured. Measuring a step takes 0.15 milliseconds. It reads torch's figures three times, and
+its code must be fetched from memory. The hook therefore takes at most 0.15 % of the time.
 """
 
 Call = Callable[..., Any]
@@ -155,7 +155,9 @@ class Peaks:
         self.kind: str | None = None
         """The kind of work that is running now; None between two steps."""
         self._forward_kind: str | None = None
-        """The kind of work in the first half of the newest step, or None if nothing is computed."""
+        """The kind of work in the first half of the newest step. The value is None if nothing is
+        computed.
+        """
         self._sampling_kind: str | None = None
         """The kind of work in the second half of the newest step."""
         self._batch = Batch()

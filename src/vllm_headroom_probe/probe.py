@@ -29,26 +29,25 @@ INTERVAL_SECONDS = 5.0
 """The time between two readings."""
 
 SLOW_READING_SECONDS = 0.05
-"""A reading is slow if it takes more CPU time than this, or if the call to the allocator takes
-longer than this. Both hold the GIL.
+"""A reading is slow if it takes more CPU time than this. It is also slow if the call to the
+allocator takes longer. Both hold the GIL.
 """
 
 MAX_SLOW_READINGS = 2.5
-"""The probe stops when the count of slow readings exceeds this number, that is, at the third slow
-reading.
+"""The probe stops when the count of slow readings exceeds this number. This happens at the third
+slow reading.
 """
 
 FORGIVEN_PER_READING = 0.01
 """How much a fast reading reduces the count of slow ones. A hundred fast readings cancel a slow
-one, so that slow readings do not add up over weeks of service.
+one. Slow readings therefore do not add up over weeks of service.
 """
 
 MAX_FORK_WAIT_SECONDS = 0.2
 """The maximum time that a fork in vLLM waits for the thread to end."""
 
 MAX_OOM_WAIT_SECONDS = 0.05
-"""The maximum time that an OutOfMemoryError waits for the file to be written, which takes 0.1 ms.
-"""
+"""The maximum time that an OutOfMemoryError waits for the file. Writing the file takes 0.1 ms."""
 
 MAX_SNAPSHOT_WAIT_SECONDS = 12.0
 """The maximum time that an OutOfMemoryError waits for the snapshot to be written. Writing itself
@@ -56,8 +55,7 @@ ends after 10 s.
 """
 
 MAX_NAME_CHARACTERS = 64
-"""The number of characters of a process's name or a package's version that are written to the file.
-"""
+"""Names of processes and versions of packages are cut to this many characters."""
 
 MAX_REASON_CHARACTERS = 200
 """The number of characters of the reason for stopping that are written to the file."""

@@ -17,13 +17,13 @@ REQUEST_NAME = "record.json"
 """The file in the shared folder through which a command requests a recording."""
 
 FORMAT_FIELD = "headroom_record"
-"""The field that identifies a request for a recording; its value is the version of the format."""
+"""The field that identifies a request for a recording. Its value is the version of the format."""
 
 MAX_RECORDING_SECONDS = 3600
 """The maximum duration of a recording, regardless of the request."""
 
 UNATTENDED_SECONDS = 60
-"""A request lapses and its recording ends if the request's file has not been touched for this long.
+"""If a request's file is not touched for this long, the request lapses. Its recording then ends.
 The command touches its request every few seconds.
 """
 
@@ -34,7 +34,8 @@ MAX_STACKS = 20
 """The number of stacks in an answer. These are the stacks that hold the most memory."""
 
 MAX_LINE_CHARACTERS = 200
-"""The number of characters kept from a frame: the end of its path, and its line number."""
+"""The number of characters kept from a frame. These are the end of its path, and its line number.
+"""
 
 MAX_ANSWER_BYTES = 256 * 1024
 """The maximum size of an answer file."""
@@ -46,7 +47,7 @@ MAX_ID_CHARACTERS = 64
 """The number of characters kept from a request's ID."""
 
 MAX_TRACER_BYTES = 128 << 20
-"""The maximum amount of memory for tracemalloc itself, which is enough for about a million
+"""The maximum amount of memory for tracemalloc itself. This is enough for about a million
 allocations. Copying them at the end holds the GIL for about a second.
 """
 

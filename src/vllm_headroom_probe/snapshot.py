@@ -27,7 +27,7 @@ REQUEST_NAME = "snapshot.json"
 """The file in the probe's folder through which a command requests a snapshot."""
 
 FORMAT_FIELD = "headroom_snapshot"
-"""The field that identifies a request for a snapshot; its value is the version of the format."""
+"""The field that identifies a request for a snapshot. Its value is the version of the format."""
 
 MAX_HISTORY_EVENTS = 10_000
 """The number of newest allocations and releases that torch keeps per GPU. Our choice: it limits the
@@ -43,7 +43,7 @@ written.
 """
 
 MAX_KEPT_SNAPSHOTS = 16
-"""The number of newest snapshots kept, so that a crash loop does not fill up the volume."""
+"""The number of newest snapshots kept. Without a limit, a crash loop would fill up the volume."""
 
 FILE_NAME = re.compile(r"(oom|requested)-(rank[0-9]+-)?[0-9]+-[0-9]+\.pickle(\.tmp)?")
 """The names of snapshots. No other file is ever removed."""
@@ -57,20 +57,19 @@ memory.
 """
 
 MAX_PATH_CHARACTERS = 120
-"""The number of characters kept from the end of the path of a line of code."""
+"""This many characters are kept from the end of a code line's path."""
 
 MAX_REPORT_BYTES = 3000
-"""The maximum number of bytes that the facts about one snapshot may take in the probe's file. The
-entire file is limited to 16 KiB, and the probe stops if it exceeds that. Ten lines take 2,000
-bytes.
+"""The maximum size of the facts about one snapshot in the probe's file. The entire file is limited
+to 16 KiB. If it exceeds that, the probe stops. Ten lines take 2,000 bytes.
 """
 
 MAX_PROBLEM_CHARACTERS = 200
 """The number of characters kept from an error's text."""
 
 TORCH_CODE = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches the paths of torch itself and of the code that torch generates. Such lines are skipped,
-because the line that calls them says more about who holds the memory.
+"""Matches the paths of torch itself and of the code that torch generates. Such lines are skipped.
+The line that calls them says more about who holds the memory.
 """
 
 PICKLE_PROTOCOL = 4
@@ -248,8 +247,8 @@ class Holding:
         self.size_bytes = 0
         self.n_blocks = 0
         self.since_seconds: float | None = float("inf")
-        """When the line's oldest block was allocated, in seconds since the epoch, or None if the
-        history no longer shows it.
+        """When the line's oldest block was allocated, in seconds since the epoch. The value is None
+        if the history no longer shows it.
         """
 
     def add(self, block: dict[str, Any], allocated_seconds: float | None) -> None:

@@ -58,8 +58,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Each command's module, and a one-line description of the command.
 
-A command's module is imported only when the command is called, because most of these imports are
-slow.
+A command's module is imported only when the command is called. Most of these imports are slow.
 """
 
 
@@ -76,7 +75,7 @@ class Command(Struct, frozen=True, kw_only=True):
     """Adds the command's own options to a parser."""
 
     run: Callable[[Namespace], Report | int | Coroutine[Any, Any, Report | int]]
-    """Returns the report, or the exit status if there is no report; raises BadInput or BadOptions.
+    """Returns the report, or the exit status if there is no report. Raises BadInput or BadOptions.
     """
 
     has_report: bool = True

@@ -63,7 +63,7 @@ class Report(Struct, frozen=True, kw_only=True):
     """The report as text."""
 
     exit_status: int | None = None
-    """The exit status of a command that only reports; it replaces the exit status of the verdict.
+    """The exit status of a command that only reports. It replaces the exit status of the verdict.
     None means that the verdict determines the exit status.
     """
 

@@ -13,8 +13,8 @@ DEFAULT_COMMAND = "run"
 """The command that runs if none is given: the daemon."""
 
 MIN_OPEN_FILES = 40
-"""The number of open files that the daemon needs: it keeps 17 open, and scrapers, the engine's page
-and /proc need several more.
+"""The number of open files that the daemon needs. It keeps 17 open. Scrapers, the engine's page and
+/proc need several more.
 """
 
 

@@ -8,7 +8,7 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.engine_choice import choose_engine
 
 POD_NAMES: Final = 3
-"""The number of names in a state folder's name before the port: namespace, pod and UID."""
+"""A state folder's name has this many names before the port. They are namespace, pod and UID."""
 
 
 def find_engine_folder(place: Path, wanted: str | None) -> Path:

@@ -14,12 +14,12 @@ cache makes requests wait, which is not harmful in itself.
 """
 
 LASTING_SECONDS: Final = 600.0
-"""A state that lasts at least this long is not just a burst (`for: 10m` in HeadroomGpuMemoryLow and
-HeadroomKvCacheThrashing).
+"""A state that lasts at least this long is not just a burst. Compare `for: 10m` in
+HeadroomGpuMemoryLow and HeadroomKvCacheThrashing.
 """
 
 HURTING_PREEMPTIONS: Final = 0.1
-"""Preemption is harmful if there are at least this many preemptions per finished request; 0.01 is
+"""From this many preemptions per finished request, preemption is harmful. A ratio of 0.01 is
 harmless (runbook HeadroomKvCacheThrashing).
 """
 
@@ -27,29 +27,27 @@ WAITING_REQUESTS: Final = 10
 """The smallest number of waiting requests that counts as a queue (alert HeadroomQueueBacklog)."""
 
 ROOMY_RATIO: Final = 0.7
-"""Our choice: if requests wait while KV cache usage is below this ratio, the cache is not the
-reason.
-"""
+"""Our choice: below this KV cache usage, the cache is not why requests wait."""
 
 COLLAPSE_RATIO: Final = 0.5
-"""Our choice: a cache collapses if at least this share of the running requests returns to the queue
-at the same time. If vLLM only preempts the newest request from time to time, the other requests
-keep running.
+"""Our choice: a collapse sends running requests back to the queue. At least this share of them must
+return at the same time. If vLLM sometimes preempts only the newest request, the others keep
+running.
 """
 
 COLLAPSE_GAP_SECONDS: Final = 900.0
-"""Our choice: collapses that are further apart than this do not belong to the same sequence. For
-comparison, with 18 requests of 80,800 tokens, collapses were 200 s apart (discuss.vllm.ai, 2608).
+"""Our choice: collapses further apart than this belong to different sequences. For comparison, with
+18 requests of 80,800 tokens, collapses were 200 s apart (discuss.vllm.ai, 2608).
 """
 
 SHORTEST_THRASH_SECONDS: Final = 120.0
-"""Our choice: a sequence of collapses that is shorter than this is treated as a coincidence. A
-longer sequence shows that the same requests fill the cache again and again.
+"""Our choice: a shorter sequence of collapses is treated as a coincidence. A longer sequence shows
+that the same requests fill the cache again and again.
 """
 
 
 FEWEST_RIVALS: Final = 2
-"""The smallest number of requests that can compete for the cache; a single request is never
+"""The smallest number of requests that can compete for the cache. A single request is never
 preempted.
 """
 

@@ -25,8 +25,8 @@ from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 RESIZED_RATIO: Final = 0.01
-"""Our choice: if the KV cache size changes by more than this ratio, the engine's settings have
-changed. Between starts with the same settings, the size differs by less than this.
+"""Our choice: if the KV cache size changes by more, the settings have changed. Between starts with
+the same settings, the size differs by less than this.
 """
 
 
@@ -176,8 +176,8 @@ class LeakCourse(Struct):
     """The newest sample of the newest alarm, or None if there was no alarm."""
 
     settled_seconds: float | None = None
-    """The latest time at which there were enough readings to rule out growth, or None if there was
-    no such time.
+    """The latest time with enough readings to rule out growth. The value is None if there was no
+    such time.
     """
 
     growing: list[Interval] = []
@@ -329,8 +329,8 @@ class LeakReplay:
         self._reported_bytes = reported_bytes
         self.samples = 0
         self.span = (0.0, 0.0)
-        """The times of the first and the last sample; the last may be earlier if the clock was set
-        back.
+        """The times of the first and the last sample. If the clock was set back, the last time may
+        be earlier.
         """
 
         self.engine = EngineMemory()
@@ -343,11 +343,13 @@ class LeakReplay:
         """The reading with the highest host memory usage, or None until the first reading."""
 
         self.residues: dict[tuple[str, str], dict[float, float]] = {}
-        """The bytes in use during each sleep, by the GPU's labels and the start of the sleep."""
+        """The bytes in use during each sleep. The keys are the GPU's labels and the start of the
+        sleep.
+        """
 
         self.stranded: dict[tuple[str, str], float] = {}
-        """The highest share of a KV cache that was held without any request, by the engine's
-        labels.
+        """The highest share of a KV cache that was held without any request. The keys are the
+        engine's labels.
         """
 
         self.leak_memory: LeakMemory = LEAK.initial
@@ -361,8 +363,8 @@ class LeakReplay:
         """The seconds to add to the trace's time, so that it never goes backwards."""
 
         self._shared_uuids: frozenset[str] = frozenset()
-        """The GPUs on which the newest sample cannot distinguish the engine's memory from that of
-        other processes.
+        """The GPUs on which the engine's memory cannot be told from other processes' memory. This
+        applies to the newest sample.
         """
 
         self._gpu_indices: dict[str, int] = {}

@@ -12,7 +12,8 @@ class ListedModel(Struct, frozen=True, kw_only=True):
     name: str
 
     max_tokens: int | None
-    """The maximum context length of a request in tokens, or None if the server does not report it.
+    """The maximum context length of a request in tokens. The value is None if the server does not
+    report it.
     """
 
 

@@ -178,7 +178,7 @@ def choice(names: Sequence[str]) -> Value[str]:
 
 
 LOCAL_SIDECAR: Final = "http://127.0.0.1:9839"
-"""The URL of the sidecar in the same pod or on the same machine, with the default port."""
+"""The URL of a sidecar in the same pod or on the same machine. The port is the default port."""
 
 
 def find_local_sidecar() -> str:

@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 FAULTS_PER_STACK: Final = 256
-"""perf records the stack of every 256th page fault, which is once per MiB with 4 KiB pages."""
+"""perf records the stack of every 256th page fault. With 4 KiB pages, this is once per MiB."""
 
 RECORD_COMMAND: Final = (
     f"record --quiet --event page-faults:u --count {FAULTS_PER_STACK}"
     " --call-graph dwarf,4096 --max-size 64M"
 )
-"""The command limits the size of perf's file, so perf stops recording after about 15 GiB of new
-pages.
+"""The command limits the size of perf's file. After about 15 GiB of new pages, perf stops
+recording.
 """
 
 SCRIPT_COMMAND: Final = "script --no-inline --fields pid,ip,sym,dso"
@@ -30,10 +30,10 @@ PERF_END_SECONDS: Final = 120.0
 """The time limit for perf to exit after an interrupt. perf unwinds the stacks during this time."""
 
 MAX_STACKS: Final = 20
-"""The number of stacks per process in the report; these are the stacks with the most faults."""
+"""The number of stacks per process in the report. These are the stacks with the most faults."""
 
 MAX_FAULT_FRAMES: Final = 16
-"""The number of frames per stack in the report; these are the frames closest to the page fault."""
+"""The number of frames per stack in the report. These are the frames closest to the page fault."""
 
 Faults = dict[int, list[dict[str, Any]]]
 """The stacks that touched the most new pages, by pid.

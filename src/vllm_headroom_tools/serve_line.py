@@ -35,15 +35,15 @@ WHOLE_VARIABLE: Final = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})", re.ASC
 """A word that consists of a single variable or of an entire shell array."""
 
 ARRAY: Final = re.compile(r"^[^\S\n]*(\w+)\+?=\(([^()]*)\)", re.ASCII | re.MULTILINE)
-"""A shell array, which may span several lines. The indentation contains no line break, so that the
-time taken is not quadratic in the number of blank lines.
+"""A shell array, which may span several lines. The indentation contains no line break. Otherwise,
+the time would be quadratic in the number of blank lines.
 """
 
 IMAGE: Final = re.compile(
     r"(?![-~.])[^=\s/]+/[^=\s]*vllm[^=\s]*|vllm[\w.-]*:[^/\s]+", re.IGNORECASE
 )
 """The name of a vLLM container image, such as vllm/vllm-openai:v0.20.0. The part before the first
-slash contains no slash, so that the time taken is not quadratic in the number of slashes.
+slash contains no slash. Otherwise, the time would be quadratic in the number of slashes.
 """
 
 RELEASE_OPTION: Final = "--vllm-version="

@@ -13,8 +13,8 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 FETCH_TIMEOUT_SECONDS: Final = 5.0
 
 MOST_DOCUMENT_BYTES: Final = 64 * 2**20
-"""The maximum size of a document. A document for 64 engines on eight GPUs, with one day of curves
-each, takes 40 MB.
+"""The maximum size of a document. A document for 64 engines on eight GPUs takes 40 MB. It contains
+a day of curves for each engine.
 """
 
 NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"

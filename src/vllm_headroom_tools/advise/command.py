@@ -177,7 +177,7 @@ JSON_KEYS: Final = {
     Flag.LIMIT_MM_PER_PROMPT: "image",
     Flag.MM_PROCESSOR_KWARGS: "max_pixels",
 }
-"""For each option that takes a JSON object, the key in that object whose value is changed."""
+"""The key whose value is changed, for each option that takes a JSON object."""
 
 
 def _format_number(value: float, flag: Flag) -> str:

@@ -159,8 +159,8 @@ class Extent(Struct, frozen=True):
 
 
 UNATTRIBUTED_BYTES: Final = 200 * MIB
-"""Memory without a visible process is attributed to the driver up to this amount (runbook
-HeadroomGpuMemoryLow).
+"""Up to this amount, memory without a visible process is attributed to the driver. See runbook
+HeadroomGpuMemoryLow.
 """
 
 
@@ -306,6 +306,6 @@ PEAK_BYTES: Final = 256 * MIB
 """If a peak leaves less room than this, memory is short (alert HeadroomGpuMemoryPeak)."""
 
 AIM_BYTES: Final = GIB
-"""The amount of memory that should be free at peaks after a change (runbook HeadroomGpuMemoryLow,
-"Afterwards").
+"""The memory that should be free at peaks after a change. See "Afterwards" in runbook
+HeadroomGpuMemoryLow.
 """

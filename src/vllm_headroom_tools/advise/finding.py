@@ -83,9 +83,9 @@ FORMATS: Final = {
     "seconds": format_duration,
     "ratio": format_percent,
 }
-"""The functions that format figures. The format of a figure by its unit, which is the last word of
-the figure's name. The unit "second" means bytes per second. Figures with any other unit are shown
-as plain numbers.
+"""The functions that format figures. A figure's format depends on its unit, the last word of its
+name. The unit "second" means bytes per second. Figures with any other unit are shown as plain
+numbers.
 """
 
 LOWER_BOUND: Final = "_lower"

@@ -51,13 +51,13 @@ from vllm_headroom_tools.history import (
 from vllm_headroom_tools.versions import OLDEST_SUPPORTED, Version
 
 CAP_RUNNING_RATIO: Final = 0.97
-"""Our choice: the limit counts as reached if the number of running requests is within 3 % of the
-highest number.
+"""Our choice: the limit counts as reached just below the highest number. The number of running
+requests must be within 3 % of it.
 """
 
 CAP_TIME_RATIO: Final = 0.9
-"""Our choice: a limit made requests wait if it was reached for this share of the time in which they
-waited.
+"""Our choice: a limit made requests wait if it was reached meanwhile. It must be reached for this
+share of the waiting time.
 """
 
 
@@ -271,8 +271,8 @@ HeadroomGpuMemoryLow looks back equally far.
 """
 
 LOW_TIME_RATIO: Final = 0.5
-"""Our choice: if memory was short for less than this fraction of a spell, the spell consists of
-peaks.
+"""Our choice: a spell consists of peaks if memory was short only briefly. This fraction of the
+spell is the limit.
 """
 
 

@@ -48,7 +48,7 @@ from vllm_headroom_tools.terminal import NO_SIDECAR
 from vllm_headroom_tools.versions import parse_version
 
 KNOWN_INDICES: Final = frozenset(map(str, range(1024)))
-"""The accepted GPU indices: a page with any other index does not come from a sidecar."""
+"""The accepted GPU indices. A page with any other index does not come from a sidecar."""
 
 GPU_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.LEAK_RATE,
@@ -57,15 +57,14 @@ GPU_LEAK_FIGURES: Final = {
     "time_to_oom_seconds": catalog.TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.TIME_TO_OOM_LOWER,
 }
-"""The metric for each figure of an alarm on a GPU, keyed by the figure's field in Moment."""
+"""The metric for each figure of an alarm on a GPU. The keys are fields of Moment."""
 
 HOST_LEAK_FIGURES: Final = {
     "bytes_per_second": catalog.HOST_LEAK_RATE,
     "time_to_oom_seconds": catalog.HOST_TIME_TO_OOM,
     "time_to_oom_seconds_lower": catalog.HOST_TIME_TO_OOM_LOWER,
 }
-"""The metric for each figure of an alarm on a process role, keyed by the figure's field in Moment.
-"""
+"""The metric for each figure of an alarm on a process role. The keys are fields of Moment."""
 
 
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
@@ -348,8 +347,8 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
 
 
 LIVE_TIMEOUT_SECONDS: Final = 20.0
-"""This is longer than the daemon's timeout, because there is only one attempt, and a busy engine
-responds slowly.
+"""This is longer than the daemon's timeout. There is only one attempt, and a busy engine responds
+slowly.
 """
 
 

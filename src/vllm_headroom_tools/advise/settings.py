@@ -48,7 +48,7 @@ FIRST_VERSIONS: Final[dict[Flag, Version]] = dict.fromkeys(Flag, OLDEST_SUPPORTE
 """The first version that has each option (vllm/engine/arg_utils.py in that version's wheel)."""
 
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
-"""The first version that looks up a waiting request only once instead of in each step
+"""The first version that looks up a waiting request only once. Older versions do so in each step
 (vllm-project/vllm#48860).
 """
 
@@ -57,8 +57,8 @@ FIELD_VERSIONS: Final[dict[str, Version]] = {
     "kv_cache_memory_bytes": (0, 10, 2),
     "awake": (0, 11, 1),
 }
-"""The first version that exports each field of EngineReading. If an engine's page has the field,
-the engine runs this version or a newer one.
+"""The first version that exports each field of EngineReading. An engine whose page has the field
+runs this version or a newer one.
 """
 
 

@@ -35,7 +35,7 @@ EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (
     leaks.find_kv_block_leak,
 )
 """Rules that apply whether or not there is a leak. If there is a leak, changes to options are
-dropped, because the leak distorts the computed values.
+dropped. The leak distorts the computed values.
 """
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
@@ -167,8 +167,8 @@ def _list_changes(advice: Iterable[Advice]) -> list[Change]:
 # Unknown facts that a good verdict requires.
 
 SHORTEST_SECONDS: Final = HOUR_SECONDS
-"""A shorter trace cannot prove that an engine is healthy, because the leak detector needs an hour
-to be certain.
+"""A shorter trace cannot prove that an engine is healthy. The leak detector needs an hour to be
+certain.
 """
 
 STALE_PAGE_SECONDS: Final = 120.0
@@ -183,7 +183,7 @@ UNDECIDED_STATES: Final = {
     LeakState.ASLEEP: "the engine sleeps",
 }
 """The states of the detector in which a series may be leaking. The state `unsettled` is not
-included, because it means that memory varies with the load without growing.
+included. It means that memory varies with the load without growing.
 """
 
 
@@ -251,13 +251,13 @@ SETTINGS_UNKNOWN: Final = (
 HOST_NOT_JUDGED: Final = "The engine's processes were not seen, so that host memory is not judged."
 
 UNEVEN_GPUS_BYTES: Final = 2 * GIB
-"""Our choice: if the memory on an engine's GPUs differs by more than this, the report says so. NCCL
-buffers and kernels that load late account for a few hundred MiB.
+"""Our choice: a larger difference between an engine's GPUs is reported. NCCL buffers and kernels
+that load late account for a few hundred MiB.
 """
 
 UNUSED_CACHE_RATIO: Final = 0.2
-"""Our choice: a cache is reported as too large if no more than this share of it was ever in use in
-a trace of at least a day.
+"""Our choice: a cache is too large if at most this share was used. The trace must cover at least a
+day.
 """
 
 

@@ -28,8 +28,8 @@ from vllm_headroom_tools.check.record import (
 from vllm_headroom_tools.conclusion import Conclusion
 
 SAME_SIZE_RATIO: Final = 0.01
-"""Two GPUs are considered the same kind if their sizes differ by at most this share. The memory
-that drivers reserve varies.
+"""GPUs are the same kind if their sizes differ by this share or less. The memory that drivers
+reserve varies.
 """
 
 COMPARED_PARTS: Final = (
@@ -38,9 +38,9 @@ COMPARED_PARTS: Final = (
     MemoryPart.OTHER_TENSORS,
     MemoryPart.OUTSIDE_TORCH,
 )
-"""The parts of GPU memory that are compared. The KV cache is not included, because it takes
-whatever the other parts leave; it has a separate limit. Cached and fragmented memory is not
-compared either, because it varies with load.
+"""The parts of GPU memory that are compared. The KV cache is not included. It takes what the other
+parts leave, and has its own limit. Cached and fragmented memory is not compared either, because it
+varies with load.
 """
 
 

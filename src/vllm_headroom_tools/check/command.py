@@ -58,9 +58,7 @@ SIZE: Final = size_value("1MiB")
 NUMBER: Final = Value(read=bounded(parse_number, 0, 1.7e308), accepts="a number, 0 or more")
 
 Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
-"""A function that takes a trace, its baseline and the bound, and yields a judgement on each GPU,
-role or engine.
-"""
+"""Takes a trace, its baseline and the bound. Yields a judgement on each GPU, role or engine."""
 
 
 class Limit(Struct, frozen=True, kw_only=True):

@@ -186,7 +186,7 @@ grow in steps of this size.
 """
 
 DOUBLINGS: Final = 10
-"""Our choice: the added leak is doubled at most this many times before the search gives up."""
+"""Our choice: after this many doublings of the added leak, the search gives up."""
 
 
 def find_smallest_visible(

@@ -332,12 +332,11 @@ def pair_gpus(
 
 LEAST_TRACE_REQUESTS: Final = WARM_REQUESTS
 """The number of requests that a trace needs in order to be judged. By then, the engine has loaded
-its kernels; memory usage before that does not predict later usage.
+its kernels. Memory usage before that does not predict later usage.
 """
 
 LEAST_SHARE: Final = 0.9
-"""Our choice: a figure must be known for this share of the trace, because the rest may hide a peak.
-"""
+"""Our choice: a figure must be known for this share of the trace. The rest may hide a peak."""
 
 
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:

@@ -26,7 +26,7 @@ OUTCOMES: Final = {
 
 HEADINGS: Final = ("", "limit", "of", "found", "at most", "baseline")
 INDENT: Final = " " * 13
-"""An indent as wide as the column of marks, so that a reason appears below the limit's name."""
+"""An indent as wide as the column of marks. A reason then appears below the limit's name."""
 
 COLUMN_GAP: Final = "  "
 
@@ -177,8 +177,8 @@ CASE_CLASS: Final = "vllm_headroom_tools.check"
 """The class of the JUnit cases, by which CI systems group them."""
 
 JUNIT_ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
-"""The JUnit element for each verdict. A limit that cannot be judged becomes an error, because CI
-systems would treat a skipped test as passed.
+"""The JUnit element for each verdict. A limit that cannot be judged becomes an error. CI systems
+would treat a skipped test as passed.
 """
 
 

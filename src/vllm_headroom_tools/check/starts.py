@@ -18,11 +18,10 @@ PARTS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     (StartPart.NON_TORCH, ("non_torch_bytes",)),
     (StartPart.CUDA_GRAPHS, ("graphs_bytes", "graphs_estimated_bytes")),
 )
-"""The parts that may be larger in a newer version, each with its fields in a log."""
+"""The parts that may be larger in a newer version. Each part has its fields in a log."""
 
 ROUNDING_BYTES: Final = GIB / 50
-"""vLLM logs sizes in hundredths of a GiB, so two sizes may differ by this much without any change.
-"""
+"""vLLM logs sizes in hundredths of a GiB. Equal sizes may therefore differ by this much."""
 
 SETTINGS: Final = (
     "model",
@@ -45,8 +44,8 @@ they are not judged.
 """
 
 EQUAL_CARDS_BYTES: Final = GIB // 8
-"""If the sizes of two cards differ by less than this, the cards are considered the same kind. For
-example, two H100 cards with 80 GB differ by 0.1 GiB.
+"""Two cards are of the same kind if their sizes differ by less. For example, two H100 cards with
+80 GB differ by 0.1 GiB.
 """
 
 

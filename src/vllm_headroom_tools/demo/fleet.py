@@ -40,7 +40,7 @@ TEAM_COUNT: Final = 3
 """Our choice: the number of namespaces among which the engines are distributed."""
 
 MIN_SAMPLE_INTERVAL_SECONDS: Final = 30.0
-"""At this interval, the fleet uses a fifth of a CPU core when it runs at 60 times real time."""
+"""At this interval, the fleet uses a fifth of a CPU core. This holds at 60 times real time."""
 
 _NAME_WITH_LABELS: Final = re.compile(r"^(\w+)\{", re.MULTILINE)
 _NAME_WITHOUT_LABELS: Final = re.compile(r"^(\w+) ", re.MULTILINE)

@@ -21,7 +21,7 @@ class Visits(Struct, frozen=True):
     stay_seconds: Bounds
 
     size: Bounds = (1.0, 1.0)
-    """For a burst, the factor that multiplies the load; for a neighbour, its GPU memory in bytes.
+    """For a burst, the factor that multiplies the load. For a neighbour, its GPU memory in bytes.
     """
 
 
@@ -46,7 +46,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """
 
     hangs: Visits | None = None
-    """The hangs of the engine; during a hang, the engine takes no steps and its page does not
+    """The hangs of the engine. During a hang, the engine takes no steps and its page does not
     change.
     """
 
@@ -67,13 +67,10 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """The host memory that each request takes in the configured KV cache offload."""
 
     strands_after_seconds: float = inf
-    """The time after the start of the demo at which aborted requests stop freeing their KV cache.
-    """
+    """From this time after the demo's start, aborted requests keep their KV cache."""
 
     page_fails_after_seconds: float = inf
-    """The time after the start of the demo at which the engine's page begins to respond with an
-    error.
-    """
+    """From this time after the demo's start, the engine's page responds with an error."""
 
 
 TABLE: Final[dict[str, Scenario]] = {
@@ -209,7 +206,7 @@ CAPACITY_TOKENS: Final = KV_BLOCKS * BLOCK_TOKENS
 PROMPT_TOKENS: Final = 1_550
 GENERATED_TOKENS: Final = 400
 MEAN_REQUEST_TOKENS: Final = PROMPT_TOKENS + GENERATED_TOKENS // 2
-"""The average number of tokens of a running request; 256 such requests almost fill the cache."""
+"""The average number of tokens of a running request. 256 such requests almost fill the cache."""
 
 SMALL_SEGMENT_MIB: Final = 2
 LARGE_SEGMENT_MIB: Final = 20
@@ -235,7 +232,7 @@ It is already allocated when vLLM measures the free memory.
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
 MAX_USED_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
-"""If more than this is in use, the next allocation fails, because it exceeds the free memory."""
+"""Above this, the next allocation exceeds the free memory and fails."""
 
 HOST_LIMIT_BYTES: Final = 64 * GIB
 """The memory limit of the engine's container, in scenarios with a limit."""
@@ -244,8 +241,8 @@ OFFLOAD_GIB: Final = 24
 """vLLM's kv_offloading_size in the scenario in which the offload fills up."""
 
 MAX_LEAKED_HOST_BYTES: Final = HOST_LIMIT_BYTES - 10 * GIB
-"""If more host memory than this has leaked, the kernel kills the engine core, because the processes
-need the rest of the limit.
+"""If more host memory has leaked, the kernel kills the engine core. The processes need the rest of
+the limit.
 """
 
 WARM_SECONDS: Final = 3_600

@@ -33,8 +33,7 @@ MARKS: Final = {
 }
 VERDICTS: Final = {Status.MISSING: Conclusion.NOT_GOOD, Status.UNKNOWN: Conclusion.CANNOT_TELL}
 INDENT: Final = " " * 9
-"""The indent has the width of the mark, so that the lines below a check are aligned with its name.
-"""
+"""The indent has the width of the mark. Lines below a check are then aligned with its name."""
 
 LOG_SECONDS: Final = 4.0
 """The time limit for reading the engine's log; the Kubernetes API server may take seconds."""

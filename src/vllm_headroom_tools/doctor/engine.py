@@ -209,9 +209,8 @@ def _list_series() -> dict[str, tuple[Metric, ...]]:
 
 
 SERIES: Final = _list_series()
-"""The series that depend on each input. Inputs that no series needs have no entry. The inputs with
-the engine's own memory figures have no entry either, because the check `reported_memory` covers
-them.
+"""The series that depend on each input. Inputs that no series needs have no entry. Neither have the
+inputs with the engine's own memory figures. The check `reported_memory` covers them.
 """
 
 
@@ -487,8 +486,8 @@ OPTIONS_NEVER_KNOWN: Final = {
     "chunked_prefill_max_len": "--max-num-batched-tokens",
     "kv_cache_memory": "--kv-cache-memory-bytes",
 }
-"""Options that guides and error messages mention but that no version of vLLM has, each with the
-option that has the intended effect.
+"""Options in guides and error messages that no version of vLLM has. Each is listed with the option
+that has the intended effect.
 """
 
 

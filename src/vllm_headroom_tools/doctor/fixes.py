@@ -57,7 +57,8 @@ class Check(Struct, frozen=True):
 
     state: Status
     text: str
-    """What was found, what is missing, or why the check is unknown or does not apply."""
+    """What was found or is missing. If the check is unknown or does not apply, this is the reason.
+    """
     details: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     """The series that the daemon cannot export until the problem is fixed. A name that ends in `*`
@@ -210,8 +211,8 @@ class Survey(Machine, frozen=True, kw_only=True):
     host_limit_bytes: int | None = None
     """The configured limit for vLLM's host memory, or None if no limit is set."""
     token_bytes: TokenBytes | None = None
-    """The function that computes the bytes per token for the engine's model, or None if the model
-    is not visible.
+    """Computes the bytes per token for the engine's model. The value is None if the model is not
+    visible.
     """
 
     @property

@@ -132,13 +132,13 @@ def _strip_spaces(text: str) -> str:
 
 
 FILE_SECONDS: Final = 2.0
-"""The time limit for writing a file; the daemon has the same limit for writing its state. A slower
-volume is considered hung.
+"""The time limit for writing a file. The daemon has the same limit for its state. A slower volume
+is considered hung.
 """
 
 WRITTEN_BYTES: Final = 4096
-"""The number of bytes written (our choice). This is one block of most file systems, so that the
-write fails on a full volume.
+"""The number of bytes written (our choice). This is one block of most file systems. The write
+therefore fails on a full volume.
 """
 
 FOLDER: Final = "/var/lib/vllm-headroom"

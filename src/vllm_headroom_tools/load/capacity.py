@@ -11,18 +11,19 @@ from vllm_headroom_tools.bad_input import BadInput
 from vllm_headroom_tools.cli import write_note
 
 OWN_DESCRIPTORS: Final = 64
-"""The number of file descriptors reserved for everything except streams: the sampler's files, /proc
-and the trace.
+"""The number of file descriptors reserved for everything except streams. These are the sampler's
+files, /proc and the trace.
 """
 
 STREAM_BYTES: Final = 16 * 2**10
-"""The memory reserved per stream over http. This is twice the actual amount: 6 KiB in this process
-(measured), plus the kernel's memory for a socket.
+"""The memory reserved per stream over http. This is twice the actual amount. A stream takes 6 KiB
+in this process (measured). Its socket takes further memory in the kernel.
 """
 
 TLS_STREAM_BYTES: Final = 128 * 2**10
-"""The memory reserved per stream over https. This is twice the actual amount: 47 KiB in this
-process (measured), plus the kernel's memory for a socket. Each connection has encryption buffers.
+"""The memory reserved per stream over https. This is twice the actual amount. A stream takes 47 KiB
+in this process (measured). Its socket takes further memory in the kernel. Each connection has
+encryption buffers.
 """
 
 UNLIMITED_DESCRIPTORS: Final = 2**31

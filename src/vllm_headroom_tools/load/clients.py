@@ -14,8 +14,8 @@ from vllm_headroom_tools.load.stream import Outcome
 from vllm_headroom_tools.load.tally import Tally
 
 RETRY_PAUSE_SECONDS: Final = 1.0
-"""Our choice: a client waits this long after a failed request, to avoid flooding a server that
-refuses requests.
+"""Our choice: a client waits this long after a failed request. Otherwise, it would flood a server
+that refuses requests.
 """
 
 

@@ -88,9 +88,9 @@ _TEXT: Final = (
     "over know water than call first people may down side been now find"
 )
 WORDS: Final = tuple(_TEXT.split())
-"""Words that are so common that most tokenizers turn a word and its leading space into a single
-token. In all of Mistral's tokenizers (SentencePiece and Tekken), 1,000 of these words are 1,000
-tokens (measured).
+"""Words that are so common that most tokenizers need one token for each. The token includes the
+word's leading space. In all of Mistral's tokenizers, 1,000 of these words are 1,000 tokens
+(measured). The tokenizers are SentencePiece and Tekken.
 """
 
 RING_WORDS: Final = 8192

@@ -21,8 +21,8 @@ GATED_QUANTILE: Final = 0.99
 """The quantile limited by --max-ttft-p99 and --max-latency-p99."""
 
 TOLERATED_RATIO: Final = 0.01
-"""Our choice: the share of requests that may fail. A higher share is a fault. A lower share is not,
-because one broken connection among hundreds is not the server's fault.
+"""Our choice: the share of requests that may fail. A higher share is a fault. A lower share is not
+a fault. Among hundreds of connections, one may break through no fault of the server.
 """
 
 

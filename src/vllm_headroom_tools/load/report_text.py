@@ -38,17 +38,15 @@ LATENCY_LABELS: Final = {
 
 GROWTH_LABELS: Final = {"leaking": "LEAKING", "growing": "growing", "no_leak": "no leak"}
 TIME_UNITS: Final = ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us"))
-"""The units of time. For each unit, the shortest time that is shown in it, its length in seconds,
-and its name.
+"""The units of time. Each entry has the shortest time shown in the unit. The unit's length in
+seconds and its name follow.
 """
 
 NO_FIGURE: Final = "-"
 """The text that represents an unknown figure."""
 
 NOTABLE_DELAY_SECONDS: Final = 0.05
-"""If 1 % of this process's delays are longer than this, the report says that they affect its
-figures.
-"""
+"""If 1 % of this process's delays are longer, they affect its figures. The report then says so."""
 
 LABEL_COLUMNS: Final = 32
 CELL_COLUMNS: Final = 11

@@ -15,13 +15,12 @@ from vllm_headroom_tools.load.screen import Screen
 from vllm_headroom_tools.load.tally import Tally
 
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
-"""The size of each step as a share of the order's concurrency: below, near, at and above it. The
-last step shows the behaviour under overload.
+"""The size of each step as a share of the order's concurrency. The steps are below, near, at and
+above it. The last step shows the behaviour under overload.
 """
 
 STOP_SECONDS: Final = 1.0
-"""Our choice: the interval at which a wait for a sample checks whether the load has been stopped.
-"""
+"""Our choice: how often a wait for a sample checks for a stop."""
 
 DELAY_SECONDS: Final = 0.1
 """Our choice: the interval at which this process's own delay is measured."""
@@ -30,8 +29,8 @@ SHOW_SECONDS: Final = 1.0
 """Our choice: the interval at which the screen is redrawn."""
 
 ENGINE_LOST_SECONDS: Final = 15.0
-"""Our choice: the load ends if the engine has been missing or replaced for this long. A new engine
-does not have the state of the old one, so the remaining load would measure nothing useful.
+"""Our choice: how long the engine may be missing or replaced. After that, the load ends. A new
+engine does not have the old one's state. The remaining load would measure nothing useful.
 """
 
 

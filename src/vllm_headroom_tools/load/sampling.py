@@ -45,7 +45,7 @@ class SeriesSummary(Struct):
     newest: float
     highest: float
     has_fallen: bool = False
-    """Whether a value was ever below the previous one, which shows that a counter was reset."""
+    """Whether a value was ever below the previous one. If so, a counter was reset."""
 
 
 class SeriesSummaries(dict[SeriesLabels, SeriesSummary]):
@@ -173,8 +173,8 @@ def _list_starts(page: EnginePage) -> set[float]:
 
 
 RECORD_SECONDS: Final = 10.0
-"""The time limit for writing a sample to the trace. A write takes microseconds, but this process
-may get little CPU time next to a busy engine (observed: 4 s late).
+"""The time limit for writing a sample to the trace. A write takes microseconds. Next to a busy
+engine, this process may get little CPU time. A delay of 4 s was observed.
 """
 
 UNBOUNDED_BYTES: Final = 2**63

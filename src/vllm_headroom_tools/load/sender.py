@@ -24,7 +24,7 @@ from vllm_headroom_tools.load.target import Target
 
 MOST_CONNECTING: Final = 256
 """The maximum number of connections being established at the same time. More connections would
-overflow the queue of the server's listening socket, and connecting would then take seconds.
+overflow the queue of the server's listening socket. Connecting would then take seconds.
 """
 
 KEEP_SECONDS: Final = 4.0
@@ -34,13 +34,13 @@ KEEP_SECONDS: Final = 4.0
 
 OK: Final = 200
 MOST_BODY_BYTES: Final = 2**16
-"""If an answer is not a stream, at most this many bytes of it are kept. This is enough for a
-server's error message.
+"""The number of bytes kept from an answer that is not a stream. This is enough for a server's error
+message.
 """
 
 NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
 """The SO_LINGER value that ends a connection with RST. If a connection ends with FIN, its local
-port is blocked for a minute, and there are only 28,000 local ports.
+port is blocked for a minute. There are only 28,000 local ports.
 """
 
 

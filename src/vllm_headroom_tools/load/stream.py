@@ -13,15 +13,19 @@ from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.openai import find_error, parse_object
 
 OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
-"""Matches errors that report a lack of memory: torch's "CUDA out of memory", HIP's message, CUDA's
-own "out of memory", and the name of torch's exception.
+"""Matches errors that report a lack of memory:
+
+- torch's "CUDA out of memory"
+- HIP's message
+- CUDA's own "out of memory"
+- the name of torch's exception
 """
 
 ENGINE_DEAD: Final = re.compile(
     r"EngineCore encountered an issue|EngineDead|Background loop (?:has errored|is stopped)"
 )
-"""Matches the errors that vLLM's web server returns after its engine has died: EngineDeadError (V1)
-and AsyncEngineDeadError (V0).
+"""Matches errors that vLLM's web server returns after its engine has died. They are EngineDeadError
+(V1) and AsyncEngineDeadError (V0).
 """
 
 BUSY_STATUSES: Final = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})

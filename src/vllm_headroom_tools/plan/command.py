@@ -112,8 +112,8 @@ SIZE_OPTIONS: Final = (
     ("hidden_size", "hidden_size", "values of a token between two layers"),
     ("vocabulary", "vocab_size", "tokens of the vocabulary"),
 )
-"""The options that set a model's sizes. Each entry contains an option's name, the configuration
-field that the option overrides, and its meaning.
+"""The options that set a model's sizes. Each entry has an option, the configuration field it
+overrides, and its meaning.
 """
 
 NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")

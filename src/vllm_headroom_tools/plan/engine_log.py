@@ -72,8 +72,8 @@ UNSET: Final[Mapping[str, Any]] = {
 """The values for options that a startup log omits, because vLLM used their defaults."""
 
 SAME_LOGGED_CARD_BYTES: Final = GIB
-"""Our choice: two cards are considered the same if their sizes differ by less than this. For
-example, CUDA sees 79.2 GiB of a card with 79.6 GiB.
+"""Our choice: two cards are the same if their sizes differ by less. For example, CUDA sees 79.2 GiB
+of a card with 79.6 GiB.
 """
 
 

@@ -14,8 +14,8 @@ from vllm_headroom_tools.sizing.estimate import MemoryEstimate, estimate_memory
 from vllm_headroom_tools.sizing.question import SMALL_CARD, Question, choose_defaults, find_problem
 
 SPARE_FACTOR: Final = 1.25
-"""Our choice: a size must handle this multiple of the traffic, because the trace does not cover
-every hour of a day. `advise` uses a similar rule to propose lengths (LENGTH_MARGIN).
+"""Our choice: a size must handle this multiple of the traffic. The trace does not cover every hour
+of a day. `advise` uses a similar rule to propose lengths (LENGTH_MARGIN).
 """
 
 GROUP_SIZES: Final = (1, 2, 4, 8)

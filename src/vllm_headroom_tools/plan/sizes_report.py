@@ -14,16 +14,17 @@ from vllm_headroom_tools.plan.verdict import list_unknown
 from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 
 MOST_ROWS: Final = 6
-"""Our choice: the maximum number of other sizes in the table; --json lists all of them."""
+"""Our choice: the maximum number of other sizes in the table. With --json, all of them are listed.
+"""
 
 SHORT_DAY_SECONDS: Final = 0.9 * DAY_SECONDS
 """Our choice: a shorter history does not show a day's peaks."""
 
 
 SAME_START_RATIO: Final = 0.97
-"""Our choice: if the KV cache is below this share of the planned lower bound ("at least"), the
-engine was started with other options. In 2 of 100 starts with the same options, the cache is
-slightly smaller than the bound.
+"""Our choice: a KV cache below this share shows a start with other options. It is a share of the
+planned lower bound ("at least"). In 2 of 100 starts with equal options, the cache is slightly below
+the bound.
 """
 
 

@@ -242,7 +242,7 @@ limit would be useless.
 """
 
 SIXTEEN_BIT_BYTES: Final = 2.0
-"""The size of a 16-bit value in bytes; a cache with smaller values is already quantised."""
+"""The size of a 16-bit value in bytes. A cache with smaller values is already quantised."""
 
 TENSOR_PARALLEL_LIMIT: Final = 64
 """Our choice: the largest number of GPUs to propose for an engine."""

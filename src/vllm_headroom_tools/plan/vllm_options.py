@@ -31,14 +31,14 @@ NAMED_METHODS: Final = (
 )
 """Substrings of draft names, each with a method. If no method is given, vLLM chooses the method of
 the first substring that matches. The first four come from vLLM 0.33 (config/speculative.py,
-`__post_init__`). vLLM recognises the last three by the draft's configuration.
+`__post_init__`). For the last three, vLLM looks at the draft's configuration.
 """
 
 HIDDEN_STATES: Final = "extract_hidden_states"
 """The method that stores the hidden states of configured layers in the cache."""
 
 ASSISTANT: Final = "-assistant"
-"""The name suffix of Gemma 4's drafts, which read the model's cache instead of having one."""
+"""The name suffix of Gemma 4's drafts. They read the model's cache instead of having one."""
 
 USER_CODE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 """The path of a user-defined class (vLLM 0.33, `_is_custom_proposer_path`)."""

@@ -15,7 +15,7 @@ from vllm_headroom_tools.postmortem.advice import TODO
 from vllm_headroom_tools.postmortem.report import Line, Postmortem, list_sections
 
 CURVE_COLUMNS: Final = 480
-"""Our choice: a curve is thinned to this many points, one per two pixels of a wide window."""
+"""Our choice: the number of points in a curve. It is one per two pixels of a wide window."""
 
 OUR_LINKS: Final = re.compile(
     "|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link})

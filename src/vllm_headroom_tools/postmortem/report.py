@@ -66,7 +66,7 @@ MOST_SNAPSHOT_LINES: Final = 10
 """Our choice: the number of lines of code that are listed for a snapshot."""
 
 TEXT_LOG_LINES: Final = 10
-"""Our choice: the number of recent sidecar log lines in the text report; the page shows more."""
+"""Our choice: the number of recent sidecar log lines in the text report. The page shows more."""
 
 Line = tuple[str, str]
 """A name and its text."""
@@ -83,15 +83,14 @@ class Postmortem(Struct, frozen=True, kw_only=True):
     incident: Incident
     """The facts of the incident; `NO_INCIDENT` for a trace that is not an incident."""
     pod: EnginePod | None
-    """The engine's pod, or None if the file does not name one or the engine ran outside Kubernetes.
-    """
+    """The engine's pod. It is None outside Kubernetes, or if the file names no pod."""
     timeline: tuple[tuple[float, str], ...]
     """The changes before the end, each as seconds since the epoch and a sentence."""
     curves: Curves
     log: EngineLog | None = None
     """The engine's log, or None if it was not given."""
     log_start: EngineStart | None = None
-    """The start in the log that ended with the run, or None if there is no such start."""
+    """The start in the log that ended with the run, or None."""
 
     @property
     def answer(self) -> Diagnosis:

@@ -36,8 +36,8 @@ the same as for MIN_OWN_BYTES.
 """
 
 MAX_OWN_PARALLEL_BYTES: Final = 165 * GIB // 100
-"""The maximum amount of memory that vLLM allocates before it checks the free memory, if tensor
-parallelism is used. It was 1.55 GiB on two and four H100 (vLLM 0.19).
+"""The memory that vLLM takes before its check of the free memory. This is the maximum with tensor
+parallelism. It was 1.55 GiB on two and four H100 (vLLM 0.19).
 """
 
 
@@ -115,7 +115,7 @@ class Obstacle(Struct, frozen=True):
     """The steps to take, or None if the text already contains them."""
 
     gpu: int | None = None
-    """The GPU's index in NVML, or None if the finding does not concern a single GPU."""
+    """The GPU's index in NVML. The value is None if the finding does not concern a single GPU."""
 
     may_pass: bool = False
     """Whether the obstacle may go away by itself."""

@@ -52,7 +52,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """The faults of the GPUs that answered in time."""
 
     holders: Mapping[str, tuple[GpuOccupant, ...]]
-    """The processes on each GPU, by UUID; a GPU is absent if NVML does not list its processes."""
+    """The processes on each GPU, by UUID. A GPU is absent if NVML does not list its processes."""
 
     shm: Shm | None
     """The size of /dev/shm, or None if it does not exist."""
@@ -60,8 +60,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
     offload_sizes_bytes: Mapping[str, int] = {}
     """The sizes of the files from KV cache offloading in /dev/shm, by path.
 
-    The mapping is empty while any vLLM process is visible, because this process may be using the
-    files.
+    The mapping is empty while any vLLM process is visible. This process may be using the files.
     """
 
     host: HostMemory | None = None
@@ -71,14 +70,13 @@ class Conditions(Struct, frozen=True, kw_only=True):
     """The machine's swap, including zram, or None if it is unknown."""
 
     cuda_major: int | None = None
-    """The major version of CUDA installed with vLLM in this environment, or None if there is none.
-    """
+    """The major version of CUDA installed with vLLM in this environment, or None."""
 
     vllm_version: str | None = None
     """The version of vLLM in this environment, or None if it is not installed."""
 
     engine_pids: frozenset[int] = frozenset()
-    """The pids of the engine on the configured port, or an empty set if they are not visible."""
+    """The pids of the engine on the configured port. The set is empty if they are not visible."""
 
 
 async def read_conditions(

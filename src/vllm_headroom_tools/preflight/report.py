@@ -31,8 +31,8 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     unlisted_bytes: int | None
     """The memory in use that does not belong to any listed process.
 
-    It belongs to processes that are not visible here, or to an ended process whose memory the
-    driver has not freed yet.
+    It belongs to processes that are not visible here. The driver may also not yet have freed an
+    ended process's memory.
     """
 
 

@@ -35,13 +35,13 @@ MAX_STACK_FRAMES: Final = 16
 """The maximum number of frames in a stack."""
 
 ProcessAnswer = dict[str, Any]
-"""A process's answer, as printed by --json: a `note`, the `cost`, and the `host` and `gpu` stacks
-that hold the most memory.
+"""A process's answer, as printed by --json: a `note`, the `cost`, and stacks. `host` and `gpu` are
+the stacks that hold the most memory.
 
-The `bytes` of a stack are the memory that was allocated there during the recording and is still
-held at its end. The first frame of a stack is the line that allocated the memory. The cost is what
-the recording consumed in the process. `pause_seconds` is how long the process was paused at the
-end.
+The `bytes` of a stack are the memory allocated there during the recording. Only memory that is
+still held at the end counts. The first frame of a stack is the line that allocated the memory. The
+cost is what the recording consumed in the process. `pause_seconds` is how long the process was
+paused at the end.
 """
 
 
@@ -104,15 +104,15 @@ REQUEST: Final = "record.json"
 NO_ANSWER: Final = "no answer"
 
 TOUCH_SECONDS: Final = 5.0
-"""The interval at which the request file is touched. If it has not been touched for a minute, the
-command is no longer running, and the probes stop the recording.
+"""The interval at which the request file is touched. If it is not touched for a minute, the command
+has ended. The probes then stop the recording.
 """
 
 POLL_SECONDS: Final = 0.5
 
 RECORD_ANSWER_SECONDS: Final = 60.0
 """The maximum time to wait for answers after the end of the recording. The probes notice the end
-within five seconds, and take several seconds to add up the stacks.
+within five seconds. Adding up the stacks takes several seconds.
 """
 
 MAX_ANSWER_BYTES: Final = 256 * 1024
@@ -126,8 +126,7 @@ MAPPINGS_SECONDS: Final = 10.0
 KINDS: Final = ("host", "gpu")
 """The kinds of memory that can be recorded.
 
-Host memory is far more expensive to record, because Python has to store the stack of every
-allocation.
+Host memory is far more expensive to record. Python has to store the stack of every allocation.
 """
 
 

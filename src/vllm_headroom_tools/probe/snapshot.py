@@ -25,8 +25,8 @@ REQUEST_FORMAT: Final = "headroom_snapshot"
 REQUEST_VERSION: Final = 1
 
 SNAPSHOT_SECONDS: Final = 30.0
-"""The maximum time to wait for answers. The probes check for requests every five seconds, and take
-at most ten seconds to write a snapshot.
+"""The maximum time to wait for answers. The probes check for requests every five seconds. Writing a
+snapshot takes at most ten seconds.
 """
 
 POLL_SECONDS: Final = 0.5

@@ -24,15 +24,15 @@ MAX_FILE_BYTES: Final = 64 << 20
 
 MAX_FILE_BLOCKS: Final = 500_000
 """The maximum number of blocks, and the maximum number of events. A vLLM process has thousands of
-each, but a forged file may repeat a list endlessly.
+each. A forged file may repeat a list endlessly.
 """
 
 MAX_LARGEST: Final = 10
-"""The number of lines of code in the report; these are the lines that hold the most memory."""
+"""The number of lines of code in the report. These are the lines that hold the most memory."""
 
 TORCH_CODE: Final = re.compile(r"(site|dist)-packages/torch/|/torchinductor_|/torch_compile_cache/")
-"""Matches paths in torch itself and in code that torch generates. Such paths are skipped, because
-the line that calls torch shows better who holds the memory.
+"""Matches paths in torch itself and in code that torch generates. Such paths are skipped. The line
+that calls torch shows better who holds the memory.
 """
 
 MAX_OPERATIONS: Final = 10_000_000
@@ -94,15 +94,15 @@ class ReadSnapshot(Struct, frozen=True, kw_only=True):
     n_blocks: int
     """The number of blocks in the active memory."""
     history_from_seconds: float | None
-    """The time of the oldest event in the history, in seconds since the epoch, or None if there are
-    no events.
+    """The time of the oldest event in the history, in seconds since the epoch. The value is None if
+    there are no events.
     """
     largest: tuple[LineHolding, ...]
     """The lines of code that hold the most memory, largest first."""
 
 
 CodePlace = tuple[str | None, int | None]
-"""The path and number of a line of code, or None for a block without a stack."""
+"""The path and number of a line of code. A block without a stack has None."""
 
 
 def read_snapshot_file(path: Path) -> ReadSnapshot:

@@ -54,7 +54,8 @@ this share.
 
 NO_GPU: Final = "The trace has no GPU of the engine's."
 MOST_INTERVALS: Final = 5
-"""Our choice: the number of intervals per series in the text report; --json contains all of them.
+"""Our choice: the number of intervals per series in the text report. With --json, all of them are
+listed.
 """
 
 

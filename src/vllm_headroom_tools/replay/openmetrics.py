@@ -38,8 +38,8 @@ READING_TIMES: Final = tuple(
     ReadingTime(source=source, seconds=nan, ended_monotonic_seconds=nan)
     for source in TRACED_SOURCES
 )
-"""The reading time of each source, which is NaN because a trace does not contain it. A value that
-is not finite produces no series.
+"""The reading time of each source. It is NaN because a trace does not contain it. A value that is
+not finite produces no series.
 """
 
 UP: Final = Metric(
@@ -54,12 +54,10 @@ SCRAPE_LABELS: Final = 'job="vllm-headroom",instance="replay"'
 """The labels that Prometheus would add."""
 
 MOST_BUFFERED_POINTS: Final = 500_000
-"""Our choice: the total number of points that are kept in memory before they are written to disk.
-They take 8 MB.
-"""
+"""Our choice: at most this many points in total are kept in memory. They take 8 MB."""
 
 POINT_NUMBERS: Final = 2
-"""A point consists of two numbers: its time in seconds since the epoch, and its value."""
+"""A point has a time in seconds since the epoch, and a value."""
 
 
 class SampleExport:

@@ -34,11 +34,11 @@ BELOW: Final = 30.0
 
 BOX_HEIGHT: Final = ABOVE + HEIGHT + BELOW
 CURVE_COLUMNS: Final = 500
-"""Curves are thinned to at most two points per column, because more would not be visible."""
+"""Curves are thinned to at most two points per column. More would not be visible."""
 
 HOST_TITLE: Final = "host memory: free, on a scale from 0"
 LONGEST_FORECAST_SHARE: Final = 0.5
-"""Our choice: the longest forecast that the picture shows, as a share of the trace's span."""
+"""Our choice: the longest forecast shown, as a share of the trace's span."""
 
 
 def draw_replay(replay: LeakReplay, curves: Curves) -> str:

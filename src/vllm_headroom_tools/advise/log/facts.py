@@ -53,8 +53,8 @@ class StartFacts(Struct, frozen=True, kw_only=True):
     non_torch_bytes: float | None
     graphs_bytes: float | None
     kv_cache_bytes: float | None
-    """The size of the smallest KV cache of any rank, which is negative if the other parts exceed
-    the share.
+    """The size of the smallest KV cache of any rank. It is negative if the other parts exceed the
+    share.
     """
 
     kv_cache_tokens: float | None

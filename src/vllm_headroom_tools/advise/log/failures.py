@@ -440,8 +440,8 @@ OTHER_SHARES: Final[Mapping[str, str]] = {
     "sglang": "--mem-fraction-static",
     "tensorrt_llm": "kv_cache_config.free_gpu_memory_fraction",
 }
-"""For other engines, the option that determines the size of the KV cache. This option should be
-lowered after a refused allocation, and raised if no memory was left for the cache.
+"""For other engines, the option that determines the size of the KV cache. After a refused
+allocation, this option should be lowered. If no memory was left for the cache, it should be raised.
 """
 
 MEMORY_KINDS: Final = frozenset(

@@ -143,8 +143,8 @@ def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
 
 
 PEAKS_SECONDS: Final = 6 * HOUR_SECONDS
-"""Our choice: the highest peak in a trace is considered representative only if the trace is at
-least this long. With a shorter trace, vLLM's share is not raised.
+"""Our choice: the highest peak of a trace is representative from this length. With a shorter trace,
+vLLM's share is not raised.
 """
 
 
@@ -212,13 +212,13 @@ NOT_OUT_OF_MEMORY: Final = (
 # A KV cache that preempts.
 
 LARGER_REQUESTS_RATIO: Final = 2.0
-"""Our choice: if requests are at least this many times as large as usual, their size is the reason
-for a full cache. Otherwise, their number is the reason.
+"""Our choice: requests are large from this multiple of the usual size. A full cache is then due to
+their size. Otherwise, their number is the reason.
 """
 
 FEWEST_REQUESTS: Final = 4
-"""Our choice: if fewer requests of the usual size than this fit at the same time, the model is too
-large for the GPU. vLLM can then hardly batch requests.
+"""Our choice: if fewer usual requests fit, the model is too large. vLLM can then hardly batch
+requests.
 """
 
 CONCURRENCY_KEPT_RATIO: Final = 0.9
@@ -227,12 +227,12 @@ requests to grow.
 """
 
 LENGTH_MARGIN: Final = 1.25
-"""Our choice: a proposed limit on request length is the 99th percentile of request lengths times
-this factor.
+"""Our choice: this factor is applied to the 99th percentile of request lengths. The product is the
+proposed limit on request length.
 """
 
 LENGTH_STEP_TOKENS: Final = 1024
-"""Our choice: a proposed limit on request length is rounded up to a multiple of this."""
+"""Our choice: a proposed limit on request length is a multiple of this."""
 
 
 class PressedCache(Struct, frozen=True, kw_only=True):
@@ -536,8 +536,8 @@ def _measure_capacity(engine: EngineFacts) -> tuple[str, float | None, str]:
 # A KV cache that is full without preemptions, on a GPU with unused memory.
 
 UNUSED_RATIO: Final = 0.15
-"""Our choice: memory is considered unused only if at least this share of each GPU was free at all
-times. If less is free, it is normal for requests to wait because of a full cache.
+"""Our choice: memory is unused if this share of each GPU was always free. With less free memory, a
+full cache and waiting requests are normal.
 """
 
 
@@ -580,14 +580,12 @@ def find_unused_memory(facts: Facts) -> Advice | None:
 # A KV cache that has room even though requests wait.
 
 CONCURRENCY_FACTOR_LIMIT: Final = 2.0
-"""Our choice: the limit on running requests is raised by at most this factor, or to vLLM's default
-for large cards if that is higher. Each sequence also takes sampler memory.
+"""Our choice: the limit on running requests is raised by at most this factor. vLLM's default for
+large cards is allowed even if it is higher. Each sequence also takes sampler memory.
 """
 
 CACHE_FILL_RATIO: Final = 0.8
-"""Our choice: the limit on running requests is raised at most until this share of the cache is in
-use.
-"""
+"""Our choice: a raised limit on running requests may fill this cache share."""
 
 
 def find_too_few_requests(facts: Facts) -> Advice | None:
@@ -672,23 +670,23 @@ def _list_capped_evidence(capped: CappedFacts) -> tuple[Figure, ...]:
 # A prefix cache that rarely hits.
 
 PAYING_RATIO: Final = 0.3
-"""If the hit ratio is below this, lookups in the prefix cache cost about as much as they save
-(alert HeadroomPrefixCacheNotPaying).
+"""Below this hit ratio, prefix cache lookups cost about what they save. See alert
+HeadroomPrefixCacheNotPaying.
 """
 
 PREFIX_SECONDS: Final = 6 * HOUR_SECONDS
-"""A prefix cache is judged only after it has had traffic for at least this time (alert
-HeadroomPrefixCacheNotPaying).
+"""A prefix cache is judged only after this much time with traffic. See alert
+HeadroomPrefixCacheNotPaying.
 """
 
 PREFIX_TOKENS_PER_SECOND: Final = 100.0
-"""A prefix cache is judged only if it looks up at least this many tokens per second. With less
-traffic, there is little to gain (alert HeadroomPrefixCacheNotPaying).
+"""A prefix cache is judged only if it looks up this many tokens per second. With less traffic,
+there is little to gain (alert HeadroomPrefixCacheNotPaying).
 """
 
 BLOCKED_RATIO: Final = 0.05
-"""Our choice: if requests wait for more than this share of the time, the hit ratio of the prefix
-cache is meaningless.
+"""Our choice: requests may wait for at most this share of the time. Otherwise, the hit ratio of the
+prefix cache is meaningless.
 
 Before version 0.27, vLLM repeats the lookup of a waiting request in each step
 (vllm-project/vllm#43736).

@@ -287,14 +287,12 @@ def _list_leak_evidence(worst: WorstLeak) -> tuple[Figure, ...]:
 # KV cache block leaks.
 
 LOST_RATIO: Final = 0.01
-"""Blocks are considered lost if more than this share of the KV cache is in use without any request.
-The share must also have risen LOST_RISES times (alert HeadroomKvBlocksLeak).
+"""Blocks are lost if more of the KV cache is in use without requests. The share must also have
+risen LOST_RISES times (alert HeadroomKvBlocksLeak).
 """
 
 LOST_RISES: Final = 3
-"""The number of times that the share in use must have risen from one idle period to the next (alert
-HeadroomKvBlocksLeak).
-"""
+"""How many times the share must have risen between idle periods. See alert HeadroomKvBlocksLeak."""
 
 
 def find_kv_block_leak(facts: Facts) -> Advice | None:
@@ -374,8 +372,8 @@ SHORTAGE_CAUSES: Final = {
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
     Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
 }
-"""For each kind of shortage, its cause and the beginning of its summary, in which {} is replaced by
-the GPU.
+"""The cause of each kind of shortage, and the beginning of its summary. In the summary, {} is
+replaced by the GPU.
 """
 
 SHORTAGE_REMARK: Final = (
@@ -554,8 +552,8 @@ def _list_shortage_evidence(
 
 
 FEWEST_STEP_TOKENS: Final = 1024
-"""Our choice: the tokens per step are not halved if there are fewer than this, because prompts
-would then take too many steps.
+"""Our choice: fewer tokens per step than this are not halved. Prompts would then take too many
+steps.
 """
 
 

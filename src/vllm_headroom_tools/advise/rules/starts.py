@@ -36,12 +36,12 @@ NO_COST: Final = "none to this engine"
 # Starts that exit before the engine begins to serve.
 
 FAILED_STARTS: Final = 2
-"""Our choice: advice requires at least this many exits or failed starts, because the operator may
-have stopped the engine once.
+"""Our choice: advice requires at least this many exits or failed starts. The operator may have
+stopped the engine once.
 """
 
 MODEL_LOADED_RATIO: Final = 0.5
-"""Our choice: an engine that held at least this share of the GPU has loaded its model."""
+"""Our choice: an engine with this share of the GPU has loaded its model."""
 
 
 def find_failing_starts(facts: Facts) -> Advice | None:
@@ -420,8 +420,8 @@ def _is_surely_a_crash(end: Ending) -> bool:
 # Host memory.
 
 HOST_LOW_RATIO: Final = 0.05
-"""Our choice: host memory is short if less than this share of the limit is left. A single request
-with a large video can use up the rest.
+"""Our choice: below this free share of its limit, host memory is short. A single request with a
+large video can use up the rest.
 """
 
 PROCESSOR_CACHE_GB: Final = 1.0

@@ -33,15 +33,15 @@ _LONGEST_TEXT: Final = 300
 """Our choice: the maximum number of characters that an error message quotes from external text."""
 
 _MOST_BYTES: Final = 128 * MIB
-"""The maximum size of a decompressed response. A page with 8 GPUs and their engine, at a step of 15
-s, takes 5 MB.
+"""The maximum size of a decompressed response. For 8 GPUs and their engine, a page takes 5 MB. The
+step is then 15 s.
 """
 
 _ENCODINGS: Final = frozenset({"", "identity", "gzip"})
 """The supported content encodings of a response.
 
-Responses are read in chunks of 64 KiB. gzip expands a chunk to at most 64 MiB, but nested gzip
-could expand it to any size.
+Responses are read in chunks of 64 KiB. Gzip expands a chunk to at most 64 MiB. Nested gzip could
+expand it to any size.
 """
 
 _LESS: Final = "ask for less, by a larger --step or a narrower --match"
@@ -97,7 +97,8 @@ class TimeSpan(Struct, frozen=True, kw_only=True):
 
 
 Time = tuple[bool, float]
-"""A time: whether it is relative to now, and the seconds from now or since the epoch."""
+"""Whether a time is relative to now, and its seconds. The seconds count from now or from the epoch.
+"""
 
 
 def build_span(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> TimeSpan:

@@ -45,15 +45,14 @@ class Exporter(Struct, frozen=True, kw_only=True):
     identity: frozenset[str]
     """The labels that the exporter itself writes; scrapes add further labels.
 
-    Series that have the same name and the same values for these labels describe the same object.
+    Series with the same name and values for these labels describe one object.
     """
 
     sample: Callable[[Iterable[SeriesValue]], Side]
     """Builds this side of a sample from the values at the sample's time."""
 
     has_start_time: bool = False
-    """Whether the engine itself is the exporter, so that the exporter's start time is the engine's.
-    """
+    """Whether the engine itself is the exporter. The exporter's start time is then the engine's."""
 
 
 _LATE_SCRAPES: Final = 1.5

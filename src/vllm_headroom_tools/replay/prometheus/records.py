@@ -31,7 +31,7 @@ from vllm_headroom_tools.replay.prometheus.join import (
 )
 
 MOST_STEPS: Final = 10_000
-"""The maximum number of steps in a query; Prometheus rejects more than 11,000 points per series."""
+"""The maximum number of steps in a query. Prometheus rejects more than 11,000 points per series."""
 
 _STRIDE_MS: Final = 600_000
 """Our choice: the step of the queries that search for sources."""
@@ -39,7 +39,7 @@ _STRIDE_MS: Final = 600_000
 _WINDOW_MS: Final = 595_000
 """The window over which samples are counted, which is slightly shorter than the stride.
 
-With a scrape interval of 5, 10, 15, 20, 30 or 60 s, such a window contains at most stride /
+Let the scrape interval be 5, 10, 15, 20, 30 or 60 s. Such a window then contains at most stride /
 interval samples. This is true whether or not its ends are included.
 """
 
@@ -143,12 +143,11 @@ def _explain_missing(
 _LONGEST_PAGE_MS: Final = 6 * 3600 * 1000
 """The maximum time span of a page, which is held in memory.
 
-A page of 8 GPUs and their engine at a step of 15 s is 5 MB of JSON.
+For 8 GPUs and their engine, a page is 5 MB of JSON. The step is then 15 s.
 """
 
 _INTERVAL_ERROR: Final = 1.1
-"""The scrape interval is computed from a count of scrapes, so it may be too high by up to this
-factor.
+"""The scrape interval is computed from a count of scrapes. It may be too high by up to this factor.
 """
 
 
