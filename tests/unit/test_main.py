@@ -141,17 +141,17 @@ def test_without_files_to_open_it_ends_with_a_line(argv: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
+    ("word", "hint"),
     [
         ("doctr", "did you mean doctor?"),
         ("x", "see --help"),
     ],
 )
-def test_an_unknown_command_is_shown_the_one_that_is_meant(word: str, meant: str) -> None:
+def test_an_unknown_command_is_shown_the_one_that_is_meant(word: str, hint: str) -> None:
     process = run_process(word)
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == f"vllm-headroom: {word!r}: not a command, {meant}\n"
+    assert process.stderr == f"vllm-headroom: {word!r}: not a command, {hint}\n"
 
 
 @pytest.mark.parametrize("words", [(), ("run",), ("doctor",), ("smoke",)])
@@ -247,7 +247,7 @@ def test_an_interrupt_during_the_imports_ends_without_a_traceback(name: str, com
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "completion"),
     [
         (("demo", "--scenario", "le"), "leak"),
         (("pl",), "plan"),
@@ -257,11 +257,13 @@ def test_an_interrupt_during_the_imports_ends_without_a_traceback(name: str, com
         (("probe", "in"), "install"),
     ],
 )
-def test_bash_completes_commands_options_and_values(words: tuple[str, ...], found: str) -> None:
+def test_bash_completes_commands_options_and_values(words: tuple[str, ...], completion: str) -> None:
     typed = f"COMP_WORDS=(vllm-headroom {' '.join(words)}); COMP_CWORD={len(words)}; _shtab_vllm_headroom"
     script = f'{run_command("completion", "bash").stdout}{typed}; echo "${{COMPREPLY[@]}}"'
 
-    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout == f"{found}\n"
+    assert (
+        subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout == f"{completion}\n"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)

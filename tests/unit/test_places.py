@@ -47,10 +47,12 @@ def source(tmp_path: Path) -> Path:
     return copy
 
 
-def add(file: Path, after: str, added: str) -> None:
+def add(file: Path, line_start: str, added: str) -> None:
     """Add lines after the one line that begins with `after`."""
-    text, found = re.subn(rf"^({after}.*\n)", lambda line: line[1] + added, file.read_text(), flags=re.MULTILINE)
-    assert found == 1, (file, after)
+    text, replacements = re.subn(
+        rf"^({line_start}.*\n)", lambda line: line[1] + added, file.read_text(), flags=re.MULTILINE
+    )
+    assert replacements == 1, (file, line_start)
     file.write_text(text)
 
 
@@ -66,8 +68,8 @@ def look(source: Path, page: str) -> dict[str, Any]:
         env={"PYTHONPATH": str(source.parent)},
     )
     assert process.returncode == 0, process.stderr
-    found: dict[str, Any] = json.loads(process.stdout)
-    return found
+    document: dict[str, Any] = json.loads(process.stdout)
+    return document
 
 
 def test_a_raw_fact_takes_three_places(source: Path) -> None:

@@ -34,14 +34,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 async def give_up(worker: Worker[object], released: threading.Event) -> None:
     """Let a call that has begun time out; it is out until `released`."""
-    begun = threading.Event()
+    has_begun = threading.Event()
 
     def hang() -> bool:
-        begun.set()
+        has_begun.set()
         return released.wait()
 
     async with asyncio.timeout(DEADLINE_SECONDS):
-        while not begun.is_set():  # on a busy machine the time may be over before the call's turn
+        while not has_begun.is_set():  # on a busy machine the time may be over before the call's turn
             with pytest.raises(TimeoutError):
                 await worker.call(hang, SHORT_SECONDS)
 
@@ -82,48 +82,48 @@ def test_a_call_that_takes_too_long_is_dropped_and_the_next_one_answered(worker:
 
 
 def test_a_call_that_timed_out_before_its_turn_is_never_made(worker: Worker[object]) -> None:
-    released, made = threading.Event(), []
+    released, calls = threading.Event(), []
 
     async def steps() -> None:
         first_task = asyncio.create_task(worker.call(released.wait, DEADLINE_SECONDS))
         await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
-            await worker.call(lambda: made.append("second"), SHORT_SECONDS)
+            await worker.call(lambda: calls.append("second"), SHORT_SECONDS)
         released.set()
         assert await first_task is True
-        await worker.call(lambda: made.append("third"), DEADLINE_SECONDS)
+        await worker.call(lambda: calls.append("third"), DEADLINE_SECONDS)
 
     asyncio.run(steps())
 
-    assert made == ["third"]
+    assert calls == ["third"]
 
 
 def test_while_a_call_that_was_given_up_is_out_others_are_refused_at_once(worker: Worker[object]) -> None:
-    released, made = threading.Event(), []
+    released, calls = threading.Event(), []
 
     async def steps() -> None:
         await give_up(worker, released)
         for _ in range(1000):  # each would wait for its whole time if it were not refused
             with pytest.raises(TimeoutError):
-                await worker.call(lambda: made.append("refused"), DEADLINE_SECONDS)
+                await worker.call(lambda: calls.append("refused"), DEADLINE_SECONDS)
         released.set()
         assert await answer(worker, "next") == "next"
 
     asyncio.run(steps())
 
-    assert made == []
+    assert calls == []
 
 
 def test_a_call_whose_caller_was_cancelled_counts_as_given_up(worker: Worker[object]) -> None:
-    begun, released = threading.Event(), threading.Event()
+    has_begun, released = threading.Event(), threading.Event()
 
     def hang() -> bool:
-        begun.set()
+        has_begun.set()
         return released.wait()
 
     async def steps() -> None:
         first_task = asyncio.create_task(worker.call(hang, DEADLINE_SECONDS))
-        assert await asyncio.to_thread(begun.wait, DEADLINE_SECONDS)
+        assert await asyncio.to_thread(has_begun.wait, DEADLINE_SECONDS)
         first_task.cancel()
         await asyncio.wait([first_task])
         with pytest.raises(TimeoutError):
@@ -173,12 +173,12 @@ def test_the_process_ends_while_a_call_hangs() -> None:
 def test_a_thread_that_cannot_be_started_is_an_error_of_that_call_and_tried_again_at_the_next(
     worker: Worker[object],
 ) -> None:
-    before = threading.stack_size(2**47)  # more than there are addresses: the kernel refuses it
+    previous_size = threading.stack_size(2**47)  # more than there are addresses: the kernel refuses it
     try:
         with pytest.raises(OSError, match="no thread can be started"):
             asyncio.run(worker.call(lambda: None, DEADLINE_SECONDS))
     finally:
-        threading.stack_size(before)
+        threading.stack_size(previous_size)
 
     assert asyncio.run(worker.call(lambda: "made", DEADLINE_SECONDS)) == "made"
 
@@ -227,10 +227,10 @@ class TestSharedThread:
         async def steps() -> None:
             thread = SharedThread("shared")
             failing: SharedCaller[object] = SharedCaller(thread)
-            other: SharedCaller[object] = SharedCaller(thread)
+            other_caller: SharedCaller[object] = SharedCaller(thread)
             outcomes = await asyncio.gather(
                 failing.call(broken, DEADLINE_SECONDS),
-                other.call(lambda: "answer", DEADLINE_SECONDS),
+                other_caller.call(lambda: "answer", DEADLINE_SECONDS),
                 return_exceptions=True,
             )
             assert isinstance(outcomes[0], LookupError)
@@ -247,18 +247,18 @@ class TestSharedThread:
         async def steps() -> None:
             thread = SharedThread("stuck")
             stuck: list[SharedCaller[object]] = [SharedCaller(thread) for _ in range(3)]
-            other: SharedCaller[object] = SharedCaller(thread)
-            begun: list[int] = []
+            other_caller: SharedCaller[object] = SharedCaller(thread)
+            begun_calls: list[int] = []
 
             def hang() -> bool:
-                begun.append(1)
+                begun_calls.append(1)
                 return released.wait()
 
             waiting = [asyncio.create_task(caller.call(hang, DEADLINE_SECONDS)) for caller in stuck]
             await asyncio.sleep(0)
             for _ in range(3):
-                assert await other.call(lambda: "answer", DEADLINE_SECONDS) == "answer"
-            wait_for(lambda: len(begun) == 3)
+                assert await other_caller.call(lambda: "answer", DEADLINE_SECONDS) == "answer"
+            wait_for(lambda: len(begun_calls) == 3)
             for task in waiting:
                 task.cancel()
             await asyncio.wait(waiting)
@@ -281,10 +281,10 @@ class TestSharedThread:
         async def steps() -> None:
             thread = SharedThread("shared")
             slow: SharedCaller[object] = SharedCaller(thread)
-            other: SharedCaller[object] = SharedCaller(thread)
+            other_caller: SharedCaller[object] = SharedCaller(thread)
             call = asyncio.create_task(slow.call(lambda: released.wait() and "slow", DEADLINE_SECONDS))
             await asyncio.sleep(0)
-            assert await other.call(lambda: "answer", DEADLINE_SECONDS) == "answer"
+            assert await other_caller.call(lambda: "answer", DEADLINE_SECONDS) == "answer"
             released.set()
             assert await call == "slow"
 
@@ -292,23 +292,23 @@ class TestSharedThread:
 
     def test_a_call_whose_time_is_over_before_its_turn_is_never_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(worker_module, "TURN_SECONDS", DEADLINE_SECONDS)
-        released, made = threading.Event(), []
+        released, calls = threading.Event(), []
 
         async def steps() -> None:
             thread = SharedThread("shared")
             slow: SharedCaller[object] = SharedCaller(thread)
-            other: SharedCaller[object] = SharedCaller(thread)
+            other_caller: SharedCaller[object] = SharedCaller(thread)
             call = asyncio.create_task(slow.call(released.wait, DEADLINE_SECONDS))
             await asyncio.sleep(0)
             with pytest.raises(TimeoutError):
-                await other.call(lambda: made.append("late"), 0.0)
+                await other_caller.call(lambda: calls.append("late"), 0.0)
             released.set()
             assert await call is True
-            await other.call(lambda: made.append("next"), DEADLINE_SECONDS)
+            await other_caller.call(lambda: calls.append("next"), DEADLINE_SECONDS)
 
         asyncio.run(steps())
 
-        assert made == ["next"]
+        assert calls == ["next"]
 
     def test_a_thread_that_cannot_be_started_is_an_error_of_all_calls_and_tried_again_at_the_next(self) -> None:
         thread = SharedThread("shared")
@@ -318,11 +318,11 @@ class TestSharedThread:
             calls = [caller.call(lambda: "made", DEADLINE_SECONDS) for caller in callers]
             return await asyncio.gather(*calls, return_exceptions=True)
 
-        before = threading.stack_size(2**47)  # more than there are addresses: the kernel refuses it
+        previous_size = threading.stack_size(2**47)  # more than there are addresses: the kernel refuses it
         try:
             refused = asyncio.run(call_all())
         finally:
-            threading.stack_size(before)
+            threading.stack_size(previous_size)
 
         assert [str(error) for error in refused] == ["[Errno 11] no thread can be started"] * 2
         assert asyncio.run(call_all()) == ["made"] * 2

@@ -14,7 +14,7 @@ KEYED: Final = frozenset({"evidence", "numbers", "settings", "known", "measured"
 """Objects whose keys are no names of ours."""
 
 WIDTH: Final = 100
-VERDICT: Final = {"enum": [str(each) for each in Conclusion]}
+VERDICT: Final = {"enum": [str(conclusion) for conclusion in Conclusion]}
 FINDING: Final = {
     "subject": {"type": "string"},
     "verdict": VERDICT,
@@ -53,21 +53,21 @@ def build_schema(command: str, data: Sequence[object]) -> dict[str, Any]:
     }
 
 
-def _infer(seen: Sequence[object], name: str = "") -> dict[str, Any]:
-    types = {NAMES.get(type(each), "string") for each in seen if not isinstance(each, dict | list | tuple)}
-    objects = [each for each in seen if isinstance(each, dict)]
-    lists = [each for each in seen if isinstance(each, list | tuple)]
+def _infer(examples: Sequence[object], name: str = "") -> dict[str, Any]:
+    types = {NAMES.get(type(example), "string") for example in examples if not isinstance(example, dict | list | tuple)}
+    objects = [example for example in examples if isinstance(example, dict)]
+    lists = [example for example in examples if isinstance(example, list | tuple)]
     types |= {"object"} if objects else set()
     types |= {"array"} if lists else set()
     if types <= {"null"}:
         return {}
-    found: dict[str, Any] = {"type": sorted(types | {"null"}) if name else "object"}
+    schema: dict[str, Any] = {"type": sorted(types | {"null"}) if name else "object"}
     if objects and name not in KEYED:
         keys = dict.fromkeys(key for document in objects for key in document)
-        found["properties"] = {
+        schema["properties"] = {
             key: _infer([document[key] for document in objects if key in document], key) for key in keys
         }
-        found["required"] = [key for key in keys if all(key in document for document in objects)]
+        schema["required"] = [key for key in keys if all(key in document for document in objects)]
     if items := [item for items in lists for item in items]:
-        found["items"] = _infer(items, f"{name}[]")
-    return found
+        schema["items"] = _infer(items, f"{name}[]")
+    return schema

@@ -25,7 +25,7 @@ def on_a_terminal(
     words: Sequence[str],
     *,
     columns: int = 80,
-    ended: tuple[str, signal.Signals] | None = None,
+    signal_after: tuple[str, signal.Signals] | None = None,
     environment: Mapping[str, str] = {},
 ) -> tuple[str, int]:
     """Return what a command writes to a terminal, `ended` by a signal once these words came, and its status."""
@@ -37,9 +37,9 @@ def on_a_terminal(
     try:
         while part := os.read(ours, 65536):
             shown.extend(part)
-            if ended and ended[0].encode() in shown:
-                process.send_signal(ended[1])
-                ended = None
+            if signal_after and signal_after[0].encode() in shown:
+                process.send_signal(signal_after[1])
+                signal_after = None
     except OSError:  # what Linux reports about a terminal whose other side has closed
         os.close(ours)
     return shown.decode(), process.wait(30)

@@ -60,11 +60,11 @@ def test_json_is_one_indented_object(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_mistake_is_an_object_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(command(lambda _given: answering("")), "test", words) == 2
 
-    printed, told = capsys.readouterr()
+    printed, stderr_text = capsys.readouterr()
     document = json.loads(printed)
     assert (document["command"], document["status"], document["verdict"]) == ("test", 2, "cannot_tell")
     assert document["headline"] == document["findings"][0]["text"] == "--colour: not an option, see --help"
-    assert told == "vllm-headroom test: --colour: not an option, see --help\n"
+    assert stderr_text == "vllm-headroom test: --colour: not an option, see --help\n"
 
 
 def test_a_command_without_an_answer_says_why_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,8 +42,8 @@ main()
 """
 
 
-def read(*how: str, columns: int = 80, **environment: str) -> str:
-    return on_a_terminal([sys.executable, "-c", READ, *how], columns=columns, environment=environment)[0]
+def read(*arguments: str, columns: int = 80, **environment: str) -> str:
+    return on_a_terminal([sys.executable, "-c", READ, *arguments], columns=columns, environment=environment)[0]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -108,7 +108,7 @@ def test_a_bar_is_erased_before_an_error_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_leaves_the_cursor(number: signal.Signals) -> None:
-    shown, status = on_a_terminal([sys.executable, "-c", READ, "hang"], ended=("100%", number))
+    shown, status = on_a_terminal([sys.executable, "-c", READ, "hang"], signal_after=("100%", number))
 
     assert status == -number
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")

@@ -60,9 +60,9 @@ UNRECORDED: Final = dict.fromkeys(("note", "cost", "host", "gpu"))
 
 def printed(name: str, *words: str, **environ: str) -> dict[str, Any]:
     done = run_command(name, *words, "--json", **environ)
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["status"] == done.returncode
-    return found
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert document["status"] == done.returncode
+    return document
 
 
 def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[str, Any]]:
@@ -110,8 +110,11 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
                 "no_native": "perf is not installed here",
             }
             yield json.loads(json.dumps(report_recorded(recorded).build_envelope(name)))
-            taken = {"folder": "f", "snapshots": [SNAPSHOT, SNAPSHOT | {"file": None, "problem": "no answer"}]}
-            yield json.loads(json.dumps(report_taken(taken).build_envelope(name)))
+            snapshot_report = {
+                "folder": "f",
+                "snapshots": [SNAPSHOT, SNAPSHOT | {"file": None, "problem": "no answer"}],
+            }
+            yield json.loads(json.dumps(report_taken(snapshot_report).build_envelope(name)))
             (folder / "oom.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
             yield printed(name, "snapshot", str(folder / "oom.pickle"))
         case "doctor":
@@ -122,8 +125,8 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
             yield json.loads(json.dumps(report_clearance(looking.report()).build_envelope(name)))
             yield printed(name, "--engine-url", NOBODY)
         case "load":
-            good, bad = loads.report(loads.GOOD_STEP), loads.report(loads.step({Outcome.FAILED: 3}, said="500"))
-            yield from (json.loads(json.dumps(each.build_envelope(name))) for each in (good, bad))
+            good, bad = loads.report(loads.GOOD_STEP), loads.report(loads.step({Outcome.FAILED: 3}, error_text="500"))
+            yield from (json.loads(json.dumps(load_report.build_envelope(name))) for load_report in (good, bad))
         case _:
             raise AssertionError(f"the schema of {name} is not tested")
 
@@ -132,15 +135,15 @@ def list_objects(name: str, folder: Path, looking: Preflight) -> Iterator[dict[s
 def test_what_a_command_prints_is_what_its_schema_promises(
     name: str, tmp_path: Path, preflight: Preflight, request: pytest.FixtureRequest
 ) -> None:
-    found = list(list_objects(name, tmp_path, preflight))
+    documents = list(list_objects(name, tmp_path, preflight))
     file = FOLDER / f"{name}-1.json"
     if request.config.getoption("--update-golden"):
-        data = [each["data"] for each in found if each["data"]]
+        data = [document["data"] for document in documents if document["data"]]
         file.write_text(write_schema(name, data))
 
     schema = json.loads(file.read_text())
-    assert schema["$id"] == found[0]["schema"]
-    for each in found:
-        jsonschema.validate(each, schema)
-        assert each["command"] == name
-        assert (each["verdict"] == "good") <= (each["status"] == 0)
+    assert schema["$id"] == documents[0]["schema"]
+    for document in documents:
+        jsonschema.validate(document, schema)
+        assert document["command"] == name
+        assert (document["verdict"] == "good") <= (document["status"] == 0)

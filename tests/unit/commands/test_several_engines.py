@@ -192,13 +192,15 @@ def test_check_reads_the_flight_record_of_the_engine_that_is_named(tmp_path: Pat
 
 
 def test_smoke_takes_the_engine_that_is_named() -> None:
-    with EngineServer(page("", status="404 Not Found")) as one, EngineServer(page("")) as other:
-        urls = f"{one.url},{other.url}"
+    with EngineServer(page("", status="404 Not Found")) as first_server, EngineServer(page("")) as second_server:
+        urls = f"{first_server.url},{second_server.url}"
         done = run_command("smoke", "--deadline", "1s", "--json", HEADROOM_ENGINES=urls)
-        chosen = run_command("smoke", "--deadline", "1s", "--engine", other.url, "--json", HEADROOM_ENGINES=urls)
+        chosen = run_command(
+            "smoke", "--deadline", "1s", "--engine", second_server.url, "--json", HEADROOM_ENGINES=urls
+        )
 
     assert "choose one with --engine" in json.loads(done.stdout)["headline"]
-    assert str(other.url).removesuffix("/metrics") in read_data(chosen.stdout)["engine_url"]
+    assert str(second_server.url).removesuffix("/metrics") in read_data(chosen.stdout)["engine_url"]
 
 
 def test_doctor_lists_the_engines_and_what_each_lacks(tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def locate_pod(namespace: str, uid: str) -> LocatedEngine:
 def test_doctor_names_the_engines_without_a_folder_of_their_probe(tmp_path: Path) -> None:
     (tmp_path / "uid-1").mkdir()
 
-    checks = [check_probes([locate_pod("llm", f"uid-{last}")], tmp_path) for last in (1, 2)]
+    checks = [check_probes([locate_pod("llm", f"uid-{number}")], tmp_path) for number in (1, 2)]
 
     assert [(check.state, check.details) for check in checks] == [("ok", ()), ("not_applicable", ("llm/llama-uid-2",))]
     assert "node-probe" in checks[1].fixes[0].lines[0]

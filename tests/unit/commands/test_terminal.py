@@ -132,8 +132,8 @@ def test_the_headline_of_a_verdict_is_bold_and_coloured_where_it_is_broken_too()
     shown, status = on_a_terminal(PLAN)
 
     assert status == 1
-    (first, second) = re.findall(r"\x1b\[1;31m(.*?)\x1b\[0m", shown)
-    assert (first[:16], second) == ("It does not fit:", 'vLLM: "torch.OutOfMemoryError: CUDA out of memory."')
+    (first_headline, second) = re.findall(r"\x1b\[1;31m(.*?)\x1b\[0m", shown)
+    assert (first_headline[:16], second) == ("It does not fit:", 'vLLM: "torch.OutOfMemoryError: CUDA out of memory."')
 
 
 def test_a_plan_of_80_columns_has_no_note_below_its_numbers() -> None:

@@ -75,19 +75,20 @@ def lived(engines: EnginePage | Failure, state: EngineState = EngineState.SERVIN
 
 
 def turned(canary: Canary, *snapshots: Snapshot | None) -> None:
-    for each in snapshots:
-        asyncio.run(canary.send(each))
+    for tick_snapshot in snapshots:
+        asyncio.run(canary.send(tick_snapshot))
 
 
 def test_an_idle_engine_that_may_hang_is_asked() -> None:
-    asked = Engine([True])
+    fake_engine = Engine([True])
     doubted = EngineStatus(state=EngineState.UNKNOWN, hang_signs=(HangSign.STUCK,))
 
     turned(
-        Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15), replace(make_snapshot(), engine_status=doubted)
+        Canary(fake_engine.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15),
+        replace(make_snapshot(), engine_status=doubted),
     )
 
-    assert asked.models == ["m"]
+    assert fake_engine.models == ["m"]
 
 
 @pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.UNKNOWN])
@@ -104,18 +105,18 @@ def test_an_engine_with_gauges_that_nothing_supports_is_asked(state: EngineState
 @pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.STALLED])
 @pytest.mark.parametrize("awake", [True, None])
 def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bool | None) -> None:  # noqa: FBT001
-    asked = Engine([True])
+    fake_engine = Engine([True])
 
     turned(
-        Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15),
+        Canary(fake_engine.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15),
         make_snapshot(replace(RESTING, awake=awake), state=state),
     )
 
-    assert asked.models == ["m"]
+    assert fake_engine.models == ["m"]
 
 
 @pytest.mark.parametrize(
-    "other",
+    "other_snapshot",
     [
         None,
         make_snapshot(replace(RESTING, running=1.0)),
@@ -135,15 +136,15 @@ def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bo
         ),
     ],
 )
-def test_any_other_is_not_and_owes_nothing(other: Snapshot | None) -> None:
-    asked = Engine([False])
-    canary = Canary(asked.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15)
+def test_any_other_is_not_and_owes_nothing(other_snapshot: Snapshot | None) -> None:
+    fake_engine = Engine([False])
+    canary = Canary(fake_engine.ask, INTERVAL_SECONDS, Clock(), pause_seconds=15)
     turned(canary, make_snapshot())
     assert canary.unanswered_since_seconds == 1000.0
 
-    turned(canary, other)
+    turned(canary, other_snapshot)
 
-    assert asked.models == ["m"]
+    assert fake_engine.models == ["m"]
     assert canary.unanswered_since_seconds is None
 
 
@@ -166,8 +167,8 @@ def test_a_request_is_owed_an_answer_from_when_it_is_asked() -> None:
 
 
 def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time() -> None:
-    clock, asked = Clock(waits=5), Engine([True, False, False, True, None])
-    canary, owed = Canary(asked.ask, INTERVAL_SECONDS, clock, pause_seconds=15), list[float | None]()
+    clock, fake_engine = Clock(waits=5), Engine([True, False, False, True, None])
+    canary, owed = Canary(fake_engine.ask, INTERVAL_SECONDS, clock, pause_seconds=15), list[float | None]()
 
     def newest() -> Snapshot:
         owed.append(canary.unanswered_since_seconds)
@@ -192,8 +193,8 @@ def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time(
 
 
 def test_while_the_daemon_stood_still_nobody_owed_it_an_answer() -> None:
-    clock, asked = Clock(), Engine([False])
-    canary = Canary(asked.ask, INTERVAL_SECONDS, clock, pause_seconds=15)
+    clock, fake_engine = Clock(), Engine([False])
+    canary = Canary(fake_engine.ask, INTERVAL_SECONDS, clock, pause_seconds=15)
     turned(canary, make_snapshot())
     clock.now += 5
     canary.note_tick()

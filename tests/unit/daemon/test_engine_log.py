@@ -69,10 +69,10 @@ def test_a_death_is_remembered_with_its_time_over_a_rotation_in_the_middle_of_a_
     append(file, DEATH[900:])
     file.rename(file.with_suffix(".1"))
     file.write_text(VLLM_0_19)
-    first = read(follower)
+    first_reading = read(follower)
     second = read(follower)
 
-    for reading in (first, second):
+    for reading in (first_reading, second):
         (ending,) = reading.endings
         assert ending.failure is not None
         assert ending.failure.refusal is not None

@@ -29,8 +29,8 @@ WRITES: Final = {"create pods/eviction", "create leases", "update leases"}
 class Bench:
     """A cluster, and evictors of its pods on one clock."""
 
-    def __init__(self, mode: str = "on", **how: Any) -> None:
-        self.cluster = Cluster(**{"replicas": 4, **how})
+    def __init__(self, mode: str = "on", **cluster_fields: Any) -> None:
+        self.cluster = Cluster(**{"replicas": 4, **cluster_fields})
         self.clock = Clock(monotonic_offset=5000.0)
         self.fault: Callable[[str], str] = lambda _: ""
         self._mode = mode
@@ -108,8 +108,8 @@ def test_of_replicas_that_ask_at_once_one_is_evicted() -> None:
 
 def test_the_next_waits_until_the_lease_has_not_changed_for_its_duration_here_and_all_are_healthy() -> None:
     bench = Bench(load_seconds=30.0, grace_seconds=20.0)
-    first, clock = bench.evictor(0), Clock(offset=7200.0)  # two hours ahead: of no consequence
-    bench.turn(first)
+    first_evictor, clock = bench.evictor(0), Clock(offset=7200.0)  # two hours ahead: of no consequence
+    bench.turn(first_evictor)
     second = bench.evictor(1, clock)
     for _ in range(LEASE_SECONDS // int(TURN_SECONDS) + 1):
         clock.now = bench.clock.now
@@ -124,10 +124,10 @@ def test_the_next_waits_until_the_lease_has_not_changed_for_its_duration_here_an
 
 def test_as_its_last_act_the_holder_gives_the_lease_back_and_the_next_waits_for_the_replacement_alone() -> None:
     bench = Bench(load_seconds=30.0)
-    first, second = bench.evictor(0), bench.evictor(1)
-    bench.turn(first)
+    first_evictor, second = bench.evictor(0), bench.evictor(1)
+    bench.turn(first_evictor)
     with capture_logs() as events:
-        asyncio.run(first.give_lease_back())
+        asyncio.run(first_evictor.give_lease_back())
     assert [event["event"] for event in events] == ["Lease given back to the next pod"]
     assert bench.lease["holderIdentity"] == ""
 
@@ -180,8 +180,8 @@ def test_the_lease_is_not_given_back_where_the_budget_need_not_know_of_the_evict
 
 def test_the_next_waits_for_a_replacement_that_is_slower_than_the_lease() -> None:
     bench = Bench(load_seconds=1800.0)
-    first, second = bench.evictor(0), bench.evictor(1)
-    bench.turn(first)
+    first_evictor, second = bench.evictor(0), bench.evictor(1)
+    bench.turn(first_evictor)
     with capture_logs() as events:
         bench.turn(second, seconds=1780)
     assert counted(second) == {}
@@ -193,11 +193,11 @@ def test_the_next_waits_for_a_replacement_that_is_slower_than_the_lease() -> Non
 
 def test_the_holder_renews_until_its_pod_is_gone() -> None:
     bench = Bench(grace_seconds=1800.0)
-    first = bench.evictor()
-    bench.turn(first, seconds=600)
-    bench.turn(first, due=None, seconds=600)
+    evictor = bench.evictor()
+    bench.turn(evictor, seconds=600)
+    bench.turn(evictor, due=None, seconds=600)
 
-    assert first.read_guardrail().is_holder
+    assert evictor.read_guardrail().is_holder
     assert bench.lease["leaseTransitions"] == 0
     assert bench.cluster.asked.count("create pods/eviction") == 1
 
@@ -215,7 +215,7 @@ def test_a_sidecar_that_starts_again_holds_what_its_pod_held() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "problem"),
+    ("cluster_fields", "problem"),
     [
         ({"has_controller": False}, "no controller would replace this pod"),
         ({"has_readiness": False}, "no container has a readinessProbe: when a replacement serves is not known"),
@@ -245,22 +245,22 @@ def test_a_sidecar_that_starts_again_holds_what_its_pod_held() -> None:
         ({"verbs": ROLE - {"create leases"}}, "the API server answers 403: leases is forbidden"),
     ],
 )
-def test_it_waits_and_says_why_once(how: dict[str, Any], problem: str) -> None:
-    bench = Bench(**how)
+def test_it_waits_and_says_why_once(cluster_fields: dict[str, Any], problem: str) -> None:
+    bench = Bench(**cluster_fields)
     evictor = bench.evictor()
     with capture_logs() as events:
         bench.turn(evictor, seconds=3600)
         bench.turn(evictor, due=None, seconds=400)
 
-    (said,) = problems(events)
-    assert said.startswith(problem)
+    (reported_problem,) = problems(events)
+    assert reported_problem.startswith(problem)
     assert counted(evictor) == {}
     assert bench.cluster.leases == {}
     assert events[-1]["event"] == "eviction of this pod is not due any more"
 
 
 @pytest.mark.parametrize(
-    ("how", "result", "problem"),
+    ("cluster_fields", "result", "problem"),
     [
         (
             {"budgets": ({"selector": {"matchLabels": LABELS}, "maxUnavailable": 0},)},
@@ -275,17 +275,17 @@ def test_it_waits_and_says_why_once(how: dict[str, Any], problem: str) -> None:
     ],
 )
 def test_a_refused_eviction_is_counted_and_asked_for_again_ever_more_seldom(
-    how: dict[str, Any], result: str, problem: str
+    cluster_fields: dict[str, Any], result: str, problem: str
 ) -> None:
-    bench = Bench(**how)
+    bench = Bench(**cluster_fields)
     evictor = bench.evictor()
     with capture_logs() as events:
         bench.turn(evictor, seconds=3600)
 
-    asked = bench.cluster.asked.count("create pods/eviction")
-    assert 10 < asked < 20, "after 20, 40, ... and then every 320 s"
-    assert counted(evictor) == {result: asked}
-    assert [said.startswith(problem) for said in problems(events)] == [True]
+    eviction_count = bench.cluster.asked.count("create pods/eviction")
+    assert 10 < eviction_count < 20, "after 20, 40, ... and then every 320 s"
+    assert counted(evictor) == {result: eviction_count}
+    assert [reported_problem.startswith(problem) for reported_problem in problems(events)] == [True]
     assert not evictor.read_guardrail().is_holder
     assert bench.lease["holderIdentity"] == "", "others may try"
 
@@ -293,9 +293,9 @@ def test_a_refused_eviction_is_counted_and_asked_for_again_ever_more_seldom(
 def test_where_the_answer_to_an_eviction_is_lost_nobody_is_let_in_before_the_lease_expires() -> None:
     bench = Bench(budgets=({"selector": {"matchLabels": LABELS}, "maxUnavailable": 4},))
     bench.fault = lambda path: "gone" if path.endswith("/eviction") else ""
-    first, second = bench.evictor(0), bench.evictor(1)
-    bench.turn(first)
-    assert counted(first) == {"failed": 1}
+    first_evictor, second = bench.evictor(0), bench.evictor(1)
+    bench.turn(first_evictor)
+    assert counted(first_evictor) == {"failed": 1}
     bench.turn(second, seconds=LEASE_SECONDS)
     assert counted(second) == {}
     bench.fault = lambda _: ""

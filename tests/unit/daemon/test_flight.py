@@ -59,12 +59,12 @@ def flight(folder: Path, lock: FolderLock | None = None, pod: EnginePod | None =
     return Flight(folder=folder, lines=lambda: lines, version="1.2.3", lock=lock or free(), mappings=mappings, pod=pod)
 
 
-def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
+def step(subject: Flight, *snapshots: Snapshot) -> list[dict[str, Any]]:
     """Take note of snapshots; return what was logged."""
 
     async def run() -> None:
-        for each in seen:
-            await subject.step(each, (FULL,), Values(()))
+        for tick_snapshot in snapshots:
+            await subject.step(tick_snapshot, (FULL,), Values(()))
 
     with capture_logs() as lines:
         asyncio.run(run())
@@ -87,9 +87,9 @@ def died(subject: Flight, watch: Watch | None = None) -> Watch:
 
 def header(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
-        known = parse_incident_facts(stream.readline())
-    assert known is not None
-    return known
+        incident_facts = parse_incident_facts(stream.readline())
+    assert incident_facts is not None
+    return incident_facts
 
 
 def the_incident(folder: Path) -> Path:
@@ -153,12 +153,17 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
     assert facts["before"]["t"] < facts["t"]
     assert times(file) == [10.0, 15.0]
     assert file == locate_incident(tmp_path, BEGAN + 15)
-    last = subject.last
-    assert last is not None
-    assert (last.seconds, last.kind, last.reason, last.file) == (BEGAN + 15, "ended", "gone", str(file))
+    last_incident = subject.last
+    assert last_incident is not None
+    assert (last_incident.seconds, last_incident.kind, last_incident.reason, last_incident.file) == (
+        BEGAN + 15,
+        "ended",
+        "gone",
+        str(file),
+    )
     later = flight(tmp_path)
     step(later, snapshot(at=900))
-    assert later.last == last
+    assert later.last == last_incident
 
 
 def test_the_last_ten_minutes_of_memory_are_reported_second_by_second(tmp_path: Path) -> None:
@@ -188,7 +193,7 @@ def test_what_follows_within_five_minutes_belongs_to_it(tmp_path: Path) -> None:
 def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
     step(subject, take_snapshot(watch))
-    watch.look(working(20), after=70.0)
+    watch.look(working(20), after_seconds=70.0)
     step(subject, take_snapshot(watch))
     facts = header(the_incident(tmp_path))
     assert (facts["what"], facts["progress_age_seconds"]) == ("stalled", 70.0)
@@ -202,23 +207,23 @@ def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Pat
 def test_what_comes_soon_after_the_engine_served_again_is_an_incident_of_its_own(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
     step(subject, take_snapshot(watch))
-    for done, after in ((20, 70.0), (30, 5.0)):
-        watch.look(working(done), after=after)
+    for done, after_seconds in ((20, 70.0), (30, 5.0)):
+        watch.look(working(done), after_seconds=after_seconds)
         step(subject, take_snapshot(watch))
 
     died(subject, watch)
     watch.look(working(5, started=BEGAN + 90.0))
     died(subject, watch)
 
-    found = [header(file)["events"] for file in list_incidents(tmp_path / "incidents")]
-    assert [[event["what"] for event in events] for events in found] == [["stalled"], ["ended"], ["ended"]]
+    incident_events = [header(file)["events"] for file in list_incidents(tmp_path / "incidents")]
+    assert [[event["what"] for event in events] for events in incident_events] == [["stalled"], ["ended"], ["ended"]]
 
 
 def test_an_end_while_the_daemon_was_away_is_noticed(tmp_path: Path) -> None:
-    before = serving()
+    earlier_watch = serving()
     subject = flight(tmp_path)
     watch = Watch()
-    watch.state = EngineMemory(runs=before.state.runs)
+    watch.state = EngineMemory(runs=earlier_watch.state.runs)
     watch.look(working(1, started=BEGAN + 500))
     step(subject, take_snapshot(watch))
 
@@ -258,16 +263,18 @@ def test_xids_shortly_before_the_end_are_reported(tmp_path: Path) -> None:
     assert (xid["uuid"], xid["xid"]) == ("GPU-a", 79)
 
 
-@pytest.mark.parametrize(("minutes", "known"), [(14.5, [79]), (15.5, [])])
-def test_an_xid_belongs_to_an_incident_of_the_next_15_minutes(tmp_path: Path, minutes: float, known: list[int]) -> None:
+@pytest.mark.parametrize(("minutes", "expected_xids"), [(14.5, [79]), (15.5, [])])
+def test_an_xid_belongs_to_an_incident_of_the_next_15_minutes(
+    tmp_path: Path, minutes: float, expected_xids: list[int]
+) -> None:
     subject, watch = flight(tmp_path), serving()
     step(subject, take_snapshot(watch))
     watch.look(working(30), gpus=(gpu(xid_errors=((79, 1),)),))
     step(subject, take_snapshot(watch))
-    watch.look(working(40), after=60 * minutes)
+    watch.look(working(40), after_seconds=60 * minutes)
     died(subject, watch)
 
-    assert [xid["xid"] for xid in header(the_incident(tmp_path))["xids"]] == known
+    assert [xid["xid"] for xid in header(the_incident(tmp_path))["xids"]] == expected_xids
 
 
 def test_what_torch_was_refused_shortly_before_is_reported(tmp_path: Path) -> None:
@@ -278,13 +285,13 @@ def test_what_torch_was_refused_shortly_before_is_reported(tmp_path: Path) -> No
         )
         for at in (9.0, -2000.0)
     ]
-    left = tuple(
+    other_processes = tuple(
         ProbedProcess(
             pid=pid, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER, oom=oom
         )
         for pid, oom in enumerate(raised)
     )
-    step(subject, replace(take_snapshot(watch), probe=ProbeReadings(others=left)))
+    step(subject, replace(take_snapshot(watch), probe=ProbeReadings(others=other_processes)))
     watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))
     step(subject, take_snapshot(watch))
 
@@ -298,7 +305,7 @@ def test_what_torch_was_refused_shortly_before_is_reported(tmp_path: Path) -> No
 
 def test_an_incident_names_torchs_snapshots_and_what_held_most(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
-    held = LineHolding(file="/site/a.py", line=3, size_bytes=8, n_blocks=2, since_seconds=1.5)
+    holding = LineHolding(file="/site/a.py", line=3, size_bytes=8, n_blocks=2, since_seconds=1.5)
     worker = ProbedProcess(
         pid=7, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER, history=None
     )
@@ -307,7 +314,7 @@ def test_an_incident_names_torchs_snapshots_and_what_held_most(tmp_path: Path) -
             worker,
             history=AllocatorHistory(
                 from_seconds=1.0,
-                oom=AllocatorSnapshot(at_seconds=BEGAN + at, file=f"/snap/{at}", size_bytes=9, largest=(held,)),
+                oom=AllocatorSnapshot(at_seconds=BEGAN + at, file=f"/snap/{at}", size_bytes=9, largest=(holding,)),
             ),
         )
         for at in (9, 8, -2000)
@@ -332,9 +339,9 @@ def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: P
         append_to_record(tmp_path, encode_line(build_record(snapshot(at=at))))
     write_incident(tmp_path, BEGAN + 3595, {"t": 1})
 
-    found = times(the_incident(tmp_path))
-    assert found[:3] == [0.0, 10.0, 25.0]  # the first of each 15 s of the clock
-    assert [at for at in found if at >= 2995] == [float(at) for at in range(2995, 3600, 5)]
+    sample_times = times(the_incident(tmp_path))
+    assert sample_times[:3] == [0.0, 10.0, 25.0]  # the first of each 15 s of the clock
+    assert [at for at in sample_times if at >= 2995] == [float(at) for at in range(2995, 3600, 5)]
 
 
 def test_an_incident_is_bounded_and_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,9 +362,9 @@ def test_of_many_incidents_those_stay_that_followed_none_soon(tmp_path: Path) ->
     for seconds in (*alone, *loop):
         write_incident(tmp_path, seconds, {"t": seconds})
 
-    found = [header(file)["t"] for file in list_incidents(tmp_path / "incidents")]
-    assert len(found) == record.MOST_INCIDENTS
-    assert {*alone, loop[0], loop[-1]} <= set(found)
+    incident_times = [header(file)["t"] for file in list_incidents(tmp_path / "incidents")]
+    assert len(incident_times) == record.MOST_INCIDENTS
+    assert {*alone, loop[0], loop[-1]} <= set(incident_times)
 
 
 @pytest.mark.parametrize("step_seconds", [-7200.0, 7200.0])
@@ -370,9 +377,9 @@ def test_a_clock_that_is_set_costs_nothing_of_the_last_minutes(tmp_path: Path, s
         )
     write_incident(tmp_path, BEGAN + 695 + step_seconds, {"t": 1})
 
-    found = times(the_incident(tmp_path))
-    assert [at - step_seconds for at in found[-20:]] == [float(at) for at in range(600, 700, 5)]
-    assert len(found) > 50
+    sample_times = times(the_incident(tmp_path))
+    assert [at - step_seconds for at in sample_times[-20:]] == [float(at) for at in range(600, 700, 5)]
+    assert len(sample_times) > 50
 
 
 def test_a_folder_that_vanishes_costs_its_lines_and_is_made_again(tmp_path: Path) -> None:
@@ -384,40 +391,40 @@ def test_a_folder_that_vanishes_costs_its_lines_and_is_made_again(tmp_path: Path
     folder.rmdir()
     folder.write_text("in its place")
 
-    (told,) = step(subject, snapshot(at=5), snapshot(at=10))
+    (log_event,) = step(subject, snapshot(at=5), snapshot(at=10))
     folder.unlink()
     (back,) = step(subject, snapshot(at=15))
 
-    assert told["event"] == "flight record not written"
+    assert log_event["event"] == "flight record not written"
     assert back["event"] == "flight record written again"
     assert times(folder / "flight.jsonl") == [15.0]
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_the_record_is_never_written_through_a_link(tmp_path: Path, *, there: bool) -> None:
-    other = tmp_path / "other"
+    target_file = tmp_path / "other"
     if there:
-        other.touch()
+        target_file.touch()
     (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "flight.jsonl").symlink_to(other)
+    (tmp_path / "state" / "flight.jsonl").symlink_to(target_file)
 
-    (told,) = step(flight(tmp_path / "state"), snapshot(at=0), snapshot(at=5))
+    (log_event,) = step(flight(tmp_path / "state"), snapshot(at=0), snapshot(at=5))
 
-    assert told["event"] == "flight record not written"
-    assert not other.exists() or other.read_bytes() == b""
+    assert log_event["event"] == "flight record not written"
+    assert not target_file.exists() or target_file.read_bytes() == b""
 
 
 @pytest.mark.parametrize("linked", ["state", "state/incidents"])
 def test_an_incident_is_never_set_aside_through_a_link(tmp_path: Path, linked: str) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
+    target_folder = tmp_path / "other"
+    target_folder.mkdir()
     (tmp_path / linked).parent.mkdir(exist_ok=True)
-    (tmp_path / linked).symlink_to(other)
+    (tmp_path / linked).symlink_to(target_folder)
 
     with pytest.raises(OSError, match="a link is in the place"):
         write_incident(tmp_path / "state", 1_760_000_000.0, {})
 
-    assert list(other.iterdir()) == []
+    assert list(target_folder.iterdir()) == []
 
 
 FILLED = """
@@ -433,7 +440,7 @@ for n in range(20):
     print(*(each["event"] for each in tests.step(subject, tests.take_snapshot(watch))))
 tests.died(subject, watch)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-watch.look(tests.REFUSED, after=60.0)
+watch.look(tests.REFUSED, after_seconds=60.0)
 print(*(each["event"] for each in tests.step(subject, tests.take_snapshot(watch))))
 """
 
@@ -465,10 +472,10 @@ def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path, m
 
     monkeypatch.setattr(Worker, "call", call)
     subject = flight(tmp_path)
-    (told,) = step(subject, snapshot(at=1), snapshot(at=2))
+    (log_event,) = step(subject, snapshot(at=1), snapshot(at=2))
     answers.set()
 
-    assert told["problem"] == "the file system does not answer within 1 s"
+    assert log_event["problem"] == "the file system does not answer within 1 s"
     later = count(30)
     eventually(
         lambda: any(line["event"].endswith("again") for line in step(subject, snapshot(at=next(later)))),

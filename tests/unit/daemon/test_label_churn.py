@@ -54,9 +54,9 @@ def named(step: int) -> str:
 
 
 def test_of_names_that_have_gone_a_few_are_remembered() -> None:
-    said, clock = Said(), Clock()
+    sources, clock = Said(), Clock()
     subject = Sampler(
-        sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
+        sources=Sources(engine=sources, gpus=sources, processes=Processes(sources).read),
         parse=parse_engines,
         rules=TickRules(selection=Selection(), derivations=build_derivations()),
         clock=clock,
@@ -65,7 +65,7 @@ def test_of_names_that_have_gone_a_few_are_remembered() -> None:
 
     async def ticked() -> None:
         for clock.step in range(TICKS):
-            said.engine = named(clock.step)
+            sources.engine = named(clock.step)
             await subject.tick()
 
     asyncio.run(ticked())

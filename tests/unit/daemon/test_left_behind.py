@@ -27,26 +27,26 @@ class Later(SystemClock):
 
 def test_what_an_engine_left_behind_and_stays_is_reported_once_and_on_the_page_where_no_gpu_can_be_read() -> None:
     failed = Failure(source=Source.NVML, reason=Reason.LIBRARY_MISSING, message="no NVML")
-    said, clock = Said(processes=readings(), gpus=failed), Later()
-    subject = sampler(said, clock=clock)
-    none, one = frozenset[int](), frozenset({10})
+    sources, clock = Said(processes=readings(), gpus=failed), Later()
+    subject = sampler(sources, clock=clock)
+    none, one_pid = frozenset[int](), frozenset({10})
     with capture_logs() as lines:
-        for ahead, left in (
+        for ahead, orphans in (
             (0, none),
-            (0, one),
-            (20, one),
+            (0, one_pid),
+            (20, one_pid),
             (25, none),
-            (40, one),
-            (60, one),
-            (70, one),
-            (75, one),
+            (40, one_pid),
+            (60, one_pid),
+            (70, one_pid),
+            (75, one_pid),
             (80, none),
         ):
-            clock.ahead, said.processes = ahead, readings(engine=() if left else WHOLE, orphans=left)
+            clock.ahead, sources.processes = ahead, readings(engine=() if orphans else WHOLE, orphans=orphans)
             ticked(subject)
             assert subject.latest is not None
             sentences = [verdict.sentence for verdict in judge_snapshot(subject.latest.snapshot, subject.latest.values)]
             assert (LEFT_BEHIND in sentences) is (ahead in (70, 75)), "half a minute after it was first seen so"
 
-    told = [line["problem"] for line in lines if line["event"] == "an engine that exited left processes behind"]
-    assert told == ["pid 10 is left behind by an engine that has ended: end it with kill 10, or kill -9 10"]
+    problems = [line["problem"] for line in lines if line["event"] == "an engine that exited left processes behind"]
+    assert problems == ["pid 10 is left behind by an engine that has ended: end it with kill 10, or kill -9 10"]

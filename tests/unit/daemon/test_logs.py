@@ -76,9 +76,9 @@ def test_libraries_keep_to_a_level_above_warnings() -> None:
 
 
 def test_in_logfmt_a_traceback_follows_its_line_indented() -> None:
-    first, *block = logged(FAIL.format(call="log.exception('derivation failed', derivation='leak')"))
+    first_line, *block = logged(FAIL.format(call="log.exception('derivation failed', derivation='leak')"))
 
-    assert re.fullmatch(rf'ts={TS} level=error event="derivation failed" derivation=leak', first)
+    assert re.fullmatch(rf'ts={TS} level=error event="derivation failed" derivation=leak', first_line)
     assert block[0] == "  Traceback (most recent call last):"
     assert block[-1] == "  ZeroDivisionError: division by zero"
     assert all(line.startswith("  ") for line in block)
@@ -93,10 +93,10 @@ def test_in_json_a_traceback_is_a_field() -> None:
 def test_a_librarys_traceback_is_treated_alike() -> None:
     call = "logging.getLogger('asyncio').exception('Task failed')"
 
-    first, *block = logged(FAIL.format(call=call))
+    first_line, *block = logged(FAIL.format(call=call))
     (as_json,) = logged(FAIL.format(call=call), log_format="json")
 
-    assert first.endswith('level=error event="Task failed"')
+    assert first_line.endswith('level=error event="Task failed"')
     assert block[-1] == "  ZeroDivisionError: division by zero"
     assert json.loads(as_json)["exception"].endswith("ZeroDivisionError: division by zero")
 

@@ -38,12 +38,12 @@ class EnoughError(BaseException):
 
 def turned(durations: list[float], interval: float = 5.0) -> ManualClock:
     """Let a loop turn once per duration; return the clock."""
-    clock, left = ManualClock(), list(durations)
+    clock, remaining_seconds = ManualClock(), list(durations)
 
     async def step() -> None:
-        if not left:
+        if not remaining_seconds:
             raise EnoughError
-        clock.now += left.pop(0)
+        clock.now += remaining_seconds.pop(0)
 
     with pytest.raises(EnoughError):
         asyncio.run(run_every(interval, step, clock))

@@ -103,12 +103,12 @@ def test_a_later_reading_that_fails_leaves_the_earlier_growth() -> None:
     kernel = Kernel()
     subject = Mappings(kernel)
     run(subject, *((make_snapshot(400.0 * tick), GROWING) for tick in range(8)))
-    before = subject.describe()
-    assert [each["pid"] for each in before] == [WORKER.pid]
+    described = subject.describe()
+    assert [growth["pid"] for growth in described] == [WORKER.pid]
 
     kernel._unreadable = WORKER.pid
     run(subject, *((make_snapshot(4000 + 400.0 * tick), GROWING) for tick in range(4)))
-    assert subject.describe() == before
+    assert subject.describe() == described
 
 
 def test_a_reading_that_raises_is_none() -> None:
@@ -121,17 +121,17 @@ def test_a_reading_that_raises_is_none() -> None:
 
 
 def test_a_reading_that_hangs_holds_up_nothing() -> None:
-    hangs, begun = threading.Event(), threading.Event()
+    hangs, has_begun = threading.Event(), threading.Event()
 
     def read(_pid: int) -> None:
-        begun.set()
+        has_begun.set()
         hangs.wait(60)
 
     async def play() -> None:
         subject = Mappings(read)
         for tick in range(50):
             subject.step(make_snapshot(5.0 * tick), GROWING)
-        assert begun.wait(60)
+        assert has_begun.wait(60)
         assert subject.describe() == []
         hangs.set()
         await settle(subject)
@@ -144,10 +144,10 @@ def test_what_was_read_of_a_pid_that_is_another_process_now_is_dropped() -> None
     subject = Mappings(kernel)
     old, new = process(5, Role.WORKER), process(5, Role.WORKER, started=BEGAN + 700)
     ticks = ((0.0, old), (5.0, new), (10.0, new), (2000.0, new), (2005.0, new))
-    run(subject, *((make_snapshot(at, (each,)), GROWING) for at, each in ticks))
+    run(subject, *((make_snapshot(at, (ticked_process,)), GROWING) for at, ticked_process in ticks))
 
     assert kernel.read == [5, 5, 5]
-    assert [each["kinds"] for each in subject.describe()] == [{"heap": 64 * MIB}], "from its own first reading"
+    assert [growth["kinds"] for growth in subject.describe()] == [{"heap": 64 * MIB}], "from its own first reading"
 
 
 def test_nothing_is_read_before_the_engine_serves_or_where_its_processes_are_not_visible() -> None:
@@ -166,8 +166,8 @@ def test_nothing_is_read_before_the_engine_serves_or_where_its_processes_are_not
 
 def test_of_many_processes_the_largest_are_read() -> None:
     kernel = Kernel()
-    many = tuple(replace(process(100 + each, Role.WORKER), rss_bytes=each) for each in range(100))
-    run(Mappings(kernel), *((make_snapshot(5.0 * tick, many), STABLE) for tick in range(150)))
+    many_processes = tuple(replace(process(100 + number, Role.WORKER), rss_bytes=number) for number in range(100))
+    run(Mappings(kernel), *((make_snapshot(5.0 * tick, many_processes), STABLE) for tick in range(150)))
 
     assert sorted(kernel.read) == list(range(200 - MOST_MAPPED_PROCESSES, 200))
 

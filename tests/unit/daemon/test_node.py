@@ -251,9 +251,9 @@ def test_the_page_is_the_union_of_what_each_engines_own_daemon_exports() -> None
                 is_others = dict(labels).get("uuid") not in {None, "", f"GPU-{number - 1}"}
                 if not is_machines and not is_others:
                     wanted[name, tuple(sorted((*labels, *own_labels.items())))] = value
-            found = {key: value for key, value in union.items() if own_labels.items() <= dict(key[1]).items()}
-            assert found.keys() == wanted.keys()
-            assert {key: value for key, value in found.items() if key[0] not in OF_THE_MACHINE} == {
+            own_series = {key: value for key, value in union.items() if own_labels.items() <= dict(key[1]).items()}
+            assert own_series.keys() == wanted.keys()
+            assert {key: value for key, value in own_series.items() if key[0] not in OF_THE_MACHINE} == {
                 key: value for key, value in wanted.items() if key[0] not in OF_THE_MACHINE
             }
 
@@ -584,17 +584,17 @@ def test_one_thread_reads_the_processes_of_all_engines_and_one_that_hangs_holds_
         ending = asyncio.get_running_loop().create_future()
         parts = NodeParts(gpus=world.gpus, processes=cast("NodeProcesses", world.found), clock=world.clock)
         daemon = cast("Any", NodeDaemon(parts, Settings(engines="node"), home="/", ending=ending))
-        hanging, *others = [daemon._build_processes(locate(number)) for number in (1, 2, 3)]
+        hanging, *other_readers = [daemon._build_processes(locate(number)) for number in (1, 2, 3)]
         hanging_task = asyncio.create_task(hanging.read(60))
         await asyncio.sleep(0)
-        for reading in await asyncio.gather(*(processes.read(60) for processes in others)):
+        for reading in await asyncio.gather(*(processes.read(60) for processes in other_readers)):
             assert isinstance(reading, ProcessReadings)
         assert not hanging_task.done()
         released.set()
         assert isinstance(await hanging_task, ProcessReadings)
         readers.clear()
         monkeypatch.setattr(worker, "TURN_SECONDS", 60.0)  # however busy the machine is
-        await asyncio.gather(*(processes.read(60) for processes in (hanging, *others)))
+        await asyncio.gather(*(processes.read(60) for processes in (hanging, *other_readers)))
 
         assert [owner_key for owner_key, _ in readers] == ["pod:uid-1", "pod:uid-2", "pod:uid-3"]
         assert len({thread for _, thread in readers}) == 1

@@ -65,12 +65,12 @@ class Said:
 
 @dataclass
 class Processes:
-    said: Said
+    sources: Said
 
     async def read(self, timeout_seconds: float, page: EnginePage | Failure) -> ProcessReadings | Failure:
         assert timeout_seconds == 2.0
-        self.said.asked.append(page)
-        return self.said.processes
+        self.sources.asked.append(page)
+        return self.sources.processes
 
 
 def parsed(text: str) -> EnginePage | Failure:
@@ -78,8 +78,8 @@ def parsed(text: str) -> EnginePage | Failure:
 
 
 def sampler(
-    said: Said,
-    *more: Derivation[Any],
+    sources: Said,
+    *extra_derivations: Derivation[Any],
     selection: Selection | None = None,
     parse: Callable[[str], EnginePage | Failure] = parsed,
     recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
@@ -87,11 +87,11 @@ def sampler(
     read_guardrail: Callable[[], Guardrail] | None = None,
 ) -> Sampler:
     return Sampler(
-        sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
+        sources=Sources(engine=sources, gpus=sources, processes=Processes(sources).read),
         parse=parse,
         rules=TickRules(
             selection=selection or Selection(),
-            derivations=(*build_derivations(), *more),
+            derivations=(*build_derivations(), *extra_derivations),
             gate_ready_seconds=gate_ready_seconds,
             read_guardrail=read_guardrail,
         ),
@@ -107,9 +107,9 @@ def ticked(sampler: Sampler) -> tuple[Sample, ...]:
     return sampler.published.samples
 
 
-def events(said: Said, change: Callable[[], None], selection: Selection | None = None) -> list[str]:
+def events(sources: Said, change: Callable[[], None], selection: Selection | None = None) -> list[str]:
     """Return what is logged for a change between the second and the fourth of five ticks, without the first tick's."""
-    subject = sampler(said, selection=selection)
+    subject = sampler(sources, selection=selection)
     ticked(subject)
     with capture_logs() as lines:
         ticked(subject)
@@ -160,13 +160,13 @@ def test_a_derivation_that_raises_costs_its_own_series_and_says_so_once() -> Non
 
     subject = sampler(Said(), make_stateless("divide", divide))
     with capture_logs() as lines:
-        before = ticked(subject)
+        samples_before = ticked(subject)
         ticked(subject)
         faulty[0] = False
-        after = ticked(subject)
+        samples_after = ticked(subject)
         ticked(subject)
 
-    assert len(after) == len(before) + 1
+    assert len(samples_after) == len(samples_before) + 1
     assert [line["event"] for line in lines if "derivation" in line] == [
         "derivation failed, its series are absent",
         "derivation works again",
@@ -182,23 +182,23 @@ def test_a_derivation_that_raised_starts_over() -> None:
         return state + 1, (Sample(catalog.ENGINE_RUNNING, ("count", "0"), float(state + 1)),)
 
     subject = sampler(Said(), Derivation(name="count", initial=0, step=count))
-    before = [values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] for _ in range(2)]
+    counts_before = [values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] for _ in range(2)]
     faulty.append(True)
     ticked(subject)
     faulty.clear()
 
-    assert before == [1.0, 2.0]
+    assert counts_before == [1.0, 2.0]
     assert values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] == 1.0
 
 
 def test_recalled_states_are_there_for_the_same_tick_and_kept() -> None:
     class Recall:
-        found: ClassVar = {"count": 41}
+        saved_states: ClassVar = {"count": 41}
 
         async def __call__(self, snapshot: Snapshot) -> dict[str, int]:
             assert not isinstance(snapshot.engines, Failure)
-            found, Recall.found = Recall.found, {}
-            return found
+            saved_states, Recall.saved_states = Recall.saved_states, {}
+            return saved_states
 
     counting = Derivation(
         name="count",

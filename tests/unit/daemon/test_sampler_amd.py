@@ -92,14 +92,14 @@ def test_the_series_are_those_of_any_gpu(samples: tuple[Sample, ...]) -> None:
 
 
 def test_the_ledger_tells_the_engine_from_its_neighbour(samples: tuple[Sample, ...]) -> None:
-    held = values(samples, catalog.GPU_MEMORY_HELD)
+    held_bytes = values(samples, catalog.GPU_MEMORY_HELD)
 
-    assert {labels[2]: value for labels, value in held.items() if labels[:2] == SECOND} == {
+    assert {labels[2]: value for labels, value in held_bytes.items() if labels[:2] == SECOND} == {
         "engine": 90 * GIB,
         "other": 5 * GIB,
         "unattributed": 5 * GIB,
     }
-    assert {labels[2]: value for labels, value in held.items() if labels[:2] == FIRST} == {
+    assert {labels[2]: value for labels, value in held_bytes.items() if labels[:2] == FIRST} == {
         "engine": 0,
         "other": 49 * GIB,
         "unattributed": GIB,

@@ -132,10 +132,10 @@ def list_logged_errors(caplog: pytest.LogCaptureFixture) -> list[BaseException |
 
 def check_other_sources(samples: tuple[Sample, ...], source: Source | None, failures: float) -> None:
     """Check that the source alone failed, so many times, and that the others' series are there."""
-    for other in Source:
-        assert values(samples, catalog.SOURCE_UP)[(str(other),)] == float(other is not source)
-        count = values(samples, catalog.SOURCE_FAILURES)[(str(other), str(Reason.UNEXPECTED))]
-        assert count == (failures if other is source else 0.0)
+    for checked_source in Source:
+        assert values(samples, catalog.SOURCE_UP)[(str(checked_source),)] == float(checked_source is not source)
+        count = values(samples, catalog.SOURCE_FAILURES)[(str(checked_source), str(Reason.UNEXPECTED))]
+        assert count == (failures if checked_source is source else 0.0)
     assert bool(values(samples, catalog.ENGINE_RUNNING)) == (source is not Source.ENGINE)
     assert bool(values(samples, catalog.GPU_MEMORY_USED)) == (source is not Source.NVML)
 

@@ -20,8 +20,8 @@ NOW: Final = time.time()
 numbers = st.sampled_from([None, 0, 1, 900, 2**53, 0.5])
 
 
-def block(*names: str, **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.none() | st.fixed_dictionaries({}, optional=dict.fromkeys(names, numbers) | more)
+def block(*names: str, **strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | st.fixed_dictionaries({}, optional=dict.fromkeys(names, numbers) | strategies)
 
 
 texts = st.sampled_from([None, "", "0.32.0", "x" * 300])

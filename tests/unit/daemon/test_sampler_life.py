@@ -26,13 +26,13 @@ ONE_GPU = GpuReadings(driver_version="580.00", devices=(GpuReading(index=0, uuid
 
 
 def sampler(
-    said: Said,
+    sources: Said,
     *,
     parse: Callable[[str], EnginePage | Failure] = parsed,
     clock: Clock = SystemClock(),  # noqa: B008
 ) -> Sampler:
     return Sampler(
-        sources=Sources(engine=said, gpus=said, processes=Processes(said).read),
+        sources=Sources(engine=sources, gpus=sources, processes=Processes(sources).read),
         parse=parse,
         rules=TickRules(selection=Selection(), derivations=build_derivations()),
         clock=clock,
@@ -40,14 +40,14 @@ def sampler(
     )
 
 
-def readings(**known: Any) -> ProcessReadings:
-    facts = {"engine": WHOLE, "visible_pids": frozenset({1, 10, 11, 12}), "sees_host_pids": True, **known}
+def readings(**reading_fields: Any) -> ProcessReadings:
+    facts = {"engine": WHOLE, "visible_pids": frozenset({1, 10, 11, 12}), "sees_host_pids": True, **reading_fields}
     return ProcessReadings(**facts)
 
 
 def state(samples: tuple[Sample, ...]) -> str:
-    (found,) = (labels[0] for labels, value in values(samples, catalog.ENGINE_STATE).items() if value == 1)
-    return found
+    (state_label,) = (labels[0] for labels, value in values(samples, catalog.ENGINE_STATE).items() if value == 1)
+    return state_label
 
 
 def list_events(lines: list[Any]) -> list[tuple[str, str]]:
@@ -82,14 +82,20 @@ def test_every_change_of_state_is_reported_once() -> None:
 
 def leak(state: LeakState, *labels: str) -> Values:
     metric = catalog.LEAK_STATE if len(labels) > 1 else catalog.HOST_LEAK_STATE
-    return Values(Sample(metric, (*labels, str(each)), float(each is state)) for each in LeakState)
+    return Values(Sample(metric, (*labels, str(leak_state)), float(leak_state is state)) for leak_state in LeakState)
 
 
 def test_every_change_of_a_verdict_is_reported_once() -> None:
     subject = Transitions(Selection())
     with capture_logs() as lines:
-        for found in (LeakState.STABLE, LeakState.GROWING, LeakState.GROWING, LeakState.LEAKING, LeakState.UNSETTLED):
-            subject.report_leaks(leak(found, "0", "GPU-a"))
+        for leak_state in (
+            LeakState.STABLE,
+            LeakState.GROWING,
+            LeakState.GROWING,
+            LeakState.LEAKING,
+            LeakState.UNSETTLED,
+        ):
+            subject.report_leaks(leak(leak_state, "0", "GPU-a"))
         subject.report_leaks(leak(LeakState.LEAKING, "worker"))
 
     assert [(line["event"], line["of"], line.get("verdict")) for line in lines] == [
@@ -113,8 +119,8 @@ def test_instances_of_one_gpu_are_distinguished() -> None:
 def test_a_verdict_that_is_unknown_for_a_while_is_not_said_to_be_over(blind: LeakState | None) -> None:
     subject = Transitions(Selection())
     with capture_logs() as lines:
-        for found in (LeakState.LEAKING, blind, LeakState.LEAKING, LeakState.STABLE):
-            subject.report_leaks(Values(()) if found is None else leak(found, "0", "GPU-a"))
+        for leak_state in (LeakState.LEAKING, blind, LeakState.LEAKING, LeakState.STABLE):
+            subject.report_leaks(Values(()) if leak_state is None else leak(leak_state, "0", "GPU-a"))
 
     assert [line["event"] for line in lines] == [
         "leak suspected",
@@ -124,10 +130,13 @@ def test_a_verdict_that_is_unknown_for_a_while_is_not_said_to_be_over(blind: Lea
 
 def test_a_list_of_gpus_that_leaves_out_one_of_the_engines_processes_is_reported_once() -> None:
     subject = Transitions(Selection(listed=("0",)))
-    named, other = gpu(engine=0, attribution=Attribution.UUID), gpu(index=1, uuid="GPU-b", engine=0, attribution=None)
+    named, other_gpu = (
+        gpu(engine=0, attribution=Attribution.UUID),
+        gpu(index=1, uuid="GPU-b", engine=0, attribution=None),
+    )
     with capture_logs() as lines:
-        for held in (0, 500, 600):
-            subject.report(snapshot(gpus=(named, replace(other, engine_bytes=held))))
+        for held_bytes in (0, 500, 600):
+            subject.report(snapshot(gpus=(named, replace(other_gpu, engine_bytes=held_bytes))))
 
     left_out = [line["left_out"] for line in lines if line["event"].startswith("HEADROOM_GPUS leaves out")]
     assert left_out == ["GPU-b"]

@@ -34,9 +34,9 @@ class Folder:
 
 
 def sampler(probe: Folder | None) -> Sampler:
-    said, read = Said(), None if probe is None else probe.read
+    sources, read = Said(), None if probe is None else probe.read
     return Sampler(
-        sources=Sources(engine=said, gpus=said, processes=Processes(said).read, probe=read),
+        sources=Sources(engine=sources, gpus=sources, processes=Processes(sources).read, probe=read),
         parse=parsed,
         rules=TickRules(selection=Selection(everything=True), derivations=build_derivations()),
         clock=SystemClock(),
@@ -50,9 +50,9 @@ def ticked(subject: Sampler) -> tuple[Sample, ...]:
     return subject.published.samples
 
 
-def now(**known: object) -> ProbedProcess:
+def now(**probe_fields: object) -> ProbedProcess:
     device = AllocatorReading(uuid="GPU-0", allocated_bytes=500, reserved_bytes=600)
-    return replace(probed(devices=(device,), **known), written_at_seconds=time.time())
+    return replace(probed(devices=(device,), **probe_fields), written_at_seconds=time.time())
 
 
 def test_what_a_worker_says_comes_to_its_gpu() -> None:
@@ -100,7 +100,7 @@ def test_files_that_are_of_other_processes_each_time_do_not_fill_the_log() -> No
 
     with capture_logs() as lines:
         for look in range(5):
-            folder.files = tuple(now(pid=100 * look + each, stopped="it lies") for each in range(50))
+            folder.files = tuple(now(pid=100 * look + number, stopped="it lies") for number in range(50))
             ticked(subject)
 
     assert len([line for line in lines if line["event"] == "a probe gave up"]) == MOST_LOGGED_PROBES
@@ -108,11 +108,13 @@ def test_files_that_are_of_other_processes_each_time_do_not_fill_the_log() -> No
 
 def test_probes_that_are_gone_are_forgotten_within_the_hour_and_later_ones_are_reported() -> None:
     subject = Transitions(Selection())
-    lives = [tuple(now(pid=100 * run + each, stopped="slow") for each in range(MOST_LOGGED_PROBES)) for run in range(2)]
+    lives = [
+        tuple(now(pid=100 * run + number, stopped="slow") for number in range(MOST_LOGGED_PROBES)) for run in range(2)
+    ]
 
     with capture_logs() as lines:
-        for at, others in ((1000.0, lives[0]), (1005.0, lives[1]), (1000.0 + FORGET_PROBES_SECONDS, lives[1])):
-            subject.report(snapshot(at=at, probe=ProbeReadings(others=others)))
+        for at, other_probes in ((1000.0, lives[0]), (1005.0, lives[1]), (1000.0 + FORGET_PROBES_SECONDS, lives[1])):
+            subject.report(snapshot(at=at, probe=ProbeReadings(others=other_probes)))
 
-    told = [line["pid"] for line in lines if line["event"] == "a probe gave up"]
-    assert told == [each.pid for run in lives for each in run]
+    pids = [line["pid"] for line in lines if line["event"] == "a probe gave up"]
+    assert pids == [probed_process.pid for run in lives for probed_process in run]

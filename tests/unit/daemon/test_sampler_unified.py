@@ -79,12 +79,12 @@ def test_memory_that_loading_puts_into_the_page_cache_is_seen_each_second(nvml: 
         await gpus.close()
         return free, blocks, list(result.verdicts)
 
-    free, blocks, said = asyncio.run(run())
+    free, blocks, verdicts = asyncio.run(run())
 
     assert nvml.calls()
     assert free == pytest.approx([gib * GIB for gib in available], abs=1024)
     assert blocks[0] == 14_000 * 2 * 2**20
     assert blocks[-1] == 40 * 2 * 2**20
-    assert [(text.situation, text.alert) for text in said if "page cache" in text.sentence] == [
+    assert [(text.situation, text.alert) for text in verdicts if "page cache" in text.sentence] == [
         (Situation.LOW_MEMORY, "HeadroomUnifiedMemoryCached")
     ]

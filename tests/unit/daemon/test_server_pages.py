@@ -39,11 +39,11 @@ def answering(age_seconds: float | None, *, is_doubted: bool = False) -> Snapsho
 
 
 def answers(server: Server, *snapshots: Snapshot | None) -> list[ServerAnswer | None]:
-    pages, seen = ServerPages(server.ask, Clock()), list[ServerAnswer | None]()
-    for each in snapshots:
-        asyncio.run(pages.send(each))
-        seen.append(None if pages.latest is None else pages.latest.answer)
-    return seen
+    pages, latest_answers = ServerPages(server.ask, Clock()), list[ServerAnswer | None]()
+    for tick_snapshot in snapshots:
+        asyncio.run(pages.send(tick_snapshot))
+        latest_answers.append(None if pages.latest is None else pages.latest.answer)
+    return latest_answers
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -56,7 +56,7 @@ def test_only_a_page_behind_which_a_server_may_run_makes_it_ask(reason: Reason) 
 
 
 @pytest.mark.parametrize(
-    ("seen", "is_asked"),
+    ("newest_snapshot", "is_asked"),
     [
         (None, False),
         (answering(None), False),
@@ -66,10 +66,12 @@ def test_only_a_page_behind_which_a_server_may_run_makes_it_ask(reason: Reason) 
         (replace(answering(60.0), engine_status=None), False),
     ],
 )
-def test_a_page_that_answers_makes_it_ask_only_without_progress(seen: Snapshot | None, *, is_asked: bool) -> None:
+def test_a_page_that_answers_makes_it_ask_only_without_progress(
+    newest_snapshot: Snapshot | None, *, is_asked: bool
+) -> None:
     server = Server()
 
-    assert answers(server, seen) == [HEALTHY if is_asked else None]
+    assert answers(server, newest_snapshot) == [HEALTHY if is_asked else None]
     assert server.rounds == is_asked
 
 

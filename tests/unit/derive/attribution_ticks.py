@@ -32,7 +32,7 @@ def device(
         uuid=f"GPU-{index}",
         name="H100",
         memory=GpuMemory(total_bytes=96 * GIB, used_bytes=used, free_bytes=0, reserved_bytes=0) if memory else None,
-        processes=tuple(GpuProcess(pid=pid, used_bytes=held) for pid, held in holders) if listed else None,
+        processes=tuple(GpuProcess(pid=pid, used_bytes=held_bytes) for pid, held_bytes in holders) if listed else None,
     )
 
 
@@ -46,28 +46,28 @@ def engine(
     host: bool = False,
     started: float = 1.0,
     ambiguous: int = 0,
-    left: tuple[int, ...] = (),
+    orphans: tuple[int, ...] = (),
 ) -> ProcessReadings:
     processes = tuple(
         EngineProcess(pid=pid, role=Role.WORKER, rss_bytes=1, started_at_seconds=started + pid) for pid in pids
     )
     return ProcessReadings(
         engine=processes,
-        visible_pids=frozenset({*pids, *visible, *left}),
+        visible_pids=frozenset({*pids, *visible, *orphans}),
         sees_host_pids=host,
         ambiguous_engines=ambiguous,
-        orphans=frozenset(left),
+        orphans=frozenset(orphans),
     )
 
 
 def last(*ticks: tuple[GpuReadings, ProcessReadings | Failure], selection: Selection = AUTO) -> tuple[Gpu, ...]:
     """Return the GPUs after the last of the ticks."""
     state = START
-    seen: tuple[Gpu, ...] = ()
+    seen_gpus: tuple[Gpu, ...] = ()
     for readings, processes in ticks:
-        state, seen = attribute(state, readings, processes, selection)
-    return seen
+        state, seen_gpus = attribute(state, readings, processes, selection)
+    return seen_gpus
 
 
-def ledger(seen: tuple[Gpu, ...]) -> list[tuple[int | None, int | None]]:
-    return [(gpu.engine_bytes, gpu.other_bytes) for gpu in seen]
+def ledger(seen_gpus: tuple[Gpu, ...]) -> list[tuple[int | None, int | None]]:
+    return [(gpu.engine_bytes, gpu.other_bytes) for gpu in seen_gpus]

@@ -20,17 +20,19 @@ QUIET: Look = (10.0, 0.0, 0.1)
 
 def more(*looks: Look | Failure, restarts: tuple[int, ...] = ()) -> float | None:
     """Return the additional requests after the last look."""
-    state, last = Batches(), None
+    state, additional_requests = Batches(), None
     for place, look in enumerate(looks):
         engines = (
             look if isinstance(look, Failure) else page(engine(running=look[0], waiting=look[1], kv_used_ratio=look[2]))
         )
-        seen = snapshot(at=5.0 * place, engines=engines)
+        tick_snapshot = snapshot(at=5.0 * place, engines=engines)
         if restarts:
-            seen = replace(seen, engine_status=EngineStatus(state=EngineState.SERVING, restarts=restarts[place]))
-        state, samples = derive_admission(state, seen)
-        last = values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
-    return last
+            tick_snapshot = replace(
+                tick_snapshot, engine_status=EngineStatus(state=EngineState.SERVING, restarts=restarts[place])
+            )
+        state, samples = derive_admission(state, tick_snapshot)
+        additional_requests = values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
+    return additional_requests
 
 
 def test_what_fits_the_cache_is_said_while_no_limit_is_known() -> None:
@@ -58,13 +60,13 @@ def test_waiting_for_the_cache_tells_nothing_of_the_batch() -> None:
 
 def test_a_limit_that_was_read_is_not_known_while_it_is_missing() -> None:
     """The KV cache alone would have room for thousands more."""
-    state, found = Batches(), []
-    for most in (30.0, None, 30.0):
-        look = page(engine(running=10.0, waiting=0.0, kv_used_ratio=0.001, max_num_seqs=most))
+    state, additional_requests = Batches(), []
+    for max_num_seqs in (30.0, None, 30.0):
+        look = page(engine(running=10.0, waiting=0.0, kv_used_ratio=0.001, max_num_seqs=max_num_seqs))
         state, samples = derive_admission(state, snapshot(engines=look))
-        found.append(values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE))
+        additional_requests.append(values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE))
 
-    assert found == [20, None, 20]
+    assert additional_requests == [20, None, 20]
 
 
 @pytest.mark.parametrize(("restarts", "expected"), [((0, 0, 0, 0), 6), ((0, 0, 0, 1), 90)])
@@ -95,8 +97,10 @@ def test_nothing_is_said_when_nothing_runs_or_is_held(running: float | None, rat
 
 
 def test_engines_are_distinguished() -> None:
-    seen = page(engine(name="0", running=1.0, kv_used_ratio=0.5), engine(name="1", running=1.0, kv_used_ratio=0.25))
+    engine_page = page(
+        engine(name="0", running=1.0, kv_used_ratio=0.5), engine(name="1", running=1.0, kv_used_ratio=0.25)
+    )
 
-    _, samples = derive_admission(Batches(), snapshot(engines=seen))
+    _, samples = derive_admission(Batches(), snapshot(engines=engine_page))
 
     assert values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS) == {AN_ENGINE: 1.0, ("m", "1"): 3.0}

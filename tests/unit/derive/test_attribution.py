@@ -21,17 +21,17 @@ from vllm_headroom.model import Failure, Gpu, GpuReading, GpuReadings, ProcessRe
 from vllm_headroom.vocabulary import Attribution
 
 
-def attributions(seen: tuple[Gpu, ...]) -> list[Attribution | None]:
-    return [gpu.attribution for gpu in seen]
+def attributions(seen_gpus: tuple[Gpu, ...]) -> list[Attribution | None]:
+    return [gpu.attribution for gpu in seen_gpus]
 
 
 PROCESS, UUID, SINGLE, ASSUMED = Attribution.PROCESS, Attribution.UUID, Attribution.SINGLE, Attribution.ASSUMED
 
 
 def test_all_takes_every_device() -> None:
-    seen = last((gpus(device(0), device(1)), NO_PROC), selection=Selection(everything=True))
+    seen_gpus = last((gpus(device(0), device(1)), NO_PROC), selection=Selection(everything=True))
 
-    assert attributions(seen) == [ASSUMED, ASSUMED]
+    assert attributions(seen_gpus) == [ASSUMED, ASSUMED]
 
 
 @pytest.mark.parametrize(
@@ -39,24 +39,24 @@ def test_all_takes_every_device() -> None:
 )
 def test_a_list_takes_the_devices_it_names(listed: tuple[str, ...]) -> None:
     readings = gpus(device(0, (7, 1)), device(1), device(2), device(12))
-    seen = last((readings, engine(7)), selection=Selection(listed=listed))
+    seen_gpus = last((readings, engine(7)), selection=Selection(listed=listed))
 
-    assert attributions(seen) == [None, UUID, UUID, None]
+    assert attributions(seen_gpus) == [None, UUID, UUID, None]
 
 
 def test_an_index_is_the_one_that_a_device_had_first() -> None:
     """NVML counts again when it is opened again and one is gone; which GPUs the engine has does not change with it."""
-    before = gpus(device(0), device(1), device(2))
-    a, b, c = before.devices
+    first_readings = gpus(device(0), device(1), device(2))
+    a, b, c = first_readings.devices
     lost = GpuReading(index=0, uuid=a.uuid, name="H100", failure=NO_PROC)
     now = gpus(replace(b, index=0), replace(c, index=1), lost)
 
-    assert attributions(last((before, NO_PROC), (now, NO_PROC), selection=Selection(listed=("1",)))) == [
+    assert attributions(last((first_readings, NO_PROC), (now, NO_PROC), selection=Selection(listed=("1",)))) == [
         UUID,
         None,
         None,
     ]
-    assert attributions(last((before, NO_PROC), (now, NO_PROC), selection=Selection(listed=("0",)))) == [
+    assert attributions(last((first_readings, NO_PROC), (now, NO_PROC), selection=Selection(listed=("0",)))) == [
         None,
         None,
         UUID,
@@ -128,7 +128,7 @@ def test_the_device_left_when_the_engines_is_lost_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "host", "known", "ledger_known"),
+    ("driver", "host", "is_known", "ledger_known"),
     [
         (OLD_DRIVER, False, False, False),
         (OLD_DRIVER, True, True, True),
@@ -147,10 +147,10 @@ def test_the_device_left_when_the_engines_is_lost_is_not_taken() -> None:
     ],
 )
 def test_pids_are_believed_where_the_driver_means_the_same_processes(
-    driver: str | None, *, host: bool, known: bool, ledger_known: bool
+    driver: str | None, *, host: bool, is_known: bool, ledger_known: bool
 ) -> None:
     readings = gpus(device(0, (7, GIB), (99, MIB)), device(1), driver=driver)
-    seen = last((readings, engine(7, visible=(99,), host=host)))
+    seen_gpus = last((readings, engine(7, visible=(99,), host=host)))
 
-    assert attributions(seen) == [PROCESS if known else None, None]
-    assert ledger(seen) == ([(GIB, MIB), (0, 0)] if ledger_known else [(None, None)] * 2)
+    assert attributions(seen_gpus) == [PROCESS if is_known else None, None]
+    assert ledger(seen_gpus) == ([(GIB, MIB), (0, 0)] if ledger_known else [(None, None)] * 2)

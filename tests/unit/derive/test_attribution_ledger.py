@@ -38,9 +38,9 @@ def test_the_ledger_leaves_pids_that_do_not_show_unattributed() -> None:
 
 
 def test_the_ledger_covers_devices_that_are_not_the_engines() -> None:
-    seen = last((gpus(device(0, (7, 3)), device(1, (99, 5))), engine(7, visible=(99,))))
+    seen_gpus = last((gpus(device(0, (7, 3)), device(1, (99, 5))), engine(7, visible=(99,))))
 
-    assert ledger(seen) == [(3, 0), (0, 5)]
+    assert ledger(seen_gpus) == [(3, 0), (0, 5)]
 
 
 def test_an_engine_that_has_gone_holds_nothing() -> None:
@@ -215,13 +215,15 @@ def test_the_ledger_is_never_negative_nor_above_what_is_used(
 
 
 def test_what_a_run_left_behind_is_the_engines_until_it_has_gone() -> None:
-    before = (gpus(device(0, (11, 60 * GIB), used=60 * GIB)), engine(10, 11, host=True))
-    left = (gpus(device(0, (11, 60 * GIB), used=60 * GIB)), engine(10, left=(11,), host=True))
-    again = (gpus(device(0, (11, 60 * GIB), (21, 9 * GIB), used=69 * GIB)), engine(20, 21, left=(11,), host=True))
-    gone = (gpus(device(0, (21, 9 * GIB), used=9 * GIB)), engine(20, 21, host=True))
+    running_tick = (gpus(device(0, (11, 60 * GIB), used=60 * GIB)), engine(10, 11, host=True))
+    orphaned_tick = (gpus(device(0, (11, 60 * GIB), used=60 * GIB)), engine(10, orphans=(11,), host=True))
+    again = (gpus(device(0, (11, 60 * GIB), (21, 9 * GIB), used=69 * GIB)), engine(20, 21, orphans=(11,), host=True))
+    restarted_tick = (gpus(device(0, (21, 9 * GIB), used=9 * GIB)), engine(20, 21, host=True))
 
-    held = [
-        (gpu.engine_bytes, gpu.other_bytes) for at in range(1, 5) for gpu in last(*(before, left, again, gone)[:at])
+    ledger_rows = [
+        (gpu.engine_bytes, gpu.other_bytes)
+        for at in range(1, 5)
+        for gpu in last(*(running_tick, orphaned_tick, again, restarted_tick)[:at])
     ]
 
-    assert held == [(60 * GIB, 0), (60 * GIB, 0), (69 * GIB, 0), (9 * GIB, 0)]
+    assert ledger_rows == [(60 * GIB, 0), (60 * GIB, 0), (69 * GIB, 0), (9 * GIB, 0)]

@@ -48,13 +48,13 @@ def test_the_command_line_gives_what_the_page_lacks() -> None:
 
 
 def test_a_budget_of_the_command_line_is_compared_with_what_is_held() -> None:
-    held = (gpu(total=1000, engine=900),)
+    held_gpus = (gpu(total=1000, engine=900),)
 
-    samples = derive_discrepancy(snapshot(engines=complete(engine()), gpus=held), configured_bytes=None)
-    given = complete(engine(), replace(OPTIONS, kv_cache_memory_bytes=100))
+    samples = derive_discrepancy(snapshot(engines=complete(engine()), gpus=held_gpus), configured_bytes=None)
+    sized_page = complete(engine(), replace(OPTIONS, kv_cache_memory_bytes=100))
 
     assert list(values(samples, catalog.MEMORY_REPORTED).values()) == [800.0]
-    assert not derive_discrepancy(snapshot(engines=given, gpus=held), configured_bytes=None)
+    assert not derive_discrepancy(snapshot(engines=sized_page, gpus=held_gpus), configured_bytes=None)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_blocks_give_no_capacity_of_a_model_with_groups_under_an_alias(
 ) -> None:
     reported = page(engine(model_name="chat", kv_capacity_tokens=255_952.0))
     counted = replace(reported, has_capacity_of_blocks=True)
-    seen = complete_page(counted, None, EngineOptions(model=model), configuration)
+    completed_page = complete_page(counted, None, EngineOptions(model=model), configuration)
 
-    assert isinstance(seen, EnginePage)
-    assert seen.engines[0].kv_capacity_tokens == capacity
+    assert isinstance(completed_page, EnginePage)
+    assert completed_page.engines[0].kv_capacity_tokens == capacity
     assert complete_page(reported, None, EngineOptions(model=model), configuration) == reported
 
 
@@ -106,10 +106,10 @@ def processes(*roles: Role) -> tuple[EngineProcess, ...]:
 
 
 def pools(
-    *engines: EngineReading, roles: tuple[Role, ...] = (Role.API_SERVER, Role.ENGINE_CORE), **given: Any
+    *engines: EngineReading, roles: tuple[Role, ...] = (Role.API_SERVER, Role.ENGINE_CORE), **option_fields: Any
 ) -> dict[tuple[HostPart, Role | None], float]:
-    found = list_pools(page(*engines), processes(*roles), EngineOptions(**given))
-    return {(pool.part, pool.role): pool.size_bytes / GIB for pool in found}
+    listed_pools = list_pools(page(*engines), processes(*roles), EngineOptions(**option_fields))
+    return {(pool.part, pool.role): pool.size_bytes / GIB for pool in listed_pools}
 
 
 CORE, WORKER, SERVER = Role.ENGINE_CORE, Role.WORKER, Role.API_SERVER
@@ -157,16 +157,16 @@ def test_a_pool_beyond_any_machine_is_none() -> None:
     assert pools(kv_offloading_size=1e12) == {}
 
 
-@pytest.mark.parametrize("seen", [failure(Source.ENGINE), page()])
-def test_without_page_and_processes_the_command_line_still_plans(seen: EnginePage | Failure) -> None:
-    found = list_pools(seen, failure(Source.PROCESS), EngineOptions(kv_offloading_size=1.0))
+@pytest.mark.parametrize("page_or_failure", [failure(Source.ENGINE), page()])
+def test_without_page_and_processes_the_command_line_still_plans(page_or_failure: EnginePage | Failure) -> None:
+    listed_pools = list_pools(page_or_failure, failure(Source.PROCESS), EngineOptions(kv_offloading_size=1.0))
 
-    assert found == (Pool(part=HostPart.KV_OFFLOAD, role=Role.API_SERVER, size_bytes=GIB),)
-    assert list_pools(seen, failure(Source.PROCESS), None) == ()
+    assert listed_pools == (Pool(part=HostPart.KV_OFFLOAD, role=Role.API_SERVER, size_bytes=GIB),)
+    assert list_pools(page_or_failure, failure(Source.PROCESS), None) == ()
 
 
 def test_what_is_planned_is_exported_by_part() -> None:
-    seen = replace(
+    planned_snapshot = replace(
         snapshot(),
         pools=(
             Pool(part=HostPart.MULTIMODAL_CACHE, role=SERVER, size_bytes=4),
@@ -175,4 +175,4 @@ def test_what_is_planned_is_exported_by_part() -> None:
         ),
     )
 
-    assert values(derive_host_memory(seen), catalog.HOST_MEMORY_PLANNED) == {("multimodal_cache",): 12}
+    assert values(derive_host_memory(planned_snapshot), catalog.HOST_MEMORY_PLANNED) == {("multimodal_cache",): 12}

@@ -32,14 +32,14 @@ CGROUP = Cgroup(identity="a", used_bytes=60 * GIB, cache_bytes=57 * GIB, limit_b
 MACHINE = MachineMemory(total_bytes=512 * GIB, available_bytes=400 * GIB, oom_kills=5)
 
 
-def readings(*engine: EngineProcess, **seen: Any) -> ProcessReadings:
+def readings(*engine: EngineProcess, **host_fields: Any) -> ProcessReadings:
     return ProcessReadings(
-        engine=engine, visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=MACHINE, **seen)
+        engine=engine, visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=MACHINE, **host_fields)
     )
 
 
-def host(processes: ProcessReadings | Failure, **more: Any) -> HostMemory | None:
-    return update_container(ContainerState(), processes, **{"limit_bytes": None, **more})[1]
+def host(processes: ProcessReadings | Failure, **container_fields: Any) -> HostMemory | None:
+    return update_container(ContainerState(), processes, **{"limit_bytes": None, **container_fields})[1]
 
 
 def probed(block: HostReading | None) -> ProbeReadings:
@@ -54,8 +54,8 @@ def followed(looks: Iterable[ProcessReadings | Failure], limit_bytes: int | None
     """Return the kills known after each look."""
     state, kills = ContainerState(), []
     for look in looks:
-        state, seen = update_container(state, look, limit_bytes=limit_bytes)
-        kills.append(None if seen is None else seen.oom_kills)
+        state, host_memory = update_container(state, look, limit_bytes=limit_bytes)
+        kills.append(None if host_memory is None else host_memory.oom_kills)
     return kills
 
 
@@ -146,7 +146,7 @@ def test_a_limit_that_nobody_tells_is_unknown_and_not_the_machines() -> None:
 def test_what_the_processes_pin_counts_and_what_they_share_counts_once(
     shm: Shm | None, shared: tuple[int, int], counted: int
 ) -> None:
-    processes = (replace(each, shared_bytes=n * GIB) for each, n in zip((SERVER, CORE), shared, strict=True))
+    processes = (replace(process, shared_bytes=n * GIB) for process, n in zip((SERVER, CORE), shared, strict=True))
     host_memory = host(readings(*processes, shm=shm))
 
     assert host_memory is not None
@@ -154,15 +154,15 @@ def test_what_the_processes_pin_counts_and_what_they_share_counts_once(
 
 
 @pytest.mark.parametrize(
-    "seen",
+    "process_readings",
     [
         readings(),
         readings(SERVER, replace(CORE, anonymous_bytes=None)),
         failure(Source.PROCESS),
     ],
 )
-def test_nothing_is_made_up(seen: ProcessReadings | Failure) -> None:
-    assert host(seen, limit_bytes=48 * GIB) is None
+def test_nothing_is_made_up(process_readings: ProcessReadings | Failure) -> None:
+    assert host(process_readings, limit_bytes=48 * GIB) is None
 
 
 def test_kills_in_the_container_are_counted_over_its_ends() -> None:
@@ -183,10 +183,12 @@ def test_kills_in_the_container_are_counted_over_its_ends() -> None:
 
 def killed(used_bytes: int, machine_kills: int) -> list[ProcessReadings]:
     """Return a container that has so much in use and is gone, while the machine killed so many since."""
-    after = replace(MACHINE, oom_kills=5 + machine_kills)
+    later_machine = replace(MACHINE, oom_kills=5 + machine_kills)
     return [
         readings(SERVER, cgroup=replace(CGROUP, used_bytes=used_bytes, cache_bytes=0)),
-        ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=after)),
+        ProcessReadings(
+            engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=later_machine)
+        ),
     ]
 
 
@@ -202,9 +204,9 @@ def test_a_container_that_went_with_its_count_was_killed_if_it_was_full_and_the_
 
 
 def test_where_no_cgroup_is_seen_the_end_of_the_processes_tells() -> None:
-    after = replace(MACHINE, oom_kills=6)
+    later_machine = replace(MACHINE, oom_kills=6)
     processes = ProcessReadings(
-        engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=after)
+        engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=later_machine)
     )
 
     assert followed([readings(SERVER, CORE), processes], limit_bytes=6 * GIB) == [None, 1]
@@ -213,8 +215,10 @@ def test_where_no_cgroup_is_seen_the_end_of_the_processes_tells() -> None:
 
 
 def gone(machine_kills: int) -> ProcessReadings:
-    after = replace(MACHINE, oom_kills=machine_kills)
-    return ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=after))
+    later_machine = replace(MACHINE, oom_kills=machine_kills)
+    return ProcessReadings(
+        engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=later_machine)
+    )
 
 
 def test_one_kill_counts_once_whoever_reads_it_and_after_a_restart_in_the_same_container() -> None:
@@ -234,36 +238,38 @@ def test_one_kill_counts_once_whoever_reads_it_and_after_a_restart_in_the_same_c
     ]
     state, kills = ContainerState(), []
     for look, probe in looks:
-        state, seen = update_container(state, look, probe, limit_bytes=None)
-        kills.append(None if seen is None else seen.oom_kills)
+        state, host_memory = update_container(state, look, probe, limit_bytes=None)
+        kills.append(None if host_memory is None else host_memory.oom_kills)
 
     assert kills == [0, 1, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("before", [0, 1])
-def test_an_old_kill_is_no_new_one_where_the_probe_reads_on_after_the_engine_has_ended(before: int) -> None:
+@pytest.mark.parametrize("kills_before", [0, 1])
+def test_an_old_kill_is_no_new_one_where_the_probe_reads_on_after_the_engine_has_ended(kills_before: int) -> None:
     """Seen on a real vLLM: torch ran out of memory, and an older kill made the kernel the surely named cause."""
-    there = readings(SERVER, cgroup=replace(CGROUP, oom_kills=before))
-    inside = probed(HostReading(cgroup=replace(CGROUP, identity="probe", oom_kills=before)))
-    later = probed(HostReading(cgroup=replace(CGROUP, identity="probe", oom_kills=before + 1)))
+    there = readings(SERVER, cgroup=replace(CGROUP, oom_kills=kills_before))
+    inside = probed(HostReading(cgroup=replace(CGROUP, identity="probe", oom_kills=kills_before)))
+    later = probed(HostReading(cgroup=replace(CGROUP, identity="probe", oom_kills=kills_before + 1)))
     state, kills = ContainerState(), []
-    again = readings(replace(SERVER, pid=30), cgroup=replace(CGROUP, oom_kills=before + 1))
+    again = readings(replace(SERVER, pid=30), cgroup=replace(CGROUP, oom_kills=kills_before + 1))
     for look, probe in ((there, inside), (gone(5), inside), (gone(5), later), (again, later)):
-        state, seen = update_container(state, look, probe, limit_bytes=None)
-        kills.append(seen and seen.oom_kills)
+        state, host_memory = update_container(state, look, probe, limit_bytes=None)
+        kills.append(host_memory and host_memory.oom_kills)
 
-    assert kills == [before, before, before + 1, before + 1]
+    assert kills == [kills_before, kills_before, kills_before + 1, kills_before + 1]
 
 
 def test_a_container_that_starts_its_count_again_is_another() -> None:
     def inside(began: float, kills: int) -> ProbeReadings:
         block = HostReading(cgroup=replace(CGROUP, identity="probe", cache_bytes=0, oom_kills=kills))
-        return ProbeReadings(present=tuple(replace(each, started_at_seconds=began) for each in probed(block).present))
+        return ProbeReadings(
+            present=tuple(replace(process, started_at_seconds=began) for process in probed(block).present)
+        )
 
     state, kills = ContainerState(), []
     for began, count in ((1.0, 2), (2.0, 0), (2.0, 1), (3.0, 1)):
-        state, seen = update_container(state, failure(Source.PROCESS), inside(began, count), limit_bytes=None)
-        kills.append(seen and seen.oom_kills)
+        state, host_memory = update_container(state, failure(Source.PROCESS), inside(began, count), limit_bytes=None)
+        kills.append(host_memory and host_memory.oom_kills)
 
     assert kills == [2, 2, 3, 3]
 
@@ -272,11 +278,11 @@ def follow_figures(
     looks: Iterable[tuple[ProcessReadings | Failure, ProbeReadings | None]],
 ) -> list[tuple[HostBasis | None, int | None]]:
     """Return basis and limit after each look."""
-    state, found = ContainerState(), []
+    state, figures = ContainerState(), []
     for look, probe in looks:
-        state, seen = update_container(state, look, probe, limit_bytes=32 * GIB)
-        found.append((None, None) if seen is None else (seen.basis, seen.limit_bytes))
-    return found
+        state, host_memory = update_container(state, look, probe, limit_bytes=32 * GIB)
+        figures.append((None, None) if host_memory is None else (host_memory.basis, host_memory.limit_bytes))
+    return figures
 
 
 def test_while_a_run_lasts_its_figures_keep_their_scope() -> None:
@@ -311,7 +317,7 @@ def test_while_a_run_lasts_its_figures_keep_their_scope() -> None:
 
 
 def test_what_is_swapped_out_is_that_of_the_scope() -> None:
-    swapping = tuple(replace(each, swap_bytes=GIB) for each in (SERVER, CORE))
+    swapping = tuple(replace(process, swap_bytes=GIB) for process in (SERVER, CORE))
     machine = replace(MACHINE, swap_bytes=8 * GIB, swap_free_bytes=5 * GIB)
     on_machine = readings(SERVER, cgroup=replace(CGROUP, limit_bytes=None))
     looks = {
@@ -321,7 +327,7 @@ def test_what_is_swapped_out_is_that_of_the_scope() -> None:
         readings(SERVER, CORE): None,
     }
 
-    assert [seen and seen.swap_bytes for seen in map(host, looks)] == list(looks.values())
+    assert [host_memory and host_memory.swap_bytes for host_memory in map(host, looks)] == list(looks.values())
 
 
 def test_resident_and_swapped_out_memory_are_summed_by_role() -> None:
@@ -341,7 +347,7 @@ def test_resident_and_swapped_out_memory_are_summed_by_role() -> None:
 
 
 def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:
-    seen = replace(
+    known_snapshot = replace(
         snapshot(processes=(SERVER,)),
         host=HostMemory(used_bytes=5, limit_bytes=9, shm_used_bytes=0, shm_limit_bytes=4, oom_kills=0),
     )
@@ -353,16 +359,16 @@ def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:
         catalog.HOST_OOM_KILLS,
     )
 
-    assert [values(derive_host_memory(seen), metric).get(()) for metric in metrics] == [5, 9, 0, 4, 0]
-    unknown = replace(seen, host=HostMemory(used_bytes=5))
+    assert [values(derive_host_memory(known_snapshot), metric).get(()) for metric in metrics] == [5, 9, 0, 4, 0]
+    unknown = replace(known_snapshot, host=HostMemory(used_bytes=5))
     assert [values(derive_host_memory(unknown), metric).get(()) for metric in metrics] == [5, None, None, None, None]
-    found = {sample.metric for sample in derive_host_memory(replace(seen, host=None))}
-    assert found == {catalog.HOST_MEMORY, catalog.HOST_MEMORY_KIND}
+    metrics_left = {sample.metric for sample in derive_host_memory(replace(known_snapshot, host=None))}
+    assert metrics_left == {catalog.HOST_MEMORY, catalog.HOST_MEMORY_KIND}
 
 
 def test_the_pressure_is_the_containers_else_the_machines() -> None:
     machine = replace(MACHINE, pressure_ratio=0.5)
-    found = [
+    host_memories = [
         host(ProcessReadings(
             engine=(SERVER,),
             visible_pids=frozenset(),
@@ -372,4 +378,8 @@ def test_the_pressure_is_the_containers_else_the_machines() -> None:
         for cgroup in (replace(CGROUP, pressure_ratio=0.25), CGROUP, None)
     ]  # fmt: skip
 
-    assert [None if each is None else each.pressure_ratio for each in found] == [0.25, 0.5, 0.5]
+    assert [None if host_memory is None else host_memory.pressure_ratio for host_memory in host_memories] == [
+        0.25,
+        0.5,
+        0.5,
+    ]

@@ -11,9 +11,9 @@ from vllm_headroom.model import Sample, Snapshot
 from vllm_headroom.vocabulary import Source
 
 
-def answer(given: Snapshot, configured_bytes: float | None = None) -> dict[str, dict[tuple[str, ...], float]]:
+def answer(given_snapshot: Snapshot, configured_bytes: float | None = None) -> dict[str, dict[tuple[str, ...], float]]:
     samples: dict[str, dict[tuple[str, ...], float]] = {}
-    for sample in derive_discrepancy(given, configured_bytes=configured_bytes):
+    for sample in derive_discrepancy(given_snapshot, configured_bytes=configured_bytes):
         samples.setdefault(sample.metric.name, {})[sample.labels] = sample.value
     return samples
 
@@ -100,9 +100,9 @@ def test_a_gpu_that_is_not_the_engines_has_no_report() -> None:
 
 @pytest.mark.parametrize("source", [Source.ENGINE, Source.NVML])
 def test_a_failed_side_is_never_filled_in(source: Source) -> None:
-    seen = snapshot(engines=failure(source)) if source is Source.ENGINE else snapshot(gpus=failure(source))
+    failed_snapshot = snapshot(engines=failure(source)) if source is Source.ENGINE else snapshot(gpus=failure(source))
 
-    assert derive_discrepancy(seen, configured_bytes=1.0) == ()
+    assert derive_discrepancy(failed_snapshot, configured_bytes=1.0) == ()
 
 
 def test_a_lost_gpu_has_no_report() -> None:

@@ -17,17 +17,17 @@ HOLDER = Guardrail(near_seconds=LEAST, quiet_hour=None, is_holder=True)
 
 
 def ask(
-    left: float | None,
+    left_seconds: float | None,
     *,
     metric: Metric = catalog.TIME_TO_OOM_LOWER,
     state: EngineState = EngineState.SERVING,
-    least: float | None = LEAST,
+    least_seconds: float | None = LEAST,
     guardrail: Guardrail | None = HOLDER,
 ) -> tuple[Gate, tuple[Sample, ...]]:
     """Return the gate where so many seconds are left."""
     labels = A_GPU if metric is catalog.TIME_TO_OOM_LOWER else ()
-    values = Values(() if left is None else (Sample(metric, labels, left),))
-    return derive_gate(replace(snapshot(), engine_status=EngineStatus(state=state)), values, least, guardrail)
+    values = Values(() if left_seconds is None else (Sample(metric, labels, left_seconds),))
+    return derive_gate(replace(snapshot(), engine_status=EngineStatus(state=state)), values, least_seconds, guardrail)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_it_closes_where_out_of_memory_is_near(metric: Metric, whose: str) -> No
 
 @pytest.mark.parametrize("guardrail", [None, replace(HOLDER, is_holder=False)])
 def test_it_closes_for_out_of_memory_only_where_this_pod_holds_the_lease(guardrail: Guardrail | None) -> None:
-    for left in (0.0, 1.0):
-        assert ask(left, guardrail=guardrail)[0].reason is None
+    for left_seconds in (0.0, 1.0):
+        assert ask(left_seconds, guardrail=guardrail)[0].reason is None
     assert ask(1.0, guardrail=guardrail, state=EngineState.STALLED)[0].reason is not None
 
 
@@ -55,12 +55,12 @@ def test_it_closes_for_a_stall_and_for_nothing_that_is_unknown() -> None:
 
 
 def test_without_configuration_it_is_open_and_has_no_series() -> None:
-    assert ask(1.0, least=None) == (OPEN, ())
-    assert ask(1.0, least=None, guardrail=None) == (OPEN, ())
+    assert ask(1.0, least_seconds=None) == (OPEN, ())
+    assert ask(1.0, least_seconds=None, guardrail=None) == (OPEN, ())
 
 
 def find_due(
-    left: float,
+    left_seconds: float,
     *,
     leak: LeakState = LeakState.LEAKING,
     state: EngineState = EngineState.SERVING,
@@ -71,14 +71,21 @@ def find_due(
 ) -> str | None:
     """Return why the pod is to be evicted with so many seconds left, at this hour of the day."""
     samples = (
-        (Sample(catalog.HOST_LEAK_STATE, ("worker", leak), 1.0), Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), left))
+        (
+            Sample(catalog.HOST_LEAK_STATE, ("worker", leak), 1.0),
+            Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), left_seconds),
+        )
         if is_host
-        else (Sample(catalog.LEAK_STATE, (*A_GPU, leak), 1.0), Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, left))
+        else (Sample(catalog.LEAK_STATE, (*A_GPU, leak), 1.0), Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, left_seconds))
     )
-    seen = replace(snapshot(), engine_status=EngineStatus(state=state), time_seconds=1_760_054_400.0 + 3600.0 * hour)
+    due_snapshot = replace(
+        snapshot(), engine_status=EngineStatus(state=state), time_seconds=1_760_054_400.0 + 3600.0 * hour
+    )
     engine_bytes = 60 if is_holder_known else None
-    seen = replace(seen, gpus=tuple(replace(gpu, engine_bytes=engine_bytes) for gpu in seen.devices))
-    return derive_gate(seen, Values(samples), None, replace(HOLDER, quiet_hour=quiet_hour))[0].due
+    due_snapshot = replace(
+        due_snapshot, gpus=tuple(replace(gpu, engine_bytes=engine_bytes) for gpu in due_snapshot.devices)
+    )
+    return derive_gate(due_snapshot, Values(samples), None, replace(HOLDER, quiet_hour=quiet_hour))[0].due
 
 
 @pytest.mark.parametrize(("is_host", "whose"), [(False, "GPU 0"), (True, "the host")])
@@ -93,7 +100,7 @@ def test_growth_that_may_be_another_process_s_is_not_due_for_an_eviction_would_n
 
 def test_no_other_state_of_a_leak_or_an_engine_is_due() -> None:
     assert [state for state in LeakState if find_due(1.0, leak=state)] == [LeakState.LEAKING]
-    assert [each for each in EngineState if find_due(1.0, state=each)] == [EngineState.SERVING]
+    assert [engine_state for engine_state in EngineState if find_due(1.0, state=engine_state)] == [EngineState.SERVING]
 
 
 def test_the_end_of_one_gpu_and_the_leak_of_another_are_not_taken_together() -> None:
@@ -116,6 +123,6 @@ def test_in_the_quiet_hour_a_leak_is_due_a_day_before_its_end() -> None:
 
 def test_the_evictions_that_were_asked_for_are_shown() -> None:
     requests = ((EvictionResult.ACCEPTED, 0), (EvictionResult.REFUSED, 3))
-    _, samples = ask(None, least=None, guardrail=replace(HOLDER, requests=requests))
+    _, samples = ask(None, least_seconds=None, guardrail=replace(HOLDER, requests=requests))
 
     assert samples == tuple(Sample(catalog.EVICTION_REQUESTS, (result,), n) for result, n in requests)

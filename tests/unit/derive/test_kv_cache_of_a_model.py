@@ -27,10 +27,10 @@ ONE_GPU = (gpu(),)
 
 
 def capacity_bytes(
-    name: str, *, gpus: Any = ONE_GPU, bytes_per_token: float | None = None, **known: Any
+    name: str, *, gpus: Any = ONE_GPU, bytes_per_token: float | None = None, **engine_fields: Any
 ) -> list[float]:
-    seen = snapshot(engines=page(engine(kv_capacity_tokens=1000.0, **known)), gpus=gpus)
-    samples = derive_kv_cache(seen, bytes_per_token=bytes_per_token, model=of_model(name))
+    cache_snapshot = snapshot(engines=page(engine(kv_capacity_tokens=1000.0, **engine_fields)), gpus=gpus)
+    samples = derive_kv_cache(cache_snapshot, bytes_per_token=bytes_per_token, model=of_model(name))
     return [sample.value for sample in samples if sample.metric is catalog.ENGINE_KV_CAPACITY_BYTES]
 
 

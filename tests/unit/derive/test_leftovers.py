@@ -23,7 +23,7 @@ def after(processes: ProcessReadings) -> Gpu:
 @pytest.mark.parametrize(
     ("processes", "fate"),
     [
-        (engine(visible=(1, 99), left=(7,)), Fate.ORPHANED),
+        (engine(visible=(1, 99), orphans=(7,)), Fate.ORPHANED),
         (replace(engine(visible=(1, 7, 99)), zombies=frozenset({7})), Fate.ZOMBIE),
         (engine(visible=(1, 99)), Fate.VANISHED),
     ],
@@ -56,8 +56,8 @@ def test_what_nobody_saw_alive_is_missed_where_all_processes_show_and_nowhere_el
 
 
 def test_a_core_whose_server_nobody_saw_is_left_behind_and_not_this_engines() -> None:
-    seen = replace(engine(7, visible=(1, 8)), strays=frozenset({8}))
-    (gpu,) = last((gpus(device(0, (7, 5 * GIB), (8, GIB), used=6 * GIB)), seen))
+    process_readings = replace(engine(7, visible=(1, 8)), strays=frozenset({8}))
+    (gpu,) = last((gpus(device(0, (7, 5 * GIB), (8, GIB), used=6 * GIB)), process_readings))
 
     assert gpu.leftovers == (Leftover(pid=8, fate=Fate.ORPHANED, used_bytes=GIB),)
     assert (gpu.engine_bytes, gpu.other_bytes) == (5 * GIB, GIB)
@@ -75,18 +75,18 @@ def test_memory_of_a_process_that_is_exiting_stays_the_engines_and_is_no_leftove
 
 
 def test_a_zombie_is_nobodys_neighbour() -> None:
-    seen = replace(engine(7, visible=(1, 55)), zombies=frozenset({55}))
-    (gpu,) = last((gpus(device(0, (7, 5 * GIB), (55, GIB), used=6 * GIB)), seen))
+    process_readings = replace(engine(7, visible=(1, 55)), zombies=frozenset({55}))
+    (gpu,) = last((gpus(device(0, (7, 5 * GIB), (55, GIB), used=6 * GIB)), process_readings))
 
     assert (gpu.engine_bytes, gpu.other_bytes) == (5 * GIB, 0)
 
 
 def test_where_pids_or_their_memory_are_not_reported_truly_neither_is_this() -> None:
-    left = engine(visible=(1,), left=(7,))
+    orphaned_readings = engine(visible=(1,), orphans=(7,))
 
-    assert last((gpus(device(0, (7, GIB)), driver=OLD_DRIVER), left))[0].leftovers == ()
-    (told,) = last((gpus(device(0, (7, GIB)), driver=MIDDLE_DRIVER), left))[0].leftovers
-    assert told == Leftover(pid=7, fate=Fate.ORPHANED, used_bytes=None)
+    assert last((gpus(device(0, (7, GIB)), driver=OLD_DRIVER), orphaned_readings))[0].leftovers == ()
+    (leftover,) = last((gpus(device(0, (7, GIB)), driver=MIDDLE_DRIVER), orphaned_readings))[0].leftovers
+    assert leftover == Leftover(pid=7, fate=Fate.ORPHANED, used_bytes=None)
 
 
 def test_it_is_said_with_what_to_do() -> None:
@@ -104,7 +104,7 @@ def test_it_is_said_with_what_to_do() -> None:
 
 
 def test_what_is_on_no_gpu_that_is_reported_is_named_by_its_pids() -> None:
-    (gpu,) = last(BEFORE, (BEFORE[0], engine(visible=(1, 99), left=(7,))))
+    (gpu,) = last(BEFORE, (BEFORE[0], engine(visible=(1, 99), orphans=(7,))))
 
     assert describe_orphans(frozenset({7}), (gpu,)) is None
     assert describe_orphans(frozenset({7, 8}), (gpu,)) == (

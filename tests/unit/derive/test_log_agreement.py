@@ -38,7 +38,7 @@ def see(ratio: float | None = 0.95, **parts: Any) -> Snapshot:
 
 
 @pytest.mark.parametrize(
-    ("seen", "names"),
+    ("compared", "names"),
     [
         (see(weights_bytes=WEIGHTS, kv_cache_bytes=CACHE), []),
         (see(weights_bytes=WEIGHTS + 60 * 2**20, kv_cache_bytes=CACHE // 2), []),
@@ -53,17 +53,17 @@ def see(ratio: float | None = 0.95, **parts: Any) -> Snapshot:
         (replace(see(0.5, weights_bytes=1), engine_status=None), []),
     ],
 )
-def test_what_both_know_is_compared(seen: Snapshot, names: list[str]) -> None:
-    assert [text.partition(":")[0] for text in find_disagreements(seen)] == names
+def test_what_both_know_is_compared(compared: Snapshot, names: list[str]) -> None:
+    assert [text.partition(":")[0] for text in find_disagreements(compared)] == names
 
 
 def test_a_disagreement_that_lasts_is_logged_once() -> None:
     subject = Transitions(Selection(everything=True))
     problems = []
     for step in range(6):
-        seen = replace(see(weights_bytes=15 * GIB + step), monotonic_seconds=step * DISAGREEING_SECONDS / 2)
+        differing = replace(see(weights_bytes=15 * GIB + step), monotonic_seconds=step * DISAGREEING_SECONDS / 2)
         with capture_logs() as lines:
-            subject.report(seen)
+            subject.report(differing)
         problems += [(step, line["problem"]) for line in lines if "disagrees" in line["event"]]
 
     assert problems == [(2, "weights: 34 GiB by the log, 15 GiB by the probe")]

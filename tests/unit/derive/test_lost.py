@@ -42,10 +42,10 @@ def test_where_more_do_not_open_than_are_missing_nobody_knows_which_is_the_engin
 
 
 def test_another_that_is_the_only_one_left_is_not_the_engines() -> None:
-    left = gpu(index=0, uuid="GPU-a", attribution=Attribution.SINGLE)
+    remaining_gpu = gpu(index=0, uuid="GPU-a", attribution=Attribution.SINGLE)
 
-    assert owned(make_snapshot(left, had=("GPU-b",))) == []
-    assert owned(make_snapshot(left, had=("GPU-a", "GPU-b"))) == [(0, "GPU-a")]
+    assert owned(make_snapshot(remaining_gpu, had=("GPU-b",))) == []
+    assert owned(make_snapshot(remaining_gpu, had=("GPU-a", "GPU-b"))) == [(0, "GPU-a")]
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,18 @@ from vllm_headroom.derive.sums import sum_known
 
 
 @pytest.mark.parametrize(
-    ("values", "whole"), [((1.0, 2.0), 3.0), ((0.0,), 0.0), ((1.0, None), None), ((None,), None), ((), None)]
+    ("values", "expected_sum"), [((1.0, 2.0), 3.0), ((0.0,), 0.0), ((1.0, None), None), ((None,), None), ((), None)]
 )
-def test_the_sum_of_what_is_not_all_known_is_unknown(values: tuple[float | None, ...], whole: float | None) -> None:
-    assert sum_known(values) == whole
+def test_the_sum_of_what_is_not_all_known_is_unknown(
+    values: tuple[float | None, ...], expected_sum: float | None
+) -> None:
+    assert sum_known(values) == expected_sum
 
 
 def test_engines_without_a_name_do_not_count() -> None:
     both = page(engine("0", running=2.0, finished_total=5.0), engine("1", model_name=""))
 
-    assert [each.engine for each in list_named(both)] == ["0"]
+    assert [named_engine.engine for named_engine in list_named(both)] == ["0"]
     assert (count_running(both), count_finished(both)) == (2.0, 5.0)
     assert (count_running(page()), count_finished(page())) == (None, None)
 
@@ -31,7 +33,7 @@ def test_a_run_is_named_by_its_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "anew"),
+    ("run_before", "now", "anew"),
     [
         (("a", 5.0), ("a", 6.0), False),
         (("a", 5.0), ("b", 6.0), True),
@@ -47,16 +49,24 @@ def test_a_run_is_named_by_its_start() -> None:
     ],
 )
 def test_what_is_unknown_or_began_earlier_tells_of_no_other_run(
-    before: tuple[str | None, float | None], now: tuple[str | None, float | None], *, anew: bool
+    run_before: tuple[str | None, float | None], now: tuple[str | None, float | None], *, anew: bool
 ) -> None:
-    assert is_new_run(before[0], now[0], before[1], now[1]) is anew
+    assert is_new_run(run_before[0], now[0], run_before[1], now[1]) is anew
 
 
 @pytest.mark.parametrize(
-    ("said", "whole"), [((True, True), True), ((True, False), False), ((True, None), True), ((None, None), None)]
+    ("awake_by_rank", "is_awake"),
+    [((True, True), True), ((True, False), False), ((True, None), True), ((None, None), None)],
 )
-def test_one_engine_that_sleeps_is_a_server_that_sleeps(said: tuple[bool | None, ...], *, whole: bool | None) -> None:
-    assert is_page_awake(page(*(engine(str(rank), awake=each) for rank, each in enumerate(said)))) is whole
+def test_one_engine_that_sleeps_is_a_server_that_sleeps(
+    awake_by_rank: tuple[bool | None, ...], *, is_awake: bool | None
+) -> None:
+    assert (
+        is_page_awake(
+            page(*(engine(str(rank), awake=is_rank_awake) for rank, is_rank_awake in enumerate(awake_by_rank)))
+        )
+        is is_awake
+    )
 
 
 def test_an_engine_that_sleeps_runs_nothing_whatever_is_frozen_in_it() -> None:

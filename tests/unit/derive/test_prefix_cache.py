@@ -23,8 +23,8 @@ def counters(queries: float, hits: float) -> EnginePage:
 def ratio_after(*pages: tuple[float, EnginePage | Failure]) -> float | None:
     state = PrefixCacheState()
     samples: tuple[Sample, ...] = ()
-    for at, seen in pages:
-        state, samples = derive_prefix_cache(state, snapshot(at=at, engines=seen))
+    for at, page_or_failure in pages:
+        state, samples = derive_prefix_cache(state, snapshot(at=at, engines=page_or_failure))
     return values(samples, catalog.ENGINE_PREFIX_HIT_RATIO).get(AN_ENGINE)
 
 
@@ -56,10 +56,10 @@ def test_a_counter_that_fell_began_again_from_zero() -> None:
 
 
 def test_what_a_run_counted_ends_with_it() -> None:
-    before = ((0.0, counters(0, 0)), (5.0, counters(1000, 900)))
+    pages_before = ((0.0, counters(0, 0)), (5.0, counters(1000, 900)))
 
-    assert ratio_after(*before, (10.0, counters(0, 0))) is None
-    assert ratio_after(*before, (10.0, counters(0, 0)), (15.0, counters(40, 10))) == 0.25
+    assert ratio_after(*pages_before, (10.0, counters(0, 0))) is None
+    assert ratio_after(*pages_before, (10.0, counters(0, 0)), (15.0, counters(40, 10))) == 0.25
 
 
 def test_hits_that_fell_tell_a_restart_even_where_the_queries_have_overtaken_what_they_were() -> None:
@@ -71,10 +71,10 @@ def test_hits_cannot_exceed_queries() -> None:
 
 
 def test_a_failed_page_shows_no_ratio_and_keeps_the_window() -> None:
-    before = ((0.0, counters(0, 0)), (5.0, counters(100, 50)), (10.0, failure(Source.ENGINE)))
+    pages_before = ((0.0, counters(0, 0)), (5.0, counters(100, 50)), (10.0, failure(Source.ENGINE)))
 
-    assert ratio_after(*before) is None
-    assert ratio_after(*before, (15.0, counters(100, 50))) == 0.5
+    assert ratio_after(*pages_before) is None
+    assert ratio_after(*pages_before, (15.0, counters(100, 50))) == 0.5
 
 
 def test_an_engine_off_the_page_is_forgotten_after_a_window() -> None:

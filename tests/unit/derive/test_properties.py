@@ -42,28 +42,28 @@ pages = st.builds(
 @st.composite
 def devices(draw: st.DrawFn) -> tuple[Gpu, ...]:
     count = draw(st.integers(0, 3))
-    made = []
+    drawn_gpus = []
     for index in range(count):
         total = draw(st.integers(1, 2**50))
         used = draw(st.integers(0, total))
         engine = draw(st.none() | st.integers(0, used))
-        other = None if engine is None else draw(st.integers(0, used - engine))
+        other_bytes = None if engine is None else draw(st.integers(0, used - engine))
         attribution = draw(st.none() | st.sampled_from(Attribution))
         memory = draw(st.booleans())
-        made.append(
+        drawn_gpus.append(
             gpu(
                 index=index,
                 uuid=f"GPU-{index}",
                 total=total,
                 used=used,
                 engine=engine,
-                other=other,
+                other=other_bytes,
                 attribution=attribution,
                 memory=memory,
                 utilization_ratio=draw(st.none() | ratios),
             )
         )
-    return tuple(made)
+    return tuple(drawn_gpus)
 
 
 processes = st.lists(
@@ -79,18 +79,18 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         "gpus": (draw(devices()), failure(Source.NVML)),
         "processes": (draw(processes), failure(Source.PROCESS)),
     }
-    seen = {name: draw(st.sampled_from(choices)) for name, choices in either.items()}
-    return snapshot(at=draw(st.floats(0, 1e6)), **seen)
+    parts = {name: draw(st.sampled_from(choices)) for name, choices in either.items()}
+    return snapshot(at=draw(st.floats(0, 1e6)), **parts)
 
 
-@given(seen=st.lists(snapshots(), min_size=1, max_size=4), bytes_per_token=st.none() | amounts.filter(bool))
+@given(drawn_snapshots=st.lists(snapshots(), min_size=1, max_size=4), bytes_per_token=st.none() | amounts.filter(bool))
 def test_no_derivation_yields_an_absurd_number_a_foreign_label_or_a_series_twice(
-    seen: list[Snapshot], bytes_per_token: float | None
+    drawn_snapshots: list[Snapshot], bytes_per_token: float | None
 ) -> None:
     for derivation in build_derivations(reported_bytes=1e9, kv_bytes_per_token=bytes_per_token):
         state = derivation.initial
-        for each in sorted(seen, key=lambda snapshot: snapshot.monotonic_seconds):
-            state, samples = answer(derivation, state, each)
+        for drawn_snapshot in sorted(drawn_snapshots, key=lambda snapshot: snapshot.monotonic_seconds):
+            state, samples = answer(derivation, state, drawn_snapshot)
             for sample in samples:
                 assert isfinite(sample.value)
                 assert sample.value >= 0 or sample.metric.name in SIGNED

@@ -11,8 +11,8 @@ from vllm_headroom.model import Fate, Leftover
 from vllm_headroom.vocabulary import Source
 
 
-def derive_held_bytes(**known: int | None) -> dict[tuple[str, ...], float]:
-    return values(derive_readings(snapshot(gpus=(gpu(used=900, **known),))), catalog.GPU_MEMORY_HELD)  # type: ignore[arg-type]
+def derive_held_bytes(**gpu_fields: int | None) -> dict[tuple[str, ...], float]:
+    return values(derive_readings(snapshot(gpus=(gpu(used=900, **gpu_fields),))), catalog.GPU_MEMORY_HELD)  # type: ignore[arg-type]
 
 
 def test_the_ledger_sums_to_used() -> None:
@@ -46,14 +46,16 @@ def test_a_lost_gpu_keeps_its_name_and_nothing_else() -> None:
 
 
 def test_what_no_engine_holds_any_more_is_summed_as_far_as_it_is_reported() -> None:
-    left = tuple(Leftover(pid=pid, fate=Fate.ZOMBIE, used_bytes=used) for pid, used in ((7, 40), (8, 2), (9, None)))
+    leftovers = tuple(
+        Leftover(pid=pid, fate=Fate.ZOMBIE, used_bytes=used) for pid, used in ((7, 40), (8, 2), (9, None))
+    )
 
     def told(*leftovers: Leftover) -> dict[tuple[str, ...], float]:
         return values(
             derive_readings(snapshot(gpus=(replace(gpu(), leftovers=leftovers),))), catalog.GPU_MEMORY_LEFT_BEHIND
         )
 
-    assert (told(*left), told(left[2]), told()) == ({A_GPU: 42.0}, {}, {})
+    assert (told(*leftovers), told(leftovers[2]), told()) == ({A_GPU: 42.0}, {}, {})
 
 
 def test_xid_errors_are_counted_by_code() -> None:

@@ -18,7 +18,7 @@ class Night:
 
     def look(
         self,
-        held: int | None,
+        held_bytes: int | None,
         *,
         awake: bool | None = False,
         started: float = 1.0,
@@ -26,21 +26,23 @@ class Night:
         to_wake: int | None = None,
     ) -> float | None:
         self.at += 10.0
-        told = page(engine(awake=awake, started_at_seconds=started)) if engines is None else engines
-        seen = snapshot(at=self.at, engines=told, gpus=self.gpus(held))
+        engine_page = page(engine(awake=awake, started_at_seconds=started)) if engines is None else engines
+        tick_snapshot = snapshot(at=self.at, engines=engine_page, gpus=self.gpus(held_bytes))
         if to_wake is not None:
-            seen = replace(seen, engine_status=EngineStatus(state=EngineState.ASLEEP, wake_bytes=(("GPU-a", to_wake),)))
-        self._state, samples = derive_sleep(self._state, seen)
+            tick_snapshot = replace(
+                tick_snapshot, engine_status=EngineStatus(state=EngineState.ASLEEP, wake_bytes=(("GPU-a", to_wake),))
+            )
+        self._state, samples = derive_sleep(self._state, tick_snapshot)
         return values(samples, catalog.SLEEP_RESIDUE).get(("0", "GPU-a"))
 
-    def gpus(self, held: int | None) -> tuple[Gpu, ...]:
-        return (gpu(held=held),)
+    def gpus(self, held_bytes: int | None) -> tuple[Gpu, ...]:
+        return (gpu(held=held_bytes),)
 
-    def slept(self, held: int) -> float | None:
+    def slept(self, held_bytes: int) -> float | None:
         """Let it sleep until that has settled."""
         for _ in range(int(FREEING_SECONDS / 10)):
-            self.look(held)
-        return self.look(held)
+            self.look(held_bytes)
+        return self.look(held_bytes)
 
 
 def test_what_is_held_a_moment_after_it_fell_asleep_is_the_residue() -> None:

@@ -58,11 +58,11 @@ def make_snapshot(engine_state: EngineState = EngineState.SERVING) -> Snapshot:
 
 
 def of(subject: str, *samples: Sample, at: Snapshot | None = None) -> Verdict:
-    found = [
+    verdicts = [
         verdict for verdict in judge_snapshot(at or make_snapshot(), Values(samples)) if verdict.subject == subject
     ]
-    assert found, subject
-    return found[0]
+    assert verdicts, subject
+    return verdicts[0]
 
 
 LEAK: Final = (
@@ -168,8 +168,8 @@ def test_a_gpu_that_a_list_leaves_out_is_not_passed_over_in_silence() -> None:
     )
     assert verdict.level is Level.WARNING
     dead = Leftover(pid=7, fate=Fate.ORPHANED, used_bytes=70 * GIB)
-    for other in (replace(left_out, engine_bytes=0), replace(left_out, leftovers=(dead,))):
-        verdicts = judge_snapshot(replace(at, gpus=(gpu(), other)), Values(()))
+    for unlisted_gpu in (replace(left_out, engine_bytes=0), replace(left_out, leftovers=(dead,))):
+        verdicts = judge_snapshot(replace(at, gpus=(gpu(), unlisted_gpu)), Values(()))
         assert not [verdict for verdict in verdicts if verdict.subject == "GPU 1"]
 
 
@@ -179,17 +179,17 @@ def test_what_is_not_known_of_a_leak_is_not_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "location_text"),
     [
         (LeakLocation.TENSORS, "tensors"),
         (LeakLocation.FRAGMENTATION, "what torch has reserved and cannot use"),
         (LeakLocation.OUTSIDE_TORCH, "what torch knows nothing of"),
     ],
 )
-def test_where_it_leaks_is_said_where_the_probe_knows_it(where: LeakLocation, said: str) -> None:
+def test_where_it_leaks_is_said_where_the_probe_knows_it(where: LeakLocation, location_text: str) -> None:
     verdict = of("GPU 0", state(LeakState.LEAKING), LEAK[1], state(where, catalog.LEAK_LOCATION))
 
-    assert verdict.sentence == f"GPU 0 leaks 12.6 MiB per 1,000 requests, in {said}."
+    assert verdict.sentence == f"GPU 0 leaks 12.6 MiB per 1,000 requests, in {location_text}."
 
 
 def test_with_less_than_an_hour_left_the_runbook_is_the_pages() -> None:
@@ -265,10 +265,10 @@ def test_each_state_of_the_engine_has_its_sentence(engine_state: EngineState) ->
 def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
     at = replace(make_snapshot(), engine_status=EngineStatus(state=EngineState.DOWN, was_seen=False))
 
-    said = of("engine", at=at)
-    assert (said.level, said.alert) == (Level.UNKNOWN, None)
+    verdict = of("engine", at=at)
+    assert (verdict.level, verdict.alert) == (Level.UNKNOWN, None)
     assert (
-        said.sentence
+        verdict.sentence
         == "The engine has not been seen yet: its metrics page does not answer and no engine process is running."
     )
 
@@ -289,10 +289,10 @@ def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
             make_snapshot(),
             engine_status=EngineStatus(state=EngineState.SERVING, first_room_bytes=((A_GPU[1], first_mib * MIB),)),
         )
-        found = of(
+        verdict = of(
             "GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_FREE, A_GPU, float(free_mib * MIB)), at=at
         )
-        return found.level, found.alert
+        return verdict.level, verdict.alert
 
     low = (Level.WARNING, "HeadroomGpuMemoryLow")
     assert [said(500, 5000), said(100, 300)] == [low, low]
@@ -372,8 +372,8 @@ def test_without_a_page_it_is_said_what_the_engine_was(doing: EngineState, says:
     """Its state stays what it was for a minute, in which nobody knows that it still serves."""
     at = replace(make_snapshot(doing), engines=failure(Source.ENGINE))
 
-    said = of("engine", at=at)
-    assert (said.level, said.sentence) == (Level.UNKNOWN, f"The engine {says}; it failed.")
+    verdict = of("engine", at=at)
+    assert (verdict.level, verdict.sentence) == (Level.UNKNOWN, f"The engine {says}; it failed.")
 
 
 @pytest.mark.parametrize(
@@ -396,9 +396,9 @@ def test_without_a_page_it_is_said_what_the_engine_was(doing: EngineState, says:
 def test_an_idle_engine_that_hangs_is_described_by_its_signs(
     doing: EngineState, signs: tuple[HangSign, ...], level: Level, says: str
 ) -> None:
-    said = of("engine", at=replace(make_snapshot(), engine_status=EngineStatus(state=doing, hang_signs=signs)))
+    verdict = of("engine", at=replace(make_snapshot(), engine_status=EngineStatus(state=doing, hang_signs=signs)))
 
-    assert (said.level, said.sentence, said.alert) == (level, f"The engine {says}.", "HeadroomEngineStalled")
+    assert (verdict.level, verdict.sentence, verdict.alert) == (level, f"The engine {says}.", "HeadroomEngineStalled")
 
 
 @pytest.mark.parametrize(
@@ -414,9 +414,9 @@ def test_a_silent_server_on_a_machine_that_is_short_of_cpu_is_starved(
     doing: EngineState, pressure: float | None, says: str
 ) -> None:
     server = replace(SERVER, cpu_pressure_ratio=pressure)
-    said = of("engine", at=replace(make_snapshot(doing), engines=failure(Source.ENGINE), processes=(server,)))
+    verdict = of("engine", at=replace(make_snapshot(doing), engines=failure(Source.ENGINE), processes=(server,)))
 
-    assert said.sentence == f"The engine {says}."
+    assert verdict.sentence == f"The engine {says}."
 
 
 def test_a_run_that_nobody_follows_is_not_known() -> None:
@@ -452,7 +452,7 @@ def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None
 def test_growth_on_the_host_has_the_alert_of_its_time(left_hours: float, leaking: str, growing: str) -> None:
     sample = Sample(catalog.HOST_TIME_TO_OOM, (), left_hours * HOUR)
     sure, unsure = (
-        state(each, catalog.HOST_LEAK_STATE, ("worker",)) for each in (LeakState.LEAKING, LeakState.GROWING)
+        state(leak_state, catalog.HOST_LEAK_STATE, ("worker",)) for leak_state in (LeakState.LEAKING, LeakState.GROWING)
     )
 
     assert (of("host memory", sure, sample).alert, of("host memory", unsure, sample).alert) == (leaking, growing)
@@ -477,7 +477,7 @@ def test_host_memory_is_judged_in_the_words_of_a_gpu(leak: LeakState, level: Lev
 
 
 @pytest.mark.parametrize(
-    ("watched", "said"),
+    ("watched", "sentence_end"),
     [
         (720.0, ": watched for 12 min 0 s, no leak seen"),
         (4 * HOUR - 1, ": watched for 3 h 59 min, no leak seen"),
@@ -485,16 +485,18 @@ def test_host_memory_is_judged_in_the_words_of_a_gpu(leak: LeakState, level: Lev
         (None, ": no leak seen"),
     ],
 )
-def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float | None, said: str) -> None:
+def test_what_was_watched_for_minutes_is_not_said_to_have_no_leak(watched: float | None, sentence_end: str) -> None:
     stable = (state(LeakState.STABLE), state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",)))
     core = state(LeakState.WARMING_UP, catalog.HOST_LEAK_STATE, ("engine_core",))
     watches = {} if watched is None else {"GPU-a": watched, "worker": watched, "engine_core": 9 * HOUR, "gone": 1.0}
 
-    found = {verdict.subject: verdict for verdict in judge_snapshot(make_snapshot(), Values((*stable, core)), watches)}
+    verdicts = {
+        verdict.subject: verdict for verdict in judge_snapshot(make_snapshot(), Values((*stable, core)), watches)
+    }
 
-    assert found["GPU 0"].sentence.startswith(f"GPU 0{said}")
-    assert found["host memory"].sentence.startswith(f"Host memory{said};")
-    assert found["host memory"].level is Level.GOOD
+    assert verdicts["GPU 0"].sentence.startswith(f"GPU 0{sentence_end}")
+    assert verdicts["host memory"].sentence.startswith(f"Host memory{sentence_end};")
+    assert verdicts["host memory"].level is Level.GOOD
 
 
 def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
@@ -524,8 +526,8 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     assert of("host memory", leaking, now).sentence == "Host memory of worker leaks: out of memory at any moment."
     assert of("host memory", stable, *room).sentence == "Host memory: no leak seen; 12 GiB of 64 GiB are in use."
     at = replace(make_snapshot(), host=HostMemory(basis=HostBasis.MACHINE, swap_bytes=3 * GIB, shm_used_bytes=8 * GIB))
-    said = of("host memory", stable, *room, at=at).sentence
-    assert said.endswith(
+    sentence = of("host memory", stable, *room, at=at).sentence
+    assert sentence.endswith(
         "; 12 GiB of 64 GiB are in use on the machine, 8 GiB of it in /dev/shm, and 3 GiB are swapped out."
     )
     parts = {"kv_offload": 4.0 * GIB, "weights_offload": GIB, "multimodal_cache": 8.0 * GIB}
@@ -540,7 +542,7 @@ GB200 = (192.2, 192.2, 192.2, 192.2)
 
 
 @pytest.mark.parametrize(
-    ("planned", "shm", "workers", "others", "said"),
+    ("planned", "shm", "workers", "neighbours", "offload_text"),
     [
         (400, 1.0, GB200, (), "400 GiB take 766 GiB, 1.91 times that (vllm-project/vllm#53042, #56410)"),
         (400, None, GB200, (), "400 GiB may take up to 1.92 times that"),
@@ -553,19 +555,23 @@ GB200 = (192.2, 192.2, 192.2, 192.2)
     ],
 )
 def test_what_offloads_really_take_is_said_beside_what_was_planned(
-    planned: float, shm: float | None, workers: tuple[float, ...], others: tuple[tuple[int, float], ...], said: str
+    planned: float,
+    shm: float | None,
+    workers: tuple[float, ...],
+    neighbours: tuple[tuple[int, float], ...],
+    offload_text: str,
 ) -> None:
     stable = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
     processes = tuple(replace(WORKER, pid=pid, shared_bytes=int(shared * GIB)) for pid, shared in enumerate(workers))
     host = HostMemory(shm_used_bytes=None if shm is None else int(shm * GIB))
-    at = replace(make_snapshot(), processes=processes, host=host, neighbours=frozenset(others))
+    at = replace(make_snapshot(), processes=processes, host=host, neighbours=frozenset(neighbours))
     offload = Sample(catalog.HOST_MEMORY_PLANNED, ("kv_offload",), planned * GIB)
 
-    assert of("host memory", stable, offload, at=at).sentence.endswith(f"; offloads of {said}.")
+    assert of("host memory", stable, offload, at=at).sentence.endswith(f"; offloads of {offload_text}.")
 
 
 @pytest.mark.parametrize(
-    ("used", "first", "alert"),
+    ("used", "first_gib", "alert"),
     [
         (61.5, 6.0, "HeadroomHostMemoryLow"),
         (61.5, 4.0, None),
@@ -573,9 +579,9 @@ def test_what_offloads_really_take_is_said_beside_what_was_planned(
         (60.5, 20.0, None),
     ],
 )
-def test_little_host_memory_that_was_more_is_a_warning(used: float, first: float | None, alert: str | None) -> None:
+def test_little_host_memory_that_was_more_is_a_warning(used: float, first_gib: float | None, alert: str | None) -> None:
     stable = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
-    room = None if first is None else int(first * GIB)
+    room = None if first_gib is None else int(first_gib * GIB)
     at = replace(
         make_snapshot(),
         host=HostMemory(used_bytes=int(used * GIB), limit_bytes=64 * GIB),
@@ -599,12 +605,14 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     leftover = Leftover(pid=4711, fate=Fate.ORPHANED, used_bytes=38 * GIB)
     at = replace(make_snapshot(), gpus=(replace(gpu(), leftovers=(leftover,)),))
 
-    first, *_ = [
+    first_verdict, *_ = [
         verdict for verdict in judge_snapshot(at, Values([state(LeakState.STABLE)])) if verdict.subject == "GPU 0"
     ]
 
-    assert first.sentence.startswith("GPU 0: 38 GiB held by pid 4711, left behind by an engine that has ended: end it")
-    assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryLeftBehind")
+    assert first_verdict.sentence.startswith(
+        "GPU 0: 38 GiB held by pid 4711, left behind by an engine that has ended: end it"
+    )
+    assert (first_verdict.level, first_verdict.alert) == (Level.WARNING, "HeadroomMemoryLeftBehind")
 
 
 @pytest.mark.parametrize(
@@ -658,8 +666,8 @@ LOOPS: Final = replace(
 )
 
 
-def over_budget(engine_state: EngineState = EngineState.SERVING, **known: float) -> Snapshot:
-    excess = replace(EXCESS, **known)
+def over_budget(engine_state: EngineState = EngineState.SERVING, **excess_fields: float) -> Snapshot:
+    excess = replace(EXCESS, **excess_fields)
     return replace(make_snapshot(), engine_status=EngineStatus(state=engine_state, excesses=((A_GPU[1], excess),)))
 
 
@@ -689,10 +697,12 @@ UNREAD: Final = replace(make_snapshot(), gpus=failure(Source.NVML))
 def test_the_worst_situation_is_the_first_sentence(
     at: Snapshot, samples: tuple[Sample, ...], situation: Situation
 ) -> None:
-    verdicts, made = derive_verdicts(at, Values(samples), LeakMemory())
+    verdicts, situation_samples = derive_verdicts(at, Values(samples), LeakMemory())
 
     assert verdicts[0].situation is situation
-    assert {sample.labels[0]: sample.value for sample in made} == {each: float(each is situation) for each in Situation}
+    assert {sample.labels[0]: sample.value for sample in situation_samples} == {
+        listed_situation: float(listed_situation is situation) for listed_situation in Situation
+    }
 
 
 def free(gib: float) -> Sample:
@@ -752,9 +762,11 @@ def test_unified_memory_in_the_page_cache_is_not_free() -> None:
 @pytest.mark.parametrize(("role", "level"), [("serving", Level.WARNING), ("shared-gpu", Level.GOOD)])
 def test_a_neighbour_on_a_gpu_that_is_shared_by_plan_is_no_warning(role: str, level: Level) -> None:
     samples = [state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 2.0 * 2**30)]
-    verdicts, made = derive_verdicts(make_snapshot(), Values(samples), LeakMemory(), role)
+    verdicts, verdict_samples = derive_verdicts(make_snapshot(), Values(samples), LeakMemory(), role)
 
     assert {
         text.level for text in verdicts if text.alert == "HeadroomNeighbourGrowing" or "other proc" in text.sentence
     } == {level}
-    assert [each.labels for each in made if each.metric is catalog.ROLE] == ([] if role == "serving" else [(role,)])
+    assert [sample.labels for sample in verdict_samples if sample.metric is catalog.ROLE] == (
+        [] if role == "serving" else [(role,)]
+    )

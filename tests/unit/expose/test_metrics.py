@@ -54,11 +54,11 @@ def age(answer: Response) -> str:
 
 @pytest.mark.parametrize("accept", ["", OPENMETRICS])
 def test_the_age_is_that_at_the_scrape(world: World, accept: str) -> None:
-    first = world.asked(accept=accept)
+    first_page = world.asked(accept=accept)
     world.now = 107.5
     second = world.asked(accept=accept)
 
-    assert (age(first), age(second)) == ("1.0", "7.5")
+    assert (age(first_page), age(second)) == ("1.0", "7.5")
 
 
 def test_the_daemons_own_series_are_of_the_moment_of_the_sample(world: World) -> None:
@@ -66,15 +66,15 @@ def test_the_daemons_own_series_are_of_the_moment_of_the_sample(world: World) ->
         (line,) = (line for line in world.asked().body.splitlines() if line.startswith(b"process_cpu_seconds_total"))
         return line
 
-    first = cpu()
+    first_cpu = cpu()
     used = time.process_time()
     while time.process_time() - used < 0.02:  # two of the ticks in which the kernel shows it
         pass
-    assert cpu() == first
+    assert cpu() == first_cpu
 
     world.publish(4.0)
 
-    assert cpu() != first
+    assert cpu() != first_cpu
 
 
 @pytest.mark.parametrize("accept", ["", OPENMETRICS])
@@ -171,16 +171,19 @@ def test_what_scrapers_make_up_is_not_kept_for_ever(world: World) -> None:
     for number in range(100):
         world.asked(accept=f"application/openmetrics-text; version=1.0.{number}")
 
-    kept: dict[str, Any] = vars(world.page)
-    assert all(len(value) < 20 for value in kept.values() if isinstance(value, dict))
+    page_attributes: dict[str, Any] = vars(world.page)
+    assert all(len(value) < 20 for value in page_attributes.values() if isinstance(value, dict))
 
 
 @pytest.mark.parametrize("accept", ["", OPENMETRICS, "text/plain; version=1.0.0; escaping=allow-utf-8"])
 def test_it_is_what_prometheus_client_writes(accept: str) -> None:
     world, page = World(), one_of_each()
     for step, running in enumerate((3.0, 4e9, 1e-7, float("inf"))):
-        more = (Sample(catalog.ENGINE_RUNNING, (HOSTILE, "0"), running), Sample(catalog.SOURCE_UP, ("nvml",), step))
-        world.published = Published(samples=(*page, *more), monotonic_seconds=100.0)
+        changing_samples = (
+            Sample(catalog.ENGINE_RUNNING, (HOSTILE, "0"), running),
+            Sample(catalog.SOURCE_UP, ("nvml",), step),
+        )
+        world.published = Published(samples=(*page, *changing_samples), monotonic_seconds=100.0)
         encode, _ = choose_encoder(accept)
         own = HeadroomCollector(lambda: world.published, lambda: world.now, ("1.2.3", "abc", "3.11.7"))
         registry = CollectorRegistry(auto_describe=False)

@@ -44,9 +44,9 @@ def test_before_the_first_sample_the_page_says_so() -> None:
 
 def test_a_gpu_of_which_nothing_is_known_yet_is_not_called_healthy() -> None:
     serving = EngineStatus(state=EngineState.SERVING)
-    seen = replace(snapshot(engines=page(engine()), gpus=(gpu(),)), time_seconds=NOW, engine_status=serving)
+    young_snapshot = replace(snapshot(engines=page(engine()), gpus=(gpu(),)), time_seconds=NOW, engine_status=serving)
 
-    shown = show(view([Sample(catalog.LEAK_STATE, (*GPU, "warming_up"), 1.0)], at=seen))
+    shown = show(view([Sample(catalog.LEAK_STATE, (*GPU, "warming_up"), 1.0)], at=young_snapshot))
 
     assert "<h1>NOT KNOWN: whether GPU 0 leaks</h1>" in shown
     assert "too early to tell whether it leaks" in shown
@@ -133,9 +133,11 @@ def test_host_memory_that_torch_has_pinned_is_a_column_where_the_probe_says_so()
     unknown = replace(worker, pid=9, role=Role.API_SERVER, pinned_bytes=None)
     shown_day = host_day()
     assert shown_day.snapshot is not None
-    seen = replace(shown_day.snapshot, probe=ProbeReadings(present=(worker, replace(worker, pid=8), unknown)))
+    probed_snapshot = replace(
+        shown_day.snapshot, probe=ProbeReadings(present=(worker, replace(worker, pid=8), unknown))
+    )
 
-    shown = show(replace(shown_day, snapshot=seen))
+    shown = show(replace(shown_day, snapshot=probed_snapshot))
 
     assert re.findall(r'<td data-t="pinned by torch">(.*?)</td>', shown) == ["6.00 GiB", "not known"]
     assert "pinned by torch" not in show(shown_day)
@@ -152,7 +154,7 @@ def test_a_failed_source_says_its_cause() -> None:
     shown = show(view(samples, at=silent))
 
     assert "<b class=alarm>failed</b>" in shown
-    assert [each in shown for each in (">12.5 ms</td>", ">1 min 0 s before</td>", ">unreachable: it failed</td>")] == [
+    assert [cell in shown for cell in (">12.5 ms</td>", ">1 min 0 s before</td>", ">unreachable: it failed</td>")] == [
         True
     ] * 3
 
@@ -296,8 +298,8 @@ def test_a_crash_loop_shows_how_often_the_engine_exited() -> None:
 
 
 def test_a_trouble_shows_since_when_it_holds_and_how_big_it_is() -> None:
-    others = (GpuProcess(pid=4711, used_bytes=9 * GIB), GpuProcess(pid=4712, used_bytes=GIB))
-    used = gpu(used=70 * GIB, total=80 * GIB, engine=60 * GIB, other=10 * GIB, processes=others)
+    neighbours = (GpuProcess(pid=4711, used_bytes=9 * GIB), GpuProcess(pid=4712, used_bytes=GIB))
+    used = gpu(used=70 * GIB, total=80 * GIB, engine=60 * GIB, other=10 * GIB, processes=neighbours)
     at, history = replace(snapshot(gpus=(used,)), time_seconds=NOW - 600), History()
     samples = [
         Sample(catalog.GPU_MEMORY_HELD, (*GPU, "other"), 10.0 * GIB),
@@ -447,11 +449,11 @@ def test_no_line_break_cuts_a_duration_or_a_size() -> None:
 
 
 def test_many_quiet_gpus_are_one_line_that_opens() -> None:
-    few, many = show(day(gpus=3, leaking=frozenset({1}))), show(day(gpus=8, leaking=frozenset({3})))
+    few, eight_gpus = show(day(gpus=3, leaking=frozenset({1}))), show(day(gpus=8, leaking=frozenset({3})))
 
     assert "class='alike" not in few
-    assert "<summary>7 GPUs quiet, at least 9.31 GiB free on each GPU</summary>" in many
-    folded = many[many.index("<details class='alike good'>") : many.index("</details>")]
+    assert "<summary>7 GPUs quiet, at least 9.31 GiB free on each GPU</summary>" in eight_gpus
+    folded = eight_gpus[eight_gpus.index("<details class='alike good'>") : eight_gpus.index("</details>")]
     assert folded.count("<li class=good>") == 7
 
 
@@ -459,12 +461,12 @@ def test_many_gpus_that_leak_alike_are_one_line_that_names_them_and_opens() -> N
     shown = show(day(gpus=8, leaking=frozenset(range(8))))
 
     folded = shown[shown.index("<details class='alike alarm'>") : shown.index("</details>")]
-    first = re.search(r"</b><p>GPU (\d) leaks", shown)
-    assert first is not None
-    others = ", ".join(str(gpu) for gpu in range(8) if str(gpu) != first[1])
+    first_leak = re.search(r"</b><p>GPU (\d) leaks", shown)
+    assert first_leak is not None
+    other_indices = ", ".join(str(gpu) for gpu in range(8) if str(gpu) != first_leak[1])
     assert "<h1>ALARM: 8 GPUs leaking</h1>" in shown
     assert "until out of memory on the first of 8 GPUs: earliest to likely" in shown
-    assert f"<summary><b class=alarm>ALARM</b> 7 more GPUs leaking: {others}</summary>" in folded
+    assert f"<summary><b class=alarm>ALARM</b> 7 more GPUs leaking: {other_indices}</summary>" in folded
     assert folded.count("<li class=alarm>") == 7
     assert shown.index("<details class='alike alarm'>") < shown.index("<ul class=verdicts><li class=good>")
 
@@ -511,12 +513,12 @@ def test_a_loop_that_does_not_turn_is_an_alarm_above_all() -> None:
 
 
 def test_an_alarm_marks_the_figure_of_its_gpu_and_no_other() -> None:
-    seen = day(gpus=2)
-    seen.history.events = (HistoryEvent(seconds=NOW - 3600, level=Level.ALARM, text="GPU 1 leaks."),)
+    two_gpus = day(gpus=2)
+    two_gpus.history.events = (HistoryEvent(seconds=NOW - 3600, level=Level.ALARM, text="GPU 1 leaks."),)
 
-    first, second = show(seen).split("<b>GPU 1</b>")
+    first_figure, second = show(two_gpus).split("<b>GPU 1</b>")
 
-    assert ('class="mark"' in first, 'class="mark"' in second) == (False, True)
+    assert ('class="mark"' in first_figure, 'class="mark"' in second) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -552,7 +554,7 @@ def test_names_from_outside_cannot_write_html_nor_turn_a_line_about() -> None:
 
     shown = show(view([Sample(catalog.ENGINE_INFO, ("<script>\u202e", "0", "vllm"), 1.0)], at=silent))
 
-    assert not any(each in shown.replace(f"<script>{SCRIPT}", "") for each in ("<script>", "\u202e"))
+    assert not any(forbidden in shown.replace(f"<script>{SCRIPT}", "") for forbidden in ("<script>", "\u202e"))
     assert r"&lt;script&gt;\x202e / 0" in shown
 
 
@@ -563,7 +565,7 @@ def test_a_verdict_cannot_write_html() -> None:
 
     assert "&lt;b&gt;leaks&lt;/b&gt; &amp; grows" in shown
     assert "GPU &lt;i&gt; " in shown
-    assert not any(each in shown for each in ("<b>leaks", "<i>"))
+    assert not any(forbidden in shown for forbidden in ("<b>leaks", "<i>"))
 
 
 def test_the_last_incident_is_shown_with_what_tells_more() -> None:

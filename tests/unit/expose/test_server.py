@@ -125,8 +125,8 @@ def test_a_head_request_has_headers_and_no_body() -> None:
 
 
 def test_an_address_in_use_is_an_error_of_the_system() -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="in use"):
-        listen("127.0.0.1", taken.getsockname()[1])
+    with listen("127.0.0.1", 0) as occupied, pytest.raises(OSError, match="in use"):
+        listen("127.0.0.1", occupied.getsockname()[1])
 
 
 def reached(port: int, family: socket.AddressFamily, address: str) -> bool:
@@ -236,9 +236,9 @@ def test_what_is_not_http_is_refused_and_the_connection_closed(sent: bytes) -> N
         async with served() as client:
             reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
             writer.write(sent)
-            said = await reader.read()
+            reply = await reader.read()
             writer.close()
-            return said
+            return reply
 
     assert run(say()).startswith(b"HTTP/1.1 4")
 
@@ -264,8 +264,8 @@ class ClosedTransport(asyncio.Transport):
         self.is_aborted = True
 
 
-@pytest.mark.parametrize("made", ["before", "after"])
-def test_a_connection_whose_opening_is_cancelled_is_forgotten(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_a_connection_whose_opening_is_cancelled_is_forgotten(opened: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request was read in the same turn of the loop, as at the stop or for the oldest of too many handshakes."""
     protocols: list[asyncio.Protocol] = []
     transport = ClosedTransport()
@@ -273,7 +273,7 @@ def test_a_connection_whose_opening_is_cancelled_is_forgotten(made: str, monkeyp
     async def open_then_hang(build: Any, *_: object, **__: object) -> None:
         protocol = build()
         protocols.append(protocol)
-        if made == "before":
+        if opened == "before":
             protocol.connection_made(transport)
             protocol.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4)
         await asyncio.Event().wait()
@@ -288,7 +288,7 @@ def test_a_connection_whose_opening_is_cancelled_is_forgotten(made: str, monkeyp
             opening.cancel()
             await asyncio.wait([opening])
         transport.is_cancelled = True
-        if made == "after":
+        if opened == "after":
             protocols[0].connection_made(transport)
         answering = asyncio.create_task(own._answer_in_turn())
         for _ in range(5):
@@ -302,7 +302,7 @@ def test_a_connection_whose_opening_is_cancelled_is_forgotten(made: str, monkeyp
 
     assert not own.connections
     assert not lines
-    assert transport.is_aborted == (made == "after")
+    assert transport.is_aborted == (opened == "after")
 
 
 def test_a_connection_that_cannot_be_opened_costs_its_client_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,15 +30,15 @@ def ask(users: Users, password: str, client: str, name: str = "prometheus") -> C
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
     """Return the list that takes every password that is really checked, with its hash."""
-    found: list[tuple[bytes, bytes]] = []
+    checks: list[tuple[bytes, bytes]] = []
     check = logins._is_right
 
     def note(password: bytes, wanted: bytes) -> bool:
-        found.append((password, wanted))
+        checks.append((password, wanted))
         return check(password, wanted)
 
     monkeypatch.setattr(logins, "_is_right", note)
-    return found
+    return checks
 
 
 def test_a_newcomer_is_checked_before_those_who_guessed_wrong(checked: list[tuple[bytes, bytes]]) -> None:
@@ -123,8 +123,8 @@ def test_a_right_login_of_the_past_lets_nobody_in_once_its_hash_is_replaced() ->
     async def run() -> bool | None:
         users = Users()
         assert await ask(users, PASSWORD, "10.0.0.1") is True
-        other = bcrypt.hashpw(b"other", bcrypt.gensalt(4)).decode()
-        return await users.is_login_valid({"prometheus": other}, login("prometheus", PASSWORD), "10.0.0.1")
+        other_hash = bcrypt.hashpw(b"other", bcrypt.gensalt(4)).decode()
+        return await users.is_login_valid({"prometheus": other_hash}, login("prometheus", PASSWORD), "10.0.0.1")
 
     assert asyncio.run(run()) is False
 

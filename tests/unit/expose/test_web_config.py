@@ -174,10 +174,10 @@ TOO_MANY = f"it is not YAML (more than {MOST_ENTRIES} lines and commas are not r
     ],
 )
 def test_a_mistake_is_one_line(file: Path, text: str, line: str) -> None:
-    with pytest.raises(WebConfigError) as found:
+    with pytest.raises(WebConfigError) as raised:
         read(file, text)
 
-    assert found.value.lines == (line,)
+    assert raised.value.lines == (line,)
 
 
 def test_a_file_that_is_missing_says_so(file: Path) -> None:

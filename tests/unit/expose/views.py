@@ -27,19 +27,19 @@ def show(shown: View, query: str = "") -> str:
 
 
 def view(
-    samples: Iterable[Sample] = (), *, at: Snapshot | None = None, history: History | None = None, **known: Any
+    samples: Iterable[Sample] = (), *, at: Snapshot | None = None, history: History | None = None, **view_fields: Any
 ) -> View:
     """Return what is shown of one moment, with the sentences that belong to it."""
-    made = tuple(samples)
-    seen = at or replace(snapshot(engines=page(engine()), gpus=(gpu(),)), time_seconds=NOW)
+    all_samples = tuple(samples)
+    shown_snapshot = at or replace(snapshot(engines=page(engine()), gpus=(gpu(),)), time_seconds=NOW)
     return View(
         version="1.2.3",
         interval_seconds=5.0,
         history=history or History(),
-        snapshot=seen,
-        values=Values(made),
-        verdicts=judge_snapshot(seen, Values(made)),
-        **known,
+        snapshot=shown_snapshot,
+        values=Values(all_samples),
+        verdicts=judge_snapshot(shown_snapshot, Values(all_samples)),
+        **view_fields,
     )
 
 
@@ -55,20 +55,22 @@ def day(
     minutes: int = 24 * 60,
     free: float = 10e9,
     late: float = 0.0,
-    **known: Any,
+    **view_fields: Any,
 ) -> View:
     """Return the end of a day on which the GPUs in `leaking` lost 6 MB a minute, `late` seconds into its minute."""
     history = History()
     for minute in range(minutes):
         lost = 6e6 * minute
-        seen = tuple(device(index, free - (lost if index in leaking else 0.0)) for index in range(gpus))
+        shown_gpus = tuple(device(index, free - (lost if index in leaking else 0.0)) for index in range(gpus))
         time = NOW + late - 60.0 * (minutes - 1 - minute)
-        at = replace(snapshot(gpus=seen), time_seconds=time, engine_status=EngineStatus(state=EngineState.SERVING))
+        at = replace(
+            snapshot(gpus=shown_gpus), time_seconds=time, engine_status=EngineStatus(state=EngineState.SERVING)
+        )
         history.step(at, (), float(minute % 50))
-    return view(_samples(seen, leaking), at=at, history=history, **known)
+    return view(_samples(shown_gpus, leaking), at=at, history=history, **view_fields)
 
 
-def host_day(**known: Any) -> View:
+def host_day(**view_fields: Any) -> View:
     """Return the end of an hour in which a worker took 60 of the host's 64 GiB."""
     history = History()
     for minute in range(61):
@@ -85,18 +87,18 @@ def host_day(**known: Any) -> View:
         Sample(catalog.HOST_MEMORY_LIMIT, (), 64.0 * GIB),
         Sample(catalog.HOST_TIME_TO_OOM, (), 240.0),
     )
-    return view(samples, at=at, history=history, **known)
+    return view(samples, at=at, history=history, **view_fields)
 
 
 def _samples(gpus: tuple[Gpu, ...], leaking: frozenset[int]) -> Iterable[Sample]:
-    for each in gpus:
-        labels = str(each.reading.index), each.reading.uuid
-        memory = each.reading.memory
+    for shown_gpu in gpus:
+        labels = str(shown_gpu.reading.index), shown_gpu.reading.uuid
+        memory = shown_gpu.reading.memory
         assert memory is not None
-        yield Sample(catalog.GPU_INFO, (*labels, each.reading.name, "process"), 1.0)
+        yield Sample(catalog.GPU_INFO, (*labels, shown_gpu.reading.name, "process"), 1.0)
         yield Sample(catalog.GPU_MEMORY_FREE, labels, float(memory.free_bytes))
         yield Sample(catalog.GPU_MEMORY_TOTAL, labels, float(memory.total_bytes))
-        leaks = each.reading.index in leaking
+        leaks = shown_gpu.reading.index in leaking
         yield Sample(catalog.LEAK_STATE, (*labels, LeakState.LEAKING if leaks else LeakState.STABLE), 1.0)
         if leaks:
             yield Sample(catalog.TIME_TO_OOM, labels, LEFT_SECONDS)

@@ -41,9 +41,9 @@ WITHIN_AND_BEYOND = {
 }
 
 
-@pytest.mark.parametrize(("within", "beyond"), WITHIN_AND_BEYOND.values(), ids=WITHIN_AND_BEYOND)
-def test_a_page_beyond_a_bound_is_a_failure_of_its_own_kind(within: str, beyond: str) -> None:
-    assert isinstance(parse_engines(within), EnginePage)
+@pytest.mark.parametrize(("allowed_page", "beyond"), WITHIN_AND_BEYOND.values(), ids=WITHIN_AND_BEYOND)
+def test_a_page_beyond_a_bound_is_a_failure_of_its_own_kind(allowed_page: str, beyond: str) -> None:
+    assert isinstance(parse_engines(allowed_page), EnginePage)
 
     refused = parse_engines(beyond)
 

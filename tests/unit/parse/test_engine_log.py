@@ -74,11 +74,11 @@ def test_the_figures_are_read_in_every_wrapping(wrapping: str) -> None:
 
 def test_a_process_keeps_its_figures_when_its_name_changes() -> None:
     start = read_start(VLLM_0_19)
-    first = next(process for process in start.processes if process.pid == 443)
+    first_worker = next(process for process in start.processes if process.pid == 443)
 
-    assert first.name == "Worker_TP0"
-    assert first.free_at_start_bytes == round(77.66 * GIB)
-    assert first.lines["kv_cache_bytes"] == 9
+    assert first_worker.name == "Worker_TP0"
+    assert first_worker.free_at_start_bytes == round(77.66 * GIB)
+    assert first_worker.lines["kv_cache_bytes"] == 9
     assert start.phase is StartPhase.SERVING
     assert start.root_failure is None
 
@@ -102,8 +102,8 @@ def test_the_refused_allocation_is_read_with_its_line_and_frame() -> None:
 def test_in_a_container_the_process_itself_is_listed_under_a_pid_of_the_host() -> None:
     own = DEATH.replace("Including non-PyTorch memory, this process", "Process 2481523")
     refusal = read_start(VLLM_0_19 + own).failures[-1].refusal
-    beside = own.replace("Process 2481523 has", "Process 77 has 2.00 GiB memory in use. Process 2481523 has")
-    with_neighbour = read_start(VLLM_0_19 + beside).failures[-1].refusal
+    neighbour_error = own.replace("Process 2481523 has", "Process 77 has 2.00 GiB memory in use. Process 2481523 has")
+    with_neighbour = read_start(VLLM_0_19 + neighbour_error).failures[-1].refusal
 
     assert refusal is not None
     assert with_neighbour is not None

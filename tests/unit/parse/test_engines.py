@@ -140,7 +140,7 @@ def test_an_input_is_available_when_any_engine_has_a_value() -> None:
     page = parse_engines(f'{RUNNING}\nvllm:num_requests_running{{engine="1",model_name="m"}} NaN\n')
 
     assert isinstance(page, EnginePage)
-    assert [name for name, found in page.inputs if found] == ["requests_running"]
+    assert [name for name, is_available in page.inputs if is_available] == ["requests_running"]
 
 
 @pytest.mark.parametrize("values", [("3", "4"), ("4", "3"), ("3", "NaN")])

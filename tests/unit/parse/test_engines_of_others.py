@@ -35,9 +35,9 @@ def test_a_sum_without_one_of_its_parts_is_not_known() -> None:
 
 
 def test_ranks_repeat_what_one_of_them_says() -> None:
-    other = SGLANG.replace('tp_rank="0"', 'tp_rank="1"')
+    other_rank = SGLANG.replace('tp_rank="0"', 'tp_rank="1"')
 
-    assert one(f"sglang:num_running_reqs{{{SGLANG}}} 3\nsglang:num_running_reqs{{{other}}} 3\n").running == 3
+    assert one(f"sglang:num_running_reqs{{{SGLANG}}} 3\nsglang:num_running_reqs{{{other_rank}}} 3\n").running == 3
 
 
 def test_data_parallel_ranks_are_engines() -> None:

@@ -33,13 +33,15 @@ def test_what_is_no_object_says_nothing(text: str) -> None:
     assert parse_server_version(text) is None
 
 
-@pytest.mark.parametrize(("said", "version"), [({"version": "0.11.2"}, "0.11.2"), ({"version": 3}, None), ({}, None)])
-def test_a_version_is_a_text(said: object, version: str | None) -> None:
-    assert parse_server_version(json.dumps(said)) == version
+@pytest.mark.parametrize(
+    ("version_document", "version"), [({"version": "0.11.2"}, "0.11.2"), ({"version": 3}, None), ({}, None)]
+)
+def test_a_version_is_a_text(version_document: object, version: str | None) -> None:
+    assert parse_server_version(json.dumps(version_document)) == version
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
+    ("error_document", "error"),
     [
         ({"error": {"message": "m", "code": 500}}, "m"),
         ({"error": {"code": 500}}, "{'code': 500}"),
@@ -49,5 +51,5 @@ def test_a_version_is_a_text(said: object, version: str | None) -> None:
         ({}, None),
     ],
 )
-def test_an_error_is_its_message(said: dict[str, object], error: str | None) -> None:
-    assert find_error(said) == error
+def test_an_error_is_its_message(error_document: dict[str, object], error: str | None) -> None:
+    assert find_error(error_document) == error

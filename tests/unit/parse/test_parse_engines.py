@@ -34,8 +34,8 @@ PAGES = st.lists(st.one_of(LINES, TEXT), max_size=12).map(lambda lines: "up 1\n"
 
 
 def values(engine: EngineReading) -> dict[str, float]:
-    known = {field.name: getattr(engine, field.name) for field in fields(EngineReading)}
-    return {name: value for name, value in known.items() if value is not None and not isinstance(value, str)}
+    field_values = {field.name: getattr(engine, field.name) for field in fields(EngineReading)}
+    return {name: value for name, value in field_values.items() if value is not None and not isinstance(value, str)}
 
 
 def assert_honest(page: str) -> None:
@@ -44,11 +44,11 @@ def assert_honest(page: str) -> None:
         assert read.source is Source.ENGINE
         assert read.reason in {Reason.NOT_METRICS, Reason.INCOMPLETE, Reason.MALFORMED}
         return
-    found = {name: value for engine in read.engines for name, value in values(engine).items()}
+    read_values = {name: value for engine in read.engines for name, value in values(engine).items()}
 
-    assert all(0 <= value <= LARGEST for value in found.values())
-    assert all(value <= 1 for name, value in found.items() if name.endswith("_ratio"))
-    assert sum(available for _, available in read.inputs) == len(found.keys() & INPUTS.keys())
+    assert all(0 <= value <= LARGEST for value in read_values.values())
+    assert all(value <= 1 for name, value in read_values.items() if name.endswith("_ratio"))
+    assert sum(available for _, available in read.inputs) == len(read_values.keys() & INPUTS.keys())
 
 
 @given(TEXT)
@@ -78,7 +78,7 @@ def test_a_page_without_series_of_an_engine_has_no_engines_and_no_inputs(page: s
     assert isinstance(read, EnginePage)
     assert (read.profile, read.engines) == ("vllm", ())
     assert [name for name, _ in read.inputs] == [name for name, _ in PROFILES[0].inputs]
-    assert not any(found for _, found in read.inputs)
+    assert not any(is_available for _, is_available in read.inputs)
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,9 @@ def test_a_half_known_host_is_not_known(shm: dict[str, int]) -> None:
 
 
 def test_all_but_the_first_block_may_be_missing() -> None:
-    least = {name: WHOLE[name] for name in ("headroom_probe", "t", "pid", "started_at")}
+    required_fields = {name: WHOLE[name] for name in ("headroom_probe", "t", "pid", "started_at")}
 
-    assert parse_probe(json.dumps(least).encode()) == (
+    assert parse_probe(json.dumps(required_fields).encode()) == (
         ProbedProcess(
             pid=7,
             started_at_seconds=1759990000.12,
@@ -299,11 +299,11 @@ def test_content_that_is_no_probes_is_distinguished_from_it(content: bytes, says
 
 
 def test_an_error_that_is_later_than_its_file_is_not_believed() -> None:
-    before, later = parsed(oom={"t": WHOLE["t"]}), parsed(oom={"t": WHOLE["t"] + 0.1})
+    earlier, later = parsed(oom={"t": WHOLE["t"]}), parsed(oom={"t": WHOLE["t"] + 0.1})
 
-    assert not isinstance(before, str)
+    assert not isinstance(earlier, str)
     assert not isinstance(later, str)
-    assert (before[0].oom, later[0].oom) == (OomRecord(at_seconds=WHOLE["t"]), None)
+    assert (earlier[0].oom, later[0].oom) == (OomRecord(at_seconds=WHOLE["t"]), None)
 
 
 def test_long_text_is_cut() -> None:

@@ -20,9 +20,9 @@ OPTIONAL = {
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
 def test_a_profile_fills_fields_of_a_reading(profile: Profile) -> None:
-    known = {field.name for field in fields(EngineReading)} - {"model_name", "engine"}
+    reading_fields = {field.name for field in fields(EngineReading)} - {"model_name", "engine"}
 
-    assert {fact.field for fact in profile.facts} <= known | STEPS
+    assert {fact.field for fact in profile.facts} <= reading_fields | STEPS
     assert len(set(profile.facts)) == len(profile.facts)
 
 
@@ -32,11 +32,11 @@ def test_a_profile_says_of_every_input_that_it_offers_it_or_why_not(profile: Pro
     filled |= {"kv_capacity_tokens"} if {"kv_blocks", "kv_block_tokens"} <= filled else set()
     filled |= {"kv_used_ratio", "kv_capacity_tokens"} if "kv_used_tokens" in filled else set()
     offered, absent = (
-        [given.name for field, given in INPUTS.items() if field in filled],
+        [page_input.name for field, page_input in INPUTS.items() if field in filled],
         [name for name, _ in profile.absent],
     )
 
-    assert {*offered, *absent} == {given.name for given in INPUTS.values()}
+    assert {*offered, *absent} == {page_input.name for page_input in INPUTS.values()}
     assert len(set(absent)) == len(absent)
     assert set(offered) & set(absent) == ({"kv_cache_usage", "kv_cache_capacity"} if profile is LLAMA_CPP else set())
 
@@ -45,7 +45,7 @@ def test_a_page_says_0_of_what_its_engine_never_tells_and_no_bytes_where_there_a
     page = parse_engines('sglang:num_running_reqs{model_name="m"} 1\n')
     assert isinstance(page, EnginePage)
 
-    assert dict(page.inputs).keys() == {given.name for given in INPUTS.values()}
+    assert dict(page.inputs).keys() == {page_input.name for page_input in INPUTS.values()}
     assert dict(page.inputs)["scheduler_steps"] is False
     assert "memory_bytes" not in dict(PROFILES[0].inputs)
 

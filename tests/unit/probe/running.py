@@ -31,16 +31,16 @@ class Vllm:
 
     def reports(self) -> list[Document]:
         """Return what is in the folder, by role and name."""
-        found = [json.loads(path.read_text()) for path in self.folder.glob("*-*[0-9].json")]
-        return sorted(found, key=lambda each: (each["role"], each["process_name"]))
+        documents = [json.loads(path.read_text()) for path in self.folder.glob("*-*[0-9].json")]
+        return sorted(documents, key=lambda document: (document["role"], document["process_name"]))
 
     def reports_of(self, *names: str) -> dict[str, Document]:
         """Wait for the processes of these names and return what they know, once vLLM has reported them all."""
 
         def complete() -> dict[str, Document] | None:
-            found = {report["process_name"]: report for report in self.reports() if report["role"] != "api_server"}
-            whole = all(value["scheduler"] or value["parts"] for value in found.values())
-            return found if whole and set(names) <= set(found) else None
+            reports = {report["process_name"]: report for report in self.reports() if report["role"] != "api_server"}
+            is_complete = all(value["scheduler"] or value["parts"] for value in reports.values())
+            return reports if is_complete and set(names) <= set(reports) else None
 
         return eventually(complete, f"{', '.join(names)} report; the log says {self.log.read_text()}")
 
@@ -48,23 +48,28 @@ class Vllm:
         return b"serves" in self.log.read_bytes() and self.process.poll() is None
 
 
-def environment(site: Path, folder: Path | None, **more: str) -> dict[str, str]:
+def environment(site: Path, folder: Path | None, **variables: str) -> dict[str, str]:
     """Return vLLM's environment; `folder` None is one in which nobody asked for the probe."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
-    asked = {} if folder is None else {"HEADROOM_PROBE_DIR": str(folder)}
-    return own | asked | {"PYTHONPATH": f"{site}:{INSIDE}", "FAKE_INTERVAL_SECONDS": EACH_SECONDS} | more
+    probe_variables = {} if folder is None else {"HEADROOM_PROBE_DIR": str(folder)}
+    return own | probe_variables | {"PYTHONPATH": f"{site}:{INSIDE}", "FAKE_INTERVAL_SECONDS": EACH_SECONDS} | variables
 
 
 @contextmanager
 def vllm(
-    site: Path, folder: Path, *arguments: str, asked: bool = True, within: tuple[str, ...] = (), **more: str
+    site: Path,
+    folder: Path,
+    *arguments: str,
+    is_probed: bool = True,
+    command_prefix: tuple[str, ...] = (),
+    **variables: str,
 ) -> Iterator[Vllm]:
     """Run the fake, and its processes, until the test has ended; `within` is a command that runs it."""
     log = site.parent / f"log-{folder.name}"
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [*within, sys.executable, "-P", "-m", "vllm.serve", *arguments],
-            env=environment(site, folder if asked else None, **more),
+            [*command_prefix, sys.executable, "-P", "-m", "vllm.serve", *arguments],
+            env=environment(site, folder if is_probed else None, **variables),
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -36,13 +36,13 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def worker() -> Any:
-    made: Any = WorkerBase(config(0), 3)
-    made.device = SimpleNamespace(type="cuda", index=3)
-    made.current_platform = type("CudaPlatform", (), {"_global_graph_pool": (0, 1)})()
-    made.peak_activation_memory, made.requested_memory = 2 * GIB, 72.5 * GIB
-    made.cudagraph_memory_estimate = 4 * GIB
-    made.model_runner.model_memory_usage = 14 * GIB
-    return made
+    new_worker: Any = WorkerBase(config(0), 3)
+    new_worker.device = SimpleNamespace(type="cuda", index=3)
+    new_worker.current_platform = type("CudaPlatform", (), {"_global_graph_pool": (0, 1)})()
+    new_worker.peak_activation_memory, new_worker.requested_memory = 2 * GIB, 72.5 * GIB
+    new_worker.cudagraph_memory_estimate = 4 * GIB
+    new_worker.model_runner.model_memory_usage = 14 * GIB
+    return new_worker
 
 
 def test_the_workers_own_device_is_asked_by_its_index(worker: Any) -> None:

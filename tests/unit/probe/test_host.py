@@ -74,7 +74,7 @@ def test_files_that_are_missing_are_unknown(tmp_path: Path) -> None:
 
 
 def test_shared_memory_is_what_statvfs_says() -> None:
-    found, said = read_host()["shm"], os.statvfs("/dev/shm")  # noqa: S108
+    reported, file_system = read_host()["shm"], os.statvfs("/dev/shm")  # noqa: S108
 
-    assert found["limit"] == said.f_blocks * said.f_frsize
-    assert 0 <= found["used"] <= found["limit"]
+    assert reported["limit"] == file_system.f_blocks * file_system.f_frsize
+    assert 0 <= reported["used"] <= reported["limit"]

@@ -87,8 +87,8 @@ def off() -> Iterator[None]:
 
 
 def request(**changes: Any) -> str:
-    asked = {"headroom_record": 1, "id": "r1", "until": time.time() + 60, "host": True, "gpu": True}
-    return json.dumps(asked | changes)
+    request_fields = {"headroom_record": 1, "id": "r1", "until": time.time() + 60, "host": True, "gpu": True}
+    return json.dumps(request_fields | changes)
 
 
 def linked(place: Path) -> None:

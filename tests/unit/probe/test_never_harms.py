@@ -21,10 +21,10 @@ def lines(running: Vllm) -> list[str]:
     return [line for line in running.log.read_text().splitlines() if "headroom" in line]
 
 
-def tells(running: Vllm, what: str, processes: int) -> list[str]:
+def tells(running: Vllm, phrase: str, processes: int) -> list[str]:
     return eventually(
-        lambda: found if len(found := [line for line in lines(running) if what in line]) >= processes else None,
-        f"{what} in the log: {running.log.read_text()}",
+        lambda: matching if len(matching := [line for line in lines(running) if phrase in line]) >= processes else None,
+        f"{phrase} in the log: {running.log.read_text()}",
     )
 
 
@@ -34,7 +34,7 @@ BEGINS = "begin __init__ _build_peaks _build_snapshots start search _watch_for_o
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 @pytest.mark.parametrize(
-    ("spared", "said"),
+    ("spared", "reported_text"),
     [
         ("", "it did not start, vLLM does"),
         (BEGINS, "SpoiledError"),
@@ -42,10 +42,14 @@ BEGINS = "begin __init__ _build_peaks _build_snapshots start search _watch_for_o
         (f"{BEGINS} _run _stop _mark_stopped _tick _read_document _read_identity", "stopped for good: SpoiledError"),
     ],
 )
-def test_a_probe_that_raises_wherever_it_can(site: Path, folder: Path, start: str, spared: str, said: str) -> None:
+def test_a_probe_that_raises_wherever_it_can(
+    site: Path, folder: Path, start: str, spared: str, reported_text: str
+) -> None:
     path = f"{SPOILING}:{site}:{INSIDE}"
     with vllm(site, folder, "--start", start, PYTHONPATH=path, SPOILING_SPARES=spared) as running:
-        eventually(lambda: said in running.log.read_text(), f"{said} in the log: {running.log.read_text()}")
+        eventually(
+            lambda: reported_text in running.log.read_text(), f"{reported_text} in the log: {running.log.read_text()}"
+        )
 
         assert running.serves()
         assert list(folder.iterdir()) == []
@@ -53,11 +57,11 @@ def test_a_probe_that_raises_wherever_it_can(site: Path, folder: Path, start: st
 
 def test_a_folder_that_is_not_there(site: Path, tmp_path: Path) -> None:
     with vllm(site, tmp_path / "nowhere") as running:
-        said = tells(running, "stopped for good", 3)
+        stop_lines = tells(running, "stopped for good", 3)
 
-        assert set(said) == {f"headroom probe: stopped for good: {tmp_path}/nowhere: No such file or directory"}
+        assert set(stop_lines) == {f"headroom probe: stopped for good: {tmp_path}/nowhere: No such file or directory"}
         assert running.serves()
-        assert lines(running) == said
+        assert lines(running) == stop_lines
 
 
 def test_a_folder_that_vanishes(site: Path, folder: Path) -> None:
@@ -80,13 +84,13 @@ def _removed(folder: Path) -> bool:
 )
 def test_a_folder_that_takes_no_more(site: Path, folder: Path, options: str, why: str) -> None:
     mount = f'mount -t tmpfs -o {options} probe {folder} && exec "$@"'
-    with vllm(site, folder, within=("unshare", "-rm", "sh", "-c", mount, "sh")) as running:
-        said = tells(running, why, 2)  # one process may have the one page of the full one to itself
+    with vllm(site, folder, command_prefix=("unshare", "-rm", "sh", "-c", mount, "sh")) as running:
+        stop_lines = tells(running, why, 2)  # one process may have the one page of the full one to itself
 
-        assert all(line.startswith(f"headroom probe: stopped for good: {folder}") for line in said)
+        assert all(line.startswith(f"headroom probe: stopped for good: {folder}") for line in stop_lines)
         assert running.serves()
-        kept = Path(f"/proc/{running.process.pid}/root{folder}")
-        assert not list(kept.glob(".*")), "nothing unfinished is left"
+        folder_inside = Path(f"/proc/{running.process.pid}/root{folder}")
+        assert not list(folder_inside.glob(".*")), "nothing unfinished is left"
 
 
 def test_a_vllm_that_is_too_old_is_left_alone(site: Path, folder: Path) -> None:

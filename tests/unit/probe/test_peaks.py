@@ -67,8 +67,8 @@ class Runner:
 def ask(name: str, tokens: int, **facts: Any) -> Any:
     """A new request of so many prompt tokens."""
     logprobs = SimpleNamespace(prompt_logprobs=facts.pop("prompt_logprobs", None))
-    known = {"num_computed_tokens": 0, "mm_features": [], "lora_request": None} | facts
-    return SimpleNamespace(req_id=name, prompt_token_ids=[1] * tokens, sampling_params=logprobs, **known)
+    request_fields = {"num_computed_tokens": 0, "mm_features": [], "lora_request": None} | facts
+    return SimpleNamespace(req_id=name, prompt_token_ids=[1] * tokens, sampling_params=logprobs, **request_fields)
 
 
 def order(tokens: dict[str, int], *new: Any, **facts: Any) -> Any:
@@ -105,16 +105,16 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(module, "time", made)
-    return made
+    fake_clock = Clock()
+    monkeypatch.setattr(module, "time", fake_clock)
+    return fake_clock
 
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    made = Allocator()
-    monkeypatch.setattr(module, "find_cuda", lambda: made)
-    return made
+    fake_allocator = Allocator()
+    monkeypatch.setattr(module, "find_cuda", lambda: fake_allocator)
+    return fake_allocator
 
 
 @pytest.fixture
@@ -124,9 +124,9 @@ def runner(allocator: Allocator) -> Runner:
 
 @pytest.fixture
 def peaks(runner: Runner) -> Peaks:
-    made = Peaks()
-    made.attach(worker_of(runner))
-    return made
+    new_peaks = Peaks()
+    new_peaks.attach(worker_of(runner))
+    return new_peaks
 
 
 def worker_of(runner: Runner) -> Any:
@@ -327,16 +327,16 @@ def test_an_error_of_the_measurement_ends_it_and_not_the_step(
 
 def list_functions() -> list[tuple[Any, str]]:
     """Every function of the measurement that runs within vLLM's step, and where it is."""
-    found: list[tuple[Any, str]] = []
+    functions: list[tuple[Any, str]] = []
     for place in (Batch, KindTable, Peaks, batch, module):
-        for name, thing in vars(place).items():
+        for name, member in vars(place).items():
             if (
-                inspect.isfunction(thing)
+                inspect.isfunction(member)
                 and name not in OUTSIDE
-                and thing.__module__ in {module.__name__, batch.__name__}
+                and member.__module__ in {module.__name__, batch.__name__}
             ):
-                found.append((place, name))
-    return found
+                functions.append((place, name))
+    return functions
 
 
 OUTSIDE: Final = {
@@ -364,14 +364,14 @@ def test_whatever_raises_in_the_measurement_the_step_goes_on(
         calls.append(name)
         raise ValueError
 
-    made = Peaks()
+    new_peaks = Peaks()
     if name != "__init__":
         monkeypatch.setattr(place, name, spoil)
     with suppress(ValueError):  # the probe's thread catches it
-        made.attach(worker_of(runner))
+        new_peaks.attach(worker_of(runner))
     monkeypatch.setattr(place, name, spoil)
-    first = ask("a", 8, mm_features=[image((3, 1, 1))])
-    step(runner, order({"a": 8}, first, scheduled_encoder_inputs={"a": [0]}))
+    image_request = ask("a", 8, mm_features=[image((3, 1, 1))])
+    step(runner, order({"a": 8}, image_request, scheduled_encoder_inputs={"a": [0]}))
     for _ in range(3):
         step(runner, order({"a": 1}))
     step(runner, order({"a": 9}, scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"a"})))
@@ -379,7 +379,7 @@ def test_whatever_raises_in_the_measurement_the_step_goes_on(
 
     if calls:
         assert vars(runner).keys() == vars(Runner(allocator)).keys()
-        document = made.describe()
+        document = new_peaks.describe()
         assert document is None or "ValueError" in document["stopped"]
     else:
         assert place in {Batch, Peaks}

@@ -27,14 +27,14 @@ STARTS: Final = pytest.mark.parametrize("start", ["spawn", "fork"])
 @STARTS
 def test_every_process_reports_what_it_alone_knows(site: Path, folder: Path, start: str) -> None:
     with vllm(site, folder, "--start", start, "--workers", "2") as running:
-        found = running.reports_of("EngineCore", "VllmWorker-0", "VllmWorker-1")
+        reports = running.reports_of("EngineCore", "VllmWorker-0", "VllmWorker-1")
 
-        assert {name: each["role"] for name, each in found.items()} == {
+        assert {name: report["role"] for name, report in reports.items()} == {
             "EngineCore": "engine_core",
             "VllmWorker-0": "worker",
             "VllmWorker-1": "worker",
         }
-        assert found["VllmWorker-1"]["parts"] == {
+        assert reports["VllmWorker-1"]["parts"] == {
             "weights": 525_568,
             "kv_cache": 1 << 30,
             "cuda_graphs": None,
@@ -42,8 +42,8 @@ def test_every_process_reports_what_it_alone_knows(site: Path, folder: Path, sta
             "activation_peak": None,
             "requested": None,
         }
-        assert [found[name]["rank"] for name in sorted(found)] == [None, 0, 1]
-        scheduler = found["EngineCore"]["scheduler"]
+        assert [reports[name]["rank"] for name in sorted(reports)] == [None, 0, 1]
+        scheduler = reports["EngineCore"]["scheduler"]
         assert scheduler.pop("steps_total") > 0
         assert scheduler == {
             "kv_blocks_total": 16_384,
@@ -65,10 +65,12 @@ def test_every_process_reports_what_it_alone_knows(site: Path, folder: Path, sta
 @STARTS
 def test_with_data_parallel_engines_and_workers_inside_them(site: Path, folder: Path, start: str) -> None:
     with vllm(site, folder, "--start", start, "--cores", "2", "--workers", "0") as running:
-        found = running.reports_of("EngineCore_DP0", "EngineCore_DP1")
+        reports = running.reports_of("EngineCore_DP0", "EngineCore_DP1")
 
-        assert [found[name]["data_parallel_rank"] for name in sorted(found)] == [0, 1]
-        assert all(value["role"] == "engine_core" and value["parts"]["kv_cache"] == 1 << 30 for value in found.values())
+        assert [reports[name]["data_parallel_rank"] for name in sorted(reports)] == [0, 1]
+        assert all(
+            value["role"] == "engine_core" and value["parts"]["kv_cache"] == 1 << 30 for value in reports.values()
+        )
 
 
 def test_a_report_names_its_process_as_the_sidecar_finds_it(site: Path, folder: Path) -> None:
@@ -90,8 +92,10 @@ def test_the_daemon_understands_every_file(site: Path, folder: Path) -> None:
         running.reports_of("EngineCore", "VllmWorker-0")
         parsed = [parse_probe(path.read_bytes()) for path in folder.glob("*-*.json")]
 
-        assert [each for each in parsed if isinstance(each, str)] == []
-        understood = {each[0].role: each[0] for each in parsed if not isinstance(each, str)}
+        assert [parsed_report for parsed_report in parsed if isinstance(parsed_report, str)] == []
+        understood = {
+            parsed_report[0].role: parsed_report[0] for parsed_report in parsed if not isinstance(parsed_report, str)
+        }
         worker, core = understood[Role.WORKER].parts, understood[Role.ENGINE_CORE].scheduler
         assert worker is not None
         assert worker.kv_cache_bytes == 1 << 30
@@ -103,27 +107,28 @@ def test_the_daemon_understands_every_file(site: Path, folder: Path) -> None:
 
 def test_steps_go_on_and_a_stopped_core_says_so_by_its_age(site: Path, folder: Path) -> None:
     with vllm(site, folder) as running:
-        first = running.reports_of("EngineCore")["EngineCore"]
+        first_report = running.reports_of("EngineCore")["EngineCore"]
         eventually(
             lambda: (
                 running.reports_of("EngineCore")["EngineCore"]["scheduler"]["steps_total"]
-                > first["scheduler"]["steps_total"]
+                > first_report["scheduler"]["steps_total"]
             ),
             "the core takes steps",
         )
-        os.kill(first["pid"], signal.SIGSTOP)
-        eventually(lambda: _states(first["pid"]) == {"T"}, "all threads of the core are stopped")
-        last = running.reports_of("EngineCore")["EngineCore"]
+        os.kill(first_report["pid"], signal.SIGSTOP)
+        eventually(lambda: _states(first_report["pid"]) == {"T"}, "all threads of the core are stopped")
+        last_report = running.reports_of("EngineCore")["EngineCore"]
         worker = running.reports_of("VllmWorker-0")["VllmWorker-0"]
         eventually(
             lambda: running.reports_of("VllmWorker-0")["VllmWorker-0"]["sequence"] > worker["sequence"] + 2,
             "the worker reports on",
         )
-        assert running.reports_of("EngineCore")["EngineCore"] == last
+        assert running.reports_of("EngineCore")["EngineCore"] == last_report
 
-        os.kill(first["pid"], signal.SIGCONT)
+        os.kill(first_report["pid"], signal.SIGCONT)
         eventually(
-            lambda: running.reports_of("EngineCore")["EngineCore"]["sequence"] > last["sequence"], "it reports again"
+            lambda: running.reports_of("EngineCore")["EngineCore"]["sequence"] > last_report["sequence"],
+            "it reports again",
         )
 
 
@@ -137,7 +142,7 @@ def test_the_last_report_outlives_its_process(site: Path, folder: Path) -> None:
 
 
 def test_without_the_variable_nothing_is_written(site: Path, folder: Path) -> None:
-    with vllm(site, folder, asked=False) as running:
+    with vllm(site, folder, is_probed=False) as running:
         assert running.serves()
     assert list(folder.iterdir()) == []
 

@@ -58,15 +58,15 @@ def test_what_is_kept_is_found_and_what_is_freed_is_not(folder: Path) -> None:
     record = Recording(str(folder))
     ask(folder, 60)
     look(record)
-    kept = [bytearray(100_000) for _ in range(20)]
+    retained = [bytearray(100_000) for _ in range(20)]
     for _ in range(20):
         bytearray(1_000_000)
     answer = end(record)
 
-    assert len(kept) == 20
-    first = answer["host"][0]
-    assert first["stack"][0].startswith(f"{__file__}:")
-    assert 2_000_000 <= first["bytes"] < 2_100_000
+    assert len(retained) == 20
+    largest_holding = answer["host"][0]
+    assert largest_holding["stack"][0].startswith(f"{__file__}:")
+    assert 2_000_000 <= largest_holding["bytes"] < 2_100_000
     assert answer["note"] is None
     assert (answer["headroom_record"], answer["id"], answer["pid"], answer["role"]) == (1, "r1", os.getpid(), "worker")
 
@@ -152,10 +152,10 @@ def test_it_ends_before_it_costs_too_much(folder: Path, monkeypatch: pytest.Monk
     record = Recording(str(folder))
     ask(folder, 3600)
     look(record)
-    kept = [bytearray(1) for _ in range(30_000)]
+    retained = [bytearray(1) for _ in range(30_000)]
     look(record)
 
-    assert len(kept) == 30_000
+    assert len(retained) == 30_000
     answer = json.loads((folder / "7-1.record.json").read_text())
     assert answer["note"] == "ended early: the recording itself took 1 MiB"
     assert answer["host"]

@@ -88,9 +88,9 @@ def _asked(snapshots: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def worker() -> Any:
-    made: Any = WorkerBase(config(0), 1)
-    made.device = SimpleNamespace(index=1)
-    return made
+    new_worker: Any = WorkerBase(config(0), 1)
+    new_worker.device = SimpleNamespace(index=1)
+    return new_worker
 
 
 @pytest.fixture
@@ -102,17 +102,17 @@ def start(folder: Path, worker: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
     started: list[Probe] = []
 
     def begin() -> Probe:
-        made = Probe(str(folder))
-        made.engine._remember(worker)
-        made.start()
-        started.append(made)
-        monkeypatch.setattr(hooks, "_probe", made)
+        new_probe = Probe(str(folder))
+        new_probe.engine._remember(worker)
+        new_probe.start()
+        started.append(new_probe)
+        monkeypatch.setattr(hooks, "_probe", new_probe)
         hooks._attach_observer()
-        return made
+        return new_probe
 
     yield begin
-    for made in started:
-        made.pause()
+    for started_probe in started:
+        started_probe.pause()
 
 
 def read_document(folder: Path) -> Document:
@@ -157,10 +157,10 @@ def test_the_first_out_of_memory_error_leaves_one_snapshot_before_it_is_raised(
     assert file.name.startswith(f"oom-rank1-{os.getpid()}-")
     document = read_document(folder)
     assert document["oom"]["seen"] == 2
-    taken = document["snapshot"]["oom"]
-    assert abs(taken["t"] - time.time()) < 60
-    assert (taken["file"], taken["bytes"]) == (str(file), file.stat().st_size)
-    assert (taken["problem"], taken["request"], taken["largest"]) == (None, None, LARGEST)
+    snapshot_report = document["snapshot"]["oom"]
+    assert abs(snapshot_report["t"] - time.time()) < 60
+    assert (snapshot_report["file"], snapshot_report["bytes"]) == (str(file), file.stat().st_size)
+    assert (snapshot_report["problem"], snapshot_report["request"], snapshot_report["largest"]) == (None, None, LARGEST)
 
 
 def test_a_request_leaves_one_and_each_newer_request_replaces_it(
@@ -170,16 +170,16 @@ def test_a_request_leaves_one_and_each_newer_request_replaces_it(
     request(folder)
     look(running)
     (file,) = snapshots.iterdir()
-    first = file.stat().st_ino
+    first_inode = file.stat().st_ino
     look(running)
-    assert file.stat().st_ino == first, "a request is answered once"
+    assert file.stat().st_ino == first_inode, "a request is answered once"
 
     request(folder, id="r2")
     look(running)
     assert list(snapshots.iterdir()) == [file]
     assert file.name.startswith(f"requested-rank1-{os.getpid()}-")
-    found = read_document(folder)["snapshot"]
-    assert (found["requested"]["request"], found["oom"]) == ("r2", None)
+    snapshot_report = read_document(folder)["snapshot"]
+    assert (snapshot_report["requested"]["request"], snapshot_report["oom"]) == ("r2", None)
 
 
 @pytest.mark.parametrize("changes", [{"headroom_snapshot": 2}, {"id": 5}, {"until": 1.0}])
@@ -293,9 +293,13 @@ def test_a_snapshot_that_is_too_large_or_slow_is_none(
     running = start()
     hooks._on_oom(1, 2, 3, 4)
 
-    taken = read_document(folder)["snapshot"]["oom"]
-    assert (taken["bytes"], taken["problem"], taken["largest"]) == (None, problem, LARGEST)
-    assert list(Path(taken["file"]).parent.iterdir()) == [], "nothing unfinished is left"
+    snapshot_report = read_document(folder)["snapshot"]["oom"]
+    assert (snapshot_report["bytes"], snapshot_report["problem"], snapshot_report["largest"]) == (
+        None,
+        problem,
+        LARGEST,
+    )
+    assert list(Path(snapshot_report["file"]).parent.iterdir()) == [], "nothing unfinished is left"
     assert running._stop_reason is None
 
 
@@ -329,11 +333,11 @@ def test_the_newest_are_kept_and_other_files_are_left_alone(snapshots: Path, mon
         path.touch()
         os.utime(path, (number, number))
     (snapshots / "weights.pickle").touch()
-    made: Any = WorkerBase(config(0), 0)
-    kept = Snapshots(str(snapshots))
-    kept.begin(made)
-    assert kept.take_oom(made) is not None
-    kept.tick(str(snapshots), "9-1", None, made)
+    new_worker: Any = WorkerBase(config(0), 0)
+    kept_snapshots = Snapshots(str(snapshots))
+    kept_snapshots.begin(new_worker)
+    assert kept_snapshots.take_oom(new_worker) is not None
+    kept_snapshots.tick(str(snapshots), "9-1", None, new_worker)
 
     assert {path.name for path in snapshots.iterdir()} == {
         "weights.pickle",

@@ -19,8 +19,8 @@ each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_it_is_python_3_9(file: Path) -> None:
     tree = ast.parse(file.read_text(), feature_version=(3, 9))
 
-    first = [node for node in tree.body if isinstance(node, ast.ImportFrom)][:1]
-    assert [node.module for node in first] == ["__future__"], "annotations are not evaluated"
+    first_imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)][:1]
+    assert [node.module for node in first_imports] == ["__future__"], "annotations are not evaluated"
 
 
 @each_file

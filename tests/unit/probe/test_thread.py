@@ -32,36 +32,36 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker on GPU 1, under a torch that has initialised CUDA."""
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(cuda, "_initialized", True)
-    made: Any = WorkerBase(config(0), 1)
-    made.device = SimpleNamespace(index=1)
-    return made
+    new_worker: Any = WorkerBase(config(0), 1)
+    new_worker.device = SimpleNamespace(index=1)
+    return new_worker
 
 
 @pytest.fixture
 def running(folder: Path, worker: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Probe]:
     """A probe that looks when it is woken, and has found the worker and a core."""
     monkeypatch.setattr(probe, "INTERVAL_SECONDS", 3600.0)
-    made = Probe(str(folder))
+    new_probe = Probe(str(folder))
     core = EngineCore(config(0), 0, "spawn")
-    made.engine._remember(worker)
-    made.engine._remember(core)
-    made.start()
-    yield made
-    made.pause()
+    new_probe.engine._remember(worker)
+    new_probe.engine._remember(core)
+    new_probe.start()
+    yield new_probe
+    new_probe.pause()
     assert core is not None
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What torch's figures take, in which no other process has a part."""
-    made = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: made.now))
-    return made
+    fake_clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: fake_clock.now))
+    return fake_clock
 
 
 def read_report(folder: Path) -> Document | None:
-    found = [json.loads(path.read_text()) for path in folder.glob("*-*[0-9].json")]
-    return found[0] if found else None
+    documents = [json.loads(path.read_text()) for path in folder.glob("*-*[0-9].json")]
+    return documents[0] if documents else None
 
 
 def look(running: Probe) -> None:
@@ -155,11 +155,11 @@ def test_an_allocator_that_keeps_the_gil_is_asked_three_times(
         assert running._stop_reason is None, number
         look(running)
 
-    said = eventually(lambda: (read_report(folder) or {})["stopped"], "it says why it stopped")
-    assert said.startswith("three looks took more than 50 ms, one 0.1")
+    stop_reason = eventually(lambda: (read_report(folder) or {})["stopped"], "it says why it stopped")
+    assert stop_reason.startswith("three looks took more than 50 ms, one 0.1")
     assert running._thread is not None
     running._thread.join(60)
-    assert [record.getMessage() for record in caplog.records] == [f"headroom probe: stopped for good: {said}"]
+    assert [record.getMessage() for record in caplog.records] == [f"headroom probe: stopped for good: {stop_reason}"]
     document = read_report(folder)
     assert document is not None
     assert document["devices"][0]["allocated"] == 60 << 30, "the last figures stay"
@@ -243,17 +243,17 @@ def test_its_thread_is_gone_while_vllm_forks(running: Probe, monkeypatch: pytest
 def test_a_write_that_hangs_holds_no_fork_back_and_is_the_last(
     running: Probe, monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun, ends = threading.Event(), threading.Event()
+    has_begun, ends = threading.Event(), threading.Event()
 
     def hang(*_: Any) -> None:
-        begun.set()
+        has_begun.set()
         ends.wait(60)
 
     monkeypatch.setattr(probe, "write_document", hang)
     monkeypatch.setattr(probe, "MAX_FORK_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(hooks, "_probe", running)
     running._wake.set()
-    assert begun.wait(60)
+    assert has_begun.wait(60)
     hooks._before_fork()
     hooks._after_in_parent()
     ends.set()
@@ -269,11 +269,11 @@ def test_a_write_that_hangs_holds_no_fork_back_and_is_the_last(
 
 
 def test_the_sidecars_user_may_read_it_whatever_vllms_umask_is(running: Probe, folder: Path) -> None:
-    before = os.umask(0o077)
+    previous_umask = os.umask(0o077)
     try:
         look(running)
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
 
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o644

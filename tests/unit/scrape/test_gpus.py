@@ -117,10 +117,10 @@ def test_an_ill_driver_of_nvidias_costs_amds_cards_nothing(nvml: FakeNvml, sys: 
         nvml.errors = {"nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH}
         nvml.write()
 
-        found = await devices(gpus)
+        gpus_found = await devices(gpus)
 
-        assert reasons(found) == [Reason.VERSION_MISMATCH, Reason.VERSION_MISMATCH, None, None]
-        assert [(gpu.index, gpu.uuid) for gpu in found[:2]] == [(0, "GPU-a"), (1, "GPU-b")]
+        assert reasons(gpus_found) == [Reason.VERSION_MISMATCH, Reason.VERSION_MISMATCH, None, None]
+        assert [(gpu.index, gpu.uuid) for gpu in gpus_found[:2]] == [(0, "GPU-a"), (1, "GPU-b")]
 
         assert [gpu.index for gpu in await devices(gpus)] == [0, 1, 2, 3], "while it is not tried again"
 
@@ -194,10 +194,10 @@ def test_each_gpu_says_what_it_knows_of_faults_in_its_memory(sys: AmdTree, proc:
 
     async def steps(gpus: Gpus) -> None:
         await gpus.read(10)
-        told = await gpus.read_faults(10)
+        gpu_faults = await gpus.read_faults(10)
 
-        assert [faults.index for faults in told] == [0, 1, 2, 3]
-        assert told[2].ecc is None
+        assert [faults.index for faults in gpu_faults] == [0, 1, 2, 3]
+        assert gpu_faults[2].ecc is None
 
     run(sys, proc, steps)
 

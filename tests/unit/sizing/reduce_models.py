@@ -42,7 +42,7 @@ SAME = {
 """Models with the configuration of another one."""
 
 
-def _dense(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **known: Any) -> dict[str, Any]:
+def _dense(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **config_fields: Any) -> dict[str, Any]:
     """Return the fields of a dense model in 16 bits."""
     return {
         "hidden_size": hidden,
@@ -51,7 +51,7 @@ def _dense(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **know
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "torch_dtype": "bfloat16",
-        **known,
+        **config_fields,
     }
 
 

@@ -47,9 +47,12 @@ def activations(question: Question) -> Range | None:
 
 
 def test_the_profiling_holds_the_largest_image_and_then_its_tokens_beside_a_batch() -> None:
-    told: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 1, "max_model_len": 32768}
+    question_fields: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 1, "max_model_len": 32768}
     shape = model("qwen3-vl-8b-instruct")
-    question, blind = Question(shape=shape, **told), Question(shape=replace(shape, encoder=None), **told)
+    question, blind = (
+        Question(shape=shape, **question_fields),
+        Question(shape=replace(shape, encoder=None), **question_fields),
+    )
     image, text = activations(question), activations(blind)
     assert image is not None
     assert text is not None
@@ -62,15 +65,15 @@ def test_the_profiling_holds_the_largest_image_and_then_its_tokens_beside_a_batc
 
 def test_a_patch_is_spread_over_gpus_at_the_low_end_alone() -> None:
     shape = model("gemma-3-27b-it", vocab_size=1, hidden_size=64)
-    one, four = (
+    one_gpu, four = (
         activations(Question(shape=shape, max_num_seqs=1, max_model_len=4096, tensor_parallel_size=ranks))
         for ranks in (1, 4)
     )
-    assert one is not None
+    assert one_gpu is not None
     assert four is not None
 
-    assert four.low < one.low
-    assert four.high == one.high
+    assert four.low < one_gpu.low
+    assert four.high == one_gpu.high
 
 
 def test_an_image_that_is_allowed_less_takes_less(tmp_path: Path) -> None:
@@ -83,7 +86,8 @@ def test_an_image_that_is_allowed_less_takes_less(tmp_path: Path) -> None:
     assert isinstance(larger, ModelShape)
     assert isinstance(smaller, ModelShape)
     assert [
-        each.encoder and each.encoder.largest_input and each.encoder.largest_input.tokens for each in (larger, smaller)
+        model_shape.encoder and model_shape.encoder.largest_input and model_shape.encoder.largest_input.tokens
+        for model_shape in (larger, smaller)
     ] == [
         32768,
         12288,  # two frames of a video, which are then more

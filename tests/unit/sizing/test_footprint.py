@@ -118,22 +118,24 @@ def test_pipeline_parallelism_divides_layers_and_the_fullest_stage_counts() -> N
 @settings(deadline=None)
 @given(shape=plain, ranks=sizes, stages=sizes, dtype=st.sampled_from(["auto", *KV_DTYPES]))
 def test_all_ranks_together_hold_a_token_at_least_once(shape: ModelShape, ranks: int, stages: int, dtype: str) -> None:
-    whole = count_bytes_per_token(shape, kv_dtype=dtype) or 0
-    one = count_bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages) or 0
+    whole_bytes = count_bytes_per_token(shape, kv_dtype=dtype) or 0
+    rank_bytes = count_bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages) or 0
 
-    assert 0 < one <= whole
+    assert 0 < rank_bytes <= whole_bytes
     if shape.heads.count % ranks == 0 or ranks > shape.heads.count:
-        assert one * ranks * stages >= whole
+        assert rank_bytes * ranks * stages >= whole_bytes
 
 
 @settings(deadline=None)
 @given(shape=plain, ranks=st.sampled_from([1, 2, 4, 8]))
 def test_bytes_per_token_grow_with_every_layer_and_head(shape: ModelShape, ranks: int) -> None:
-    one = count_bytes_per_token(shape, tensor_parallel=ranks) or 0
-    more = replace(shape, heads=replace(shape.heads, count=shape.heads.count + ranks))
+    rank_bytes = count_bytes_per_token(shape, tensor_parallel=ranks) or 0
+    larger_shape = replace(shape, heads=replace(shape.heads, count=shape.heads.count + ranks))
 
-    assert (count_bytes_per_token(replace(shape, full_layers=shape.full_layers + 1), tensor_parallel=ranks)) > one
-    assert (count_bytes_per_token(more, tensor_parallel=ranks) or 0) >= one
+    assert (
+        count_bytes_per_token(replace(shape, full_layers=shape.full_layers + 1), tensor_parallel=ranks)
+    ) > rank_bytes
+    assert (count_bytes_per_token(larger_shape, tensor_parallel=ranks) or 0) >= rank_bytes
 
 
 @pytest.mark.parametrize(

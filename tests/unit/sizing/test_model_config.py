@@ -132,8 +132,11 @@ def test_a_window_that_is_switched_off_is_none() -> None:
 
 
 def test_an_image_encoder_is_counted_where_its_sizes_are_reported() -> None:
-    told = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
-    siglip, untold = changed("gemma-3-27b-it", vision_config=told), changed("gemma-3-27b-it", vision_config={"x": 1})
+    vision_config = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
+    siglip, untold = (
+        changed("gemma-3-27b-it", vision_config=vision_config),
+        changed("gemma-3-27b-it", vision_config={"x": 1}),
+    )
 
     assert isinstance(siglip, ModelShape)
     assert isinstance(untold, ModelShape)
@@ -157,7 +160,7 @@ def test_a_state_is_the_recurrent_one_and_the_last_inputs(name: str, state_bytes
 
 
 @pytest.mark.parametrize(
-    ("fields", "kept"),
+    ("fields", "expected_layers"),
     [
         ({"layer_types": ["full_attention", "conv"] * 16}, (16, 0, 16)),
         ({"layers_block_type": ["attention"] + ["mamba"] * 31}, (1, 0, 31)),
@@ -168,11 +171,13 @@ def test_a_state_is_the_recurrent_one_and_the_last_inputs(name: str, state_bytes
         ({"attention_chunk_size": 8192, "layer_types": ["chunked_attention", "full_attention"] * 16}, (16, 16, 0)),
     ],
 )
-def test_layers_can_be_said_by_a_list_a_pattern_or_letters(fields: dict[str, Any], kept: tuple[int, int, int]) -> None:
+def test_layers_can_be_said_by_a_list_a_pattern_or_letters(
+    fields: dict[str, Any], expected_layers: tuple[int, int, int]
+) -> None:
     shape = changed("llama-3.1-8b", **fields)
 
     assert isinstance(shape, ModelShape), shape
-    assert (shape.full_layers, shape.windowed_layers, shape.stateful_layers) == kept
+    assert (shape.full_layers, shape.windowed_layers, shape.stateful_layers) == expected_layers
 
 
 def test_sizes_from_elsewhere_count_in_place_of_the_files() -> None:
@@ -224,10 +229,10 @@ def test_what_is_no_configuration_is_refused_in_a_sentence(text: str, problem: s
     ],
 )
 def test_a_cache_that_is_not_understood_is_refused_rather_than_guessed(fields: dict[str, Any], problem: str) -> None:
-    found = changed("llama-3.1-8b", **fields)
+    refusal = changed("llama-3.1-8b", **fields)
 
-    assert isinstance(found, str)
-    assert found.endswith(problem)
+    assert isinstance(refusal, str)
+    assert refusal.endswith(problem)
 
 
 values = st.recursive(

@@ -16,17 +16,19 @@ from vllm_headroom_tools.sizing.model_config import CONFIG_LIMIT_BYTES, parse_mo
 PLAIN = "llama-3.1-8b"
 
 
-def read(folder: Path, name: str, beside: Any) -> ModelShape:
+def read(folder: Path, name: str, quantisation_file: Any) -> ModelShape:
     (folder / "config.json").write_text(config_text(name))
-    (folder / "hf_quant_config.json").write_text(beside if isinstance(beside, str) else json.dumps(beside))
+    (folder / "hf_quant_config.json").write_text(
+        quantisation_file if isinstance(quantisation_file, str) else json.dumps(quantisation_file)
+    )
     shape = read_model(folder)
     assert isinstance(shape, ModelShape), shape
     return shape
 
 
 def test_what_modelopt_wrote_beside_the_configuration_counts(tmp_path: Path) -> None:
-    told = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-    shape = read(tmp_path, PLAIN, {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": told})
+    quantisation = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    shape = read(tmp_path, PLAIN, {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": quantisation})
 
     assert (shape.weight_bytes_per_parameter, shape.quantisation) == (1.0, "modelopt")
     assert shape.kv_dtype_bytes == 1.0
@@ -38,24 +40,24 @@ def test_what_the_configuration_says_itself_counts_before_it(tmp_path: Path) -> 
     assert shape == model("qwen2.5-7b-awq")
 
 
-@pytest.mark.parametrize("beside", ["", "[]", "{", {}, {"quantization": None}, {"quantization": "FP8"}])
-def test_what_is_not_understood_beside_it_is_left_out(tmp_path: Path, beside: Any) -> None:
-    assert read(tmp_path, PLAIN, beside) == model(PLAIN)
+@pytest.mark.parametrize("quantisation_file", ["", "[]", "{", {}, {"quantization": None}, {"quantization": "FP8"}])
+def test_what_is_not_understood_beside_it_is_left_out(tmp_path: Path, quantisation_file: Any) -> None:
+    assert read(tmp_path, PLAIN, quantisation_file) == model(PLAIN)
 
 
 def test_of_a_folder_it_is_the_configuration_that_is_missing(tmp_path: Path) -> None:
-    told = read_model(tmp_path)
+    refusal = read_model(tmp_path)
 
-    assert isinstance(told, str)
-    assert told.startswith("its config.json cannot be read: No such file or directory")
+    assert isinstance(refusal, str)
+    assert refusal.startswith("its config.json cannot be read: No such file or directory")
 
 
-@pytest.mark.parametrize("beside", ["hf_quant_config.json", "preprocessor_config.json"])
-def test_a_file_beside_it_of_many_values_is_not_parsed(tmp_path: Path, beside: str) -> None:
+@pytest.mark.parametrize("file_name", ["hf_quant_config.json", "preprocessor_config.json"])
+def test_a_file_beside_it_of_many_values_is_not_parsed(tmp_path: Path, file_name: str) -> None:
     large = "{" + ",".join(f'"k{number}":1' for number in range(500_000)) + "}"
     quantised = json.dumps({"quantization": {"quant_algo": "FP8"}})
     (tmp_path / "config.json").write_text(config_text(PLAIN))
-    (tmp_path / beside).write_text(f"{quantised[:-1]},{large[1:]}")
+    (tmp_path / file_name).write_text(f"{quantised[:-1]},{large[1:]}")
     with mock.patch.object(json, "loads", wraps=json.loads) as loads:
         shape = read_model(tmp_path)
     assert loads.call_count == 1

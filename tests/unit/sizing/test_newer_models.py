@@ -46,14 +46,14 @@ def read(name: str, **fields: Any) -> ModelShape:
 
 @pytest.mark.parametrize("name", BILLIONS)
 def test_the_parameters_are_those_that_the_maker_publishes(name: str) -> None:
-    found = read(name)
+    shape = read(name)
 
-    assert found.unknown_type is None
-    assert found.parameters is not None
+    assert shape.unknown_type is None
+    assert shape.parameters is not None
     encoder = 0
-    if found.encoder is not None:
-        encoder = found.encoder.parameters or 0
-    total = found.parameters.total + (found.embeddings or 0) + encoder
+    if shape.encoder is not None:
+        encoder = shape.encoder.parameters or 0
+    total = shape.parameters.total + (shape.embeddings or 0) + encoder
     assert total / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
 
 
@@ -73,33 +73,33 @@ def test_sparse_attention_keeps_its_index_beside_the_latents() -> None:
 
 
 def test_block_sparse_attention_keeps_an_index_of_16_bits() -> None:
-    found = read("MiniMaxAI/MiniMax-M3")
+    shape = read("MiniMaxAI/MiniMax-M3")
 
     # 60 layers x 4 KV heads x 256 values x 2 bytes, and 57 layers x 128 values x 2 bytes.
-    assert count_bytes_per_token(found) == 60 * 2048 + 57 * 256
-    assert count_bytes_per_token(found, tensor_parallel=4) == 60 * 512 + 57 * 256
+    assert count_bytes_per_token(shape) == 60 * 2048 + 57 * 256
+    assert count_bytes_per_token(shape, tensor_parallel=4) == 60 * 512 + 57 * 256
     # The index is whole on every GPU, so the bytes on all GPUs together depend on their number.
-    assert count_engine_bytes_per_token(found, "auto", 4) is None
+    assert count_engine_bytes_per_token(shape, "auto", 4) is None
 
 
 def test_layers_of_delta_attention_keep_a_state_in_32_bits() -> None:
-    found = read("moonshotai/Kimi-K3")
+    shape = read("moonshotai/Kimi-K3")
 
     # 96 heads x 128 x 128 values of 4 bytes, and 3 x 12,288 inputs of 3 tokens in 2 bytes.
-    assert (found.full_layers, found.stateful_layers) == (24, 69)
-    assert found.state_bytes == 96 * 128 * 128 * 4 + 3 * 12_288 * 3 * 2
+    assert (shape.full_layers, shape.stateful_layers) == (24, 69)
+    assert shape.state_bytes == 96 * 128 * 128 * 4 + 3 * 12_288 * 3 * 2
 
 
 def test_a_compressed_cache_is_divided_as_vllm_divides_it() -> None:
     """By hand from vLLM 0.33's planning: 21 layers with ratio 4, 20 with 128, 43 windows of 128 tokens."""
-    found = read("deepseek-ai/DeepSeek-V4-Flash")
-    layout = build_kv_layout(found, block_tokens=16, in_flight_tokens=16_384, tensor_parallel=8)
+    shape = read("deepseek-ai/DeepSeek-V4-Flash")
+    layout = build_kv_layout(shape, block_tokens=16, in_flight_tokens=16_384, tensor_parallel=8)
 
     # 584 bytes a latent and 132 an index; 64 latents of 256 tokens, or 2, padded to multiples of 576.
     assert layout.block_bytes == 21 * (65 * 576 + 15 * 576) + 20 * 3 * 576
     # One group of latents; 2 of windows, 1 and 1 of states: 4,096 + 2 x 259 + 4,099 + 2,065 blocks.
     assert layout.count_blocks(1_048_576) == 4096 + 2 * 259 + 4099 + 2065
-    assert count_bytes_per_token(found, tensor_parallel=8) == -(-(21 * 716 * 32 + 20 * 584) // 128)
+    assert count_bytes_per_token(shape, tensor_parallel=8) == -(-(21 * 716 * 32 + 20 * 584) // 128)
 
 
 def test_another_compression_is_refused() -> None:
@@ -184,12 +184,12 @@ def test_each_matrix_of_a_mixed_checkpoint_has_its_own_bytes() -> None:
     quantised |= {f"model.layers.{layer}.self_attn.q_proj": {"quant_algo": "FP8"} for layer in layers}
     quantised["lm_head"] = {"quant_algo": "W4A16_NVFP4"}
     quantisation = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": quantised}
-    found = read("Qwen/Qwen3-8B", quantization_config=quantisation)
+    shape = read("Qwen/Qwen3-8B", quantization_config=quantisation)
 
     attention = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
     mlp = 36 * 3 * 4096 * 12_288
     vocabulary = 151_936 * 4096
-    assert count_model_bytes(found) == pytest.approx(attention + mlp * 9 / 16 + vocabulary * (2 + 9 / 16))
+    assert count_model_bytes(shape) == pytest.approx(attention + mlp * 9 / 16 + vocabulary * (2 + 9 / 16))
 
 
 def test_the_encoders_of_gemma_4_are_counted_from_their_sizes() -> None:

@@ -37,7 +37,7 @@ def test_a_parameter_weighs_what_its_quantisation_says(
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("quantisation", "expected"),
     [
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, (1.0, "bitsandbytes 8-bit")),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, (0.5625, "bitsandbytes")),
@@ -60,8 +60,8 @@ def test_a_parameter_weighs_what_its_quantisation_says(
         ("fp8", (2.0, None)),
     ],
 )
-def test_methods_are_known_by_bits_or_name(found: Any, expected: tuple[float, str | None]) -> None:
-    assert read_weight_bytes({"quantization_config": found}, 2.0) == expected
+def test_methods_are_known_by_bits_or_name(quantisation: Any, expected: tuple[float, str | None]) -> None:
+    assert read_weight_bytes({"quantization_config": quantisation}, 2.0) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_stored_parameter_has_the_files_dtype_or_32_bits(config: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("quantisation", "expected"),
     [
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 1.0),
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, 2.0),
@@ -90,13 +90,13 @@ def test_a_stored_parameter_has_the_files_dtype_or_32_bits(config: dict[str, Any
     ],
 )
 def test_an_unset_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scales_for(
-    found: Any, expected: float
+    quantisation: Any, expected: float
 ) -> None:
-    assert read_kv_dtype_bytes({"quantization_config": found}, 2.0) == expected
+    assert read_kv_dtype_bytes({"quantization_config": quantisation}, 2.0) == expected
 
 
 @pytest.mark.parametrize(
-    ("found", "module", "expected"),
+    ("quantisation", "module", "expected"),
     [
         ({"modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}, "layers.0.mlp.down_proj", True),
         ({"modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}, "layers.10.mlp.down_proj", False),
@@ -113,9 +113,9 @@ def test_an_unset_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scale
     ],
 )
 def test_modules_that_the_quantisation_leaves_out_are_reported_by_name(
-    found: Any, module: str, *, expected: bool
+    quantisation: Any, module: str, *, expected: bool
 ) -> None:
-    assert match_unquantised({"quantization_config": found})(module) is expected
+    assert match_unquantised({"quantization_config": quantisation})(module) is expected
 
 
 def test_a_mixed_checkpoint_names_the_method_of_each_part_of_a_layer() -> None:

@@ -12,7 +12,7 @@ from vllm_headroom_tools.sizing.footprint import ModelShape, build_kv_layout
 from vllm_headroom_tools.sizing.model_config import CHECKED_MODEL_TYPES, parse_model_config
 
 TRUTH: Final[dict[str, Any]] = json.loads((FOLDER.parent / "truth.json").read_text(encoding="utf-8"))
-BUILT: Final = sorted(name for name, found in TRUTH.items() if "refused" not in found)
+BUILT: Final = sorted(name for name, model_truth in TRUTH.items() if "refused" not in model_truth)
 THERE: Final = {"mamba_ssm_cache_dtype": "float32"}
 """On the CPU, where the truth was taken, vLLM keeps every state in 32 bits (platforms/cpu.py)."""
 
@@ -40,10 +40,10 @@ def test_every_configuration_was_asked_for() -> None:
 def test_sequences_take_the_bytes_and_the_model_has_the_parameters_that_vllm_says(subtests: pytest.Subtests) -> None:
     for name in sorted(set(BUILT) - set(REFUSED) - NOT_AS_VLLM):
         with subtests.test(name):
-            truth, found = TRUTH[name], shape(name)
+            truth, model_shape = TRUTH[name], shape(name)
             layout = build_kv_layout(
-                found,
-                block_tokens=16 if found.latent_width else 32,  # what vLLM's CPU backends take
+                model_shape,
+                block_tokens=16 if model_shape.latent_width else 32,  # what vLLM's CPU backends take
                 in_flight_tokens=truth["in_flight_tokens"],
                 kv_dtype="bfloat16",
             )
@@ -51,8 +51,10 @@ def test_sequences_take_the_bytes_and_the_model_has_the_parameters_that_vllm_say
             assert {
                 tokens: layout.count_blocks(int(tokens)) * layout.block_bytes for tokens in truth["sequence_bytes"]
             } == truth["sequence_bytes"]
-            assert found.parameters is not None
-            assert found.parameters.total + (found.embeddings or 0) == pytest.approx(truth["parameters"], rel=0.003)
+            assert model_shape.parameters is not None
+            assert model_shape.parameters.total + (model_shape.embeddings or 0) == pytest.approx(
+                truth["parameters"], rel=0.003
+            )
 
 
 def test_a_type_is_known_when_one_of_it_was_checked() -> None:

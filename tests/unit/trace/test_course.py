@@ -16,8 +16,8 @@ def test_an_early_warning_is_undecided_where_a_restart_cut_it_off(*, restarts: b
     growing_seconds = 3240.0
     steps = int(growing_seconds / STEP)
     growing = list(islice(engine(leak=12.8e6), steps))
-    held = growing[-1]["gpus"][0]["used"]
-    calm = islice(engine(2.6, held=held, restarts_at=growing_seconds * restarts), steps, None)
+    held_bytes = growing[-1]["gpus"][0]["used"]
+    calm = islice(engine(2.6, held_bytes=held_bytes, restarts_at=growing_seconds * restarts), steps, None)
     watch = LeakReplay()
     for sample in (*growing, *calm):
         watch.step(parse_snapshot(sample))

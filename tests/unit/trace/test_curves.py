@@ -23,9 +23,9 @@ def test_a_single_peak_and_a_single_dip_are_kept() -> None:
 def test_what_could_not_be_read_divides_the_curve() -> None:
     points: list[Point] = [(float(second), None if 40 <= second < 60 else 5.0) for second in range(100)]
 
-    first, second = thin_curve(build_curve(points), 10)
+    first_piece, second = thin_curve(build_curve(points), 10)
 
-    assert (first[-1][0], second[0][0]) <= (39.0, 60.0)
+    assert (first_piece[-1][0], second[0][0]) <= (39.0, 60.0)
     assert thin_curve(build_curve([(0.0, None), (1.0, None)]), 10) == []
     assert thin_curve(build_curve([]), 10) == []
 

@@ -14,11 +14,11 @@ HEADER = b'{"headroom_trace": 1}\n'
 
 
 def test_a_last_line_that_is_cut_off_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = '{"t": 1, "engines": [{"model_name": "é"}]}'.encode()
-    for kept in range(1, len(whole)):
-        (seen,) = parse_trace([HEADER, whole + b"\n", whole[:kept]])
+    complete_line = '{"t": 1, "engines": [{"model_name": "é"}]}'.encode()
+    for length in range(1, len(complete_line)):
+        (snapshot,) = parse_trace([HEADER, complete_line + b"\n", complete_line[:length]])
 
-        assert seen.time_seconds == 1.0
+        assert snapshot.time_seconds == 1.0
         assert capsys.readouterr().err == "the trace: line 3, the last, is cut off and left out\n"
 
 

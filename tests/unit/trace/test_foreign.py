@@ -51,17 +51,17 @@ def test_a_trace_is_read_as_tools_leave_it(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_how_far_it_has_come_is_not_shown_of_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int | None] = []
+    reported_sizes: list[int | None] = []
 
     def watched(lines: Iterator[bytes], whole_bytes: int | None) -> Iterator[bytes]:
-        told.append(whole_bytes)
+        reported_sizes.append(whole_bytes)
         return lines
 
     monkeypatch.setattr("vllm_headroom_tools.trace.track_lines", watched)
     for content in (TRACE, gzip.compress(TRACE)):
         list(read_trace(write_file(tmp_path, content)))
 
-    assert told == [len(TRACE), None]
+    assert reported_sizes == [len(TRACE), None]
 
 
 def test_the_header_of_an_incident_is_read_where_it_is_packed(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_what_gzip_packed_is_said_to_be_spoiled_where_it_is(tmp_path: Path, cont
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
         (b"\x28\xb5\x2f\xfd\x04", "is packed by zstd: unpack it first, only gzip's is read as it is"),
         (lzma.compress(TRACE), "is packed by xz: unpack it first, only gzip's is read as it is"),
@@ -91,8 +91,8 @@ def test_what_gzip_packed_is_said_to_be_spoiled_where_it_is(tmp_path: Path, cont
         (b"", "is empty"),
     ],
 )
-def test_what_is_no_trace_is_reported_by_what_it_is(tmp_path: Path, content: bytes, said: str) -> None:
+def test_what_is_no_trace_is_reported_by_what_it_is(tmp_path: Path, content: bytes, problem: str) -> None:
     trace = write_file(tmp_path, content)
 
-    with pytest.raises(BadInput, match=f"^{re.escape(f'{trace}: {NO_TRACE}{said}')}$"):
+    with pytest.raises(BadInput, match=f"^{re.escape(f'{trace}: {NO_TRACE}{problem}')}$"):
         times(trace)

@@ -24,12 +24,12 @@ ENDED = 1_760_000_100.0
 SENTENCE = {"sentence": "GPU 0 leaks."}
 
 
-def kept(folder: Path, log: str = "", **before: object) -> int:
+def kept(folder: Path, log: str = "", **facts_before: object) -> int:
     """Set the samples of 100 s aside with what was known; return the size of the incident, which has the newest."""
     for at in range(100):
         append_to_record(folder, encode_line(build_record(snapshot(at=float(at)))))
     write_incident(
-        folder, ENDED, {"what": "ended", "t": ENDED, "log": log, "before": {"verdicts": [SENTENCE], **before}}
+        folder, ENDED, {"what": "ended", "t": ENDED, "log": log, "before": {"verdicts": [SENTENCE], **facts_before}}
     )
     (file,) = list_incidents(folder / "incidents")
     assert [snapshot.time_seconds for snapshot in read_trace(str(file))][-1] == ENDED - 1
@@ -39,8 +39,8 @@ def kept(folder: Path, log: str = "", **before: object) -> int:
 def before_the_end(folder: Path) -> dict[str, object]:
     newest = find_newest(folder)
     assert newest is not None
-    before: dict[str, object] = newest[1]["before"]
-    return before
+    facts_before: dict[str, object] = newest[1]["before"]
+    return facts_before
 
 
 def test_files_of_the_probe_that_say_a_megabyte_leave_an_incident_that_can_be_read(tmp_path: Path) -> None:

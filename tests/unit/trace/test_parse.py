@@ -54,10 +54,19 @@ def test_a_full_line_is_a_full_snapshot() -> None:
 
     assert (snapshot.time_seconds, snapshot.monotonic_seconds) == (1_760_000_000.5, 1_760_000_000.5)
     assert not isinstance(snapshot.gpus, Failure)
-    (seen,) = snapshot.gpus
-    assert (seen.reading.index, seen.reading.uuid, seen.attribution) == (3, "GPU-a", Attribution.PROCESS)
-    assert seen.reading.memory == GpuMemory(total_bytes=1000, used_bytes=900, free_bytes=80, reserved_bytes=20)
-    assert (seen.engine_bytes, seen.other_bytes, seen.held_bytes, seen.process_count) == (800, 50, 800, 2)
+    (parsed_gpu,) = snapshot.gpus
+    assert (parsed_gpu.reading.index, parsed_gpu.reading.uuid, parsed_gpu.attribution) == (
+        3,
+        "GPU-a",
+        Attribution.PROCESS,
+    )
+    assert parsed_gpu.reading.memory == GpuMemory(total_bytes=1000, used_bytes=900, free_bytes=80, reserved_bytes=20)
+    assert (parsed_gpu.engine_bytes, parsed_gpu.other_bytes, parsed_gpu.held_bytes, parsed_gpu.process_count) == (
+        800,
+        50,
+        800,
+        2,
+    )
     engine = EngineReading(
         model_name="m",
         engine="1",
@@ -130,15 +139,15 @@ def test_fields_of_later_versions_are_passed_over() -> None:
 
 
 def test_time_may_go_back() -> None:
-    seen = list(parse_trace([HEADER, b'{"t": 20}\n', b'{"t": 10}\n']))
+    snapshots = list(parse_trace([HEADER, b'{"t": 20}\n', b'{"t": 10}\n']))
 
-    assert [snapshot.time_seconds for snapshot in seen] == [20.0, 10.0]
+    assert [snapshot.time_seconds for snapshot in snapshots] == [20.0, 10.0]
 
 
 def test_rotated_traces_can_be_put_together() -> None:
-    seen = list(parse_trace([HEADER, b'{"t": 1}\n', b"\n", HEADER, b'{"t": 2}']))
+    snapshots = list(parse_trace([HEADER, b'{"t": 1}\n', b"\n", HEADER, b'{"t": 2}']))
 
-    assert [snapshot.time_seconds for snapshot in seen] == [1.0, 2.0]
+    assert [snapshot.time_seconds for snapshot in snapshots] == [1.0, 2.0]
 
 
 def test_a_trace_may_have_no_samples() -> None:

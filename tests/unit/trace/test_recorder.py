@@ -27,12 +27,12 @@ def recorder(file: Path, max_bytes: int = MANY) -> Recorder:
     return Recorder(file=file, max_bytes=max_bytes)
 
 
-def record(subject: Recorder, *seen: Snapshot) -> list[dict[str, str]]:
+def record(subject: Recorder, *snapshots: Snapshot) -> list[dict[str, str]]:
     """Record snapshots; return what was logged."""
 
     async def run() -> None:
-        for each in seen:
-            await subject.record(each)
+        for tick_snapshot in snapshots:
+            await subject.record(tick_snapshot)
 
     with capture_logs() as lines:
         asyncio.run(run())
@@ -44,7 +44,7 @@ def read(file: Path) -> list[Snapshot]:
 
 
 def times(file: Path) -> list[float]:
-    return [each.time_seconds - 1_760_000_000.0 for each in read(file)]
+    return [read_snapshot.time_seconds - 1_760_000_000.0 for read_snapshot in read(file)]
 
 
 def test_what_is_recorded_reads_back_as_it_was(tmp_path: Path) -> None:
@@ -171,14 +171,14 @@ def test_a_trace_that_was_moved_away_starts_over(tmp_path: Path) -> None:
 def test_a_missing_directory_is_logged_once_and_so_is_its_coming_back(tmp_path: Path) -> None:
     subject = recorder(tmp_path / "gone" / "trace")
 
-    before = record(subject, snapshot(at=1), snapshot(at=2))
+    lines_before = record(subject, snapshot(at=1), snapshot(at=2))
     (tmp_path / "gone").mkdir()
-    after = record(subject, snapshot(at=3), snapshot(at=4))
+    lines_after = record(subject, snapshot(at=3), snapshot(at=4))
 
-    assert [(line["event"], line.get("problem")) for line in before] == [
+    assert [(line["event"], line.get("problem")) for line in lines_before] == [
         ("trace not written", "No such file or directory")
     ]
-    assert [line["event"] for line in after] == ["trace written again"]
+    assert [line["event"] for line in lines_after] == ["trace written again"]
     assert times(tmp_path / "gone" / "trace") == [3.0, 4.0]
 
 

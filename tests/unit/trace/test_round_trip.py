@@ -66,7 +66,7 @@ def gpus(draw: st.DrawFn) -> tuple[Gpu, ...]:
 
 
 def _gpu(draw: st.DrawFn, index: int, uuid: str) -> Gpu:
-    used, free, other = draw(SIZES), draw(SIZES), draw(st.none() | SIZES)
+    used, free, other_bytes = draw(SIZES), draw(SIZES), draw(st.none() | SIZES)
     reserved, engine_bytes = draw(st.none() | SIZES), draw(st.none() | SIZES)
     total = used + free + (reserved or 0)
     return Gpu(
@@ -80,8 +80,8 @@ def _gpu(draw: st.DrawFn, index: int, uuid: str) -> Gpu:
         ),
         attribution=Attribution.UUID if engine_bytes is None else Attribution.PROCESS,
         engine_bytes=engine_bytes,
-        other_bytes=other,
-        held_bytes=max(0, used - (other or 0)) if engine_bytes is None else engine_bytes,
+        other_bytes=other_bytes,
+        held_bytes=max(0, used - (other_bytes or 0)) if engine_bytes is None else engine_bytes,
         process_count=draw(st.none() | st.integers(0, 9)),
         leftovers=tuple(draw(st.lists(LEFTOVERS, max_size=2))),
         inside=_inside(draw),
@@ -146,7 +146,7 @@ def test_what_was_seen_comes_back(
     has_silent_core: bool,
     pools: list[Pool],
 ) -> None:
-    seen = Snapshot(
+    original = Snapshot(
         time_seconds=time,
         monotonic_seconds=time,
         engines=EnginePage(profile="vllm", engines=tuple(engines), inputs=()),
@@ -158,12 +158,12 @@ def test_what_was_seen_comes_back(
         pools=tuple(pools),
     )
 
-    assert back(seen) == seen
+    assert back(original) == original
 
 
 def back(sample: Snapshot) -> Snapshot:
-    (found,) = parse_trace((encode_line(HEADER), encode_line(build_record(sample))))
-    return found
+    (read_back,) = parse_trace((encode_line(HEADER), encode_line(build_record(sample))))
+    return read_back
 
 
 @pytest.mark.parametrize("http_status", [None, 204, 500])
@@ -178,22 +178,22 @@ def test_why_the_page_failed_comes_back(reason: Reason, http_status: int | None)
 
 def test_an_answer_of_a_later_version_is_unknown() -> None:
     lines = (encode_line(HEADER), encode_line({"t": 1.0, "server": {"answer": "of a later version"}}))
-    (found,) = parse_trace(lines)
+    (read_back,) = parse_trace(lines)
 
-    assert found.server is None
+    assert read_back.server is None
 
 
 @pytest.mark.parametrize("written", [{}, {"engines_failure": "of a later version"}])
 def test_a_page_that_failed_for_an_unknown_reason_was_out_of_reach(written: dict[str, str]) -> None:
     lines = (encode_line(HEADER), encode_line({"t": 1.0, "engines": None, **written}))
-    (found,) = parse_trace(lines)
+    (read_back,) = parse_trace(lines)
 
-    assert isinstance(found.engines, Failure)
-    assert found.engines.reason is Reason.UNREACHABLE
+    assert isinstance(read_back.engines, Failure)
+    assert read_back.engines.reason is Reason.UNREACHABLE
 
 
-def back_engine(**known: Any) -> EngineReading:
-    engines = back(snapshot(engines=page(engine(**known)))).engines
+def back_engine(**engine_fields: Any) -> EngineReading:
+    engines = back(snapshot(engines=page(engine(**engine_fields)))).engines
     assert not isinstance(engines, Failure)
     return engines.engines[0]
 
@@ -256,6 +256,6 @@ def test_fields_that_have_no_home_yet_are_passed_over() -> None:
     assert entry["used_peak"] == 950
     entry |= {"parts": {"ballast": 4}}
 
-    (found,) = parse_trace((encode_line(HEADER), json.dumps(record).encode()))
+    (read_back,) = parse_trace((encode_line(HEADER), json.dumps(record).encode()))
 
-    assert isinstance(found, Snapshot)
+    assert isinstance(read_back, Snapshot)

@@ -31,7 +31,7 @@ def flags(advice: Advice) -> list[tuple[Flag, float | None]]:
 
 
 def evidence(advice: Advice) -> dict[str, float | str]:
-    return {each.name: each.value for each in advice.evidence}
+    return {figure.name: figure.value for figure in advice.evidence}
 
 
 HEALTHY: tuple[traces.Trace, ...] = (
@@ -116,12 +116,12 @@ def test_a_leak_is_mended_by_a_restart_and_an_upgrade_and_by_no_option() -> None
 )
 def test_where_a_leak_is_tells_what_mends_it(place: str, cure: str) -> None:
     def probed() -> Iterator[traces.Record]:
-        first = None
+        first_engine_bytes = None
         for record in traces.gpu_leak():
             (entry,) = record["gpus"]
-            first = entry["engine"] if first is None else first
-            grown = entry["engine"] - first
-            inside = first - 2_000 * traces.MIB
+            first_engine_bytes = entry["engine"] if first_engine_bytes is None else first_engine_bytes
+            grown = entry["engine"] - first_engine_bytes
+            inside = first_engine_bytes - 2_000 * traces.MIB
             entry["allocated"] = inside - 1_000 * traces.MIB + grown * (place == "tensors")
             entry["reserved_by_torch"] = inside + grown * (place != "outside_torch")
             yield record
@@ -143,8 +143,8 @@ def test_blocks_that_are_lost_are_reported_with_how_often_more_were() -> None:
 def test_blocks_that_come_back_or_stay_the_same_are_not_lost() -> None:
     def given_back() -> Iterator[traces.Record]:
         for step in traces.steps(8):
-            held = 0.004 * (step // 120 % 3)
-            yield traces.sample(step, **({"running": 0, "kv_used_ratio": held} if step % 120 < 6 else {}))
+            held_ratio = 0.004 * (step // 120 % 3)
+            yield traces.sample(step, **({"running": 0, "kv_used_ratio": held_ratio} if step % 120 < 6 else {}))
 
     def once() -> Iterator[traces.Record]:
         for step in traces.steps(8):
@@ -226,8 +226,8 @@ def test_beside_a_leak_another_tenant_is_reported_without_an_option() -> None:
     def both() -> Iterator[traces.Record]:
         for step, record in enumerate(traces.gpu_leak()):
             (gpu,) = record["gpus"]
-            other = 4_500 * traces.MIB if step > 300 else 0
-            yield {**record, "gpus": [{**gpu, "other": other, "used": gpu["used"] + other}]}
+            neighbour_bytes = 4_500 * traces.MIB if step > 300 else 0
+            yield {**record, "gpus": [{**gpu, "other": neighbour_bytes, "used": gpu["used"] + neighbour_bytes}]}
 
     reply = answer(both)
 
@@ -325,9 +325,9 @@ def test_a_slow_rise_is_chronic_and_needs_room_for_its_high_water_marks() -> Non
 
 
 def test_a_burst_is_bounded_before_vllm_takes_less() -> None:
-    told = EngineArgs(gpu_memory_utilization=0.92, max_num_batched_tokens=8192, max_num_seqs=256)
+    engine_args = EngineArgs(gpu_memory_utilization=0.92, max_num_batched_tokens=8192, max_num_seqs=256)
 
-    advice = only(traces.burst, told)
+    advice = only(traces.burst, engine_args)
 
     assert evidence(advice)["times"] == 4
     assert flags(advice) == [
@@ -377,12 +377,12 @@ def test_a_load_that_never_exceeded_110_is_no_limit_where_225_fit() -> None:
 
     def jump() -> Iterator[traces.Record]:
         for step in traces.steps(8):
-            many = 300 <= step < 420
+            is_crowded = 300 <= step < 420
             yield traces.sample(
                 step,
-                running=250 if many else 110,
-                waiting=90 if many else 0,
-                kv_used_ratio=1.0 if many else 0.44,
+                running=250 if is_crowded else 110,
+                waiting=90 if is_crowded else 0,
+                kv_used_ratio=1.0 if is_crowded else 0.44,
                 kv_capacity_tokens=500_000,
                 preemptions_total=max(0, min(step, 420) - 300) * 60,
             )
@@ -434,14 +434,14 @@ def test_batches_that_finish_with_a_full_cache_do_not_thrash() -> None:
 
     def batches() -> Iterator[traces.Record]:
         for step in traces.steps(2):
-            batch, within = divmod(step, 8)
-            has_finished = within >= 6
+            batch, batch_step = divmod(step, 8)
+            has_finished = batch_step >= 6
             yield traces.sample(
                 step,
                 served=100 * (batch + has_finished),
                 running=0 if has_finished else 100,
                 waiting=100 if has_finished else 0,
-                kv_used_ratio=0.0 if has_finished else 0.8 + within / 30,
+                kv_used_ratio=0.0 if has_finished else 0.8 + batch_step / 30,
             )
 
     assert judge_facts(traces.facts(batches())).advice == ()
@@ -450,10 +450,10 @@ def test_batches_that_finish_with_a_full_cache_do_not_thrash() -> None:
 def test_a_burst_that_collapses_twice_within_half_a_minute_is_no_thrashing() -> None:
     def burst() -> Iterator[traces.Record]:
         for step in traces.steps(2):
-            known = {"running": 80, "kv_used_ratio": 0.4}
+            engine_fields = {"running": 80, "kv_used_ratio": 0.4}
             if 100 <= step < 102:
-                known = {"running": 200, "kv_used_ratio": 1.0}
-            yield traces.sample(step, preemptions_total=min(2, max(0, step - 100)) * 150, **known)
+                engine_fields = {"running": 200, "kv_used_ratio": 1.0}
+            yield traces.sample(step, preemptions_total=min(2, max(0, step - 100)) * 150, **engine_fields)
 
     assert judge_facts(traces.facts(burst())).advice == ()
 

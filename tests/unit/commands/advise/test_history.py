@@ -15,8 +15,8 @@ from vllm_headroom_tools.conclusion import Conclusion
 
 
 def engine(records: traces.Records) -> EngineFacts:
-    (found,) = traces.facts(records).engines
-    return found
+    (engine_facts,) = traces.facts(records).engines
+    return engine_facts
 
 
 def test_counters_go_on_over_a_restart() -> None:
@@ -26,19 +26,19 @@ def test_counters_go_on_over_a_restart() -> None:
         for step in range(240)
     ]
 
-    found = engine(records)
+    engine_facts = engine(records)
 
-    assert found.finished == 119 * 300 + 119 * 300
-    assert found.prefix is not None
-    assert found.prefix.queries == 1_500 * found.finished
+    assert engine_facts.finished == 119 * 300 + 119 * 300
+    assert engine_facts.prefix is not None
+    assert engine_facts.prefix.queries == 1_500 * engine_facts.finished
 
 
 def test_the_usual_and_the_high_size_of_requests() -> None:
-    found = engine(
+    engine_facts = engine(
         traces.sample(step, running=10, kv_used_ratio=0.5 if step % 100 == 0 else 0.1) for step in range(1000)
     )
 
-    assert (found.usual_tokens, found.high_tokens) == (4_000, 4_000)
+    assert (engine_facts.usual_tokens, engine_facts.high_tokens) == (4_000, 4_000)
     assert (
         engine(
             traces.sample(step, running=10, kv_used_ratio=0.5 if step % 20 == 0 else 0.1) for step in range(1000)
@@ -48,7 +48,7 @@ def test_the_usual_and_the_high_size_of_requests() -> None:
 
 
 def test_what_runs_while_or_just_after_the_cache_is_full_is_no_calm() -> None:
-    found = engine(
+    engine_facts = engine(
         traces.sample(
             step,
             running={1: 200, 2: 190, 3: 180}.get(step % 10, 100),
@@ -58,9 +58,9 @@ def test_what_runs_while_or_just_after_the_cache_is_full_is_no_calm() -> None:
         for step in range(200)
     )
 
-    assert found.calm_running == 100
-    assert found.full is not None
-    assert (found.full.running, found.full.seconds) == (200, 600)
+    assert engine_facts.calm_running == 100
+    assert engine_facts.full is not None
+    assert (engine_facts.full.running, engine_facts.full.seconds) == (200, 600)
 
 
 def test_what_was_seen_under_other_settings_says_nothing_of_these() -> None:
@@ -149,9 +149,11 @@ def test_a_short_trace_is_not_called_healthy() -> None:
 
 def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() -> None:
     records = [{**record, "engines": [record["engines"][0] | {"waiting": 5}]} for record in traces.prefix_cache()]
-    seen = traces.history(records)
+    trace_history = traces.history(records)
 
-    old, new = (judge_facts(seen.build_facts(EngineArgs(version=version))) for version in ((0, 26, 0), (0, 27, 0)))
+    old, new = (
+        judge_facts(trace_history.build_facts(EngineArgs(version=version))) for version in ((0, 26, 0), (0, 27, 0))
+    )
 
     assert old.advice == ()
     assert any("is not reliable" in note for note in old.notes)

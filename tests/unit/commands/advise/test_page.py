@@ -165,7 +165,7 @@ def hits(ratio: float, *, recent: float, queries: float = 3e6) -> Lines:
 
 
 @pytest.mark.parametrize(
-    ("lines", "found"),
+    ("lines", "expected_causes"),
     [
         (hits(0.1, recent=0.1), [Cause.PREFIX_CACHE]),
         (hits(0.1, recent=0.5), []),
@@ -174,8 +174,10 @@ def hits(ratio: float, *, recent: float, queries: float = 3e6) -> Lines:
         (hits(0.1, recent=0.1) | {of_engine(catalog.ENGINE_WAITING): 1}, []),
     ],
 )
-def test_a_prefix_cache_is_judged_by_the_run_and_the_last_minutes_together(lines: Lines, found: list[Cause]) -> None:
-    assert causes(healthy() | lines) == found
+def test_a_prefix_cache_is_judged_by_the_run_and_the_last_minutes_together(
+    lines: Lines, expected_causes: list[Cause]
+) -> None:
+    assert causes(healthy() | lines) == expected_causes
 
 
 def test_a_cache_sized_in_bytes_is_advised_by_how_much_to_change_it() -> None:
@@ -212,7 +214,7 @@ def test_what_is_not_known_is_named_and_not_called_healthy(lines: Lines, missing
 
 
 @pytest.mark.parametrize(
-    ("gone", "missing"),
+    ("absent_metric", "missing"),
     [
         (catalog.GPU_INFO, "memory of the engine's GPUs: no GPU is known to be the engine's"),
         (catalog.GPU_MEMORY_USED, "GPU 0: its memory was not read"),
@@ -221,16 +223,16 @@ def test_what_is_not_known_is_named_and_not_called_healthy(lines: Lines, missing
         (catalog.ENGINE_PREEMPTIONS, "m: its preemptions are not known"),
     ],
 )
-def test_what_is_not_on_the_page_is_missing(gone: object, missing: str) -> None:
-    reply = answer({key: value for key, value in healthy().items() if key[0] is not gone})
+def test_what_is_not_on_the_page_is_missing(absent_metric: object, missing: str) -> None:
+    reply = answer({key: value for key, value in healthy().items() if key[0] is not absent_metric})
 
     assert (reply.verdict, reply.missing) == (Conclusion.CANNOT_TELL, (missing,))
 
 
 def test_a_gpu_that_is_not_the_engines_is_left_out() -> None:
-    other = {line(catalog.GPU_INFO, {"gpu": "1", "uuid": "GPU-b", "name": "H100", "attribution": ""}): 1.0}
+    other_gpu_lines = {line(catalog.GPU_INFO, {"gpu": "1", "uuid": "GPU-b", "name": "H100", "attribution": ""}): 1.0}
 
-    assert [gpu.index for gpu in facts(healthy() | other).gpus] == [0]
+    assert [gpu.index for gpu in facts(healthy() | other_gpu_lines).gpus] == [0]
 
 
 def test_ranks_are_named_where_there_are_several() -> None:
@@ -265,7 +267,7 @@ def test_another_page_is_refused_with_its_reason(page: str, why: str) -> None:
 
 def test_requests_that_one_engine_does_not_tell_are_unknown_in_all() -> None:
     crowded = healthy(engine_mib=80_700)
-    other = {line(catalog.ENGINE_INFO, {"model_name": "m", "engine": "1", "profile": "vllm"}): 1.0}
+    second_engine = {line(catalog.ENGINE_INFO, {"model_name": "m", "engine": "1", "profile": "vllm"}): 1.0}
 
     assert facts(crowded).gpus[0].spells[0].running == 80
-    assert facts(crowded | other).gpus[0].spells[0].running is None
+    assert facts(crowded | second_engine).gpus[0].spells[0].running is None

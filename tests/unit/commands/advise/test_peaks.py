@@ -37,8 +37,8 @@ def probed(work: str = "prefill", *, peak_mib: int, room_mib: int = 4000, **safe
 
 
 def advise(lines: Lines) -> list[Advice]:
-    found = judge_facts(parse_facts(text(lines), SETTINGS)).advice
-    return [advice for advice in found if advice.cause is Cause.PEAK]
+    all_advice = judge_facts(parse_facts(text(lines), SETTINGS)).advice
+    return [advice for advice in all_advice if advice.cause is Cause.PEAK]
 
 
 def test_peaks_that_fit_need_no_advice() -> None:
@@ -76,10 +76,10 @@ def test_prompt_logprobs_are_limited_before_they_end_the_engine() -> None:
 
 
 def test_images_are_limited_as_vllm_takes_it() -> None:
-    (known,) = advise(probed("encoder", peak_mib=4400, image_pixels=1_000_000))
+    (sized,) = advise(probed("encoder", peak_mib=4400, image_pixels=1_000_000))
     (unknown,) = advise(probed("encoder", peak_mib=4400))
 
-    pixels, images = map(write_advice, known.changes[:2])
+    pixels, images = map(write_advice, sized.changes[:2])
     assert pixels.startswith("--mm-processor-kwargs '{\"max_pixels\": 1000000}': images have no more pixels")
     assert images == "--limit-mm-per-prompt '{\"image\": 1}': a request brings one image"
     assert unknown.changes[0].flag is Flag.LIMIT_MM_PER_PROMPT

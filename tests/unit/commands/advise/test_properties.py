@@ -193,15 +193,15 @@ MORE_WAS_FREE_THAN_IS_THERE = Facts(
 )
 
 
-def changes(found: Facts) -> list[tuple[str, Change]]:
-    return [(advice.cause, change) for advice in judge_facts(found).advice for change in advice.changes]
+def changes(drawn_facts: Facts) -> list[tuple[str, Change]]:
+    return [(advice.cause, change) for advice in judge_facts(drawn_facts).advice for change in advice.changes]
 
 
 @given(facts(HEALTHY) | facts())
 @settings(max_examples=300, deadline=None)
-def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> None:
-    assessment = judge_facts(found)
-    there = {str(flag) for flag in Flag if FIRST_VERSIONS[flag] <= found.settings.earliest_version}
+def test_no_option_is_named_that_this_version_does_not_have(drawn_facts: Facts) -> None:
+    assessment = judge_facts(drawn_facts)
+    there = {str(flag) for flag in Flag if FIRST_VERSIONS[flag] <= drawn_facts.settings.earliest_version}
 
     for words in (
         "\n".join(build_report(assessment).lines),
@@ -213,11 +213,11 @@ def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> Non
 @given(facts(HEALTHY) | facts())
 @example(MORE_WAS_FREE_THAN_IS_THERE)
 @settings(max_examples=300, deadline=None)
-def test_every_value_is_one_that_vllm_takes(found: Facts) -> None:
-    for _, change in changes(found):
+def test_every_value_is_one_that_vllm_takes(drawn_facts: Facts) -> None:
+    for _, change in changes(drawn_facts):
         if change.flag is Flag.GPU_MEMORY_UTILIZATION and change.value is not None:
             assert 0 < change.value <= 1
-            assert change.value != found.settings.gpu_memory_utilization
+            assert change.value != drawn_facts.settings.gpu_memory_utilization
         elif change.value is not None:
             assert change.value >= 1
             assert change.value == int(change.value)
@@ -225,18 +225,20 @@ def test_every_value_is_one_that_vllm_takes(found: Facts) -> None:
 
 @given(facts())
 @settings(max_examples=300, deadline=None)
-def test_a_leaking_or_growing_engine_is_reported_no_option(found: Facts) -> None:
+def test_a_leaking_or_growing_engine_is_reported_no_option(drawn_facts: Facts) -> None:
     grows = {LeakState.GROWING, LeakState.LEAKING}
-    leaks = [*(each.leak for each in found.gpus), *(host.leak for host in found.hosts)]
+    leaks = [*(leaking_gpu.leak for leaking_gpu in drawn_facts.gpus), *(host.leak for host in drawn_facts.hosts)]
     if any(leak.alarm or leak.state in grows for leak in leaks):
-        assert all(change.flag is None for _, change in changes(found))
+        assert all(change.flag is None for _, change in changes(drawn_facts))
 
 
 @given(facts(HEALTHY))
 @settings(max_examples=300, deadline=None)
-def test_the_cache_is_never_made_smaller_because_it_is_full_nor_larger_because_memory_is_short(found: Facts) -> None:
-    now = found.settings.gpu_memory_utilization
-    for cause, change in changes(found):
+def test_the_cache_is_never_made_smaller_because_it_is_full_nor_larger_because_memory_is_short(
+    drawn_facts: Facts,
+) -> None:
+    now = drawn_facts.settings.gpu_memory_utilization
+    for cause, change in changes(drawn_facts):
         if change.flag is not Flag.GPU_MEMORY_UTILIZATION:
             continue
         raised = change.difference > 0 if change.difference is not None else (change.value or 0) > (now or 0)
@@ -248,22 +250,22 @@ def test_the_cache_is_never_made_smaller_because_it_is_full_nor_larger_because_m
 
 @given(facts(HEALTHY))
 @settings(max_examples=300, deadline=None)
-def test_no_two_changes_pull_one_option_apart(found: Facts) -> None:
-    now = found.settings.gpu_memory_utilization
-    sizes = {Flag.GPU_MEMORY_UTILIZATION: now, Flag.KV_CACHE_MEMORY_BYTES: found.settings.kv_cache_memory_bytes}
-    for flag, told in sizes.items():
+def test_no_two_changes_pull_one_option_apart(drawn_facts: Facts) -> None:
+    now = drawn_facts.settings.gpu_memory_utilization
+    sizes = {Flag.GPU_MEMORY_UTILIZATION: now, Flag.KV_CACHE_MEMORY_BYTES: drawn_facts.settings.kv_cache_memory_bytes}
+    for flag, configured_value in sizes.items():
         ways = {
-            (change.difference if change.difference is not None else (change.value or 0) - (told or 0)) > 0
-            for _, change in changes(found)
-            if change.flag is flag and (change.difference is not None or told is not None)
+            (change.difference if change.difference is not None else (change.value or 0) - (configured_value or 0)) > 0
+            for _, change in changes(drawn_facts)
+            if change.flag is flag and (change.difference is not None or configured_value is not None)
         }
         assert len(ways) <= 1
 
 
 @given(facts(HEALTHY) | facts())
 @settings(max_examples=300, deadline=None)
-def test_nothing_to_change_is_said_only_where_nothing_is_missing(found: Facts) -> None:
-    assessment = judge_facts(found)
+def test_nothing_to_change_is_said_only_where_nothing_is_missing(drawn_facts: Facts) -> None:
+    assessment = judge_facts(drawn_facts)
 
     assert (assessment.verdict is Conclusion.NOT_GOOD) == bool(assessment.advice)
     if assessment.verdict is Conclusion.GOOD:

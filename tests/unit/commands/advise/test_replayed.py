@@ -31,13 +31,18 @@ def test_an_advised_share_of_the_gpu_leaves_a_gib_at_the_highest_peak(trace: tra
     change = find_change(trace, Flag.GPU_MEMORY_UTILIZATION)
     assert change.value is not None
     assert change.now is not None
-    more = int((change.value - change.now) * traces.USABLE_MIB) * traces.MIB
+    extra_bytes = int((change.value - change.now) * traces.USABLE_MIB) * traces.MIB
 
     def under() -> Iterator[traces.Record]:
         for record in trace():
             gpus = record["gpus"]
-            held = ({**gpu, "used": gpu["used"] + more, "engine": gpu["engine"] + more} for gpu in gpus)
-            yield {**record, "gpus": [new if gpu["engine"] else gpu for gpu, new in zip(gpus, held, strict=True)]}
+            raised_gpus = (
+                {**gpu, "used": gpu["used"] + extra_bytes, "engine": gpu["engine"] + extra_bytes} for gpu in gpus
+            )
+            yield {
+                **record,
+                "gpus": [new if gpu["engine"] else gpu for gpu, new in zip(gpus, raised_gpus, strict=True)],
+            }
 
     reply = answer(under, EngineArgs(gpu_memory_utilization=change.value))
 
@@ -47,12 +52,12 @@ def test_an_advised_share_of_the_gpu_leaves_a_gib_at_the_highest_peak(trace: tra
 
 def test_an_advised_limit_on_requests_ends_the_preemptions() -> None:
     change = find_change(traces.too_many_requests, Flag.MAX_NUM_SEQS)
-    most = change.value or 0
+    request_limit = change.value or 0
 
     def under() -> Iterator[traces.Record]:
         for record in traces.too_many_requests():
             (engine,) = record["engines"]
-            share = min(1.0, most / engine["running"])
+            share = min(1.0, request_limit / engine["running"])
             now = {"running": engine["running"] * share, "kv_used_ratio": engine["kv_used_ratio"] * share}
             yield {**record, "engines": [{**engine, **now, "preemptions_total": 0}]}
 

@@ -11,8 +11,8 @@ from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs
 from vllm_headroom_tools.advise.verdict import judge_facts
 
 
-def read_engine_args(settings: EngineArgs = traces.UNTOLD, **said: Any) -> EngineArgs:
-    return traces.facts((traces.sample(step, **said) for step in range(3)), settings).settings
+def read_engine_args(settings: EngineArgs = traces.UNTOLD, **engine_fields: Any) -> EngineArgs:
+    return traces.facts((traces.sample(step, **engine_fields) for step in range(3)), settings).settings
 
 
 def test_the_share_of_the_gpu_is_the_engines_own() -> None:
@@ -43,8 +43,8 @@ def test_the_newest_run_of_the_engine_counts() -> None:
 @pytest.mark.parametrize("share", [0.92, None])
 def test_a_value_takes_the_place_of_a_difference_where_the_share_is_known(share: float | None) -> None:
     records = (
-        {**each, "engines": [{**each["engines"][0], "gpu_memory_utilization": share}]}
-        for each in traces.configuration_overshoot()
+        {**record, "engines": [{**record["engines"][0], "gpu_memory_utilization": share}]}
+        for record in traces.configuration_overshoot()
     )
     change = judge_facts(traces.facts(records)).advice[0].changes[0]
 

@@ -40,10 +40,10 @@ def facts(records: Records, settings: EngineArgs = UNTOLD) -> Facts:
 
 
 def history(records: Records) -> TraceHistory:
-    seen = TraceHistory()
+    trace_history = TraceHistory()
     for snapshot in parse_trace(text(records).encode().splitlines()):
-        seen.step(snapshot)
-    return seen
+        trace_history.step(snapshot)
+    return trace_history
 
 
 @cache
@@ -52,14 +52,14 @@ def seen(trace: Trace) -> TraceHistory:
     return history(trace())
 
 
-def sample(step: int, *, began_seconds: float = BEGAN, **known: Any) -> Record:
+def sample(step: int, *, began_seconds: float = BEGAN, **engine_fields: Any) -> Record:
     """Return a sample of a healthy engine that finishes ten requests a second, but for what is known to be otherwise.
 
     Memory in MiB: `engine` of the engine, `other` of others.
     """
     t = BEGAN + step * STEP
-    engine_mib, other_mib = known.pop("engine_mib", HEALTHY_MIB), known.pop("other_mib", 0)
-    served = known.pop("served", int((t - began_seconds) * PER_SECOND))
+    engine_mib, other_mib = engine_fields.pop("engine_mib", HEALTHY_MIB), engine_fields.pop("other_mib", 0)
+    served = engine_fields.pop("served", int((t - began_seconds) * PER_SECOND))
     gpu = {
         "gpu": 0,
         "uuid": "GPU-a",
@@ -87,7 +87,7 @@ def sample(step: int, *, began_seconds: float = BEGAN, **known: Any) -> Record:
     return {
         "t": t,
         "gpus": [gpu],
-        "engines": [{**engine, **known}],
+        "engines": [{**engine, **engine_fields}],
         "processes": [{"role": role, "rss": mib * MIB, "started_at": began_seconds} for role, mib in ROLES],
     }
 
@@ -177,12 +177,12 @@ def healthy_after_a_restart() -> Iterator[Record]:
 def restarts_on_purpose() -> Iterator[Record]:
     """Every two hours the server closes its port with requests running, its core exits, and it waits a minute."""
     for step in steps(8):
-        began_seconds, within = BEGAN + step // 240 * 240 * STEP, step % 240
-        if within < 234 or step >= 720:
+        began_seconds, run_step = BEGAN + step // 240 * 240 * STEP, step % 240
+        if run_step < 234 or step >= 720:
             yield sample(step, began_seconds=began_seconds, running=5)
         else:
             record = down(step, began_seconds=began_seconds)
-            yield {**record, "processes": record["processes"][: within < 237], "engines_failure": "unreachable"}
+            yield {**record, "processes": record["processes"][: run_step < 237], "engines_failure": "unreachable"}
 
 
 def gpu_leak() -> Iterator[Record]:
@@ -211,8 +211,8 @@ def kv_blocks_lost() -> Iterator[Record]:
     """Three idle minutes in each hour, and a little more that is still held in each."""
     for step in steps(8):
         idle = step % 120 < 6
-        known = {"running": 0, "kv_used_ratio": 0.004 * (step // 120)} if idle else {}
-        yield sample(step, **known)
+        idle_fields = {"running": 0, "kv_used_ratio": 0.004 * (step // 120)} if idle else {}
+        yield sample(step, **idle_fields)
 
 
 def another_tenant() -> Iterator[Record]:
@@ -272,10 +272,10 @@ def starts_without_nccl() -> Iterator[Record]:
 
 def _starts(held_mib: Callable[[int], int], *, other_mib: int) -> Iterator[Record]:
     for step in range(3 * 20):
-        within = step % 20
-        began_seconds = BEGAN + (step - within) * STEP
-        if 2 <= within < 10:
-            yield down(step, engine_mib=held_mib((within - 2) // 2), other_mib=other_mib, began_seconds=began_seconds)
+        run_step = step % 20
+        began_seconds = BEGAN + (step - run_step) * STEP
+        if 2 <= run_step < 10:
+            yield down(step, engine_mib=held_mib((run_step - 2) // 2), other_mib=other_mib, began_seconds=began_seconds)
         else:
             yield down(step, other_mib=other_mib)
 
@@ -362,12 +362,12 @@ def kv_cache_blow_out() -> Iterator[Record]:
 def too_many_requests() -> Iterator[Record]:
     """For an hour 200 requests at once, of the usual 2,000 tokens."""
     for step in steps(8):
-        many = 300 <= step < 420
+        is_crowded = 300 <= step < 420
         yield sample(
             step,
-            running=(200 if step % 2 else 196) if many else 150,
-            waiting=90 if many else 0,
-            kv_used_ratio=0.99 if many else 0.75,
+            running=(200 if step % 2 else 196) if is_crowded else 150,
+            waiting=90 if is_crowded else 0,
+            kv_used_ratio=0.99 if is_crowded else 0.75,
             preemptions_total=max(0, min(step, 420) - 300) * 60,
         )
 
@@ -379,14 +379,14 @@ THRASHING_STEP: Final = 600
 def thrashing() -> Iterator[Record]:
     """18 requests fill a cache of 1,494,220 tokens, and all of them go back to the queue: four rounds of 4 minutes."""
     for step in steps(8):
-        round_number, within = divmod(step - THRASHING_STEP, 8)
-        known: dict[str, Any] = {"running": 10, "kv_used_ratio": 0.5, "waiting": 0}
+        round_number, round_step = divmod(step - THRASHING_STEP, 8)
+        engine_fields: dict[str, Any] = {"running": 10, "kv_used_ratio": 0.5, "waiting": 0}
         if 0 <= round_number < 4:
-            is_running = within < 5
-            known = {
+            is_running = round_step < 5
+            engine_fields = {
                 "running": 18 if is_running else 0,
                 "waiting": 0 if is_running else 18,
-                "kv_used_ratio": 0.6 + within / 10 if is_running else 0.0,
+                "kv_used_ratio": 0.6 + round_step / 10 if is_running else 0.0,
             }
         collapses = max(0, min(4, (step - THRASHING_STEP + 3) // 8))
         # Nothing finishes while it thrashes.
@@ -396,7 +396,7 @@ def thrashing() -> Iterator[Record]:
             kv_capacity_tokens=1_494_220,
             preemptions_total=18 * collapses,
             served=working_steps * 300,
-            **known,
+            **engine_fields,
         )
 
 

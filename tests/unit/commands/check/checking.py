@@ -23,5 +23,5 @@ def document(*words: str) -> tuple[int, dict[str, Any]]:
 
 def run_check(*words: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """Return the exit status and each judgement by its limit, of which each is on one thing."""
-    status, found = document(*words)
-    return status, {limit["limit"]: limit for limit in found["limits"]}
+    status, report = document(*words)
+    return status, {limit["limit"]: limit for limit in report["limits"]}

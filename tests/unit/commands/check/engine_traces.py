@@ -22,7 +22,7 @@ def engine(
     *,
     per_second: float = 20.0,
     running: float = RUNNING,
-    held: int = HELD,
+    held_bytes: int = HELD,
     leak: float = 0.0,
     host_leak: float = 0.0,
     preempted_per_thousand: float = 0.0,
@@ -39,7 +39,7 @@ def engine(
         started = BEGAN + (seconds - alive)
         finished = alive * per_second
         grown = ceil(finished * leak / 1000 / (2 * MIB)) * 2 * MIB
-        used = held + grown
+        used = held_bytes + grown
         gpu = {"total": total, "used": used, "engine": used, "other": 0, "processes": 1}
         rss = 3_000 * MIB + int(finished * host_leak / 1000)
         yield {

@@ -21,15 +21,15 @@ def compared(folder: Path, new: dict[str, Any], old: dict[str, Any], share: str 
         "--baseline",
         write_trace(folder / "old", engine(**{"hours": 0.5, **old})),
     )
-    status, found = document(*traces, "--max-growth-over-baseline", share)
-    return status, {limit["limit"]: limit for limit in found["limits"]}
+    status, report = document(*traces, "--max-growth-over-baseline", share)
+    return status, {limit["limit"]: limit for limit in report["limits"]}
 
 
 def test_the_same_twice_passes(tmp_path: Path) -> None:
-    status, found = compared(tmp_path, {}, {})
+    status, limits = compared(tmp_path, {}, {})
 
     assert status == 0
-    assert {name: each["value"] == each["baseline"] for name, each in found.items()} == {
+    assert {name: judgement["value"] == judgement["baseline"] for name, judgement in limits.items()} == {
         "engine restarts": True,
         GPU: True,
         HOST: True,
@@ -38,25 +38,25 @@ def test_the_same_twice_passes(tmp_path: Path) -> None:
 
 
 def test_memory_that_grew_fails_and_the_limit_itself_is_kept(tmp_path: Path) -> None:
-    new = {"held": HELD + HELD // 20}
+    new = {"held_bytes": HELD + HELD // 20}
     below, at, above = (compared(tmp_path, new, {}, share)[1][GPU] for share in ("4.9%", "5%", "6%"))
 
-    assert [each["outcome"] for each in (below, at, above)] == ["failed", "passed", "passed"]
+    assert [judgement["outcome"] for judgement in (below, at, above)] == ["failed", "passed", "passed"]
     assert (below["value"], below["baseline"]) == (pytest.approx(1.05 * HELD), HELD)
     assert below["most"] == pytest.approx(1.049 * HELD)
 
 
 def test_a_smaller_kv_cache_fails(tmp_path: Path) -> None:
-    status, found = compared(tmp_path, {"capacity": 940_000}, {})
+    status, limits = compared(tmp_path, {"capacity": 940_000}, {})
 
-    assert (status, found[GPU]["outcome"]) == (1, "passed")
-    assert (found[KV]["outcome"], found[KV]["value"], found[KV]["least"]) == ("failed", 940_000, 950_000)
+    assert (status, limits[GPU]["outcome"]) == (1, "passed")
+    assert (limits[KV]["outcome"], limits[KV]["value"], limits[KV]["least"]) == ("failed", 940_000, 950_000)
 
 
 def test_host_memory_that_grew_fails(tmp_path: Path) -> None:
-    status, found = compared(tmp_path, {"host_leak": 50e6}, {})
+    status, limits = compared(tmp_path, {"host_leak": 50e6}, {})
 
-    assert (status, found[HOST]["outcome"], found[GPU]["outcome"]) == (1, "failed", "passed")
+    assert (status, limits[HOST]["outcome"], limits[GPU]["outcome"]) == (1, "failed", "passed")
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_host_memory_that_grew_fails(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_compared_is_unknown(tmp_path: Path, new: dict[str, Any], old: dict[str, Any], why: str) -> None:
-    status, found = compared(tmp_path, {"held": HELD + 9000 * MIB, **new}, old)
+    status, limits = compared(tmp_path, {"held_bytes": HELD + 9000 * MIB, **new}, old)
 
-    assert (status, found[GPU]["outcome"], found[GPU]["why"]) == (2, "cannot_tell", why)
+    assert (status, limits[GPU]["outcome"], limits[GPU]["why"]) == (2, "cannot_tell", why)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_what_cannot_be_compared_is_unknown(tmp_path: Path, new: dict[str, Any],
     [(None, 10**6, "only the baseline has it"), (10**6, None, "the baseline does not have it")],
 )
 def test_a_figure_that_one_trace_lacks_is_unknown(tmp_path: Path, new: int | None, old: int | None, why: str) -> None:
-    status, found = compared(tmp_path, {"capacity": new}, {"capacity": old})
+    status, limits = compared(tmp_path, {"capacity": new}, {"capacity": old})
 
-    assert (status, found[KV]["outcome"], found[KV]["why"]) == (2, "cannot_tell", why)
+    assert (status, limits[KV]["outcome"], limits[KV]["why"]) == (2, "cannot_tell", why)
 
 
 def test_figures_that_neither_has_are_not_asked_for(tmp_path: Path) -> None:
@@ -99,15 +99,15 @@ def test_the_greatest_growth_among_the_loads_in_common_counts(tmp_path: Path) ->
         samples = []
         for number, sample in enumerate(engine(0.7)):
             busy = number > 250
-            held = HELD + (grown if busy else 0)
-            gpu = {**sample["gpus"][0], "used": held, "engine": held}
+            held_bytes = HELD + (grown if busy else 0)
+            gpu = {**sample["gpus"][0], "used": held_bytes, "engine": held_bytes}
             samples.append(
                 {**sample, "gpus": [gpu], "engines": [{**sample["engines"][0], "running": 80 if busy else 20}]}
             )
         return write_trace(tmp_path / str(grown), iter(samples))
 
-    _, found = document("--trace", stepped(7000 * MIB), "--baseline", stepped(0), "--max-growth-over-baseline", "5%")
-    (gpu,) = (limit for limit in found["limits"] if limit["limit"] == GPU)
+    _, report = document("--trace", stepped(7000 * MIB), "--baseline", stepped(0), "--max-growth-over-baseline", "5%")
+    (gpu,) = (limit for limit in report["limits"] if limit["limit"] == GPU)
 
     assert (gpu["outcome"], gpu["value"]) == ("failed", HELD + 7000 * MIB)
     assert gpu["why"] == "at 80 running, and 80 in the baseline"
@@ -128,7 +128,7 @@ def test_the_gpus_of_another_machine_are_matched_by_their_place(tmp_path: Path) 
 
 
 def test_the_table_has_the_baseline_beside(tmp_path: Path) -> None:
-    new = write_trace(tmp_path / "new", engine(0.5, held=HELD + HELD // 10))
+    new = write_trace(tmp_path / "new", engine(0.5, held_bytes=HELD + HELD // 10))
     old = write_trace(tmp_path / "old", engine(0.5))
     process = check("--trace", new, "--baseline", old, "--max-growth-over-baseline", "5%")
 

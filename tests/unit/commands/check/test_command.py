@@ -108,6 +108,6 @@ def test_bad_options_end_with_status_2_and_one_line(words: tuple[str, ...], prob
 
 
 def test_every_limit_that_can_be_set_is_judged() -> None:
-    given = vars(build_parser(COMMAND, "check").read(["--trace", "x"]))
+    options = vars(build_parser(COMMAND, "check").read(["--trace", "x"]))
 
-    assert {name for name in given if name.startswith("max_")} == LIMITS.keys()
+    assert {name for name in options if name.startswith("max_")} == LIMITS.keys()

@@ -18,11 +18,11 @@ AT_1_MB = ("--max-leak-per-thousand-requests", "1MB")
 
 
 def test_a_steady_engine_passes_and_it_is_reported_which_leak_would_have_been_seen(steady: str) -> None:
-    status, found = run_check("--trace", steady, *AT_1_MB)
+    status, limits = run_check("--trace", steady, *AT_1_MB)
 
     assert status == 0
-    assert (found[LEAK]["outcome"], found[LEAK]["value"], found[LEAK]["most"]) == ("passed", None, 1_000_000)
-    assert found[LEAK]["why"] == "one of 977 KiB or more would have been seen in 2 h 29 min and 179,900 requests"
+    assert (limits[LEAK]["outcome"], limits[LEAK]["value"], limits[LEAK]["most"]) == ("passed", None, 1_000_000)
+    assert limits[LEAK]["why"] == "one of 977 KiB or more would have been seen in 2 h 29 min and 179,900 requests"
 
 
 def test_what_is_said_to_be_seen_would_not_pass(tmp_path: Path) -> None:
@@ -34,34 +34,34 @@ def test_what_is_said_to_be_seen_would_not_pass(tmp_path: Path) -> None:
 
 
 def test_a_leak_fails_with_the_detectors_figures(leaking: str) -> None:
-    status, found = run_check("--trace", leaking, *AT_1_MB, "--max-host-leak-per-thousand-requests", "1MB")
+    status, limits = run_check("--trace", leaking, *AT_1_MB, "--max-host-leak-per-thousand-requests", "1MB")
     replayed = run_command("replay", leaking, "--json")
-    last = read_data(replayed.stdout)["gpus"][0]["last_leaking"]
+    last_leaking = read_data(replayed.stdout)["gpus"][0]["last_leaking"]
 
     assert status == 1
-    assert found[LEAK]["outcome"] == found[HOST_LEAK]["outcome"] == "failed"
-    assert found[LEAK]["value"] == 1000 * last["bytes_per_request"]
-    assert found[LEAK]["value"] == pytest.approx(12.8e6, rel=0.05)
-    assert found[HOST_LEAK]["value"] == pytest.approx(51.2e6, rel=0.05)
-    assert found[HOST_LEAK]["of"] == "engine_core"
+    assert limits[LEAK]["outcome"] == limits[HOST_LEAK]["outcome"] == "failed"
+    assert limits[LEAK]["value"] == 1000 * last_leaking["bytes_per_request"]
+    assert limits[LEAK]["value"] == pytest.approx(12.8e6, rel=0.05)
+    assert limits[HOST_LEAK]["value"] == pytest.approx(51.2e6, rel=0.05)
+    assert limits[HOST_LEAK]["of"] == "engine_core"
 
 
 def test_a_leak_whose_whole_interval_is_below_the_limit_passes_and_is_reported(leaking: str) -> None:
-    status, found = run_check("--trace", leaking, "--max-leak-per-thousand-requests", "50MB")
+    status, limits = run_check("--trace", leaking, "--max-leak-per-thousand-requests", "50MB")
 
     assert status == 0
-    assert found[LEAK]["value"] == pytest.approx(12.8e6, rel=0.05)
-    assert found[LEAK]["why"].startswith("the detector's alarm; 95 %: ")
+    assert limits[LEAK]["value"] == pytest.approx(12.8e6, rel=0.05)
+    assert limits[LEAK]["why"].startswith("the detector's alarm; 95 %: ")
 
 
 def test_a_leak_whose_interval_reaches_over_the_limit_is_unknown(leaking: str) -> None:
-    _, found = run_check("--trace", leaking, *AT_1_MB)
-    just_above = str(int(found[LEAK]["value"] * 1.0001))
+    _, limits = run_check("--trace", leaking, *AT_1_MB)
+    just_above = str(int(limits[LEAK]["value"] * 1.0001))
 
-    status, found = run_check("--trace", leaking, "--max-leak-per-thousand-requests", just_above)
+    status, limits = run_check("--trace", leaking, "--max-leak-per-thousand-requests", just_above)
 
-    assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
-    assert found[LEAK]["why"].endswith("; record for longer, or send more requests")
+    assert (status, limits[LEAK]["outcome"]) == (2, "cannot_tell")
+    assert limits[LEAK]["why"].endswith("; record for longer, or send more requests")
 
 
 def idle() -> Iterator[dict[str, Any]]:
@@ -73,26 +73,26 @@ def idle() -> Iterator[dict[str, Any]]:
 
 
 def test_a_leak_that_no_requests_drive_fails(tmp_path: Path) -> None:
-    status, found = run_check("--trace", write_trace(tmp_path / "t", idle()), *AT_1_MB)
+    status, limits = run_check("--trace", write_trace(tmp_path / "t", idle()), *AT_1_MB)
 
-    assert (status, found[LEAK]["outcome"], found[LEAK]["value"]) == (1, "failed", None)
-    assert found[LEAK]["why"] == "the detector's alarm: it grows while no requests finish"
+    assert (status, limits[LEAK]["outcome"], limits[LEAK]["value"]) == (1, "failed", None)
+    assert limits[LEAK]["why"] == "the detector's alarm: it grows while no requests finish"
 
 
 def test_an_early_warning_at_the_end_is_unknown(tmp_path: Path) -> None:
-    status, found = run_check("--trace", write_trace(tmp_path / "t", engine(0.9, leak=12.8e6)), *AT_1_MB)
+    status, limits = run_check("--trace", write_trace(tmp_path / "t", engine(0.9, leak=12.8e6)), *AT_1_MB)
 
-    assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
-    assert found[LEAK]["value"] == pytest.approx(12.8e6, rel=0.2)
-    assert found[LEAK]["why"].startswith("an early warning; steady growth takes an hour or more")
+    assert (status, limits[LEAK]["outcome"]) == (2, "cannot_tell")
+    assert limits[LEAK]["value"] == pytest.approx(12.8e6, rel=0.2)
+    assert limits[LEAK]["why"].startswith("an early warning; steady growth takes an hour or more")
 
 
 def test_an_early_warning_that_a_restart_cut_off_is_unknown(tmp_path: Path) -> None:
     growing, calm = engine(leak=12.8e6), engine(4, restarts_at=0.9 * 3600)
     samples = (next(growing) if sample["t"] < BEGAN + 0.9 * 3600 else sample for sample in calm)
-    status, found = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB, "--max-restarts", "1")
+    status, limits = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB, "--max-restarts", "1")
 
-    assert (status, found[LEAK]["outcome"], found[LEAK]["value"]) == (2, "cannot_tell", None)
+    assert (status, limits[LEAK]["outcome"], limits[LEAK]["value"]) == (2, "cannot_tell", None)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_an_early_warning_that_a_restart_cut_off_is_unknown(tmp_path: Path) -> N
     ],
 )
 def test_a_trace_too_short_for_the_limit_is_unknown(tmp_path: Path, hours: float, why: str) -> None:
-    status, found = run_check("--trace", write_trace(tmp_path / "t", engine(hours)), *AT_1_MB)
+    status, limits = run_check("--trace", write_trace(tmp_path / "t", engine(hours)), *AT_1_MB)
 
-    assert (status, found[LEAK]["outcome"], found[LEAK]["why"]) == (2, "cannot_tell", why)
+    assert (status, limits[LEAK]["outcome"], limits[LEAK]["why"]) == (2, "cannot_tell", why)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,13 @@ def test_a_gpu_that_could_not_be_read_is_unknown(
     tmp_path: Path, spoil: Callable[[dict[str, object]], dict[str, object] | None], why: str
 ) -> None:
     samples = ({**process, "gpus": [gpu] if (gpu := spoil(process["gpus"][0])) else None} for process in engine())
-    status, found = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB)
+    status, limits = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB)
 
-    assert (status, found[LEAK]["outcome"], found[LEAK]["why"]) == (2, "cannot_tell", why)
+    assert (status, limits[LEAK]["outcome"], limits[LEAK]["why"]) == (2, "cannot_tell", why)
 
 
 @pytest.mark.parametrize(
-    ("scenario", "seed", "hours", "most", "outcome"),
+    ("scenario", "seed", "hours", "allowed_leak", "outcome"),
     [
         ("multigpu_healthy", 0, 6.0, "2MB", "passed"),
         ("leak_req_12.8", 0, 3.0, "2MB", "failed"),
@@ -144,13 +144,13 @@ def test_a_gpu_that_could_not_be_read_is_unknown(
     ],
 )
 def test_traces_whose_truth_is_known(
-    tmp_path: Path, scenario: str, seed: int, hours: float, *, most: str, outcome: str
+    tmp_path: Path, scenario: str, seed: int, hours: float, *, allowed_leak: str, outcome: str
 ) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(generate.lines(generate.make(scenario, seed, hours, 15.0))))
-    _, found = run_check("--trace", str(file), "--max-leak-per-thousand-requests", most)
+    _, limits = run_check("--trace", str(file), "--max-leak-per-thousand-requests", allowed_leak)
 
-    assert found[LEAK]["outcome"] == outcome
+    assert limits[LEAK]["outcome"] == outcome
 
 
 def test_memory_that_grew_while_the_engine_loaded_is_no_leak_that_would_have_been_seen(tmp_path: Path) -> None:
@@ -161,12 +161,12 @@ def test_memory_that_grew_while_the_engine_loaded_is_no_leak_that_would_have_bee
         if 0 <= loaded < 1:
             used = MIB * 70_000 * max(0.1, min(1.0, 2 * loaded - 1)) // 1
             gpu = {**gpu, "used": used, "engine": used}
-        told = None if 0 <= loaded < 1 else [{**sample["engines"][0], "started_at": None}]
-        samples.append({**sample, "gpus": [gpu], "engines": told, "processes": None})
+        engines = None if 0 <= loaded < 1 else [{**sample["engines"][0], "started_at": None}]
+        samples.append({**sample, "gpus": [gpu], "engines": engines, "processes": None})
     file = write_trace(tmp_path / "t", iter(samples))
-    status, found = run_check("--trace", file, "--max-leak-per-thousand-requests", "1kB", "--max-restarts", "1")
+    status, limits = run_check("--trace", file, "--max-leak-per-thousand-requests", "1kB", "--max-restarts", "1")
 
-    assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
+    assert (status, limits[LEAK]["outcome"]) == (2, "cannot_tell")
 
 
 def test_what_the_daemon_does_not_say_of_an_idle_engine_is_not_said(tmp_path: Path) -> None:
@@ -174,14 +174,14 @@ def test_what_the_daemon_does_not_say_of_an_idle_engine_is_not_said(tmp_path: Pa
         {**process, "engines": [{**process["engines"][0], "finished_total": 5000, "running": 0}]}
         for process in engine()
     )
-    status, found = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB)
+    status, limits = run_check("--trace", write_trace(tmp_path / "t", samples), *AT_1_MB)
 
-    assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
+    assert (status, limits[LEAK]["outcome"]) == (2, "cannot_tell")
 
 
 def test_the_baselines_leak_stands_beside_it(steady: str, leaking: str) -> None:
     lines = check("--trace", steady, "--baseline", leaking, *AT_1_MB).stdout.splitlines()
-    _, found = run_check("--trace", steady, "--baseline", leaking, *AT_1_MB)
+    _, limits = run_check("--trace", steady, "--baseline", leaking, *AT_1_MB)
 
-    assert found[LEAK]["baseline"] == pytest.approx(12.8e6, rel=0.05)
+    assert limits[LEAK]["baseline"] == pytest.approx(12.8e6, rel=0.05)
     assert any(line.split()[-2:] == ["12.2", "MiB"] for line in lines)

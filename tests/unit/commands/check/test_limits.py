@@ -32,30 +32,30 @@ def spoilt(samples: Samples, change: Change, share: float = 1.0) -> Samples:
 def test_the_discrepancy_is_the_highest_against_what_the_engine_was_configured_to_use(tmp_path: Path) -> None:
     def peaking() -> Samples:
         for number, sample in enumerate(engine(1)):
-            held = int(1.05 * BUDGET) if number == 300 else HELD
-            yield {**sample, "gpus": [{**sample["gpus"][0], "used": held, "engine": held}]}
+            held_bytes = int(1.05 * BUDGET) if number == 300 else HELD
+            yield {**sample, "gpus": [{**sample["gpus"][0], "used": held_bytes, "engine": held_bytes}]}
 
     trace = write_trace(tmp_path / "t", peaking())
-    status, found = run_check("--trace", trace, "--max-discrepancy", "3%", *UTILIZATION)
+    status, limits = run_check("--trace", trace, "--max-discrepancy", "3%", *UTILIZATION)
 
-    assert (status, found["discrepancy"]["outcome"]) == (1, "failed")
-    assert found["discrepancy"]["value"] == pytest.approx(0.05, abs=1e-6)
-    assert found["discrepancy"]["why"] == "at the highest 3.52 GiB over what was reported, at 2025-10-09 09:18:20Z"
+    assert (status, limits["discrepancy"]["outcome"]) == (1, "failed")
+    assert limits["discrepancy"]["value"] == pytest.approx(0.05, abs=1e-6)
+    assert limits["discrepancy"]["why"] == "at the highest 3.52 GiB over what was reported, at 2025-10-09 09:18:20Z"
     assert run_check("--trace", trace, "--max-discrepancy", "0.06", *UTILIZATION)[0] == 0
 
 
 def test_what_was_reported_can_be_given_in_bytes(steady: str) -> None:
-    status, found = run_check("--trace", steady, "--max-discrepancy", "3%", "--reported-bytes", str(HELD - HELD // 10))
+    status, limits = run_check("--trace", steady, "--max-discrepancy", "3%", "--reported-bytes", str(HELD - HELD // 10))
 
     assert status == 1
-    assert found["discrepancy"]["value"] == pytest.approx(1 / 9)
+    assert limits["discrepancy"]["value"] == pytest.approx(1 / 9)
 
 
 def test_a_discrepancy_without_a_budget_is_unknown(steady: str) -> None:
-    status, found = run_check("--trace", steady, "--max-discrepancy", "3%")
+    status, limits = run_check("--trace", steady, "--max-discrepancy", "3%")
 
-    assert (status, found["discrepancy"]["outcome"], found["discrepancy"]["value"]) == (2, "cannot_tell", None)
-    assert found["discrepancy"]["why"] == (
+    assert (status, limits["discrepancy"]["outcome"], limits["discrepancy"]["value"]) == (2, "cannot_tell", None)
+    assert limits["discrepancy"]["why"] == (
         "the trace does not contain the engine's budget: give --gpu-memory-utilization or --reported-bytes"
     )
 
@@ -78,8 +78,8 @@ def test_a_request_is_priced_at_the_highest_load_that_lasted(tmp_path: Path) -> 
             yield with_engine(running=running)(sample)
 
     trace = write_trace(tmp_path / "t", rising())
-    status, found = run_check("--trace", trace, "--max-bytes-per-request", "2GB")
-    cost = found["bytes per running request"]
+    status, limits = run_check("--trace", trace, "--max-bytes-per-request", "2GB")
+    cost = limits["bytes per running request"]
 
     assert (status, cost["value"], cost["why"]) == (0, HELD / 40, "68.4 GiB held at this load")
     assert run_check("--trace", trace, "--max-bytes-per-request", "1.8GB")[0] == 1
@@ -90,26 +90,28 @@ def test_no_load_that_lasted_has_no_price(tmp_path: Path) -> None:
         for number, sample in enumerate(engine(1)):
             yield with_engine(running=2.0 ** (number % 30))(sample)
 
-    status, found = run_check("--trace", write_trace(tmp_path / "t", restless()), "--max-bytes-per-request", "2GB")
+    status, limits = run_check("--trace", write_trace(tmp_path / "t", restless()), "--max-bytes-per-request", "2GB")
 
-    assert (status, found["bytes per running request"]["value"]) == (2, None)
-    assert found["bytes per running request"]["why"] == (
+    assert (status, limits["bytes per running request"]["value"]) == (2, None)
+    assert limits["bytes per running request"]["why"] == (
         "no load has 60 readings, after 1,000 requests: run each for longer"
     )
 
 
-@pytest.mark.parametrize(("most", "status", "outcome"), [("3", 0, "passed"), ("1.5", 1, "failed")])
-def test_preemptions_are_counted_per_thousand_requests(tmp_path: Path, most: str, status: int, outcome: str) -> None:
+@pytest.mark.parametrize(("allowed_preemptions", "status", "outcome"), [("3", 0, "passed"), ("1.5", 1, "failed")])
+def test_preemptions_are_counted_per_thousand_requests(
+    tmp_path: Path, allowed_preemptions: str, status: int, outcome: str
+) -> None:
     trace = write_trace(tmp_path / "t", engine(1, preempted_per_thousand=2))
-    ended, found = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", most)
-    judgement = found["preemptions per thousand requests"]
+    exit_status, limits = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", allowed_preemptions)
+    judgement = limits["preemptions per thousand requests"]
 
-    assert (ended, judgement["outcome"]) == (status, outcome)
+    assert (exit_status, judgement["outcome"]) == (status, outcome)
     assert judgement["value"] == pytest.approx(2)
 
 
 @pytest.mark.parametrize(
-    ("most", "status", "outcome", "why"),
+    ("allowed_preemptions", "status", "outcome", "why"),
     [
         ("10", 1, "failed", "151 in all, of 429 requests"),
         ("200", 2, "cannot_tell", "and a limit needs 1,000; above the limit so far, 151 in all, of 429 requests"),
@@ -117,30 +119,30 @@ def test_preemptions_are_counted_per_thousand_requests(tmp_path: Path, most: str
     ],
 )
 def test_preemptions_of_few_requests_are_judged_by_how_many_there_were(
-    tmp_path: Path, most: str, status: int, outcome: str, why: str
+    tmp_path: Path, allowed_preemptions: str, status: int, outcome: str, why: str
 ) -> None:
     trace = write_trace(tmp_path / "t", engine(1, per_second=429 / 3595, preempted_per_thousand=151_000 / 429))
-    ended, found = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", most)
-    judgement = found["preemptions per thousand requests"]
+    exit_status, limits = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", allowed_preemptions)
+    judgement = limits["preemptions per thousand requests"]
 
-    assert (ended, judgement["outcome"]) == (status, outcome)
+    assert (exit_status, judgement["outcome"]) == (status, outcome)
     assert judgement["value"] == pytest.approx(352, abs=1)
     assert judgement["why"].endswith(why)
 
 
 def test_what_cannot_be_judged_is_not_said_to_be_kept(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", engine(1, per_second=429 / 3595, preempted_per_thousand=151_000 / 429))
-    told = check("--trace", trace, "--max-preemptions-per-thousand-requests", "200").stdout
+    printed = check("--trace", trace, "--max-preemptions-per-thousand-requests", "200").stdout
 
-    assert told.endswith("Cannot tell: 2 of 2 limits cannot be judged, 0 kept.\n")
+    assert printed.endswith("Cannot tell: 2 of 2 limits cannot be judged, 0 kept.\n")
 
 
 def test_unknown_preemptions_is_unknown(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", spoilt(engine(1), with_engine(preemptions_total=None)))
-    status, found = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", "1")
+    status, limits = run_check("--trace", trace, "--max-preemptions-per-thousand-requests", "1")
 
-    assert (status, found["preemptions per thousand requests"]["value"]) == (2, None)
-    assert found["preemptions per thousand requests"]["why"] == ("the engine does not report its preemptions")
+    assert (status, limits["preemptions per thousand requests"]["value"]) == (2, None)
+    assert limits["preemptions per thousand requests"]["why"] == ("the engine does not report its preemptions")
 
 
 def test_a_restart_fails_unless_it_is_allowed_and_counts_go_on_over_it(tmp_path: Path) -> None:
@@ -153,11 +155,13 @@ def test_a_restart_fails_unless_it_is_allowed_and_counts_go_on_over_it(tmp_path:
     assert allowed[1]["preemptions per thousand requests"]["value"] == pytest.approx(2)
 
 
-@pytest.mark.parametrize(("most", "status"), [("0", 1), ("1", 0)])
-def test_restarts_may_be_the_only_limit(tmp_path: Path, most: str, status: int) -> None:
-    found = run_check("--trace", write_trace(tmp_path / "t", engine(1, restarts_at=1800)), "--max-restarts", most)
+@pytest.mark.parametrize(("allowed_restarts", "status"), [("0", 1), ("1", 0)])
+def test_restarts_may_be_the_only_limit(tmp_path: Path, allowed_restarts: str, status: int) -> None:
+    status_and_limits = run_check(
+        "--trace", write_trace(tmp_path / "t", engine(1, restarts_at=1800)), "--max-restarts", allowed_restarts
+    )
 
-    assert (found[0], *found[1]) == (status, "engine restarts")
+    assert (status_and_limits[0], *status_and_limits[1]) == (status, "engine restarts")
 
 
 def test_what_was_counted_since_a_restart_that_nobody_saw_counts(tmp_path: Path) -> None:
@@ -171,16 +175,16 @@ def test_what_was_counted_since_a_restart_that_nobody_saw_counts(tmp_path: Path)
 
 def test_an_engine_that_died_between_two_readings_held_no_less_per_request(tmp_path: Path) -> None:
     dead = spoilt(engine(1), lambda sample: {**sample, "gpus": [{**sample["gpus"][0], "used": 0, "engine": 0}]}, 0.3)
-    _, found = run_check("--trace", write_trace(tmp_path / "t", dead), "--max-bytes-per-request", "2GB")
+    _, limits = run_check("--trace", write_trace(tmp_path / "t", dead), "--max-bytes-per-request", "2GB")
 
-    assert found["bytes per running request"]["value"] == HELD / RUNNING
+    assert limits["bytes per running request"]["value"] == HELD / RUNNING
 
 
 def test_a_price_above_the_limit_before_the_load_was_full_is_unknown(tmp_path: Path) -> None:
-    status, found = run_check("--trace", write_trace(tmp_path / "t", engine(0.15)), "--max-bytes-per-request", "1GB")
+    status, limits = run_check("--trace", write_trace(tmp_path / "t", engine(0.15)), "--max-bytes-per-request", "1GB")
 
-    assert (status, found["bytes per running request"]["outcome"]) == (2, "cannot_tell")
-    assert found["bytes per running request"]["value"] == HELD / RUNNING
+    assert (status, limits["bytes per running request"]["outcome"]) == (2, "cannot_tell")
+    assert limits["bytes per running request"]["value"] == HELD / RUNNING
 
 
 @pytest.mark.parametrize(
@@ -198,37 +202,39 @@ def test_a_price_above_the_limit_before_the_load_was_full_is_unknown(tmp_path: P
 def test_too_little_of_the_engine_passes_nothing(tmp_path: Path, change: Change, share: float, why: str) -> None:
     trace = write_trace(tmp_path / "t", spoilt(engine(1), change, share))
     limits = ("--max-leak-per-thousand-requests", "20MB", "--max-bytes-per-request", "9GB", "--max-discrepancy", "50%")
-    status, found = run_check("--trace", trace, *limits, *UTILIZATION, "--max-preemptions-per-thousand-requests", "9")
+    status, judgements = run_check(
+        "--trace", trace, *limits, *UTILIZATION, "--max-preemptions-per-thousand-requests", "9"
+    )
 
     assert status == 2
-    assert {value["outcome"] for value in found.values()} == {"cannot_tell"}
-    assert {value["why"] for value in found.values()} == {why}
+    assert {value["outcome"] for value in judgements.values()} == {"cannot_tell"}
+    assert {value["why"] for value in judgements.values()} == {why}
 
 
 def test_a_hole_in_a_trace_is_not_watched(tmp_path: Path) -> None:
     watched = (sample for sample in engine(1) if not 1000 < sample["t"] - BEGAN < 2600)
     trace = write_trace(tmp_path / "t", watched)
-    status, found = run_check("--trace", trace, "--max-bytes-per-request", "9GB")
+    status, limits = run_check("--trace", trace, "--max-bytes-per-request", "9GB")
 
     assert status == 2
-    assert found["engine restarts"]["why"] == "the engine could be read for 33 min 15 s of 59 min 55 s"
+    assert limits["engine restarts"]["why"] == "the engine could be read for 33 min 15 s of 59 min 55 s"
 
 
 @pytest.mark.parametrize("hours", [0, 1 / 12])
 def test_a_trace_too_short_passes_nothing(tmp_path: Path, hours: float) -> None:
     trace = write_trace(tmp_path / "t", engine(hours))
-    status, found = run_check(
+    status, limits = run_check(
         "--trace", trace, "--max-bytes-per-request", "9GB", "--max-discrepancy", "50%", *UTILIZATION
     )
 
     assert status == 2
-    assert {value["outcome"] for value in found.values()} == {"cannot_tell"}
+    assert {value["outcome"] for value in limits.values()} == {"cannot_tell"}
 
 
 def test_each_gpu_has_its_own_judgement_at_a_cost_below_the_servers(tmp_path: Path) -> None:
-    status, found = document(
+    status, report = document(
         "--trace", write_trace(tmp_path / "t", engine(1, gpus=2)), "--max-bytes-per-request", str(int(HELD / RUNNING))
     )
 
     assert status == 0
-    assert [limit["of"] for limit in found["limits"]] == [None, "GPU 0", "GPU 1"]
+    assert [limit["of"] for limit in report["limits"]] == [None, "GPU 0", "GPU 1"]

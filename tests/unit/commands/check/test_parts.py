@@ -22,20 +22,20 @@ def judge_parts(
     folder: Path, new: Iterator[dict[str, Any]], share: str = "2%"
 ) -> tuple[int, dict[str, dict[str, Any]]]:
     traces = ("--trace", write_trace(folder / "new", new), "--baseline", write_trace(folder / "old", probed()))
-    status, found = document(*traces, "--max-growth-over-baseline", share)
-    return status, {limit["of"]: limit for limit in found["limits"] if limit["limit"] == PART}
+    status, report = document(*traces, "--max-growth-over-baseline", share)
+    return status, {limit["of"]: limit for limit in report["limits"] if limit["limit"] == PART}
 
 
 def test_the_part_that_grew_is_named(tmp_path: Path) -> None:
-    status, found = judge_parts(tmp_path, probed(cuda_graphs=2_400 * MIB))
+    status, part_limits = judge_parts(tmp_path, probed(cuda_graphs=2_400 * MIB))
 
     assert status == 1
-    assert {of: each["outcome"] for of, each in found.items()} == {
+    assert {of: judgement["outcome"] for of, judgement in part_limits.items()} == {
         "GPU 0, weights": "passed",
         "GPU 0, cuda_graphs": "failed",
         "GPU 0, outside_torch": "passed",
     }
-    graphs = found["GPU 0, cuda_graphs"]
+    graphs = part_limits["GPU 0, cuda_graphs"]
     assert (graphs["value"], graphs["baseline"]) == (2_400 * MIB, 1_000 * MIB)
     assert graphs["most"] == 1_000 * MIB + 0.02 * 67_000 * MIB
 

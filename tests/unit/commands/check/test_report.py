@@ -53,7 +53,7 @@ def well_formed(xml: str | bytes) -> ET.Element:
     return suite
 
 
-def judgement(verdict: Conclusion, *, why: str = "", found: str = "2 GB") -> Judgement:
+def judgement(verdict: Conclusion, *, why: str = "", value_text: str = "2 GB") -> Judgement:
     return Judgement(
         limit="memory",
         subject="GPU 0",
@@ -61,7 +61,7 @@ def judgement(verdict: Conclusion, *, why: str = "", found: str = "2 GB") -> Jud
         unit=Unit.BYTES,
         value=2e9,
         highest_allowed=1e9,
-        value_text=found,
+        value_text=value_text,
         bound_text="1 GB",
         baseline_text="0.5 GB",
         reason=why,

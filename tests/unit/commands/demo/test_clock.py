@@ -15,38 +15,38 @@ STEP = 1e-3
 
 
 def test_the_scaled_clock_starts_at_the_real_time() -> None:
-    before = time.time()
+    started_seconds = time.time()
     simulated = ScaledClock(1.0).time()
 
-    assert before - STEP <= simulated <= time.time() + STEP
+    assert started_seconds - STEP <= simulated <= time.time() + STEP
 
 
 def test_the_scaled_clock_runs_speed_times_as_fast() -> None:
-    before = time.monotonic()
+    started_seconds = time.monotonic()
     clock = ScaledClock(FAST)
-    made = time.monotonic()
+    created_seconds = time.monotonic()
     began = clock.monotonic()
     time.sleep(0.02)
-    least = (time.monotonic() - made) * FAST
+    shortest_seconds = (time.monotonic() - created_seconds) * FAST
     passed = clock.monotonic() - began
-    most = (time.monotonic() - before) * FAST
+    longest_seconds = (time.monotonic() - started_seconds) * FAST
 
-    assert 0.02 * FAST <= passed <= most
-    assert least <= most
+    assert 0.02 * FAST <= passed <= longest_seconds
+    assert shortest_seconds <= longest_seconds
 
 
 def test_both_times_of_the_scaled_clock_advance_together() -> None:
     clock = ScaledClock(FAST)
 
     def least_and_most_difference() -> tuple[float, float]:
-        before, simulated, after = clock.monotonic(), clock.time(), clock.monotonic()
-        return simulated - after, simulated - before
+        monotonic_before, simulated, monotonic_after = clock.monotonic(), clock.time(), clock.monotonic()
+        return simulated - monotonic_after, simulated - monotonic_before
 
-    first = least_and_most_difference()
+    first_difference = least_and_most_difference()
     time.sleep(0.01)
     second = least_and_most_difference()
 
-    assert max(first[0], second[0]) <= min(first[1], second[1]) + 1e-3
+    assert max(first_difference[0], second[0]) <= min(first_difference[1], second[1]) + 1e-3
 
 
 @pytest.mark.parametrize("clock", [SystemClock(), ScaledClock(FAST)], ids=["system", "scaled"])
@@ -74,10 +74,10 @@ def test_an_hour_of_simulated_sleep_takes_far_less_of_real_time() -> None:
 
 def test_a_time_that_has_passed_lets_others_run_and_returns() -> None:
     async def order() -> list[str]:
-        seen: list[str] = []
+        run_order: list[str] = []
         clock = SystemClock()
-        asyncio.get_running_loop().call_soon(seen.append, "another")
+        asyncio.get_running_loop().call_soon(run_order.append, "another")
         await clock.sleep_until(clock.monotonic() - 5.0)
-        return [*seen, "awake"]
+        return [*run_order, "awake"]
 
     assert asyncio.run(order()) == ["another", "awake"]

@@ -21,17 +21,17 @@ def hours(scenario: str) -> tuple[tuple[Sample, ...], ...]:
 
 
 def state(samples: tuple[Sample, ...]) -> str:
-    (found,) = (labels[0] for labels, value in values(samples, catalog.ENGINE_STATE).items() if value == 1)
-    return found
+    (state_label,) = (labels[0] for labels, value in values(samples, catalog.ENGINE_STATE).items() if value == 1)
+    return state_label
 
 
 def course(scenario: str) -> list[str]:
     """Return the states in their order, each once for as long as it lasts."""
-    found: list[str] = []
+    course_states: list[str] = []
     for samples in hours(scenario):
-        if not found or found[-1] != state(samples):
-            found.append(state(samples))
-    return found
+        if not course_states or course_states[-1] != state(samples):
+            course_states.append(state(samples))
+    return course_states
 
 
 def test_a_healthy_engine_serves_all_the_time() -> None:
@@ -40,12 +40,12 @@ def test_a_healthy_engine_serves_all_the_time() -> None:
 
 
 def test_an_engine_that_crashes_is_down_and_starts_again_and_each_crash_is_counted() -> None:
-    seen = course("crash")
-    last = hours("crash")[-1]
+    crash_states = course("crash")
+    last_samples = hours("crash")[-1]
 
-    assert seen[:4] == ["serving", "down", "starting", "serving"]
-    assert values(last, catalog.ENGINE_EXITS)[("gone",)] == seen.count("down") > 3
-    assert values(last, catalog.ENGINE_RESTARTS)[()] == seen.count("starting")
+    assert crash_states[:4] == ["serving", "down", "starting", "serving"]
+    assert values(last_samples, catalog.ENGINE_EXITS)[("gone",)] == crash_states.count("down") > 3
+    assert values(last_samples, catalog.ENGINE_RESTARTS)[()] == crash_states.count("starting")
 
 
 def test_an_engine_that_hangs_is_stalled_until_it_goes_on() -> None:
@@ -67,6 +67,6 @@ def test_an_engine_that_sleeps_is_asleep_and_no_stall() -> None:
 
 @pytest.mark.parametrize("scenario", ["crash", "hang", "slow-start", "sleep"])
 def test_no_run_of_any_kind_is_called_a_leak(scenario: str) -> None:
-    seen = set().union(*map(states, hours(scenario)))
+    all_states = set().union(*map(states, hours(scenario)))
 
-    assert not seen & {"growing", "leaking"}
+    assert not all_states & {"growing", "leaking"}

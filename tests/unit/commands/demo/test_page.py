@@ -49,7 +49,10 @@ def test_the_daemon_reads_from_the_page_what_the_world_is(scenario: str) -> None
 def test_all_that_a_page_of_today_can_offer_is_there() -> None:
     inputs = dict(parsed(World(TABLE["healthy"])).inputs)
 
-    assert {name for name, found in inputs.items() if not found} == {"prefix_cache_hit_rate", "kv_cache_memory_bytes"}
+    assert {name for name, is_offered in inputs.items() if not is_offered} == {
+        "prefix_cache_hit_rate",
+        "kv_cache_memory_bytes",
+    }
 
 
 def test_there_is_a_page_of_the_present_while_the_engine_serves_and_else_none() -> None:
@@ -62,7 +65,7 @@ def test_there_is_a_page_of_the_present_while_the_engine_serves_and_else_none() 
     def fetched() -> str | Failure:
         return asyncio.run(SimulatedEngine(now, EPOCH_SECONDS).fetch())
 
-    first = fetched()
+    first_page = fetched()
     seconds = 60.0
     later = fetched()
     while world.is_serving:
@@ -71,9 +74,9 @@ def test_there_is_a_page_of_the_present_while_the_engine_serves_and_else_none() 
     down = fetched()
     seconds += 121.0
 
-    assert isinstance(first, str)
+    assert isinstance(first_page, str)
     assert isinstance(later, str)
-    assert first != later
+    assert first_page != later
     assert isinstance(down, Failure)
     assert down.reason is Reason.UNREACHABLE
     assert isinstance(fetched(), str)
@@ -85,5 +88,5 @@ def test_the_parts_of_the_page_are_those_of_vllm() -> None:
 
     for line in render_engine_page(World(TABLE["healthy"]).engine, EPOCH_SECONDS).splitlines():
         name, _, labels = line.partition(" ")[0].partition("{")
-        found = next(line for line in recorded.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
-        assert all(f"{label}=" in found for label in re.findall(r"(\w+)=", labels))
+        recorded_line = next(line for line in recorded.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+        assert all(f"{label}=" in recorded_line for label in re.findall(r"(\w+)=", labels))

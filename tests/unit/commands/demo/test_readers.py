@@ -62,11 +62,11 @@ def test_the_memory_parts_sum_to_the_whole() -> None:
 def test_the_peak_is_what_the_fast_samples_of_the_last_minute_saw() -> None:
     world = World(TABLE["restart"])
     gpus = SimulatedGpus(lambda: world)
-    seen = []
+    sampled_bytes = []
     while world.engine.number == 0:
         world.advance(world.seconds + 1)
         asyncio.run(gpus.sample_used(TIMEOUT_SECONDS))
-        seen.append(world.used_bytes)
+        sampled_bytes.append(world.used_bytes)
     died = world.seconds
     world.advance(died + 55)
     within_the_minute = device(gpus)
@@ -75,7 +75,7 @@ def test_the_peak_is_what_the_fast_samples_of_the_last_minute_saw() -> None:
 
     assert within_the_minute.memory is not None
     assert later.memory is not None
-    assert within_the_minute.used_peak_bytes == max(seen) > within_the_minute.memory.used_bytes
+    assert within_the_minute.used_peak_bytes == max(sampled_bytes) > within_the_minute.memory.used_bytes
     assert later.used_peak_bytes == later.memory.used_bytes
 
 
@@ -117,13 +117,15 @@ def test_another_process_is_another_holder() -> None:
 
 def test_the_engines_processes_have_roles_and_memory() -> None:
     world = world_at("healthy", 30)
-    found = processes(world)
+    process_readings = processes(world)
 
-    assert [process.role for process in found.engine] == [Role.API_SERVER, Role.ENGINE_CORE, Role.WORKER]
-    assert all(500 * MIB < process.rss_bytes < 10_000 * MIB for process in found.engine)
-    assert {process.started_at_seconds for process in found.engine} == {EPOCH_SECONDS + world.engine.started_seconds}
-    assert {process.pid for process in found.engine} < found.visible_pids
-    assert found.sees_host_pids
+    assert [process.role for process in process_readings.engine] == [Role.API_SERVER, Role.ENGINE_CORE, Role.WORKER]
+    assert all(500 * MIB < process.rss_bytes < 10_000 * MIB for process in process_readings.engine)
+    assert {process.started_at_seconds for process in process_readings.engine} == {
+        EPOCH_SECONDS + world.engine.started_seconds
+    }
+    assert {process.pid for process in process_readings.engine} < process_readings.visible_pids
+    assert process_readings.sees_host_pids
 
 
 def test_while_the_engine_is_gone_it_has_no_process_and_no_memory() -> None:

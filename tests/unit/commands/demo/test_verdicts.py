@@ -15,7 +15,9 @@ EPOCH = 1_760_000_000.0
 
 
 def played(scenario: str, hours: float) -> list[tuple[Sample, ...]]:
-    return [found.samples for sample in play(TABLE[scenario], hours, began=EPOCH) if (found := sample.published)]
+    return [
+        published.samples for sample in play(TABLE[scenario], hours, began=EPOCH) if (published := sample.published)
+    ]
 
 
 def states(samples: tuple[Sample, ...]) -> set[str]:
@@ -29,21 +31,21 @@ def states(samples: tuple[Sample, ...]) -> set[str]:
 
 @pytest.mark.parametrize("scenario", ["healthy", "burst", "neighbour", "restart"])
 def test_what_does_not_leak_is_never_called_a_leak(scenario: str) -> None:
-    seen = set().union(*(states(samples) for samples in played(scenario, 8)))
+    all_states = set().union(*(states(samples) for samples in played(scenario, 8)))
 
-    assert "leaking" not in seen
-    assert "growing" not in seen
-    assert "stable" in seen
+    assert "leaking" not in all_states
+    assert "growing" not in all_states
+    assert "stable" in all_states
 
 
 def test_the_leak_is_found_with_its_rate_and_the_time_left() -> None:
     pages = played("leak", 2)
 
-    first = next(samples for samples in pages if "leaking" in states(samples))
-    (per_request,) = values(first, catalog.LEAK_PER_REQUEST).values()
-    (left,) = values(first, catalog.TIME_TO_OOM).values()
+    first_leaking = next(samples for samples in pages if "leaking" in states(samples))
+    (per_request,) = values(first_leaking, catalog.LEAK_PER_REQUEST).values()
+    (oom_seconds,) = values(first_leaking, catalog.TIME_TO_OOM).values()
     assert per_request == pytest.approx(12_800, rel=0.15)
-    assert 3600 < left < 86_400
+    assert 3600 < oom_seconds < 86_400
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,13 @@ def test_the_world_never_goes_back() -> None:
 
 def test_the_leak_is_all_that_tells_a_leaking_engine_from_a_healthy_one() -> None:
     leaking, healthy = world("leak"), world("healthy")
-    before = leaking.engine.finished_total
+    finished_before = leaking.engine.finished_total
 
     assert leaking.engine_bytes == healthy.engine_bytes
 
     leaking.advance(6 * HOUR)
     healthy.advance(6 * HOUR)
-    finished = leaking.engine.finished_total - before
+    finished = leaking.engine.finished_total - finished_before
 
     assert leaking.engine.finished_total == healthy.engine.finished_total
     assert (leaking.engine_bytes - healthy.engine_bytes) / finished == pytest.approx(12_800, rel=0.02)
@@ -83,11 +83,11 @@ def test_a_leaking_engine_dies_when_the_card_is_full_and_leaks_again() -> None:
     lives: dict[int, list[int]] = {}
     starts: dict[int, float] = {}
     down_seconds = 0
-    for seen in watch(now, 30 * HOUR, 1):
-        starts[seen.engine.number] = seen.engine.started_seconds
-        down_seconds += not seen.is_serving
-        if seen.is_serving:
-            lives.setdefault(seen.engine.number, []).append(seen.engine_bytes)
+    for seen_world in watch(now, 30 * HOUR, 1):
+        starts[seen_world.engine.number] = seen_world.engine.started_seconds
+        down_seconds += not seen_world.is_serving
+        if seen_world.is_serving:
+            lives.setdefault(seen_world.engine.number, []).append(seen_world.engine_bytes)
 
     assert len(lives) >= 3
     assert starts[0] < starts[1] < starts[2]
@@ -100,9 +100,9 @@ def test_a_leaking_engine_dies_when_the_card_is_full_and_leaks_again() -> None:
 def test_bursts_queue_preempt_and_leave_their_peak_behind() -> None:
     bursting, healthy = world("burst"), world("healthy")
     waiting, kv_used = [], []
-    for seen in watch(bursting, 2 * HOUR, 1):
-        waiting.append(seen.engine.waiting)
-        kv_used.append(seen.engine.kv_used_ratio)
+    for seen_world in watch(bursting, 2 * HOUR, 1):
+        waiting.append(seen_world.engine.waiting)
+        kv_used.append(seen_world.engine.kv_used_ratio)
     healthy.advance(2 * HOUR)
 
     assert max(waiting) > MAX_RUNNING
@@ -117,13 +117,13 @@ def test_a_neighbour_comes_and_goes_and_leaves_the_engine_alone() -> None:
     together, alone = world("neighbour"), world("healthy")
     sizes = set()
     visits = set()
-    for seen in watch(together, 12 * HOUR, 60):
-        sizes.add(seen.neighbour_bytes // MIB)
-        visits.add(seen.neighbours.number if seen.neighbour_bytes else None)
-        alone.advance(seen.seconds)
+    for seen_world in watch(together, 12 * HOUR, 60):
+        sizes.add(seen_world.neighbour_bytes // MIB)
+        visits.add(seen_world.neighbours.number if seen_world.neighbour_bytes else None)
+        alone.advance(seen_world.seconds)
 
-        assert seen.engine_bytes == alone.engine_bytes
-        assert seen.used_bytes - alone.used_bytes == seen.neighbour_bytes
+        assert seen_world.engine_bytes == alone.engine_bytes
+        assert seen_world.used_bytes - alone.used_bytes == seen_world.neighbour_bytes
 
     assert {None, 1, 2} <= visits
     assert 0 in sizes
@@ -133,15 +133,15 @@ def test_a_neighbour_comes_and_goes_and_leaves_the_engine_alone() -> None:
 
 def test_a_restart_frees_the_memory_loads_again_and_begins_to_count_again() -> None:
     now = world("restart")
-    first = now.engine
-    while now.engine is first:
+    first_engine = now.engine
+    while now.engine is first_engine:
         now.advance(now.seconds + 1)
     died = now.seconds
 
     assert 1.5 * HOUR < died < 2.5 * HOUR
     assert now.engine_bytes == 0
     assert now.engine.finished_total == 0
-    assert now.engine.first_pid > first.first_pid + 2
+    assert now.engine.first_pid > first_engine.first_pid + 2
 
     loading = []
     while not now.is_serving:

@@ -54,8 +54,8 @@ class Vllm(EngineServer):
         self.requests = self._heads
 
     def _by_path(self, connection: socket.socket, closing: threading.Event) -> None:
-        asked = self._heads.own.head.split()[1]
-        (self.version if asked == "/version" else self.metrics)(connection, closing)
+        requested_path = self._heads.own.head.split()[1]
+        (self.version if requested_path == "/version" else self.metrics)(connection, closing)
 
 
 def examined(proc: Path | None = None, sys: Path | None = None, /, **settings: str) -> dict[str, Check]:

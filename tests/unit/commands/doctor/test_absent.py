@@ -35,7 +35,7 @@ from vllm_headroom_tools.doctor.engine import SERIES, list_lost_series
 GIB = 2**30
 STEP_SECONDS = 30
 STEPS = 150
-FIELDS = {given.name: field for field, given in INPUTS.items()}
+FIELDS = {page_input.name: field for field, page_input in INPUTS.items()}
 AT_REST = {
     "headroom_engine_exit_requests",
     "headroom_engine_kv_cache_stranded_ratio",
@@ -101,33 +101,35 @@ def reading(step: int) -> EngineReading:
     )
 
 
-def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings: Any) -> set[str]:
+def names(change: Callable[[Snapshot], Snapshot] = lambda tick_snapshot: tick_snapshot, **settings: Any) -> set[str]:
     """Return the series that the last of many samples gives, of an engine that leaks 4 MiB in half a minute."""
     questions = build_derivations(**{"kv_bytes_per_token": 2.0, **settings})
     states: dict[str, Any] = {question.name: question.initial for question in questions}
-    life, last = EngineMemory(), set[str]()
+    life, last_names = EngineMemory(), set[str]()
     for step in range(STEPS):
-        held = 40 * GIB + step * 4 * 2**20
+        held_bytes = 40 * GIB + step * 4 * 2**20
         process = EngineProcess(
             pid=1, role=Role.ENGINE_CORE, rss_bytes=GIB, anonymous_bytes=GIB, swap_bytes=0, started_at_seconds=1.0
         )
-        seen = snapshot(
+        tick_snapshot = snapshot(
             at=float(step * STEP_SECONDS),
             engines=page(reading(step), inputs=tuple((name, True) for name in FIELDS)),
-            gpus=(gpu(total=80 * GIB, used=held + GIB, engine=held, other=GIB),),
+            gpus=(gpu(total=80 * GIB, used=held_bytes + GIB, engine=held_bytes, other=GIB),),
             processes=(process,),
             reading_times=READING_TIMES,
             host=HostMemory(
                 used_bytes=1, limit_bytes=2, shm_used_bytes=0, shm_limit_bytes=1, oom_kills=0, pressure_ratio=0.0
             ),
         )
-        seen = replace(seen, pools=(Pool(part=HostPart.KV_OFFLOAD, role=Role.ENGINE_CORE, size_bytes=1),))
-        life, seen = update_engine(life, change(seen))
-        last = set()
+        tick_snapshot = replace(
+            tick_snapshot, pools=(Pool(part=HostPart.KV_OFFLOAD, role=Role.ENGINE_CORE, size_bytes=1),)
+        )
+        life, tick_snapshot = update_engine(life, change(tick_snapshot))
+        last_names = set()
         for question in questions:
-            states[question.name], samples = answer(question, states[question.name], seen)
-            last |= {sample.metric.name for sample in samples}
-    return last
+            states[question.name], samples = answer(question, states[question.name], tick_snapshot)
+            last_names |= {sample.metric.name for sample in samples}
+    return last_names
 
 
 @cache
@@ -174,16 +176,21 @@ def test_nothing_but_the_report_is_absent_without_another_input(name: str) -> No
 @pytest.mark.parametrize(
     ("patterns", "change"),
     [
-        (engine_findings.WITHOUT_AN_ANSWER, lambda seen: replace(seen, engines=failure(Source.ENGINE))),
-        (gpus.WITHOUT_NVML, lambda seen: replace(seen, gpus=failure(Source.NVML))),
+        (
+            engine_findings.WITHOUT_AN_ANSWER,
+            lambda tick_snapshot: replace(tick_snapshot, engines=failure(Source.ENGINE)),
+        ),
+        (gpus.WITHOUT_NVML, lambda tick_snapshot: replace(tick_snapshot, gpus=failure(Source.NVML))),
         (
             gpus.OWNED_GPU_SERIES,
-            lambda seen: replace(seen, gpus=(replace(seen.gpus[0], attribution=None, held_bytes=None),)),
+            lambda tick_snapshot: replace(
+                tick_snapshot, gpus=(replace(tick_snapshot.gpus[0], attribution=None, held_bytes=None),)
+            ),
         ),
-        (processes.WITHOUT_PROC[:3], lambda seen: replace(seen, processes=(), host=None, pools=())),
+        (processes.WITHOUT_PROC[:3], lambda tick_snapshot: replace(tick_snapshot, processes=(), host=None, pools=())),
         (
             processes.WITHOUT_PROCESSES[:2],
-            lambda seen: replace(seen, processes=(), host=HostMemory(pressure_ratio=0.0), pools=()),
+            lambda tick_snapshot: replace(tick_snapshot, processes=(), host=HostMemory(pressure_ratio=0.0), pools=()),
         ),
     ],
     ids=["page", "nvml", "owner", "proc", "processes"],

@@ -20,8 +20,8 @@ CARDS = ("0000:c1:00.0", "0000:e5:00.0")
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with open_folder() as made:
-        yield made
+    with open_folder() as opened_folder:
+        yield opened_folder
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def test_a_container_that_may_not_trace_the_engine_is_shown_how(sys: AmdTree, vl
     assert owned.state is memory.state is Status.MISSING
     assert "which alone show a container who uses AMD's cards" in owned.text
     assert memory.text.startswith("the driver does not report the memory of each process on GPU 0")
-    for found in (owned, memory):
-        assert any("SYS_PTRACE" in line for line in lines(found))
-        assert "hostPID: true" in lines(found)
-        assert not any("NVIDIA" in line for line in lines(found))
+    for finding in (owned, memory):
+        assert any("SYS_PTRACE" in line for line in lines(finding))
+        assert "hostPID: true" in lines(finding)
+        assert not any("NVIDIA" in line for line in lines(finding))
 
 
 def test_a_card_whose_memory_kfd_does_not_tell_is_missing_it(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
@@ -125,9 +125,9 @@ def test_an_apu_says_whose_memory_it_works_on(nvml: FakeNvml, folder: Path) -> N
     tree = proc(folder)
     (tree / "meminfo").write_text(f"MemTotal: {125 * 2**20} kB\nMemAvailable: {90 * 2**20} kB\n")
 
-    (told,) = examined(tree, sys.path)["gpus"].details
+    (detail,) = examined(tree, sys.path)["gpus"].details
 
-    assert told.endswith(
+    assert detail.endswith(
         ", unified memory: 60.00 GiB left of the 62.00 GiB that it may take of the machine's, by /proc/meminfo"
     )
 

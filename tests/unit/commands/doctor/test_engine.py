@@ -75,10 +75,10 @@ def test_a_page_that_is_not_the_engines_is_missing(answer: Answer, words: str, l
     with EngineServer(answer) as server:
         findings = examined(ENGINE_URL=server.url, ENGINE_TIMEOUT_SECONDS="0.3" if answer is hang else "30")
 
-    found = findings["engine"]
-    assert found.state is Status.MISSING
-    assert words in found.text
-    assert line in lines(found)
+    finding = findings["engine"]
+    assert finding.state is Status.MISSING
+    assert words in finding.text
+    assert line in lines(finding)
     assert {findings[name].state for name in ("engine_inputs", "reported_memory")} == {Status.UNKNOWN}
 
 

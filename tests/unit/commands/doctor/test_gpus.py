@@ -55,9 +55,11 @@ def test_memory_of_a_process_that_no_longer_exists_is_named_with_what_to_do(nvml
     container = tmp_path / "container"
     container.mkdir()
 
-    seen, unseen = (examined(path)["gpus"].details for path in (proc(tmp_path, namespace=HOST), proc(container)))
+    host_details, unseen = (
+        examined(path)["gpus"].details for path in (proc(tmp_path, namespace=HOST), proc(container))
+    )
 
-    assert seen[-1].startswith("GPU 1 (GPU-b): 8 GiB held by pid 4711, which no longer exists: the driver")
+    assert host_details[-1].startswith("GPU 1 (GPU-b): 8 GiB held by pid 4711, which no longer exists: the driver")
     assert len(unseen) == 2, "in a container it may only be out of sight"
 
 

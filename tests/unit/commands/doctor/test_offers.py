@@ -90,7 +90,7 @@ def test_a_budget_that_is_not_reported_is_missing() -> None:
 
 
 def test_the_bytes_of_a_token_may_be_set() -> None:
-    unset, given = examined()["kv_bytes"], examined(KV_BYTES_PER_TOKEN="131072")["kv_bytes"]
+    unset, configured = examined()["kv_bytes"], examined(KV_BYTES_PER_TOKEN="131072")["kv_bytes"]
 
     assert unset.state is Status.NOT_APPLICABLE
     assert [line.partition("=")[0] for line in lines(unset)[:2]] == [
@@ -98,7 +98,7 @@ def test_the_bytes_of_a_token_may_be_set() -> None:
         "HEADROOM_KV_BYTES_PER_TOKEN",
     ]
     assert "headroom_engine_kv_cache_capacity_bytes" in unset.absent
-    assert (given.state, given.text) == (Status.OK, "131072 bytes per token are set")
+    assert (configured.state, configured.text) == (Status.OK, "131072 bytes per token are set")
 
 
 def test_bytes_of_the_kv_cache_come_from_the_models_configuration_where_the_page_tells_its_dtype() -> None:

@@ -29,12 +29,12 @@ def find(folder: Path, *arguments: str, version: str = "0.32.0", page: str = REC
 
 
 def test_the_command_line_is_shown_without_its_secrets(tmp_path: Path) -> None:
-    found = find(tmp_path, "--api-key", "SECRET", "--config", "/etc/vllm.yaml")["vllm_options"]
+    finding = find(tmp_path, "--api-key", "SECRET", "--config", "/etc/vllm.yaml")["vllm_options"]
 
-    assert (found.state, found.text) == (Status.OK, "vLLM's command line sets port, api_key, config")
-    assert found.details[0].startswith("vllm serve /model --port ")
-    assert found.details[0].endswith(" --api-key *** --config /etc/vllm.yaml")
-    assert found.details[1] == "/etc/vllm.yaml may set more, and is not read"
+    assert (finding.state, finding.text) == (Status.OK, "vLLM's command line sets port, api_key, config")
+    assert finding.details[0].startswith("vllm serve /model --port ")
+    assert finding.details[0].endswith(" --api-key *** --config /etc/vllm.yaml")
+    assert finding.details[1] == "/etc/vllm.yaml may set more, and is not read"
 
 
 @pytest.mark.parametrize(
@@ -59,26 +59,26 @@ def test_the_command_line_is_shown_without_its_secrets(tmp_path: Path) -> None:
     ],
 )
 def test_what_contradicts_is_said(tmp_path: Path, arguments: tuple[str, ...], line: str) -> None:
-    found = find(tmp_path, *arguments)["vllm_options"]
+    finding = find(tmp_path, *arguments)["vllm_options"]
 
-    assert (found.state, found.details[0]) == (Status.MISSING, line)
+    assert (finding.state, finding.details[0]) == (Status.MISSING, line)
 
 
 def test_without_a_command_line_nothing_is_said_of_it() -> None:
-    found = examined()
+    findings = examined()
 
-    assert {found[name].state for name in ("vllm_options", "vllm_faults")} == {Status.NOT_APPLICABLE}
+    assert {findings[name].state for name in ("vllm_options", "vllm_faults")} == {Status.NOT_APPLICABLE}
 
 
 def test_the_known_faults_are_those_of_the_version_and_its_options(tmp_path: Path) -> None:
-    found = find(tmp_path, "--enforce-eager", version="0.25.0")["vllm_faults"]
+    finding = find(tmp_path, "--enforce-eager", version="0.25.0")["vllm_faults"]
 
-    assert (found.state, found.text) == (Status.OK, "known faults of vLLM 0.25.0 with these options: 4")
-    assert found.details[0] == (
+    assert (finding.state, finding.text) == (Status.OK, "known faults of vLLM 0.25.0 with these options: 4")
+    assert finding.details[0] == (
         "host memory: the engine core never empties a list of block ids: 0.6 GiB in 12 h"
         " (vllm-project/vllm#44490; 2026-06, fixed in 0.26.0)"
     )
-    assert found.details[1].endswith("(vllm-project/vllm#50150; open)")
+    assert finding.details[1].endswith("(vllm-project/vllm#50150; open)")
 
 
 def test_a_version_that_mends_a_fault_has_it_no_longer() -> None:
@@ -91,9 +91,9 @@ def test_the_served_model_gives_the_bytes_of_the_cache(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     shutil.copy(LLAMA, tmp_path / "model" / "config.json")
 
-    found = find(tmp_path)["kv_bytes"]
+    finding = find(tmp_path)["kv_bytes"]
 
-    assert (found.state, found.text) == (
+    assert (finding.state, finding.text) == (
         Status.OK,
         "the configuration of the model that vLLM loads gives the bytes per token",
     )
@@ -102,6 +102,6 @@ def test_the_served_model_gives_the_bytes_of_the_cache(tmp_path: Path) -> None:
 def test_a_budget_that_the_page_lacks_is_the_command_lines(tmp_path: Path) -> None:
     page = RECORDED.replace("gpu_memory_utilization=", "other=")
 
-    found = find(tmp_path, "--gpu-memory-utilization", "0.8", page=page)["reported_memory"]
+    finding = find(tmp_path, "--gpu-memory-utilization", "0.8", page=page)["reported_memory"]
 
-    assert found.text == "the engine's budget is 80% of each GPU (gpu_memory_utilization)"
+    assert finding.text == "the engine's budget is 80% of each GPU (gpu_memory_utilization)"

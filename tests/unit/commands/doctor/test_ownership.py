@@ -35,10 +35,10 @@ def test_the_gpus_of_the_engines_processes_are_reported_as_such(nvml: FakeNvml, 
 def test_two_gpus_without_the_engines_processes_are_missing_an_owner(vllm: Vllm, tmp_path: Path) -> None:
     findings = examined(proc(tmp_path), ENGINE_URL=vllm.url)
 
-    owned, seen = findings["gpu_attribution"], findings["processes"]
-    assert (owned.state, seen.state) == (Status.MISSING, Status.MISSING)
+    owned, process_finding = findings["gpu_attribution"], findings["processes"]
+    assert (owned.state, process_finding.state) == (Status.MISSING, Status.MISSING)
     assert "cannot tell which GPUs the engine uses" in owned.text
-    assert "which is not shared with vLLM's container" in seen.text
+    assert "which is not shared with vLLM's container" in process_finding.text
     assert lines(owned) == [
         "shareProcessNamespace: true",
         'pid: "service:processes"',
@@ -112,12 +112,12 @@ def test_the_only_gpu_is_taken_where_processes_cannot_be_seen(nvml: FakeNvml, vl
     assert check.details == ("GPU 0 (GPU-a) attributed to the engine (single: no other is visible)",)
 
 
-@pytest.mark.parametrize(("gpus", "how"), [("GPU-A,1", "(uuid: HEADROOM_GPUS names it)"), ("all", "(assumed: ")])
-def test_named_gpus_are_reported_as_named(gpus: str, how: str) -> None:
+@pytest.mark.parametrize(("gpus", "origin"), [("GPU-A,1", "(uuid: HEADROOM_GPUS names it)"), ("all", "(assumed: ")])
+def test_named_gpus_are_reported_as_named(gpus: str, origin: str) -> None:
     check = examined(GPUS=gpus)["gpu_attribution"]
 
     assert (check.state, check.text) == (Status.OK, "2 of 2 attributed to the engine")
-    assert all(how in detail for detail in check.details)
+    assert all(origin in detail for detail in check.details)
 
 
 def test_a_named_gpu_that_is_not_visible_is_missing() -> None:
@@ -134,8 +134,8 @@ def test_a_list_that_leaves_out_the_gpu_of_the_engines_processes_is_reported(
     nvml.gpus[1].processes = {CORE: GIB}
     nvml.write()
 
-    seen = proc(tmp_path, vllm)
-    wrong, right = (examined(seen, ENGINE_URL=vllm.url, GPUS=gpus)["gpu_attribution"] for gpus in "01")
+    proc_path = proc(tmp_path, vllm)
+    wrong, right = (examined(proc_path, ENGINE_URL=vllm.url, GPUS=gpus)["gpu_attribution"] for gpus in "01")
 
     assert (wrong.state, right.state) == (Status.MISSING, Status.OK)
     assert wrong.text == "HEADROOM_GPUS leaves out GPUs that the engine's processes are on: GPU 1 (GPU-b)"

@@ -54,9 +54,9 @@ def web_config(tmp_path: Path) -> Path:
     """Ask for TLS, and for certificates of clients, of which the doctor has none."""
     for name in ("server", "client"):
         write_self_signed(tmp_path, name)
-    asked = "client_auth_type: RequireAndVerifyClientCert, client_ca_file: client.crt"
+    client_auth = "client_auth_type: RequireAndVerifyClientCert, client_ca_file: client.crt"
     file = tmp_path / "web.config.yml"
-    file.write_text(f"tls_server_config: {{cert_file: server.crt, key_file: server.key, {asked}}}\n")
+    file.write_text(f"tls_server_config: {{cert_file: server.crt, key_file: server.key, {client_auth}}}\n")
     return file
 
 

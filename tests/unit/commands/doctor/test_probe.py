@@ -104,10 +104,10 @@ def test_what_wrote_long_ago_is_no_answer(tmp_path: Path) -> None:
     assert finding.text.startswith("none of vLLM's processes writes now")
 
 
-@pytest.mark.parametrize("others", [True, False])
-def test_a_probe_that_has_stopped_says_why(tmp_path: Path, *, others: bool) -> None:
+@pytest.mark.parametrize("has_others", [True, False])
+def test_a_probe_that_has_stopped_says_why(tmp_path: Path, *, has_others: bool) -> None:
     write(tmp_path, 7, "worker", stopped="/run/headroom-probe: No space left on device")
-    if others:
+    if has_others:
         write(tmp_path, 8, "engine_core")
 
     finding = check_probe_folder(tmp_path)
@@ -116,7 +116,7 @@ def test_a_probe_that_has_stopped_says_why(tmp_path: Path, *, others: bool) -> N
     assert finding.details == (
         "worker (pid 7 of its container) has stopped: /run/headroom-probe: No space left on device",
     )
-    assert finding.text.startswith("it answers in 1 engine_core" if others else "none of vLLM's processes writes")
+    assert finding.text.startswith("it answers in 1 engine_core" if has_others else "none of vLLM's processes writes")
 
 
 def test_a_process_that_runs_and_writes_no_longer_is_reported(tmp_path: Path, vllm: Vllm) -> None:

@@ -135,9 +135,9 @@ def test_a_core_that_its_server_left_behind_is_named_whether_a_gpu_tells_of_it_o
     tree.add(CORE, 1, "VLLM::EngineCore", group=7)
 
     findings = examined(tmp_path)
-    found = findings["processes"]
+    finding = findings["processes"]
 
     assert findings["nvml"].state is (Status.OK if has_nvml else Status.MISSING)
 
-    left = f"pid {CORE} is left behind by an engine that has ended: end it with kill {CORE}, or kill -9 {CORE}"
-    assert left in found.details
+    orphan_detail = f"pid {CORE} is left behind by an engine that has ended: end it with kill {CORE}, or kill -9 {CORE}"
+    assert orphan_detail in finding.details

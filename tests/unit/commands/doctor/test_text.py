@@ -45,7 +45,7 @@ def test_each_finding_is_a_line_with_its_mark_and_the_fix_below() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "marker", "first"),
+    ("environ", "marker", "first_fix"),
     [
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ".dockerenv", "         fix here in the pod's spec:"),
         ({}, ".dockerenv", "         fix here with compose:"),
@@ -53,15 +53,15 @@ def test_each_finding_is_a_line_with_its_mark_and_the_fix_below() -> None:
     ],
 )
 def test_the_fix_for_where_it_runs_is_marked_and_comes_first(
-    environ: dict[str, str], marker: str, first: str, tmp_path: Path
+    environ: dict[str, str], marker: str, first_fix: str, tmp_path: Path
 ) -> None:
     (tmp_path / marker).touch()
     report = build_report(ALL, "0.1.0", find_place(environ, tmp_path))
 
     fixes = [line for line in report.lines if line.startswith(("         fix", "         or "))]
-    assert fixes[0] == first
+    assert fixes[0] == first_fix
     assert [line[9:11] for line in fixes] == ["fi", "or"]
-    assert report.data["checks"][1]["fix"][0]["where"] == first[18:-1]
+    assert report.data["checks"][1]["fix"][0]["where"] == first_fix[18:-1]
 
 
 def test_that_nothing_is_missing_is_said() -> None:

@@ -47,12 +47,12 @@ def times(histogram: Histogram) -> int:
     return histogram.counts.total()
 
 
-def ask_server(server: StreamingServer | int, count: int = 1, **how: object) -> Tally:
+def ask_server(server: StreamingServer | int, count: int = 1, **asker_options: object) -> Tally:
     """Ask so many times, one after another."""
     counted = tally()
 
     async def steps() -> None:
-        request_sender = asker(server, **how)  # type: ignore[arg-type]
+        request_sender = asker(server, **asker_options)  # type: ignore[arg-type]
         for _ in range(count):
             await request_sender.send(counted)
         await request_sender.close()
@@ -76,7 +76,7 @@ def test_each_way_has_its_outcome(way: Way, api: CompletionApi) -> None:
 
         assert server.ways == {way: 1}
     assert counted.outcomes == {outcome: 1}
-    assert [said for _, said in counted.texts] == ([text[:LONGEST_TEXT]] if text else [])
+    assert [reported_text for _, reported_text in counted.texts] == ([text[:LONGEST_TEXT]] if text else [])
     assert counted.is_engine_dead == (way is Way.ENGINE_DEAD)
     assert (counted.started_requests, counted.open_requests, counted.open_streams, counted.most_streams) == (1, 0, 0, 1)
 
@@ -108,10 +108,13 @@ def test_every_gap_between_tokens_is_counted() -> None:
 
     assert times(counted.inter_token_seconds) == 4
     assert times(counted.per_token_seconds) == 1
-    first, last = counted.first_token_seconds.quantile(1), counted.end_to_end_seconds.quantile(1)
-    assert first is not None
-    assert last is not None
-    assert 0 < first < last
+    first_token_seconds, end_to_end_seconds = (
+        counted.first_token_seconds.quantile(1),
+        counted.end_to_end_seconds.quantile(1),
+    )
+    assert first_token_seconds is not None
+    assert end_to_end_seconds is not None
+    assert 0 < first_token_seconds < end_to_end_seconds
 
 
 def test_one_connection_carries_one_request_after_another() -> None:

@@ -51,15 +51,15 @@ def step(
     counted = tuple(tally() for _ in range(steps))
 
     async def main() -> None:
-        made = make(server, **bounds)
-        for each in counted:
-            running = asyncio.create_task(made.run(clients, seconds, each, 1.0))
+        client_pool = make(server, **bounds)
+        for step_tally in counted:
+            running = asyncio.create_task(client_pool.run(clients, seconds, step_tally, 1.0))
             if meanwhile is not None:
                 await until(lambda: server.open == clients)
-                meanwhile(made)
+                meanwhile(client_pool)
             await running
-        await made._sender.close()
-        assert made.is_used_up == (bounds.get("most_requests") is not None)
+        await client_pool._sender.close()
+        assert client_pool.is_used_up == (bounds.get("most_requests") is not None)
 
     run(main)
     return counted
@@ -103,13 +103,13 @@ def test_a_stop_ends_those_who_wait_for_their_turn_too() -> None:
         counted = tally()
 
         async def steps() -> None:
-            made = make(server, requests_per_second=1e-9)
-            running = asyncio.create_task(made.run(4, LONG_SECONDS, counted, 1.0))
+            client_pool = make(server, requests_per_second=1e-9)
+            running = asyncio.create_task(client_pool.run(4, LONG_SECONDS, counted, 1.0))
             await asyncio.sleep(SOON_SECONDS)
-            made.stop()
+            client_pool.stop()
             await running
-            await made.run(4, LONG_SECONDS, counted, 1.0)
-            await made._sender.close()
+            await client_pool.run(4, LONG_SECONDS, counted, 1.0)
+            await client_pool._sender.close()
 
         run(steps)
 
@@ -118,9 +118,9 @@ def test_a_stop_ends_those_who_wait_for_their_turn_too() -> None:
 
 def test_the_cap_is_of_all_steps_together() -> None:
     with StreamingServer() as server:
-        first, second = step(server, 2, LONG_SECONDS, steps=2, most_requests=7)
+        first_tally, second = step(server, 2, LONG_SECONDS, steps=2, most_requests=7)
 
-        assert (first.started_requests, second.started_requests, server.ways.total()) == (7, 0, 7)
+        assert (first_tally.started_requests, second.started_requests, server.ways.total()) == (7, 0, 7)
 
 
 def test_an_open_loop_offers_its_rate_whatever_the_server_answers() -> None:

@@ -31,26 +31,26 @@ WORDS = ("--engine-url", "http://engine:8000", "--concurrency", "8", "--trace", 
 AN_HOUR = 3600.0
 
 
-def shown(found: Report) -> str:
-    return "".join(f"{line.translate(CONTROLS)}\n" for line in found.lines)
+def shown(load_report: Report) -> str:
+    return "".join(f"{line.translate(CONTROLS)}\n" for line in load_report.lines)
 
 
 def tally(outcomes: Mapping[Outcome, int], text: str = "") -> Tally:
-    made = Tally(100.0)
+    new_tally = Tally(100.0)
     for outcome, count in outcomes.items():
         for number in range(count):
-            made.started_requests += 1
+            new_tally.started_requests += 1
             answer = Completion(outcome=outcome, text=text, prompt_tokens=512, generation_tokens=128)
             if outcome is Outcome.SUCCEEDED:
                 answer = replace(answer, text="")
                 began = 100.0 + number
-                made.add_success(
+                new_tally.add_success(
                     answer, start_seconds=began, first_token_seconds=began + 0.0432, end_seconds=began + 3.21
                 )
-                made.inter_token_seconds.add(0.000_02 * (number + 1))
-            made.add_end(answer)
-    made.own_delay_seconds.add(0.001)
-    return made
+                new_tally.inter_token_seconds.add(0.000_02 * (number + 1))
+            new_tally.add_end(answer)
+    new_tally.own_delay_seconds.add(0.001)
+    return new_tally
 
 
 def observed(running: float) -> LoadObservation:
@@ -66,29 +66,31 @@ def observed(running: float) -> LoadObservation:
     return observation
 
 
-def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, said: str = "") -> Stage:
+def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, error_text: str = "") -> Stage:
     return Stage(
         share=share,
         clients=round(8 * share),
         seconds=60.0,
-        tally=tally(outcomes, said),
+        tally=tally(outcomes, error_text),
         observation=observed(8 * share),
     )
 
 
-def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False, unread: int = 0) -> LoadObservation:
+def whole(
+    *, finished: int | None = 4000, host: bool = False, is_gone: bool = False, unread: int = 0
+) -> LoadObservation:
     """Return what was seen in 240 samples of an hour or more: 70 GB held, 73 at most, 72 at the end."""
     observation = LoadObservation()
     for number in range(240):
-        held = {0: 70, 239: 72}.get(number, 73) * GB
+        held_bytes = {0: 70, 239: 72}.get(number, 73) * GB
         counts = [Sample(catalog.ENGINE_PREEMPTIONS, AN_ENGINE, 0.0)]
         counts += [] if finished is None else [Sample(catalog.ENGINE_FINISHED, AN_ENGINE, finished * number // 239)]
-        counts += [Sample(catalog.HOST_MEMORY, ("worker",), held)] if host else []
+        counts += [Sample(catalog.HOST_MEMORY, ("worker",), held_bytes)] if host else []
         observation.add(
             snapshot(
                 at=number * AN_HOUR / 239,
-                engines=failure(Source.ENGINE) if gone and number == 239 else None,
-                gpus=HANGS if 0 < number <= unread else (gpu(total=80 * GB, used=73 * GB, engine=held),),
+                engines=failure(Source.ENGINE) if is_gone and number == 239 else None,
+                gpus=HANGS if 0 < number <= unread else (gpu(total=80 * GB, used=73 * GB, engine=held_bytes),),
             ),
             counts,
         )
@@ -109,13 +111,13 @@ LEAK = make_replay(LeakState.LEAKING, "GPU-a", "worker")
 
 def report(
     *steps: Stage,
-    seen: LoadObservation | None = None,
+    observation: LoadObservation | None = None,
     watch: LeakReplay = STABLE,
     stopped: bool = False,
     limits: tuple[str, ...] = (),
 ) -> Report:
     load_order = read_order(build_parser(COMMAND, "load").read((*WORDS, *limits)))
-    return build_report(load_order, "m", steps, seen or whole(), watch, is_interrupted=stopped)
+    return build_report(load_order, "m", steps, observation or whole(), watch, is_interrupted=stopped)
 
 
 GOOD_STEP = step({Outcome.SUCCEEDED: 20})
@@ -146,9 +148,11 @@ def test_a_load_slower_than_its_limits_is_not_good(limits: tuple[str, ...], shar
 
 
 def test_a_bad_load_is_reported(golden: Golden) -> None:
-    bad = step(dict.fromkeys(Outcome, 2), share=1.2, said="500: CUDA out of memory.\x1b[2J")
+    bad = step(dict.fromkeys(Outcome, 2), share=1.2, error_text="500: CUDA out of memory.\x1b[2J")
     bad.tally.own_delay_seconds.add(0.321)
-    printed_report = report(GOOD_STEP, bad, seen=whole(host=True, gone=True, unread=3), watch=LEAK, stopped=True)
+    printed_report = report(
+        GOOD_STEP, bad, observation=whole(host=True, is_gone=True, unread=3), watch=LEAK, stopped=True
+    )
 
     golden(HERE / "bad.txt", shown(printed_report))
     assert printed_report.verdict is Conclusion.NOT_GOOD
@@ -156,7 +160,7 @@ def test_a_bad_load_is_reported(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "how", "verdict"),
+    ("outcomes", "report_options", "verdict"),
     [
         ({Outcome.SUCCEEDED: 1}, {}, Conclusion.GOOD),
         ({Outcome.SUCCEEDED: 99, Outcome.FAILED: 1}, {}, Conclusion.GOOD),
@@ -165,7 +169,7 @@ def test_a_bad_load_is_reported(golden: Golden) -> None:
         ({Outcome.SUCCEEDED: 1}, {"stopped": True}, Conclusion.CANNOT_TELL),
         ({Outcome.SUCCEEDED: 9, Outcome.UNFINISHED: 5}, {"stopped": True}, Conclusion.CANNOT_TELL),
         ({Outcome.SUCCEEDED: 99, Outcome.OUT_OF_MEMORY: 1}, {}, Conclusion.NOT_GOOD),
-        ({Outcome.SUCCEEDED: 99}, {"seen": whole(gone=True)}, Conclusion.NOT_GOOD),
+        ({Outcome.SUCCEEDED: 99}, {"observation": whole(is_gone=True)}, Conclusion.NOT_GOOD),
         ({Outcome.SUCCEEDED: 99}, {"watch": LEAK}, Conclusion.NOT_GOOD),
         ({Outcome.REFUSED: 1}, {}, Conclusion.NOT_GOOD),
         ({Outcome.UNFINISHED: 1}, {}, Conclusion.NOT_GOOD),
@@ -177,40 +181,44 @@ def test_a_bad_load_is_reported(golden: Golden) -> None:
     ],
 )
 def test_the_verdict_says_whether_it_is_good(
-    outcomes: Mapping[Outcome, int], how: dict[str, object], verdict: Conclusion
+    outcomes: Mapping[Outcome, int], report_options: dict[str, object], verdict: Conclusion
 ) -> None:
-    printed_report = report(step(outcomes), **how)  # type: ignore[arg-type]
+    printed_report = report(step(outcomes), **report_options)  # type: ignore[arg-type]
 
     assert printed_report.verdict is verdict
     assert shown(printed_report).splitlines()[-1].startswith(("GOOD: ", "NOT GOOD: ", "CANNOT TELL: ")[verdict.status])
 
 
 def test_a_server_that_says_its_engine_died_is_not_good() -> None:
-    made = step({Outcome.SUCCEEDED: 99})
-    made.tally.started_requests += 1
-    made.tally.add_end(Completion(outcome=Outcome.FAILED, is_engine_dead=True))
+    stage = step({Outcome.SUCCEEDED: 99})
+    stage.tally.started_requests += 1
+    stage.tally.add_end(Completion(outcome=Outcome.FAILED, is_engine_dead=True))
 
-    assert report(made).data["faults"] == ["the engine died: its web server says so"]
+    assert report(stage).data["faults"] == ["the engine died: its web server says so"]
 
 
 def test_an_answer_without_counts_makes_the_sum_unknown() -> None:
-    made = step({Outcome.SUCCEEDED: 9})
-    made.tally.add_success(
+    stage = step({Outcome.SUCCEEDED: 9})
+    stage.tally.add_success(
         Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=3),
         start_seconds=100.0,
         first_token_seconds=101.0,
         end_seconds=102.0,
     )
 
-    (found,) = report(made).data["steps"]
+    (step_data,) = report(stage).data["steps"]
 
-    assert (found["prompt_tokens"], found["generation_tokens"], found["generation_tokens_per_second"]) == (None,) * 3
+    assert (step_data["prompt_tokens"], step_data["generation_tokens"], step_data["generation_tokens_per_second"]) == (
+        None,
+    ) * 3
 
 
 def test_growth_is_per_thousand_requests_that_the_engine_finished() -> None:
-    (known,), (none,), (untold,) = (report(seen=whole(finished=count)).data["gpus"] for count in (4000, 0, None))
+    (counted,), (none,), (untold,) = (
+        report(observation=whole(finished=count)).data["gpus"] for count in (4000, 0, None)
+    )
 
-    assert known["delta_bytes_per_thousand_requests"] == 2 * GB / 4
+    assert counted["delta_bytes_per_thousand_requests"] == 2 * GB / 4
     assert none["delta_bytes_per_thousand_requests"] is None
     assert untold["delta_bytes_per_thousand_requests"] is None
 
@@ -219,5 +227,5 @@ def test_gpus_of_which_none_is_the_engines_are_reported() -> None:
     observation = LoadObservation()
     observation.add(snapshot(gpus=(gpu(attribution=None),)), ())
 
-    unread = report(seen=observation).data["unread"]
+    unread = report(observation=observation).data["unread"]
     assert unread == ["nvml: which of them are the engine's is not known: name them with --gpus"]

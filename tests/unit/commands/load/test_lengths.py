@@ -10,11 +10,11 @@ from vllm_headroom_tools.load.order import Lengths, parse_lengths
 
 
 @pytest.mark.parametrize(
-    ("text", "least", "most"),
+    ("text", "shortest", "longest"),
     [("512", 512, 512), ("256..2048", 256, 2048), (" 1..1 ", 1, 1), ("1..9999999", 1, 9999999)],
 )
-def test_a_length_or_two_ends_are_a_distribution(text: str, least: int, most: int) -> None:
-    assert parse_lengths(text) == Lengths(shortest=least, longest=most)
+def test_a_length_or_two_ends_are_a_distribution(text: str, shortest: int, longest: int) -> None:
+    assert parse_lengths(text) == Lengths(shortest=shortest, longest=longest)
     assert parse_lengths(str(parse_lengths(text))) == parse_lengths(text)
 
 
@@ -27,10 +27,10 @@ def test_anything_else_is_refused(text: str) -> None:
 
 
 @given(st.integers(1, 10**7), st.integers(1, 10**7), st.floats(0, 1, exclude_max=True))
-def test_every_length_drawn_is_between_the_ends(first: int, second: int, chance: float) -> None:
-    drawn = Lengths(shortest=min(first, second), longest=max(first, second)).draw(chance)
+def test_every_length_drawn_is_between_the_ends(first_length: int, second: int, chance: float) -> None:
+    drawn = Lengths(shortest=min(first_length, second), longest=max(first_length, second)).draw(chance)
 
-    assert min(first, second) <= drawn <= max(first, second)
+    assert min(first_length, second) <= drawn <= max(first_length, second)
 
 
 def test_each_doubling_is_as_likely_as_the_next() -> None:

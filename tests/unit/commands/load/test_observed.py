@@ -21,8 +21,8 @@ def test_memory_has_its_first_its_newest_and_its_highest_value() -> None:
     for n_bytes in (700, 900, 800):
         observed.add(snapshot(gpus=(gpu(engine=n_bytes),)), samples((catalog.HOST_MEMORY, ("worker",), n_bytes / 10)))
 
-    held, host = observed.gpu_bytes[A_GPU], observed.host_bytes[("worker",)]
-    assert (held.start, held.newest, held.highest) == (700, 800, 900)
+    gpu_memory, host = observed.gpu_bytes[A_GPU], observed.host_bytes[("worker",)]
+    assert (gpu_memory.start, gpu_memory.newest, gpu_memory.highest) == (700, 800, 900)
     assert (host.start, host.newest, host.highest) == (70, 80, 90)
 
 
@@ -82,13 +82,13 @@ def started(*times: float | None) -> EnginePage:
 
 def ended(*pages: EnginePage | Failure) -> str | None:
     observed = LoadObservation()
-    for each in pages:
-        observed.add(snapshot(engines=each), ())
+    for engine_page in pages:
+        observed.add(snapshot(engines=engine_page), ())
     return observed.engine_end
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "told"),
+    ("first_page", "last_page", "expected_end"),
     [
         (started(1.0), GONE, "the engine is gone: its page refuses connections"),
         (started(1.0), failure(Source.ENGINE), "the engine is gone: its page refuses connections"),
@@ -100,8 +100,10 @@ def ended(*pages: EnginePage | Failure) -> str | None:
         (GONE, started(1.0), None),
     ],
 )
-def test_how_an_engine_ended(first: EnginePage | Failure, last: EnginePage | Failure, told: str | None) -> None:
-    assert ended(first, last) == told
+def test_how_an_engine_ended(
+    first_page: EnginePage | Failure, last_page: EnginePage | Failure, expected_end: str | None
+) -> None:
+    assert ended(first_page, last_page) == expected_end
 
 
 def test_a_page_that_comes_late_is_no_end() -> None:

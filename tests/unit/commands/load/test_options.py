@@ -85,9 +85,9 @@ def test_everything_can_be_said() -> None:
     ],
 )
 def test_what_is_not_understood_is_one_line(option: str, value: str, accepts: str) -> None:
-    least = () if option == "concurrency" else ("--concurrency", "1")
+    required_options = () if option == "concurrency" else ("--concurrency", "1")
     with pytest.raises(BadOptions) as refused:
-        build_parser(COMMAND, "load").read(["--engine-url", "http://e", *least, f"--{option}", value])
+        build_parser(COMMAND, "load").read(["--engine-url", "http://e", *required_options, f"--{option}", value])
 
     assert refused.value.lines == (f"--{option}: got {value!r}, accepts {accepts}",)
 
@@ -100,7 +100,7 @@ def test_a_server_is_never_a_default_and_its_password_is_not_shown(monkeypatch: 
         "http://me:se?cret@e": "http://***",
         "http://me:secret@e?token": "http://***@e?***",
     }
-    refusals = [(("--engine-url", url), f"got {each!r}") for url, each in shown.items()]
+    refusals = [(("--engine-url", url), f"got {shown_url!r}") for url, shown_url in shown.items()]
     for words, why in (((), "needed"), *refusals):
         with pytest.raises(BadOptions) as refused:
             build_parser(COMMAND, "load").read(["--concurrency", "1", *words])

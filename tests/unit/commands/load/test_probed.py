@@ -55,12 +55,16 @@ def test_what_the_probe_writes_is_recorded_and_that_it_says_nothing_is_reported(
         return load_sampling
 
     with in_process(tmp_path, monkeypatch, [FakeGpu(uuid="GPU-a", used_bytes=GIB)]), StreamingServer() as server:
-        made = run(lambda: steps(server))
+        finished_sampling = run(lambda: steps(server))
 
-    (without,), (known,) = (json.loads(line)["gpus"] for line in trace.read_text().splitlines()[1:])
+    (without,), (probed_gpu,) = (json.loads(line)["gpus"] for line in trace.read_text().splitlines()[1:])
     assert "allocated" not in without
-    assert (known["allocated"], known["reserved_by_torch"], known["parts"]["fragmented"]) == (500, 600, 40)
-    assert made.overall.failures[Source.PROBE][0] == 1
+    assert (probed_gpu["allocated"], probed_gpu["reserved_by_torch"], probed_gpu["parts"]["fragmented"]) == (
+        500,
+        600,
+        40,
+    )
+    assert finished_sampling.overall.failures[Source.PROBE][0] == 1
 
 
 def test_the_probes_folder_is_the_sidecars_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

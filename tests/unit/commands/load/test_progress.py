@@ -13,12 +13,12 @@ from vllm_headroom_tools.load.tally import Tally
 
 
 def counted() -> Tally:
-    made = tally()
+    new_tally = tally()
     for outcome in (Outcome.SUCCEEDED, Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.OUT_OF_MEMORY):
-        made.started_requests += 1
-        made.add_end(Completion(outcome=outcome))
-    made.started_requests += 1
-    return made
+        new_tally.started_requests += 1
+        new_tally.add_end(Completion(outcome=outcome))
+    new_tally.started_requests += 1
+    return new_tally
 
 
 def test_elsewhere_there_is_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,8 +59,10 @@ def test_on_a_terminal_there_is_a_bar_for_each_step_which_stays(columns: int) ->
     assert (status, over) == (0, "over\r")
     assert max(map(len, plain(shown).replace("\n", "\r").split("\r"))) <= columns
     for number, line in enumerate(bars, start=1):
-        last = line.rstrip("\r").rsplit("\r", 1)[-1]
-        assert last.startswith(f"step {number}/4: 50%, 5 clients 100% 1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY ━")
+        drawn_bar = line.rstrip("\r").rsplit("\r", 1)[-1]
+        assert drawn_bar.startswith(
+            f"step {number}/4: 50%, 5 clients 100% 1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY ━"
+        )
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
 
 

@@ -56,16 +56,16 @@ def test_what_is_shared_whole_is_the_same_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("api", "asked"),
+    ("api", "prompt_body"),
     [
         (CompletionApi.COMPLETIONS, {"prompt": "one two"}),
         (CompletionApi.CHAT, {"messages": [{"role": "user", "content": "one two"}]}),
     ],
 )
 def test_the_body_asks_for_a_stream_of_so_many_tokens_with_the_servers_count(
-    api: CompletionApi, asked: dict[str, object]
+    api: CompletionApi, prompt_body: dict[str, object]
 ) -> None:
-    assert json.loads(build_request_body(api, "tiny", "one two", 9)) == asked | {
+    assert json.loads(build_request_body(api, "tiny", "one two", 9)) == prompt_body | {
         "model": "tiny",
         "max_tokens": 9,
         "ignore_eos": True,
@@ -83,7 +83,7 @@ SHARED = [
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "expected_prompts"),
     [
         (json.dumps(SHARED), ("first", "second")),
         ('{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n\n', ("one", "two")),
@@ -91,11 +91,11 @@ SHARED = [
         ('["x", "y"]', ("x", "y")),
     ],
 )
-def test_prompts_are_taken_from_a_dataset(content: str, found: tuple[str, ...], tmp_path: Path) -> None:
+def test_prompts_are_taken_from_a_dataset(content: str, expected_prompts: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text(content)
 
-    assert read_prompts(file) == found
+    assert read_prompts(file) == expected_prompts
 
 
 def test_what_has_no_end_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,39 +73,39 @@ def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeN
         return load_sampling
 
     with StreamingServer() as server:
-        made = run(lambda: steps(server))
+        finished_sampling = run(lambda: steps(server))
 
-    assert (made.overall.samples, len(records(trace))) == (3, 4)
-    (whole,), (before,), (after,) = (
-        made.overall.gpu_bytes.values(),
+    assert (finished_sampling.overall.samples, len(records(trace))) == (3, 4)
+    (overall_bytes,), (first_bytes,), (second_bytes,) = (
+        finished_sampling.overall.gpu_bytes.values(),
         first_load_observation.gpu_bytes.values(),
         second.gpu_bytes.values(),
     )
-    assert (whole.start, whole.newest) == (GIB, 2 * GIB)
-    assert before.highest == GIB
-    assert after.start == 2 * GIB
+    assert (overall_bytes.start, overall_bytes.newest) == (GIB, 2 * GIB)
+    assert first_bytes.highest == GIB
+    assert second_bytes.start == 2 * GIB
     assert second.find_engine_figure(catalog.ENGINE_RUNNING) is not None
-    assert list(made.overall.failures) == [Source.PROCESS]
-    assert made.detector.course("GPU-a").state is not LeakState.UNKNOWN
+    assert list(finished_sampling.overall.failures) == [Source.PROCESS]
+    assert finished_sampling.detector.course("GPU-a").state is not LeakState.UNKNOWN
 
 
 @pytest.mark.usefixtures("nvml")
 def test_the_detector_is_run_once_for_each_sample(tmp_path: Path) -> None:
-    told: list[Sample] = []
-    step, trace = Mock(add=lambda _, samples: told.extend(samples)), tmp_path / "trace"
+    step_samples: list[Sample] = []
+    step, trace = Mock(add=lambda _, samples: step_samples.extend(samples)), tmp_path / "trace"
     create_trace(trace)
 
     async def steps(server: StreamingServer) -> Sampling:
-        made = sampling(server, trace, here=True)
-        await made.start_step(step)
-        await made.close()
-        return made
+        load_sampling = sampling(server, trace, here=True)
+        await load_sampling.start_step(step)
+        await load_sampling.close()
+        return load_sampling
 
     with StreamingServer() as server:
-        made = run(lambda: steps(server))
+        finished_sampling = run(lambda: steps(server))
 
-    metrics = {sample.metric for sample in told}
-    assert made.detector.course("GPU-a").state is not LeakState.UNKNOWN
+    metrics = {sample.metric for sample in step_samples}
+    assert finished_sampling.detector.course("GPU-a").state is not LeakState.UNKNOWN
     assert catalog.GPU_MEMORY_USED in metrics
     assert catalog.LEAK_STATE not in metrics
 
@@ -115,24 +115,26 @@ def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_p
     create_trace(trace)
 
     async def steps(server: StreamingServer) -> Sampling:
-        made = sampling(server, trace)
-        await made.sample()
-        await made.close()
-        return made
+        load_sampling = sampling(server, trace)
+        await load_sampling.sample()
+        await load_sampling.close()
+        return load_sampling
 
     with StreamingServer() as server:
-        made = run(lambda: steps(server))
+        finished_sampling = run(lambda: steps(server))
 
     sample = records(trace)[1]
     assert (sample["gpus"], sample["processes"]) == (None, None)
     assert sample["engines"]
-    assert {source: (count, failure.message) for source, (count, failure) in made.overall.failures.items()} == {
+    assert {
+        source: (count, failure.message) for source, (count, failure) in finished_sampling.overall.failures.items()
+    } == {
         Source.NVML: (1, OTHER_MACHINE),
         Source.PROCESS: (1, OTHER_MACHINE),
     }
-    assert not made.overall.gpu_bytes
-    assert made.overall.newest_snapshot is not None
-    assert isinstance(made.overall.newest_snapshot.engines, EnginePage)
+    assert not finished_sampling.overall.gpu_bytes
+    assert finished_sampling.overall.newest_snapshot is not None
+    assert isinstance(finished_sampling.overall.newest_snapshot.engines, EnginePage)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +181,13 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
     """Run the steps of ten clients, 0.2 s each; or an hour each, and stop when so many requests are being answered."""
 
     async def steps() -> tuple[Stage, ...]:
-        made, asking = sampling(server, trace), asker(server)
+        load_sampling, asking = sampling(server, trace), asker(server)
         clients = Clients(sender=asking, grace_seconds=60, most_requests=None, requests_per_second=None)
         steps = LoadRun(
             concurrency=10,
             seconds=0.2 if stop_after is None else 3600,
             clients=clients,
-            sampling=made,
+            sampling=load_sampling,
         )
         running = asyncio.create_task(steps.run_steps())
         if stop_after is not None:
@@ -193,7 +195,7 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
             clients.stop()
         done = await running
         await asking.close()
-        await made.close()
+        await load_sampling.close()
         return done
 
     create_trace(trace)
@@ -222,14 +224,16 @@ def test_a_stop_ends_the_step_and_the_load(tmp_path: Path) -> None:
 
 def test_a_stop_does_not_wait_for_a_page_that_does_not_come(tmp_path: Path) -> None:
     async def steps(silent: EngineServer) -> tuple[Stage, ...]:
-        made, asking = sampling(silent, tmp_path / "trace", timeout_seconds=3600), asker(silent.port)
+        load_sampling, asking = sampling(silent, tmp_path / "trace", timeout_seconds=3600), asker(silent.port)
         clients = Clients(sender=asking, grace_seconds=60, most_requests=None, requests_per_second=None)
-        running = asyncio.create_task(LoadRun(concurrency=1, seconds=3600, clients=clients, sampling=made).run_steps())
+        running = asyncio.create_task(
+            LoadRun(concurrency=1, seconds=3600, clients=clients, sampling=load_sampling).run_steps()
+        )
         await until(lambda: bool(silent.requests))
         clients.stop()
         done = await running
         await asking.close()
-        await made.close()
+        await load_sampling.close()
         return done
 
     create_trace(tmp_path / "trace")

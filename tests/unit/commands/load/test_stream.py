@@ -51,14 +51,14 @@ def test_counts_that_the_server_does_not_give_are_unknown(counts: bytes) -> None
 
 @given(st.lists(st.integers(1, 200), max_size=8))
 def test_it_does_not_matter_where_a_stream_is_cut(cuts: list[int]) -> None:
-    whole = (TOKEN + TOKEN.replace(b"\n", b"\r\n") + usage(prompt_tokens=7, completion_tokens=2) + DONE).replace(
+    stream_bytes = (TOKEN + TOKEN.replace(b"\n", b"\r\n") + usage(prompt_tokens=7, completion_tokens=2) + DONE).replace(
         b"data: {", b"data:{", 1
     )
     pieces, begin = [], 0
     for cut in cuts:
-        pieces.append(whole[begin : begin + cut])
+        pieces.append(stream_bytes[begin : begin + cut])
         begin += cut
-    stream, gaps = fed(*pieces, whole[begin:])
+    stream, gaps = fed(*pieces, stream_bytes[begin:])
 
     assert stream.build_completion().generation_tokens == 2
     assert len(gaps) == 1

@@ -70,12 +70,12 @@ def test_the_server_is_found_with_its_model() -> None:
         return target, await fetch_model(parse_base_url(server.url), target)
 
     with StreamingServer(token="secret") as server:
-        found, model = run(steps)
+        target, model = run(steps)
 
-    assert found.address == (LOOPBACK, server.port)
-    assert found.path == "/some/v1/chat/completions"
-    assert ("Host", f"{LOOPBACK}:{server.port}") in found.headers
-    assert ("Authorization", "Bearer secret") in found.headers
+    assert target.address == (LOOPBACK, server.port)
+    assert target.path == "/some/v1/chat/completions"
+    assert ("Host", f"{LOOPBACK}:{server.port}") in target.headers
+    assert ("Authorization", "Bearer secret") in target.headers
     assert model == ListedModel(name="tiny", max_tokens=4096)
 
 
@@ -92,9 +92,9 @@ def test_a_host_with_several_addresses_is_found_at_the_one_that_answers() -> Non
 
 def test_a_server_that_wants_a_token_is_reported() -> None:
     with StreamingServer(token="secret") as server:
-        told = problem(server.url)
+        problem_text = problem(server.url)
 
-    assert told == (
+    assert problem_text == (
         f"{server.url}/v1/models answers 401: name a --model, or an --engine-bearer-token-file if it asks for one"
     )
 
@@ -178,10 +178,10 @@ def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("vllm_headroom_tools.load.target.FIRST_ANSWER_SECONDS", 0.2)
     with socket.create_server((LOOPBACK, 0), backlog=0) as silent:
         full = socket.create_connection(silent.getsockname())
-        told = problem(f"http://{LOOPBACK}:{silent.getsockname()[1]}")
+        problem_text = problem(f"http://{LOOPBACK}:{silent.getsockname()[1]}")
         full.close()
 
-    assert "sent no complete page within 0.2 s: check that vLLM serves there" in told
+    assert "sent no complete page within 0.2 s: check that vLLM serves there" in problem_text
 
 
 def test_waiting_for_a_host_can_be_cancelled() -> None:

@@ -46,5 +46,5 @@ def of(name: str) -> tuple[str, str]:
 def estimated(name: str = "llama-3.1-8b", *, card_gib: float | None = 80, **settings: Any) -> MemoryEstimate:
     card = None if card_gib is None else int(card_gib * GIB)
     shape = model(name)
-    asked = {"max_model_len": shape.max_model_len, **settings}
-    return estimate_memory(Question(shape=shape, gpu_memory_bytes=card, **asked))
+    question_fields = {"max_model_len": shape.max_model_len, **settings}
+    return estimate_memory(Question(shape=shape, gpu_memory_bytes=card, **question_fields))

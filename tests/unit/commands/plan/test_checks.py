@@ -56,12 +56,12 @@ def test_more_sequences_than_blocks_for_states_are_refused(capsys: Capsys, relea
 
 
 def test_without_whole_graphs_or_before_the_check_they_are_accepted() -> None:
-    many = {"card_gib": 160, "max_num_seqs": 4096, "max_num_batched_tokens": 8192, "max_model_len": 2048}
-    many |= {"tensor_parallel_size": 2}
+    many_requests = {"card_gib": 160, "max_num_seqs": 4096, "max_num_batched_tokens": 8192, "max_model_len": 2048}
+    many_requests |= {"tensor_parallel_size": 2}
 
-    assert failed(HYBRID, "0.33", **many) in {None, CheckName.STATE_BLOCKS}
-    assert failed(HYBRID, "0.33", **many, enforce_eager=True) is None
-    assert failed(HYBRID, "0.19", **many) is None
+    assert failed(HYBRID, "0.33", **many_requests) in {None, CheckName.STATE_BLOCKS}
+    assert failed(HYBRID, "0.33", **many_requests, enforce_eager=True) is None
+    assert failed(HYBRID, "0.19", **many_requests) is None
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,12 @@ def read_graphs_gib(**settings: Any) -> tuple[float, float]:
 
 def test_whole_graphs_are_captured_up_to_max_num_seqs_and_those_of_parts_up_to_twice() -> None:
     few = read_graphs_gib(max_num_seqs=256)
-    many = read_graphs_gib(max_num_seqs=512)
+    graphs_512 = read_graphs_gib(max_num_seqs=512)
     speculating = read_graphs_gib(max_num_seqs=256, has_speculation=True)
 
     # Both have 51 graphs of parts; 16 of the whole model are for 272 to 512 sequences.
-    assert many[1] - few[1] == pytest.approx(16 * 32 * 0.225 / 1024)
-    assert speculating == many
+    assert graphs_512[1] - few[1] == pytest.approx(16 * 32 * 0.225 / 1024)
+    assert speculating == graphs_512
 
 
 def test_only_hopper_has_the_buffer_of_flash_attention_3() -> None:

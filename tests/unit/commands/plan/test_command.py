@@ -49,20 +49,20 @@ def test_json_says_the_same_in_one_object(case: str, capsys: Capsys) -> None:
 
 def test_the_reference_figures_of_llama_70b(capsys: Capsys) -> None:
     words = (*of("llama-3.1-70b"), "--gpu-memory", "320GB", "--max-model-len", "4096", "--max-num-seqs", "64", "--json")
-    found = plan(capsys, *words).document
+    planned = plan(capsys, *words).document
 
-    assert found["bytes_per_token"] == found["bytes_per_token_all_gpus"] == 327_680
-    assert found["bytes_per_block"] == 5_242_880
-    assert found["all_at_once_blocks"] == 16_384
-    assert found["all_at_once_bytes"] == 80 * GIB
-    assert found["weights_bytes"] == 2 * (70_552_387_584 + 131_072 * 128)  # with the table of positions
-    assert found["fits"] is True
+    assert planned["bytes_per_token"] == planned["bytes_per_token_all_gpus"] == 327_680
+    assert planned["bytes_per_block"] == 5_242_880
+    assert planned["all_at_once_blocks"] == 16_384
+    assert planned["all_at_once_bytes"] == 80 * GIB
+    assert planned["weights_bytes"] == 2 * (70_552_387_584 + 131_072 * 128)  # with the table of positions
+    assert planned["fits"] is True
 
 
 def test_the_tiny_model_has_the_tokens_that_vllm_reports_of_a_gibibyte(capsys: Capsys) -> None:
-    found = plan(capsys, *of("tiny"), "--gpu-memory", "8GiB", "--kv-cache-memory-bytes", "1GiB", "--json").document
+    planned = plan(capsys, *of("tiny"), "--gpu-memory", "8GiB", "--kv-cache-memory-bytes", "1GiB", "--json").document
 
-    assert (found["bytes_per_token"], found["kv_capacity_tokens"], found["fits"]) == (512, 2_097_152, True)
+    assert (planned["bytes_per_token"], planned["kv_capacity_tokens"], planned["fits"]) == (512, 2_097_152, True)
 
 
 def test_flags_say_what_a_file_says(capsys: Capsys) -> None:
@@ -89,12 +89,12 @@ def test_vllms_own_spellings_are_taken(capsys: Capsys) -> None:
 @pytest.mark.parametrize("longest", ["auto", "-1"])
 def test_a_length_of_auto_is_the_most_that_fit(longest: str, capsys: Capsys) -> None:
     card = (*of("llama-3.1-8b"), "--gpu-memory", "24GiB", "--json")
-    most = plan(capsys, *card).document["largest_max_model_len"][0]["max_model_len"]
+    largest_length = plan(capsys, *card).document["largest_max_model_len"][0]["max_model_len"]
 
-    found = plan(capsys, *card, "--max-model-len", longest)
+    planned = plan(capsys, *card, "--max-model-len", longest)
 
-    assert 0 < found.document["max_model_len"] == most < 131_072
-    assert found.document["fits"] is True
+    assert 0 < planned.document["max_model_len"] == largest_length < 131_072
+    assert planned.document["fits"] is True
 
 
 def test_every_mistake_is_reported_at_once(capsys: Capsys) -> None:
@@ -107,9 +107,9 @@ def test_every_mistake_is_reported_at_once(capsys: Capsys) -> None:
 
 
 def test_flags_beat_the_file(capsys: Capsys) -> None:
-    found = plan(capsys, *of("falcon-7b"), "--kv-heads", "8", "--layers", "10", "--json").document
+    planned = plan(capsys, *of("falcon-7b"), "--kv-heads", "8", "--layers", "10", "--json").document
 
-    assert found["bytes_per_token"] == 10 * 8 * 2 * 64 * 2
+    assert planned["bytes_per_token"] == 10 * 8 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_flags_beat_the_file(capsys: Capsys) -> None:
 def test_dtypes_and_sizes_count(
     flags: tuple[str, ...], bytes_per_token: int, weights_bytes: int, capsys: Capsys
 ) -> None:
-    found = plan(capsys, *of("llama-3.1-8b"), *flags, "--json").document
+    planned = plan(capsys, *of("llama-3.1-8b"), *flags, "--json").document
 
-    assert (found["bytes_per_token"], found["weights_bytes"]) == (bytes_per_token, weights_bytes)
+    assert (planned["bytes_per_token"], planned["weights_bytes"]) == (bytes_per_token, weights_bytes)
 
 
 def test_a_checkpoint_of_an_fp8_cache_needs_no_flag_for_it(capsys: Capsys) -> None:
@@ -450,9 +450,9 @@ def test_a_32_bit_checkpoint_is_served_in_16(tmp_path: Path, capsys: Capsys) -> 
         with (tmp_path / name).open("wb") as weights:
             weights.truncate(size)
 
-    found = plan(capsys, "--model-config", str(tmp_path), "--json").document["weights_bytes"]
+    weights_bytes = plan(capsys, "--model-config", str(tmp_path), "--json").document["weights_bytes"]
 
-    assert found == 2 * (548_105_171 // 4)
+    assert weights_bytes == 2 * (548_105_171 // 4)
 
 
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"metadata": {"total_size": -1}}', '{"metadata": 7}', "\xff"])
@@ -487,7 +487,7 @@ def test_an_unknown_type_of_model_is_said_and_not_vouched_for(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("words", "less"),
+    ("words", "saved_bytes"),
     [
         (("--cpu-offload-gb", "4"), 4 * GIB),
         (
@@ -498,32 +498,32 @@ def test_an_unknown_type_of_model_is_said_and_not_vouched_for(tmp_path: Path, ca
     ],
 )
 def test_weights_are_less_what_is_offloaded_and_more_for_adapters(
-    capsys: Capsys, words: tuple[str, ...], less: int
+    capsys: Capsys, words: tuple[str, ...], saved_bytes: int
 ) -> None:
     plain = plan(capsys, *of("llama-3.1-8b"), "--json").document["weights_bytes"]
 
-    assert plain - plan(capsys, *of("llama-3.1-8b"), *words, "--json").document["weights_bytes"] == less
+    assert plain - plan(capsys, *of("llama-3.1-8b"), *words, "--json").document["weights_bytes"] == saved_bytes
 
 
 def test_data_parallel_engines_share_experts(capsys: Capsys) -> None:
-    one = plan(capsys, *of("mixtral-8x7b"), "-tp", "2", "--json").document
+    one_engine = plan(capsys, *of("mixtral-8x7b"), "-tp", "2", "--json").document
     four = plan(capsys, *of("mixtral-8x7b"), "-tp", "2", "-dp", "4", "--json").document
 
-    assert (one["gpus"], four["gpus"]) == (2, 8)
-    assert four["bytes_per_token"] == one["bytes_per_token"]
-    assert four["weights_bytes"] < one["weights_bytes"] / 3
+    assert (one_engine["gpus"], four["gpus"]) == (2, 8)
+    assert four["bytes_per_token"] == one_engine["bytes_per_token"]
+    assert four["weights_bytes"] < one_engine["weights_bytes"] / 3
 
 
 def test_a_draft_model_takes_weights_and_cache(capsys: Capsys) -> None:
     draft = ("--draft-model-config", of("tiny")[1])
-    alone, both = (plan(capsys, *of("llama-3.1-8b"), *more, "--json").document for more in ((), draft))
+    alone, both = (plan(capsys, *of("llama-3.1-8b"), *extra_words, "--json").document for extra_words in ((), draft))
 
     assert both["bytes_per_token"] - alone["bytes_per_token"] == 512
     assert both["bytes_per_block"] - alone["bytes_per_block"] == 16 * 512
     assert both["weights_bytes"] > alone["weights_bytes"]
     # Beside layers with a window the draft counts as further full layers, of which 21 are there.
     words = (*of("gemma-2-9b"), "--gpu", "H100", "--json")
-    alone, both = (plan(capsys, *words, *more).document for more in ((), draft))
+    alone, both = (plan(capsys, *words, *extra_words).document for extra_words in ((), draft))
     assert alone["bytes_per_token"] < both["bytes_per_token"] <= alone["bytes_per_token"] * 45 / 42
     assert both["kv_capacity_tokens"] < alone["kv_capacity_tokens"]
 

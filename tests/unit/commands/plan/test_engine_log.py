@@ -47,8 +47,8 @@ def test_options_that_are_typed_are_planned_from_the_log() -> None:
     process = plan(log(), "--max-model-len", "65536", "--gpu-memory-utilization", "0.9")
 
     assert process.returncode == 0
-    first, second, *_ = process.stdout.splitlines()
-    assert first == "You have: 58.10 GiB of KV cache, 476,016 tokens (the log, vLLM 0.19.0)."
+    first_line, second, *_ = process.stdout.splitlines()
+    assert first_line == "You have: 58.10 GiB of KV cache, 476,016 tokens (the log, vLLM 0.19.0)."
     assert second.startswith("With --gpu-memory-utilization 0.9 --max-model-len 65536: at least 443,")
 
 
@@ -57,11 +57,11 @@ def test_a_smaller_batch_takes_no_more_activations_and_a_larger_no_less() -> Non
     batch = f"{OPTIONS}, 'max_num_seqs': 512, 'max_num_batched_tokens': 4096"
     same = data(log(options=batch), "--max-num-seqs", "512")["activation_bytes"]
     fewer = data(log(options=batch), "--max-num-seqs", "256")["activation_bytes"]
-    more = data(log(options=batch), "--max-num-batched-tokens", "8192")["activation_bytes"]
+    activation_range = data(log(options=batch), "--max-num-batched-tokens", "8192")["activation_bytes"]
 
     assert same["low"] == same["high"] == pytest.approx(logged_bytes)
     assert fewer["high"] <= logged_bytes + 1
-    assert more["low"] >= logged_bytes - 1
+    assert activation_range["low"] >= logged_bytes - 1
 
 
 def test_other_gpus_are_planned_without_the_figures_that_depend_on_them() -> None:

@@ -167,7 +167,7 @@ def test_batches_are_vllms_for_a_card_of_this_size(card_gib: int | None, expecte
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "problem"),
+    ("name", "question_fields", "problem"),
     [
         (
             "llama-3.1-70b",
@@ -189,8 +189,8 @@ def test_batches_are_vllms_for_a_card_of_this_size(card_gib: int | None, expecte
         ("qwen2.5-7b", {"tensor_parallel_size": 28}, None),
     ],
 )
-def test_what_vllm_refuses_is_refused(name: str, told: dict[str, Any], problem: str | None) -> None:
-    assert find_problem(Question(shape=model(name), **told)) == problem
+def test_what_vllm_refuses_is_refused(name: str, question_fields: dict[str, Any], problem: str | None) -> None:
+    assert find_problem(Question(shape=model(name), **question_fields)) == problem
 
 
 @settings(deadline=None)
@@ -233,10 +233,10 @@ def test_it_fits_exactly_when_every_check_of_a_start_passes(question: Question) 
 
 
 @settings(deadline=None)
-@given(question=questions, more=st.integers(1, 100 * GIB))
-def test_a_larger_card_holds_no_less(question: Question, more: int) -> None:
+@given(question=questions, extra_bytes=st.integers(1, 100 * GIB))
+def test_a_larger_card_holds_no_less(question: Question, extra_bytes: int) -> None:
     small = estimate_memory(question)
-    large = estimate_memory(replace(question, gpu_memory_bytes=(question.gpu_memory_bytes or 0) + more))
+    large = estimate_memory(replace(question, gpu_memory_bytes=(question.gpu_memory_bytes or 0) + extra_bytes))
 
     assert (large.blocks or 0) >= (small.blocks or 0)
     assert can_start(small) is not True or can_start(large) is True

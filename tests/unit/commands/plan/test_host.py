@@ -17,9 +17,9 @@ ASKED: dict[str, Any] = {"card_gib": 80, "max_model_len": 8192}
 
 def test_by_hand() -> None:
     """A server and a core of 0.6 GiB; 64 GiB of a tier and 10 GiB of weights, which take up to 1.92 times that."""
-    found = estimated(**ASKED, kv_offloading_bytes=64 * GIB, cpu_offload_bytes=10 * GIB).host
+    host_memory = estimated(**ASKED, kv_offloading_bytes=64 * GIB, cpu_offload_bytes=10 * GIB).host
 
-    assert (round(found.low / GIB, 2), round(found.high / GIB, 2)) == (75.2, 143.28)
+    assert (round(host_memory.low / GIB, 2), round(host_memory.high / GIB, 2)) == (75.2, 143.28)
 
 
 def test_four_gpus_of_one_engine_have_a_worker_each_and_two_engines_a_tier_each() -> None:
@@ -41,9 +41,9 @@ def test_the_verdict_names_the_host_and_a_tier_that_fits(capsys: pytest.CaptureF
     answer = plan(capsys, *of("llama-3.1-8b"), *words)
 
     assert answer.status == 1
-    told = " ".join(answer.out.split())
-    assert "vLLM's processes need at least 65.20 GiB of the host's 64.00 GiB" in told
-    assert "--kv-offloading-size 32 fewer prefixes are kept" in told
+    printed = " ".join(answer.out.split())
+    assert "vLLM's processes need at least 65.20 GiB of the host's 64.00 GiB" in printed
+    assert "--kv-offloading-size 32 fewer prefixes are kept" in printed
 
 
 def find_offload(estimate: MemoryEstimate) -> Saving | None:
@@ -55,7 +55,7 @@ def find_offload(estimate: MemoryEstimate) -> Saving | None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "host_gib"),
+    ("question_fields", "host_gib"),
     [
         ({"name": "llama-3.1-70b", "card_gib": 80, "max_model_len": 8192}, 512),
         ({"name": "llama-3.1-8b", "card_gib": 16, "max_model_len": 8192}, 64),
@@ -64,8 +64,8 @@ def find_offload(estimate: MemoryEstimate) -> Saving | None:
         ({"name": "llama-3.1-70b", "card_gib": 24, "max_model_len": 8192, "tensor_parallel_size": 4}, 512),
     ],
 )
-def test_the_least_offload_that_lets_it_start_is_proposed(asked: dict[str, Any], host_gib: int) -> None:
-    settings = {**asked, "host_memory_bytes": host_gib * GIB}
+def test_the_least_offload_that_lets_it_start_is_proposed(question_fields: dict[str, Any], host_gib: int) -> None:
+    settings = {**question_fields, "host_memory_bytes": host_gib * GIB}
     change = find_offload(estimated(**settings))
     assert change is not None
     offload_gib = int(change.settings[0][1])

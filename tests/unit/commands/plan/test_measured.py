@@ -25,11 +25,11 @@ def write_measured(folder: Path, **parts: Any) -> str:
 def test_what_was_measured_stands_beside_what_was_planned(tmp_path: Path, capsys: Capsys) -> None:
     file = write_measured(tmp_path, weights=15 * GIB, kv_cache=50 * GIB, activation_peak=GIB)
 
-    without, beside = plan(capsys, *WORDS), plan(capsys, *WORDS, "--probe", file)
+    without, with_probe = plan(capsys, *WORDS), plan(capsys, *WORDS, "--probe", file)
 
-    assert beside.status == without.status
-    assert beside.out.startswith(without.out)
-    rows = [line.split() for line in beside.out[len(without.out) :].splitlines() if line]
+    assert with_probe.status == without.status
+    assert with_probe.out.startswith(without.out)
+    rows = [line.split() for line in with_probe.out[len(without.out) :].splitlines() if line]
     assert [row[-1] for row in rows] == ["measured", "known", "15.00", "1.00", "known", "50.00"]
     assert rows[2][0] == "weights"
     assert 14.0 < float(rows[2][1]) < 16.0

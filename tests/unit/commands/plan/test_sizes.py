@@ -61,14 +61,14 @@ def test_what_is_proposed_starts_and_holds_the_traffic_by_plan_itself() -> None:
     proposed = [*traffic["smaller"], *traffic["larger"]]
 
     assert traffic["smaller"]
-    for each in proposed[:6]:
-        options = [word for pair in each["settings"].items() for word in pair]
-        name = each["name"].split(" x ")[1]
+    for proposal in proposed[:6]:
+        options = [word for pair in proposal["settings"].items() for word in pair]
+        name = proposal["name"].split(" x ")[1]
         planned = read_data(run_command("plan", "--model", NAME, "--gpu", name, *options, "--json").stdout)
 
-        assert planned["fits"] is True, each
-        assert planned["kv_capacity_tokens"] >= traffic["needed_tokens"], each
-        assert each["used_ratio"] <= 0.8
+        assert planned["fits"] is True, proposal
+        assert planned["kv_capacity_tokens"] >= traffic["needed_tokens"], proposal
+        assert proposal["used_ratio"] <= 0.8
     share = traffic["smaller_share"]
     planned = read_data(
         run_command("plan", "--model", NAME, "--gpu", "H100", *sum(share["settings"].items(), ()), "--json").stdout
@@ -97,7 +97,7 @@ def test_a_full_cache_needs_room_for_those_that_wait() -> None:
     assert traffic["queued_waiting"] == 90
     assert traffic["needed_tokens"] == pytest.approx(1.25 * 290 * request_tokens, rel=0.02)
     assert judged["headline"].startswith("It is too small: its KV cache was full for 1 h 0 min and preempted; ")
-    assert all(each["capacity_tokens"] >= traffic["needed_tokens"] for each in traffic["larger"])
+    assert all(larger_size["capacity_tokens"] >= traffic["needed_tokens"] for larger_size in traffic["larger"])
     assert traffic["smaller_share"] is None
     assert not traffic["smaller"]
 
@@ -128,9 +128,13 @@ def test_it_agrees_with_advise(trace: traces.Trace) -> None:
 def test_ranks_and_gpus_are_those_of_the_trace() -> None:
     def two_ranks() -> Iterator[traces.Record]:
         for record in traces.healthy(1):
-            (one,), (held,) = record["engines"], record["gpus"]
-            gpus = [{**held, "gpu": index, "uuid": f"GPU-{index}"} for index in range(4)]
-            yield {**record, "gpus": gpus, "engines": [one, {**one, "engine": "1", "kv_used_ratio": 0.6}]}
+            (engine_record,), (gpu_record,) = record["engines"], record["gpus"]
+            gpus = [{**gpu_record, "gpu": index, "uuid": f"GPU-{index}"} for index in range(4)]
+            yield {
+                **record,
+                "gpus": gpus,
+                "engines": [engine_record, {**engine_record, "engine": "1", "kv_used_ratio": 0.6}],
+            }
 
     judged = judge(two_ranks(), *LLAMA)
 
@@ -143,8 +147,8 @@ def test_only_the_time_since_the_cache_has_its_present_size_counts() -> None:
     def resized() -> Iterator[traces.Record]:
         for step, record in enumerate(traces.healthy(2)):
             is_old = step < 120
-            known = {"kv_capacity_tokens": 200_000, "kv_used_ratio": 0.97} if is_old else {}
-            yield {**record, "engines": [{**record["engines"][0], **known}]}
+            old_fields = {"kv_capacity_tokens": 200_000, "kv_used_ratio": 0.97} if is_old else {}
+            yield {**record, "engines": [{**record["engines"][0], **old_fields}]}
 
     traffic = judge(resized(), *LLAMA)["traffic"]
 

@@ -15,17 +15,17 @@ MACHINE_GIB = 119
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.92, True), (0.93, True), (0.94, False)])
 def test_8_gib_stay_with_the_machine_beside_what_lies_outside_the_budget(ratio: float, expected: bool) -> None:  # noqa: FBT001 - a case
-    asked: dict[str, Any] = {"card_gib": MACHINE_GIB, "gpu_memory_utilization": ratio, "max_model_len": 8192}
+    question_fields: dict[str, Any] = {"card_gib": MACHINE_GIB, "gpu_memory_utilization": ratio, "max_model_len": 8192}
 
-    assert can_start(estimated(**asked, unified_memory=True)) is expected
-    assert can_start(estimated(**asked)) is True, "a card of its own leaves the machine alone"
+    assert can_start(estimated(**question_fields, unified_memory=True)) is expected
+    assert can_start(estimated(**question_fields)) is True, "a card of its own leaves the machine alone"
 
 
 def test_what_is_offloaded_lies_in_the_same_memory() -> None:
-    asked: dict[str, Any] = {"card_gib": MACHINE_GIB, "gpu_memory_utilization": 0.9, "max_model_len": 8192}
+    question_fields: dict[str, Any] = {"card_gib": MACHINE_GIB, "gpu_memory_utilization": 0.9, "max_model_len": 8192}
 
-    assert can_start(estimated(**asked, unified_memory=True)) is True
-    assert can_start(estimated(**asked, unified_memory=True, cpu_offload_bytes=10 * GIB)) is False
+    assert can_start(estimated(**question_fields, unified_memory=True)) is True
+    assert can_start(estimated(**question_fields, unified_memory=True, cpu_offload_bytes=10 * GIB)) is False
 
 
 def test_the_verdict_says_what_would_happen_and_the_share_that_leaves_enough(
@@ -36,11 +36,13 @@ def test_the_verdict_says_what_would_happen_and_the_share_that_leaves_enough(
     answer = plan(capsys, *of("llama-3.1-8b"), *words, "--max-model-len", "8192")
 
     assert answer.status == 1
-    told = " ".join(answer.out.split())
-    assert "the budget leaves 5.95 GiB of the machine, and it needs 8.10 to 8.60 GiB: vLLM would start, and it" in told
-    assert "--gpu-memory-utilization 0.92 the system and vLLM's own processes keep what they need" in told
-    assert "8.10 to 8.60 CUDA context, the system, vLLM's own processes" in told
-    assert "Swap and zram count as no room." in told
+    printed = " ".join(answer.out.split())
+    assert (
+        "the budget leaves 5.95 GiB of the machine, and it needs 8.10 to 8.60 GiB: vLLM would start, and it" in printed
+    )
+    assert "--gpu-memory-utilization 0.92 the system and vLLM's own processes keep what they need" in printed
+    assert "8.10 to 8.60 CUDA context, the system, vLLM's own processes" in printed
+    assert "Swap and zram count as no room." in printed
 
 
 def test_a_machine_too_small_for_all_that_names_no_share(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,8 +46,8 @@ def incidents() -> Iterator[Scene]:
             yield Scene(cause=cause, samples=_until_an_end(scenario, seed, hours))
     for name in LEAKS:
         yield Scene(cause=EndCause.LEAK, samples=_ended(_full(traces.generated(name, 1, 3.0, STEP).samples)))
-    for name, each in MECHANISMS.items():
-        yield Scene(cause=EndCause.LEAK, samples=_ended(_full(traces.simulated(name, 1).samples[::each])))
+    for name, stride in MECHANISMS.items():
+        yield Scene(cause=EndCause.LEAK, samples=_ended(_full(traces.simulated(name, 1).samples[::stride])))
     for name in WELL:
         yield Scene(cause=EndCause.CRASH, samples=_ended(traces.simulated(name, 1).samples[::12]))
     for name in AT_EASE:
@@ -101,7 +101,9 @@ def _busy(samples: list[Record]) -> list[Record]:
 
 
 def _ended(samples: list[Record]) -> list[Record]:
-    last: dict[str, Any] = samples[-1]
+    last_sample: dict[str, Any] = samples[-1]
     gpus = [{**gpu, "used": 0, "engine": 0, "other": 0} for gpu in samples[-1]["gpus"] or ()]
-    after = [{"t": last["t"] + 5.0 * n, "gpus": gpus, "engines": None, "processes": []} for n in range(1, 4)]
-    return [*samples, *after]
+    later_samples = [
+        {"t": last_sample["t"] + 5.0 * n, "gpus": gpus, "engines": None, "processes": []} for n in range(1, 4)
+    ]
+    return [*samples, *later_samples]

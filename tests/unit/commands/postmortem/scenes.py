@@ -116,9 +116,9 @@ def leak(rng: Random) -> Iterator[Engine]:
 
 def burst(rng: Random) -> Iterator[Engine]:
     engine = Engine(rng)
-    left = rng.randint(0, 150) * MIB
+    left_bytes = rng.randint(0, 150) * MIB
     looks = rng.randint(1, 12)
-    lost = engine.room - left
+    lost = engine.room - left_bytes
     if rng.random() < 0.4:
         engine.peak = engine.held + lost
         engine.serve()
@@ -178,10 +178,10 @@ def never_fitted(rng: Random) -> Iterator[Engine]:
     for _ in range(rng.randint(3, 10)):
         engine.look()
     engine.begin()
-    most = engine.room - (rng.randint(20, 150) * MIB if kind == 1 else int(rng.uniform(0.3, 4) * GIB))
+    limit_bytes = engine.room - (rng.randint(20, 150) * MIB if kind == 1 else int(rng.uniform(0.3, 4) * GIB))
     looks = rng.randint(6, 30)
     for _ in range(looks):
-        engine.held += most // looks
+        engine.held += limit_bytes // looks
         engine.look()
     yield engine
 

@@ -67,9 +67,11 @@ def end_of(scene: Scene) -> float:
     """Return when it ended: when nothing is held any more, or as its header says."""
     if scene.header is not None:
         return float(scene.header["t"])
-    held = [sample["t"] for sample in scene.samples if any(gpu["used"] for gpu in sample["gpus"])]
-    gone = [each["t"] for each in scene.samples if not any(gpu["used"] for gpu in each["gpus"])]
-    return float(min((at for at in gone if at > held[len(held) // 2]), default=held[-1]))
+    busy_seconds = [sample["t"] for sample in scene.samples if any(gpu["used"] for gpu in sample["gpus"])]
+    free_seconds = [sample["t"] for sample in scene.samples if not any(gpu["used"] for gpu in sample["gpus"])]
+    return float(
+        min((at for at in free_seconds if at > busy_seconds[len(busy_seconds) // 2]), default=busy_seconds[-1])
+    )
 
 
 def _without(scene: Scene, begin: float, end: float) -> Scene:

@@ -31,10 +31,13 @@ def test_an_idle_end_is_less_sure_where_nobody_looked_for_longer_than_15_seconds
     run: Run, tmp_path: Path, seconds: float, sureness: str
 ) -> None:
     scene = scenes.scene(scenes.idle, 1)
-    last = max(sample["t"] for sample in scene.samples if sample["engines"])
-    gone = next(sample for sample in scene.samples if sample["t"] > last and not sample["engines"])
-    scene.samples[:] = [*(sample for sample in scene.samples if sample["t"] <= last), {**gone, "t": last + seconds}]
-    scene.header = {"t": last + seconds, "what": "ended", "reason": "gone"}
+    last_seconds = max(sample["t"] for sample in scene.samples if sample["engines"])
+    gone_sample = next(sample for sample in scene.samples if sample["t"] > last_seconds and not sample["engines"])
+    scene.samples[:] = [
+        *(sample for sample in scene.samples if sample["t"] <= last_seconds),
+        {**gone_sample, "t": last_seconds + seconds},
+    ]
+    scene.header = {"t": last_seconds + seconds, "what": "ended", "reason": "gone"}
 
     _, out, _ = run(write(tmp_path, scene))
 
@@ -43,10 +46,13 @@ def test_an_idle_end_is_less_sure_where_nobody_looked_for_longer_than_15_seconds
 
 def test_a_crash_that_no_sample_preceded_names_the_gap(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
-    last = max(sample["t"] for sample in scene.samples if sample["engines"])
-    gone = next(each for each in scene.samples if each["t"] > last and not each["engines"])
-    scene.samples[:] = [*(each for each in scene.samples if each["t"] <= last), {**gone, "t": last + 40.0}]
-    scene.header = {"t": last + 40.0, "what": "ended", "reason": "gone"}
+    last_seconds = max(sample["t"] for sample in scene.samples if sample["engines"])
+    gone_sample = next(sample for sample in scene.samples if sample["t"] > last_seconds and not sample["engines"])
+    scene.samples[:] = [
+        *(sample for sample in scene.samples if sample["t"] <= last_seconds),
+        {**gone_sample, "t": last_seconds + 40.0},
+    ]
+    scene.header = {"t": last_seconds + 40.0, "what": "ended", "reason": "gone"}
 
     _, out, _ = run(write(tmp_path, scene))
 
@@ -56,11 +62,11 @@ def test_a_crash_that_no_sample_preceded_names_the_gap(run: Run, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("since", "said"),
+    ("since", "headline"),
     [(0.0, "the engine crashed with"), (-3600.0, "Exited while idle: a stop, a kill and a crash look the same")],
 )
 def test_a_server_that_leaves_a_core_behind_was_not_merely_idle(
-    run: Run, tmp_path: Path, since: float, said: str
+    run: Run, tmp_path: Path, since: float, headline: str
 ) -> None:
     scene = scenes.scene(scenes.idle, 1)
     assert scene.header is not None
@@ -71,7 +77,7 @@ def test_a_server_that_leaves_a_core_behind_was_not_merely_idle(
 
     _, out, _ = run(write(tmp_path, scene))
 
-    assert said in out.splitlines()[0]
+    assert headline in out.splitlines()[0]
 
 
 def test_a_server_that_ends_a_look_after_its_core_was_not_merely_idle(run: Run, tmp_path: Path) -> None:
@@ -89,11 +95,11 @@ def test_a_server_that_ends_a_look_after_its_core_was_not_merely_idle(run: Run, 
 
 
 @pytest.mark.parametrize(
-    ("age", "said"),
+    ("age", "headline"),
     [(2.0, "A failed start with 78 GiB of GPU memory free."), (4000.0, "A crash with 78 GiB of GPU memory free.")],
 )
 def test_what_was_seen_from_its_birth_and_never_answered_had_not_served(
-    run: Run, tmp_path: Path, age: float, said: str
+    run: Run, tmp_path: Path, age: float, headline: str
 ) -> None:
     scene = scenes.Scene(cause=EndCause.CRASH)
     gpu = {"gpu": 0, "uuid": "GPU-a", "total": 80 * GIB, "used": 2 * GIB, "reserved": 0, "engine": 2 * GIB, "other": 0}
@@ -105,7 +111,7 @@ def test_what_was_seen_from_its_birth_and_never_answered_had_not_served(
 
     _, out, _ = run(write(tmp_path, scene))
 
-    assert said in out.splitlines()[0]
+    assert headline in out.splitlines()[0]
     assert ("its page had not answered yet" in out) == (age == 2.0)
 
 
@@ -118,8 +124,16 @@ def crash_with_little_free() -> scenes.Scene:
     scene = scenes.Scene(cause=EndCause.BURST, header={"t": scenes.BEGAN + 980, "what": "ended"})
     for turn in range(200):
         alive = turn < 196
-        held = 80 * GIB - FREE_MIB * scenes.MIB if alive else 0
-        gpu = {"gpu": 0, "uuid": "GPU-a", "total": 80 * GIB, "used": held, "reserved": 0, "engine": held, "other": 0}
+        held_bytes = 80 * GIB - FREE_MIB * scenes.MIB if alive else 0
+        gpu = {
+            "gpu": 0,
+            "uuid": "GPU-a",
+            "total": 80 * GIB,
+            "used": held_bytes,
+            "reserved": 0,
+            "engine": held_bytes,
+            "other": 0,
+        }
         page = {"model_name": "m", "engine": "0", "running": 6, "waiting": 0, "finished_total": turn, "awake": True}
         page |= {"started_at": scenes.BEGAN - 600, "generation_tokens_total": 600 * turn}
         roles = ("api_server", "engine_core", "worker") if alive else ()
@@ -144,7 +158,7 @@ PROBED = {"before": {"probe": [{"pid": 12, "role": "worker", "devices": [{"uuid"
 
 
 @pytest.mark.parametrize(
-    ("witness", "said"),
+    ("witness", "sentence"),
     [
         pytest.param(PROBED, "Not GPU memory: the engine crashed with 3.68 GiB free. (likely)", id="probe"),
         pytest.param(
@@ -160,14 +174,14 @@ PROBED = {"before": {"probe": [{"pid": 12, "role": "worker", "devices": [{"uuid"
     ],
 )
 def test_only_a_witness_excludes_or_proves_a_failed_allocation(
-    run: Run, tmp_path: Path, witness: dict[str, Any], said: str
+    run: Run, tmp_path: Path, witness: dict[str, Any], sentence: str
 ) -> None:
     scene = crash_with_little_free()
     scene.header = {"t": scenes.BEGAN + 980, "what": "ended", "reason": "gone", **witness}
 
     _, out, _ = run(write(tmp_path, scene))
 
-    assert said in " ".join(out.split())
+    assert sentence in " ".join(out.split())
 
 
 def test_an_exit_over_its_budget_has_the_option_as_the_first_step(run: Run, tmp_path: Path) -> None:
@@ -191,7 +205,7 @@ def test_the_operators_figure_is_a_budget_in_the_sidecar_and_as_an_option(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     incident = write(tmp_path, crash_with_little_free())
-    said = "Over its budget from the start, perhaps: the engine held 3.32 GiB (4.5 %) more than it on GPU 0"
+    sentence = "Over its budget from the start, perhaps: the engine held 3.32 GiB (4.5 %) more than it on GPU 0"
 
     _, with_option, _ = run(incident, "--reported-bytes", "73GiB")
     monkeypatch.setenv("HEADROOM_STATE_DIR", str(tmp_path))
@@ -200,8 +214,8 @@ def test_the_operators_figure_is_a_budget_in_the_sidecar_and_as_an_option(
     monkeypatch.setenv("HEADROOM_REPORTED_BYTES", "much")
     refused = run()
 
-    assert said in " ".join(with_option.split())
-    assert said in " ".join(in_sidecar.split())
+    assert sentence in " ".join(with_option.split())
+    assert sentence in " ".join(in_sidecar.split())
     assert refused[0] == 2
     assert refused[2].count("\n") == 1
     assert "HEADROOM_REPORTED_BYTES takes a size such as 72GiB" in refused[2]

@@ -51,9 +51,9 @@ REAL_ENDS: dict[str, tuple[Callable[[Random], Iterator[Engine]], str, str]] = {
 the cause, and the failure of the log."""
 
 
-def stamp(log: str, end_seconds: float, before: float = 2.0) -> str:
+def stamp(log: str, end_seconds: float, lead_seconds: float = 2.0) -> str:
     """Return a log as kubectl logs --timestamps has it, whose last line is shortly before the end."""
-    moment = datetime.fromtimestamp(end_seconds - before, UTC).isoformat().replace("+00:00", "Z")
+    moment = datetime.fromtimestamp(end_seconds - lead_seconds, UTC).isoformat().replace("+00:00", "Z")
     return "".join(f"{moment} {line}\n" for line in log.splitlines())
 
 
@@ -129,7 +129,7 @@ def test_a_log_of_another_time_changes_nothing_and_is_named(tmp_path: Path) -> N
     scene = scenes.scene(scenes.burst, 1)
     assert scene.header is not None
     alone = dissect(tmp_path, scene, None)
-    answer = dissect(tmp_path, scene, stamp(VLLM_0_19 + DEATH, scene.header["t"], before=4000.0))
+    answer = dissect(tmp_path, scene, stamp(VLLM_0_19 + DEATH, scene.header["t"], lead_seconds=4000.0))
 
     assert (answer["cause"], answer["sure"]) == (alone["cause"], alone["sure"])
     assert "no line within two minutes" in answer["log"][0]["text"]

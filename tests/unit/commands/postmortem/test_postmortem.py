@@ -56,8 +56,8 @@ def leaked(tmp_path: Path) -> Path:
     }
     scene.header["xids"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "xid": 79}]
     scene.header["before"]["verdicts"] = [{"sentence": "GPU 0 leaks."}]
-    held = ((7, 5), (9, 73 * 2**30), (10, None))
-    scene.header["before"]["holders"] = [{"uuid": "GPU-a", "pid": pid, "used": used} for pid, used in held]
+    holders = ((7, 5), (9, 73 * 2**30), (10, None))
+    scene.header["before"]["holders"] = [{"uuid": "GPU-a", "pid": pid, "used": used} for pid, used in holders]
     torch = {"uuid": "GPU-a", "allocated_bytes": 3, "reserved_bytes": 4}
     scene.header["before"]["probe"] = [{"pid": 8, "role": "worker", "devices": [torch]}, {"devices": 1}]
     kinds = {"anonymous mmap": 3 * 2**30, "libucs.so.0": 2**20, "\x1b[2J": 5, "less": -5, "more": 1e30}
@@ -122,7 +122,7 @@ def test_the_object_has_the_same(run: Run, leaked: Path) -> None:
     assert data["situation"] == "leaking"
     assert data["known"]["version"] == "1.2.3"
     assert data["also"] == []
-    assert [each["t"] for each in data["timeline"]] == sorted(each["t"] for each in data["timeline"])
+    assert [moment["t"] for moment in data["timeline"]] == sorted(moment["t"] for moment in data["timeline"])
     assert data["numbers"]["GPU 0"].endswith("leak detector: leaking")
 
 
@@ -163,10 +163,10 @@ def test_of_a_folder_it_is_the_newest_incident_and_the_state_directory_is_one(
     newest = write(tmp_path, killed)
     monkeypatch.setenv("HEADROOM_STATE_DIR", str(tmp_path))
 
-    found = [read_data(run(*words, "--json")[1]) for words in ((tmp_path,), (tmp_path / INCIDENTS,), ())]
+    reports = [read_data(run(*words, "--json")[1]) for words in ((tmp_path,), (tmp_path / INCIDENTS,), ())]
 
-    assert {each["file"] for each in found} == {str(newest)}
-    assert {each["cause"] for each in found} == {"killed_by_kernel"}
+    assert {report["file"] for report in reports} == {str(newest)}
+    assert {report["cause"] for report in reports} == {"killed_by_kernel"}
 
 
 def test_a_trace_without_an_end_is_an_answer(run: Run, tmp_path: Path) -> None:
@@ -208,12 +208,12 @@ def test_a_bad_file_ends_with_status_2_and_one_line(run: Run, tmp_path: Path, co
 
 def test_places_without_an_incident_are_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADROOM_STATE_DIR", raising=False)
-    found = [run(), run(tmp_path), run(tmp_path / "gone"), run(tmp_path, "--html", tmp_path)]
+    outcomes = [run(), run(tmp_path), run(tmp_path / "gone"), run(tmp_path, "--html", tmp_path)]
 
-    assert [status for status, _, _ in found] == [2, 2, 2, 2]
-    assert "needs a FILE or a FOLDER" in found[0][2]
-    assert "has no incident" in found[1][2]
-    assert "No such file" in found[2][2]
+    assert [status for status, _, _ in outcomes] == [2, 2, 2, 2]
+    assert "needs a FILE or a FOLDER" in outcomes[0][2]
+    assert "has no incident" in outcomes[1][2]
+    assert "No such file" in outcomes[2][2]
 
 
 def test_a_log_without_a_record_is_left_to_advise(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,9 +225,9 @@ def test_a_log_without_a_record_is_left_to_advise(run: Run, tmp_path: Path, monk
 def test_a_gpu_that_could_not_be_read_any_more_is_what_a_crash_was_of(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
     assert scene.header is not None
-    said = {"sentence": "GPU 0 cannot be read: the GPU is lost.", "alert": "HeadroomGpuLost"}
+    verdict = {"sentence": "GPU 0 cannot be read: the GPU is lost.", "alert": "HeadroomGpuLost"}
     scene.header["before"] = {
-        "verdicts": [said, {"sentence": "The engine serves.", "alert": None}, {"alert": "HeadroomGpuLost"}]
+        "verdicts": [verdict, {"sentence": "The engine serves.", "alert": None}, {"alert": "HeadroomGpuLost"}]
     }
 
     _, out, _ = run(write(tmp_path, scene))
@@ -239,8 +239,8 @@ def test_a_gpu_that_could_not_be_read_any_more_is_what_a_crash_was_of(run: Run, 
 def test_what_torch_was_refused_is_no_crash_with_memory_at_ease(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
     assert scene.header is not None
-    first = {"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}
-    scene.header["ooms"] = [first, first | {"allocated": 60, "reserved": 64}]
+    refusal = {"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}
+    scene.header["ooms"] = [refusal, refusal | {"allocated": 60, "reserved": 64}]
 
     data = read_data(run(write(tmp_path, scene), "--json")[1])
 
@@ -305,8 +305,8 @@ def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
     assert snapshots == plain
 
     watches, histories = [LeakReplay(), LeakReplay()], [TraceHistory(), TraceHistory()]
-    for found, watch, history in zip((snapshots, plain), watches, histories, strict=True):
-        for snapshot in found:
+    for read_snapshots, watch, history in zip((snapshots, plain), watches, histories, strict=True):
+        for snapshot in read_snapshots:
             watch.step(snapshot)
             history.step(snapshot)
 

@@ -93,9 +93,9 @@ def read_lines(name: str) -> list[bytes]:
 
 def write_part(folder: Path, name: str, part: str, *, headed: bool) -> Path:
     """Write a capture with a part of its samples, and perhaps without the facts of the incident."""
-    first, *samples = read_lines(name)
+    header_line, *samples = read_lines(name)
     file = folder / "trace.jsonl"
-    file.write_bytes(b"".join((first if headed else encode_line(HEADER), *samples[PARTS[part]])))
+    file.write_bytes(b"".join((header_line if headed else encode_line(HEADER), *samples[PARTS[part]])))
     return file
 
 
@@ -134,8 +134,8 @@ def test_its_samples_alone_have_one_exit_at_its_time_and_its_cause(tmp_path: Pat
 
 
 def read_header(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(read_lines(name)[0])[INCIDENT_KEY]
-    return found
+    incident_facts: dict[str, Any] = json.loads(read_lines(name)[0])[INCIDENT_KEY]
+    return incident_facts
 
 
 @pytest.mark.parametrize("name", REAL)

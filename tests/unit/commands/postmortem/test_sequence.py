@@ -27,7 +27,7 @@ class Recorded:
         self.folder, self.watch = folder, Watch(gpus=(HELD,), host=host)
         self.daemon: Flight = flight(folder)
         for done in range(24):
-            self.look(working(20 + done), after=30.0)
+            self.look(working(20 + done), after_seconds=30.0)
 
     def look(self, page: EnginePage | Failure, **sight: object) -> None:
         self.watch.look(page, **sight)  # type: ignore[arg-type]
@@ -36,23 +36,23 @@ class Recorded:
     def judge(self, run: Run) -> dict[str, object]:
         status, out, _ = run(the_incident(self.folder), "--json")
         assert status == 0
-        found: dict[str, object] = read_data(out)
-        return found
+        report: dict[str, object] = read_data(out)
+        return report
 
 
-@pytest.mark.parametrize("left", [(SERVER,), (SERVER, WORKER)])
+@pytest.mark.parametrize("remaining", [(SERVER,), (SERVER, WORKER)])
 @pytest.mark.parametrize("seconds", [1.0, 5.0, 14.0])
 def test_a_kill_of_the_core_is_the_cause_though_the_page_answered_for_seconds(
-    run: Run, tmp_path: Path, seconds: float, left: tuple[EngineProcess, ...]
+    run: Run, tmp_path: Path, seconds: float, remaining: tuple[EngineProcess, ...]
 ) -> None:
     engine = Recorded(tmp_path, killed(0))
-    engine.look(working(44), processes=left, gpus=(FREE,), host=killed(1))
-    engine.look(REFUSED, processes=(), after=seconds)
+    engine.look(working(44), processes=remaining, gpus=(FREE,), host=killed(1))
+    engine.look(REFUSED, processes=(), after_seconds=seconds)
 
     diagnoses = engine.judge(run)
     assert [event["what"] for event in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
     assert (diagnoses["cause"], diagnoses["sure"], diagnoses["reason"]) == ("killed_by_kernel", "sure", "oom_killed")
-    for role, is_left in (("engine core", False), ("worker", WORKER in left), ("api server", True)):
+    for role, is_left in (("engine core", False), ("worker", WORKER in remaining), ("api server", True)):
         assert (f"{role} exited before the others" in str(diagnoses["evidence"])) is not is_left
 
 
@@ -62,8 +62,8 @@ def test_a_gpu_that_was_full_is_the_cause_though_the_page_answered_for_seconds(
 ) -> None:
     engine = Recorded(tmp_path)
     engine.look(working(44), gpus=(FULL,))
-    engine.look(working(44), gpus=(FREE,), processes=(SERVER,), after=2.0)
-    engine.look(REFUSED, processes=() if knows_processes else UNSEEN, after=3.0)
+    engine.look(working(44), gpus=(FREE,), processes=(SERVER,), after_seconds=2.0)
+    engine.look(REFUSED, processes=() if knows_processes else UNSEEN, after_seconds=3.0)
     engine.look(REFUSED, processes=())
 
     diagnoses = engine.judge(run)
@@ -72,13 +72,13 @@ def test_a_gpu_that_was_full_is_the_cause_though_the_page_answered_for_seconds(
 
 def test_a_step_that_stood_still_for_a_minute_before_the_gpu_was_full_is_no_hang(run: Run, tmp_path: Path) -> None:
     engine = Recorded(tmp_path)
-    engine.look(working(43), gpus=(FULL,), after=61.0)
+    engine.look(working(43), gpus=(FULL,), after_seconds=61.0)
     engine.look(REFUSED, processes=(), gpus=(FREE,))
 
     diagnoses = engine.judge(run)
     assert [event["what"] for event in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
     assert diagnoses["cause"] == "out_of_memory_burst"
-    assert "hang" not in {each["cause"] for each in diagnoses["also"]}  # type: ignore[attr-defined]
+    assert "hang" not in {diagnosis["cause"] for diagnosis in diagnoses["also"]}  # type: ignore[attr-defined]
 
 
 def test_the_page_of_the_sidecar_names_the_end_and_not_the_stall(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_page_of_the_sidecar_names_the_end_and_not_the_stall(tmp_path: Path)
     assert engine.daemon.last is not None
     assert engine.daemon.last.kind == IncidentKind.STALLED
 
-    engine.look(REFUSED, processes=(), after=3.0)
+    engine.look(REFUSED, processes=(), after_seconds=3.0)
 
     assert (engine.daemon.last.kind, engine.daemon.last.reason) == (IncidentKind.ENDED, ExitReason.OOM_KILLED)
 
@@ -95,7 +95,7 @@ def test_the_page_of_the_sidecar_names_the_end_and_not_the_stall(tmp_path: Path)
 def test_an_end_that_came_later_or_for_no_known_reason_leaves_the_stall(run: Run, tmp_path: Path) -> None:
     late, recorded = Recorded(tmp_path / "late", killed(0)), Recorded(tmp_path / "gone", killed(0))
     late.look(working(44), processes=(SERVER,), gpus=(FREE,), host=killed(1))
-    late.look(working(44), after=16.0)
+    late.look(working(44), after_seconds=16.0)
     late.look(REFUSED, processes=())
     recorded.look(working(44), processes=(SERVER, CORE))
     recorded.look(REFUSED, processes=())

@@ -24,9 +24,9 @@ def test_a_server_that_waits_without_its_core_behind_a_closed_port_was_asked_to_
     """So vLLM 0.32 does on SIGTERM, for as long as its clients hold their connections."""
     waits: list[Look] = [*AT_WORK, *[(REFUSED, (SERVER,))] * 14]
 
-    for found in (diagnose_looks(waits), diagnose_looks([*waits, (REFUSED, ())])):
-        assert (found.cause, found.sureness) == (EndCause.STOPPED, Sureness.LIKELY)
-        assert found.sentence.startswith("A requested shutdown: ")
+    for diagnosis in (diagnose_looks(waits), diagnose_looks([*waits, (REFUSED, ())])):
+        assert (diagnosis.cause, diagnosis.sureness) == (EndCause.STOPPED, Sureness.LIKELY)
+        assert diagnosis.sentence.startswith("A requested shutdown: ")
 
 
 def test_a_server_that_follows_its_core_within_seconds_crashed() -> None:

@@ -46,12 +46,12 @@ def test_what_is_unknown_is_said_once(preflight: Preflight, nvml: FakeNvml) -> N
     nvml.gpus.append(FakeGpu(uuid="GPU-b", used_bytes=70 * GIB))
     nvml.write()
 
-    first, both = (
+    first_lines, both = (
         [line for line in build_report(preflight.report(wanted=wanted)).lines if "the GPU does not answer" in line]
         for wanted in (GpuChoice(named=("0",)), GpuChoice())
     )
 
-    assert [line.partition(" answer: ")[0] for line in first] == ["  GPU 0: the GPU does not"]
+    assert [line.partition(" answer: ")[0] for line in first_lines] == ["  GPU 0: the GPU does not"]
     assert [line.partition(" answer: ")[0] for line in both] == ["  cannot tell: GPU 0: the GPU does not"]
 
 
@@ -61,15 +61,15 @@ def test_a_gpu_that_hangs_is_unknown_and_the_other_is_still_judged(preflight: Pr
     nvml.write()
 
     both = preflight.report()
-    first = preflight.report(wanted=GpuChoice(named=("0",)))
+    first_report = preflight.report(wanted=GpuChoice(named=("0",)))
 
     assert both.verdict is Conclusion.NOT_GOOD
     assert [(finding.gpu, finding.verdict) for finding in both.findings] == [
         (0, Conclusion.CANNOT_TELL),
         (1, Conclusion.NOT_GOOD),
     ]
-    assert first.verdict is Conclusion.CANNOT_TELL
-    assert first.findings[0].text.startswith("the GPU does not answer: ")
+    assert first_report.verdict is Conclusion.CANNOT_TELL
+    assert first_report.findings[0].text.startswith("the GPU does not answer: ")
 
 
 def test_a_lost_gpu_is_no_go(preflight: Preflight, nvml: FakeNvml) -> None:

@@ -57,9 +57,9 @@ def test_too_few_gpus_are_no_go(preflight: Preflight, nvml: FakeNvml, wanted: Gp
     assert finding.text.startswith(f"vLLM needs {wanted.count or 1} GPUs, and ")
 
 
-@pytest.mark.parametrize("other", [FakeGpu(uuid="GPU-b", name=A100), FakeGpu(uuid="GPU-b", total_bytes=75 * GIB)])
-def test_mixed_gpus_are_no_go_in_parallel(preflight: Preflight, nvml: FakeNvml, other: FakeGpu) -> None:
-    nvml.gpus = [FakeGpu(uuid="GPU-a"), other]
+@pytest.mark.parametrize("other_gpu", [FakeGpu(uuid="GPU-b", name=A100), FakeGpu(uuid="GPU-b", total_bytes=75 * GIB)])
+def test_mixed_gpus_are_no_go_in_parallel(preflight: Preflight, nvml: FakeNvml, other_gpu: FakeGpu) -> None:
+    nvml.gpus = [FakeGpu(uuid="GPU-a"), other_gpu]
     nvml.write()
 
     finding = only(preflight.report(PARALLEL, GpuChoice(count=2)))

@@ -121,13 +121,13 @@ def test_memory_in_the_page_cache_is_available_and_cannot_be_allocated(
     meminfo(unified, total_gib=120, available_gib=22)
     buddies(unified, blocks_gib=blocks_gib)
 
-    found = [
+    memory_findings = [
         finding for finding in unified.report(MemoryRequest(utilization_ratio=0.1)).findings if "2 MiB" in finding.text
     ]
 
     if blocks_gib * GIB > 0.1 * 120 * GIB:
-        assert not found
+        assert not memory_findings
         return
-    assert [each.verdict for each in found] == [verdict]
-    assert "the rest is in the page cache" in found[0].text
-    assert "drop_caches" in (found[0].fix or "")
+    assert [finding.verdict for finding in memory_findings] == [verdict]
+    assert "the rest is in the page cache" in memory_findings[0].text
+    assert "drop_caches" in (memory_findings[0].fix or "")

@@ -14,8 +14,8 @@ from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest,
 
 
 def verdict(free: int, total: int) -> Conclusion | None:
-    found = list(check_shared_memory(Shm(total_bytes=total * MIB, free_bytes=free * MIB)))
-    return found[0].verdict if found else None
+    findings = list(check_shared_memory(Shm(total_bytes=total * MIB, free_bytes=free * MIB)))
+    return findings[0].verdict if findings else None
 
 
 def test_less_than_vllms_largest_queue_is_no_go_and_less_than_nccl_asks_for_is_a_remark() -> None:
@@ -81,13 +81,13 @@ def test_a_tier_of_the_kv_cache_that_an_earlier_run_left_stops_the_next_start(pr
     (preflight.shm / "psm_1").touch()
     assert preflight.report().verdict is Conclusion.GOOD
 
-    left = preflight.shm / "vllm_offload_1.mmap"
-    left.write_bytes(b"0" * MIB)
+    leftover_file = preflight.shm / "vllm_offload_1.mmap"
+    leftover_file.write_bytes(b"0" * MIB)
     finding = only(preflight.report())
 
     assert (finding.kind, finding.verdict) == (Kind.SHM, Conclusion.NOT_GOOD)
-    assert finding.text.endswith(f"(vllm-project/vllm#51317): {left} (0.00 GiB)")
-    assert finding.fix == f"remove them: rm {left}; or --ignore shm"
+    assert finding.text.endswith(f"(vllm-project/vllm#51317): {leftover_file} (0.00 GiB)")
+    assert finding.fix == f"remove them: rm {leftover_file}; or --ignore shm"
     assert preflight.report(ignored={Kind.SHM}).verdict is Conclusion.GOOD
 
     preflight.tree.add(20, 1, "vllm", "serve", "m")

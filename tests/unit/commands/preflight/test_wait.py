@@ -16,9 +16,9 @@ def test_memory_that_is_given_back_while_it_waits_is_a_go_at_once(preflight: Pre
 
     assert report.verdict is Conclusion.GOOD
     assert 0 < report.waited_seconds < 60
-    (said,) = preflight.said
-    assert said.startswith("waiting, ")
-    assert said.endswith(" 53.95 GiB are missing; held: 60.00 GiB by no process listed here")
+    (message,) = preflight.said
+    assert message.startswith("waiting, ")
+    assert message.endswith(" 53.95 GiB are missing; held: 60.00 GiB by no process listed here")
 
 
 def test_memory_that_is_never_given_back_is_no_go_when_the_time_is_over(preflight: Preflight, nvml: FakeNvml) -> None:

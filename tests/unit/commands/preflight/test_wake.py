@@ -39,8 +39,10 @@ def _held(preflight: Preflight, processes: dict[int, int | None]) -> None:
     preflight.nvml.write()
 
 
-def judged(preflight: Preflight, told: EnginePage | Failure | None = None, ask: MemoryRequest = UNTOLD) -> Clearance:
-    return judge_wake(preflight.conditions(port=8000), page(ASLEEP) if told is None else told, ask)
+def judged(
+    preflight: Preflight, engine_page: EnginePage | Failure | None = None, ask: MemoryRequest = UNTOLD
+) -> Clearance:
+    return judge_wake(preflight.conditions(port=8000), page(ASLEEP) if engine_page is None else engine_page, ask)
 
 
 def test_what_it_gave_back_is_free(sleeping: Preflight) -> None:
@@ -59,8 +61,8 @@ def test_what_another_took_meanwhile_is_missing_and_may_be_waited_for(sleeping: 
 
     assert report.verdict is Conclusion.NOT_GOOD
     assert report.may_pass
-    (found,) = report.findings
-    assert found.text == (
+    (finding,) = report.findings
+    assert finding.text == (
         "the engine sleeps and holds 3.00 GiB; to wake takes about 68.47 GiB, and only 56.41 GiB are free: 12.06 GiB"
         " are missing; held: 3.00 GiB by VLLM::EngineCore (pid 71), 20.00 GiB by python train.py (pid 99)"
     )
@@ -79,14 +81,14 @@ def test_an_engine_that_is_awake_has_nothing_to_wake_and_is_shown_what_its_weigh
     (sleeping.tree.path / "meminfo").write_text(f"MemTotal: {512 << 20} kB\nMemAvailable: {400 << 20} kB\n")
     tree.add("pod", pids=(9999,), limit=64 * GIB, used=14 * GIB)
 
-    (found,) = judged(sleeping, page(replace(ASLEEP, awake=True))).findings
+    (finding,) = judged(sleeping, page(replace(ASLEEP, awake=True))).findings
 
-    assert found.verdict is Conclusion.GOOD
-    assert found.text.endswith("its weights into host memory, of which 50.00 GiB of 64.00 GiB are left")
+    assert finding.verdict is Conclusion.GOOD
+    assert finding.text.endswith("its weights into host memory, of which 50.00 GiB of 64.00 GiB are left")
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("engine_page", "text"),
     [
         (failure(Source.ENGINE), "it failed"),
         (page(replace(ASLEEP, awake=None)), "does not report whether it sleeps"),
@@ -94,8 +96,10 @@ def test_an_engine_that_is_awake_has_nothing_to_wake_and_is_shown_what_its_weigh
         (page(replace(ASLEEP, kv_cache_memory_bytes=GIB)), "while it is awake is not known"),
     ],
 )
-def test_what_is_not_known_is_no_go_and_no_go_ahead(sleeping: Preflight, told: EnginePage | Failure, text: str) -> None:
-    report = judged(sleeping, told)
+def test_what_is_not_known_is_no_go_and_no_go_ahead(
+    sleeping: Preflight, engine_page: EnginePage | Failure, text: str
+) -> None:
+    report = judged(sleeping, engine_page)
 
     assert report.verdict is Conclusion.CANNOT_TELL
     assert text in report.findings[0].text

@@ -25,12 +25,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two processes write into it."""
     monkeypatch.setattr(asking, "RECORD_ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(asking, "POLL_SECONDS", 0.01)
-    made = tmp_path / "files"
-    made.mkdir()
+    directory = tmp_path / "files"
+    directory.mkdir()
     for pid in (7, 8):
         report = {"headroom_probe": 1, "t": time.time(), "pid": pid, "started_at": 1000.5, "role": "worker"}
-        (made / f"{pid}-1000.json").write_text(json.dumps(report))
-    return made
+        (directory / f"{pid}-1000.json").write_text(json.dumps(report))
+    return directory
 
 
 def a_folder(place: Path, _: Path) -> None:
@@ -73,9 +73,9 @@ def test_an_answer_nested_without_end_cannot_be_used(folder: Path) -> None:
     (folder / HOSTILE).write_bytes(DEEP)
     recorded = asyncio.run(record(folder, 0.1, lambda _: _answered(folder)))
 
-    (said,) = (process["problem"] for process in recorded["processes"] if process["pid"] == 8)
-    assert said.startswith("not JSON: ")
-    assert f"worker (pid 8): an answer that cannot be used: {said}" in list(render_recording(recorded))
+    (problem,) = (process["problem"] for process in recorded["processes"] if process["pid"] == 8)
+    assert problem.startswith("not JSON: ")
+    assert f"worker (pid 8): an answer that cannot be used: {problem}" in list(render_recording(recorded))
 
 
 def test_a_request_of_tomorrow_keeps_nobody_from_recording(folder: Path) -> None:

@@ -49,19 +49,19 @@ def test_an_older_probe_is_replaced_and_what_else_is_there_stays(tmp_path: Path)
     (tmp_path / "vllm_headroom_probe" / "gone.py").touch()
     (tmp_path / "another.py").touch()
 
-    first, second = install(tmp_path), install(tmp_path)
+    first_files, second = install(tmp_path), install(tmp_path)
 
-    assert first == second
-    assert {path.name for path in tmp_path.iterdir()} == {*first, "another.py"}
+    assert first_files == second
+    assert {path.name for path in tmp_path.iterdir()} == {*first_files, "another.py"}
     assert not (tmp_path / "vllm_headroom_probe" / "gone.py").exists()
 
 
 def test_everybody_may_read_it(tmp_path: Path) -> None:
-    before = os.umask(0o077)
+    previous_umask = os.umask(0o077)
     try:
         install(tmp_path / "site")
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
 
     installed = [tmp_path / "site", *(tmp_path / "site").rglob("*")]
     assert len(installed) > 5

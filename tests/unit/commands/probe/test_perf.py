@@ -100,7 +100,7 @@ def test_its_text_is_read_as_far_as_it_goes() -> None:
     }
     assert count_faults("") == {}
     deep = "1\n" + "\t 1 f (g)\n" * 100
-    assert [len(each["stack"]) for each in count_faults(deep)[1]] == [16]
+    assert [len(fault["stack"]) for fault in count_faults(deep)[1]] == [16]
 
 
 def test_they_are_shown_below_the_mappings() -> None:

@@ -50,9 +50,9 @@ def command(*words: str, **environ: str) -> subprocess.Popen[str]:
 
 def test_the_file_and_the_line_that_leak_are_named(leaking: Vllm) -> None:
     done = command("record", "--for", "2s", "--json", HEADROOM_PROBE_DIR=str(leaking.folder))
-    out, said = done.communicate(timeout=120)
+    out, stderr_text = done.communicate(timeout=120)
 
-    assert (done.returncode, said) == (0, "3 processes record for 2 s\n")
+    assert (done.returncode, stderr_text) == (0, "3 processes record for 2 s\n")
     processes = read_data(out)["processes"]
     assert sorted(process["role"] for process in processes) == ["api_server", "engine_core", "worker"]
     assert [process["problem"] for process in processes] == [None] * 3
@@ -67,15 +67,17 @@ def test_the_file_and_the_line_that_leak_are_named(leaking: Vllm) -> None:
 
 def test_while_one_records_another_is_refused_and_with_nobody_waiting_it_ends(leaking: Vllm) -> None:
     here = str(leaking.folder.parent)  # for perf's file, which a command that is killed leaves
-    first = command("record", "--for", "1h", HEADROOM_PROBE_DIR=str(leaking.folder), TMPDIR=here)
+    first_process = command("record", "--for", "1h", HEADROOM_PROBE_DIR=str(leaking.folder), TMPDIR=here)
     eventually((leaking.folder / "record.json").exists, "it asks")
     second = command("record", "--for", "1s", HEADROOM_PROBE_DIR=str(leaking.folder))
-    _, said = second.communicate(timeout=120)
+    _, stderr_text = second.communicate(timeout=120)
 
     assert second.returncode == 2
-    assert said == f"vllm-headroom probe: {leaking.folder}/record.json is another recording's, which is running\n"
-    first.kill()
-    first.communicate()
+    assert (
+        stderr_text == f"vllm-headroom probe: {leaking.folder}/record.json is another recording's, which is running\n"
+    )
+    first_process.kill()
+    first_process.communicate()
     long_ago = time.time() - 120
     os.utime(leaking.folder / "record.json", (long_ago, long_ago))
     recorded = asyncio.run(record(leaking.folder, 0.5, lambda _: None))

@@ -136,17 +136,17 @@ def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two workers that keep torch's history, and a server that does not, write into it."""
     monkeypatch.setattr(asking, "POLL_SECONDS", 0.01)
-    made = tmp_path / "files"
-    made.mkdir()
+    directory = tmp_path / "files"
+    directory.mkdir()
     for pid, role in ((7, "worker"), (8, "worker"), (9, "api_server")):
-        write(made, pid, role, {} if pid == 9 else {"snapshot": {"history_from": 1000.0}})
-    return made
+        write(directory, pid, role, {} if pid == 9 else {"snapshot": {"history_from": 1000.0}})
+    return directory
 
 
-def write(folder: Path, pid: int, role: str, more: Document) -> None:
+def write(folder: Path, pid: int, role: str, extra_fields: Document) -> None:
     document = {"headroom_probe": 1, "t": time.time(), "pid": pid, "started_at": 1000.5, "role": role}
     path = folder / f"{pid}-1000.json"
-    path.with_suffix(".part").write_text(json.dumps(document | more))
+    path.with_suffix(".part").write_text(json.dumps(document | extra_fields))
     path.with_suffix(".part").replace(path)
 
 
@@ -155,30 +155,30 @@ def answer(folder: Path, pid: int, **changes: Any) -> None:
     request = json.loads((folder / "snapshot.json").read_text())
     assert request["headroom_snapshot"] == 1
     assert request["until"] > time.time()
-    held = {"file": "/site/a.py", "line": 3, "bytes": 8, "count": 2, "since": 1.0}
-    taken = {
+    holding = {"file": "/site/a.py", "line": 3, "bytes": 8, "count": 2, "since": 1.0}
+    requested = {
         "t": time.time(),
         "file": f"/snapshots/requested-rank0-{pid}-1000.pickle",
         "bytes": 9,
         "pause_seconds": 0.25,
         "request": request["id"],
-        "largest": [held],
+        "largest": [holding],
     }
-    write(folder, pid, "worker", {"snapshot": {"history_from": 1000.0, "requested": taken | changes}})
+    write(folder, pid, "worker", {"snapshot": {"history_from": 1000.0, "requested": requested | changes}})
 
 
 def test_every_process_that_keeps_a_history_is_asked(folder: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def answer_both(line: str) -> None:
-        said.append(line)
+        messages.append(line)
         answer(folder, 7)
         answer(folder, 8, problem="OSError: full", largest=[])
 
     data = asyncio.run(take_snapshots(folder, answer_both))
     report = report_taken(data)
 
-    assert said == ["2 processes write a snapshot"]
+    assert messages == ["2 processes write a snapshot"]
     assert {snapshot["pid"]: snapshot["problem"] for snapshot in data["snapshots"]} == {7: None, 8: "OSError: full"}
     assert sorted(report.lines) == [
         "  8 B in 2 blocks, since 1970-01-01 00:00:01Z: /site/a.py:3",

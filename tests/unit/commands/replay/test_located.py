@@ -25,17 +25,17 @@ def probed(place: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "location_text"),
     [
         ("tensors", "tensors"),
         ("fragmentation", "what torch has reserved and cannot use"),
         ("outside_torch", "what torch knows nothing of"),
     ],
 )
-def test_where_it_leaks_is_said(place: str, said: str) -> None:
+def test_where_it_leaks_is_said(place: str, location_text: str) -> None:
     trace = text(probed(place))
     words, figures = replay("-", trace=trace), replay("-", "--json", trace=trace)
 
-    assert f"    in           {said}" in words.stdout.splitlines()
+    assert f"    in           {location_text}" in words.stdout.splitlines()
     (gpu,) = read_data(figures.stdout)["gpus"]
     assert gpu["first_leaking"]["location"] == gpu["last_leaking"]["location"] == place

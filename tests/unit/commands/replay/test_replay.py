@@ -70,16 +70,22 @@ def test_a_leak_is_found_with_its_rate_and_lasts_to_the_end(leak: str) -> None:
 
     assert process.returncode == 1
     assert gpu["state"] == "leaking"
-    ((began, ended),) = gpu["leaking_intervals"]
-    assert ended is None
+    ((began, end_seconds),) = gpu["leaking_intervals"]
+    assert end_seconds is None
     assert gpu["growing_intervals"][-1][1] == began
-    first, last = gpu["first_leaking"], gpu["last_leaking"]
-    assert first["t"] == began
-    assert last["t"] == BEGAN + (HOURS * 3600 / STEP - 1) * STEP
-    assert last["bytes_per_request"] == pytest.approx(12_800, rel=0.1)
-    assert last["bytes_per_second_lower"] <= 128_000 <= last["bytes_per_second_upper"]
-    assert last["leaked_bytes"] == pytest.approx(128_000 * HOURS * 3600, rel=0.12)  # it began before it was seen
-    assert last["time_to_oom_seconds_lower"] < last["time_to_oom_seconds"] < first["time_to_oom_seconds"]
+    first_leaking, last_leaking = gpu["first_leaking"], gpu["last_leaking"]
+    assert first_leaking["t"] == began
+    assert last_leaking["t"] == BEGAN + (HOURS * 3600 / STEP - 1) * STEP
+    assert last_leaking["bytes_per_request"] == pytest.approx(12_800, rel=0.1)
+    assert last_leaking["bytes_per_second_lower"] <= 128_000 <= last_leaking["bytes_per_second_upper"]
+    assert last_leaking["leaked_bytes"] == pytest.approx(
+        128_000 * HOURS * 3600, rel=0.12
+    )  # it began before it was seen
+    assert (
+        last_leaking["time_to_oom_seconds_lower"]
+        < last_leaking["time_to_oom_seconds"]
+        < first_leaking["time_to_oom_seconds"]
+    )
 
 
 def test_a_restart_ends_the_alarm_and_what_it_held_is_no_growth() -> None:
@@ -92,7 +98,7 @@ def test_a_restart_ends_the_alarm_and_what_it_held_is_no_growth() -> None:
 
     (gpu,) = answer(restarted())["gpus"]
 
-    assert [ended for _, ended in gpu["leaking_intervals"]] == [BEGAN + HOURS * 3600]
+    assert [end_seconds for _, end_seconds in gpu["leaking_intervals"]] == [BEGAN + HOURS * 3600]
     assert gpu["state"] == "stable"
     assert gpu["last_leaking"]["t"] == BEGAN + HOURS * 3600 - STEP
 
@@ -105,7 +111,7 @@ def test_samples_in_which_the_gpu_could_not_be_read_end_no_interval(nothing: lis
 
     (gpu,) = answer(gaps())["gpus"]
 
-    assert [ended for _, ended in gpu["leaking_intervals"]] == [None]
+    assert [end_seconds for _, end_seconds in gpu["leaking_intervals"]] == [None]
     assert gpu["state"] == "unknown"
 
 
@@ -176,10 +182,10 @@ def test_a_use_is_compared_with_the_limit_of_its_own_sample(bases: tuple[str, st
     ]
     trace = [{**sample(BEGAN + 5 * number, 70_000 * MIB), "host": host} for number, host in enumerate(hosts)]
 
-    found = answer(trace)["host_memory"]
+    host_memory = answer(trace)["host_memory"]
     report = replay("-", trace=text(trace)).stdout
 
-    assert (found["used"], found["limit"]) == (int(2.2 * 1024) * MIB, int(2.45 * 1024) * MIB)
+    assert (host_memory["used"], host_memory["limit"]) == (int(2.2 * 1024) * MIB, int(2.45 * 1024) * MIB)
     where = " in the engine's container" if bases[1] else ""
     assert f"Host memory: at most 2.2 GiB of 2.45 GiB in use{where}." in report
 
@@ -226,7 +232,7 @@ def test_a_past_too_short_for_an_alarm_is_no_proof(seconds: int) -> None:
 
 def test_a_past_in_which_the_engine_slept_is_no_proof() -> None:
     awake = (sample(BEGAN + step * 60, 70_000 * MIB) for step in range(120))
-    asleep = ({**each, "engines": [{**each["engines"][0], "awake": False}]} for each in awake)
+    asleep = ({**record, "engines": [{**record["engines"][0], "awake": False}]} for record in awake)
 
     assert "GPU 0 (GPU-a): cannot tell, the detector never" in replay("-", trace=text(asleep)).stdout
 
@@ -356,10 +362,10 @@ def test_the_picture_has_the_host_where_the_trace_has_it(tmp_path: Path) -> None
 
 
 def test_a_card_that_is_empty_after_an_end_sets_no_scale(tmp_path: Path) -> None:
-    file, ended = tmp_path / "ended.svg", BEGAN + 3600.0
-    gone = [sample(ended + STEP * step, 0, running=0.0, finished=36_000.0) for step in range(12)]
+    file, end_seconds = tmp_path / "ended.svg", BEGAN + 3600.0
+    empty_samples = [sample(end_seconds + STEP * step, 0, running=0.0, finished=36_000.0) for step in range(12)]
 
-    process = replay("-", "--svg", str(file), trace=text([*flat(1.0), *gone]))
+    process = replay("-", "--svg", str(file), trace=text([*flat(1.0), *empty_samples]))
 
     assert "     13.0 │" in process.stdout
     assert ">13 GiB</text>" in file.read_text(encoding="utf-8")

@@ -18,28 +18,32 @@ def replay_records(records: Iterable[dict[str, Any]]) -> LeakReplay:
     return watch
 
 
-def at(step: int, held_mib: int, **known: Any) -> dict[str, Any]:
+def at(step: int, held_mib: int, **engine_fields: Any) -> dict[str, Any]:
     """Return a sample of an engine that is awake and busy, but for what is known to be otherwise."""
-    record = sample(BEGAN + step * STEP, held_mib * MIB, finished=float(step), running=known.pop("running", 4.0))
-    record["engines"][0] |= {"awake": True, "kv_used_ratio": 0.5, **known}
+    record = sample(
+        BEGAN + step * STEP, held_mib * MIB, finished=float(step), running=engine_fields.pop("running", 4.0)
+    )
+    record["engines"][0] |= {"awake": True, "kv_used_ratio": 0.5, **engine_fields}
     return record
 
 
 def nights(*kept_mib: int) -> Iterable[dict[str, Any]]:
     """Yield a day of a minute and a sleep of a minute for each."""
-    for night, kept in enumerate(kept_mib):
+    for night, residue_mib in enumerate(kept_mib):
         for step in range(12):
             yield at(24 * night + step, 70_000)
         for step in range(12, 24):
-            yield at(24 * night + step, kept, running=0.0, awake=False, kv_used_ratio=0.0)
+            yield at(24 * night + step, residue_mib, running=0.0, awake=False, kv_used_ratio=0.0)
 
 
 def test_what_each_sleep_kept_is_reported_with_the_first_and_the_last() -> None:
     watch = replay_records(nights(2_048, 2_560, 4_096))
 
     assert "GPU 0, asleep: kept 2 GiB in the first sleep, 4 GiB in the last of 3." in list(format_verdict(watch))
-    kept = [2_048 * MIB, 2_560 * MIB, 4_096 * MIB]
-    assert build_report(watch, Curves()).data["sleeps"] == [{"gpu": 0, "uuid": "GPU-a", "residue_bytes": kept}]
+    residues_bytes = [2_048 * MIB, 2_560 * MIB, 4_096 * MIB]
+    assert build_report(watch, Curves()).data["sleeps"] == [
+        {"gpu": 0, "uuid": "GPU-a", "residue_bytes": residues_bytes}
+    ]
 
 
 def test_each_instance_of_a_gpu_keeps_its_own() -> None:
@@ -49,9 +53,9 @@ def test_each_instance_of_a_gpu_keeps_its_own() -> None:
         gpu["uuid"] = "MIG-11111111-2222"
         record["gpus"] = [gpu, {**gpu, "uuid": "MIG-33333333-4444", "engine": gpu["engine"] // 2}]
 
-    said = [line for line in format_verdict(replay_records(records)) if "asleep: kept" in line]
+    asleep_lines = [line for line in format_verdict(replay_records(records)) if "asleep: kept" in line]
 
-    assert said == ["GPU 0 MIG-11111111, asleep: kept 2 GiB.", "GPU 0 MIG-33333333, asleep: kept 1 GiB."]
+    assert asleep_lines == ["GPU 0 MIG-11111111, asleep: kept 2 GiB.", "GPU 0 MIG-33333333, asleep: kept 1 GiB."]
 
 
 def test_one_sleep_is_reported_alone_and_none_is_not_reported() -> None:

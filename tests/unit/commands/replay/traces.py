@@ -19,7 +19,13 @@ def text(records: Iterable[dict[str, Any]]) -> str:
 
 
 def sample(
-    t: float, used: int | None, *, running: float = 40.0, finished: float = 0.0, started: float = BEGAN, **more: Any
+    t: float,
+    used: int | None,
+    *,
+    running: float = 40.0,
+    finished: float = 0.0,
+    started: float = BEGAN,
+    **record_fields: Any,
 ) -> dict[str, Any]:
     """Return one sample of one engine on one GPU; the GPUs could not be read where `used` is None."""
     gpu = {"gpu": 0, "uuid": "GPU-a", "total": TOTAL, "used": used, "engine": used, "other": 0, "processes": 1}
@@ -28,7 +34,7 @@ def sample(
         "t": t,
         "gpus": None if used is None else [gpu],
         "engines": [{**engine, "started_at": started}],
-        **more,
+        **record_fields,
     }
 
 

@@ -41,8 +41,8 @@ def test_the_completion_is_counted(vllm: Vllm) -> None:
 
 
 def test_a_counter_that_is_not_there_before_the_first_request_begins_at_0(vllm: Vllm) -> None:
-    first = "\n".join(line for line in RECORDED.splitlines() if "request_success" not in line) + "\n"
-    vllm.answers["/metrics"] = page(first)
+    first_page = "\n".join(line for line in RECORDED.splitlines() if "request_success" not in line) + "\n"
+    vllm.answers["/metrics"] = page(first_page)
     reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
 
     async def steps() -> SmokeStep:

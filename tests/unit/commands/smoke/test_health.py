@@ -38,24 +38,24 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_healthy_vllm_is_not_waited_for(vllm: Vllm) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
-    assert smoke(vllm.url, say=said.append)["health"].text.startswith("healthy after ")
-    assert said == []
+    assert smoke(vllm.url, say=messages.append)["health"].text.startswith("healthy after ")
+    assert messages == []
 
 
 def test_one_that_loads_is_waited_for_and_it_is_reported_for_what(vllm: Vllm) -> None:
     vllm.answers["/health"] = page("", status="503 Service Unavailable")
-    said: list[str] = []
+    messages: list[str] = []
 
     def say(line: str) -> None:
-        said.append(line)
+        messages.append(line)
         vllm.answers["/health"] = page("")
 
     steps = smoke(vllm.url, "--deadline", "10m", say=say)
 
     assert steps["health"].verdict is Conclusion.GOOD
-    (line,) = said
+    (line,) = messages
     assert re.match(r"waiting, (10 min 0|9 min \d+) s left: ", line)
     assert line.endswith("/health answers 503 Service Unavailable: look for the cause in the engine's log")
 
@@ -147,17 +147,17 @@ class Asked(EngineServer):
 
 
 def test_the_last_question_is_given_as_long_as_the_first() -> None:
-    asked = Asked()
+    asker = Asked()
 
-    asyncio.run(wait_until_healthy(asked, 0.3, lambda _line: None))
+    asyncio.run(wait_until_healthy(asker, 0.3, lambda _line: None))
 
-    assert len(asked.seconds) > 1
-    assert set(asked.seconds) == {0.3}
+    assert len(asker.seconds) > 1
+    assert set(asker.seconds) == {0.3}
 
 
 def test_a_chat_is_given_as_long_as_a_completion() -> None:
-    asked = Asked()
+    asker = Asked()
 
-    asyncio.run(request_completion(asked, 9.0))
+    asyncio.run(request_completion(asker, 9.0))
 
-    assert asked.seconds == [9.0, 9.0]
+    assert asker.seconds == [9.0, 9.0]

@@ -33,12 +33,12 @@ def sidecar(status: int = 200, body: bytes = json.dumps(LEAK).encode(), *later: 
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = self.path == "/snapshot.json"
-            told = next(bodies)
-            self.send_response(status if found else 404)
-            self.send_header("Content-Length", str(len(told)))
+            is_snapshot = self.path == "/snapshot.json"
+            next_body = next(bodies)
+            self.send_response(status if is_snapshot else 404)
+            self.send_header("Content-Length", str(len(next_body)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(next_body)
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
@@ -163,7 +163,7 @@ def test_what_a_sidecar_says_cannot_act_on_the_terminal() -> None:
     (gpu, *_) = LEAK["gpus"]
     spoiled = {**LEAK, "gpus": [{**gpu, "gpu": "\x1b]0;title"}]}
     with sidecar(body=json.dumps(spoiled).encode()) as url:
-        shown, _ = on_a_terminal([*WATCH, url], ended=("]0;title", signal.SIGINT))
+        shown, _ = on_a_terminal([*WATCH, url], signal_after=("]0;title", signal.SIGINT))
 
     assert "\\x1b]0;title" in shown
     assert "\x1b]0;title" not in shown
@@ -181,8 +181,8 @@ def test_away_from_a_terminal_it_writes_lines_and_ends_well() -> None:
 
 def test_a_line_tells_when_the_engine_falls_asleep_though_all_is_well() -> None:
     def told(state: str, sentence: str) -> bytes:
-        said = {"subject": "engine", "level": "good", "sentence": sentence, "alert": None}
-        return json.dumps({**LEAK, "engine_state": state, "verdicts": [said]}).encode()
+        verdict = {"subject": "engine", "level": "good", "sentence": sentence, "alert": None}
+        return json.dumps({**LEAK, "engine_state": state, "verdicts": [verdict]}).encode()
 
     serves = told("serving", "The engine serves: 1 running.")
     looks = (told("serving", "The engine serves: 2 running."), told("asleep", "The engine is asleep."))
@@ -197,7 +197,7 @@ def test_a_line_tells_when_the_engine_falls_asleep_though_all_is_well() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_on_a_terminal_it_draws_until_it_is_stopped_and_leaves_it_as_it_was(number: signal.Signals) -> None:
     with sidecar() as url:
-        shown, status = on_a_terminal([*WATCH, url], ended=("on a scale from 0", number))
+        shown, status = on_a_terminal([*WATCH, url], signal_after=("on a scale from 0", number))
 
     assert status == 0
     assert shown.startswith("\x1b[?1049h")
@@ -209,7 +209,7 @@ def test_on_a_terminal_it_draws_until_it_is_stopped_and_leaves_it_as_it_was(numb
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_it_fills_a_terminal_of_any_width_and_no_more(columns: int) -> None:
     with sidecar() as url:
-        shown, status = on_a_terminal([*WATCH, url], columns=columns, ended=("running requests", signal.SIGINT))
+        shown, status = on_a_terminal([*WATCH, url], columns=columns, signal_after=("running requests", signal.SIGINT))
     _, _, *frames = shown.split("\x1b[H")
 
     assert status == 0
@@ -217,7 +217,7 @@ def test_it_fills_a_terminal_of_any_width_and_no_more(columns: int) -> None:
 
 
 def test_why_there_is_no_answer_is_drawn_and_asked_again() -> None:
-    shown, status = on_a_terminal([*WATCH, "http://127.0.0.1:9"], ended=("Connection refused", signal.SIGINT))
+    shown, status = on_a_terminal([*WATCH, "http://127.0.0.1:9"], signal_after=("Connection refused", signal.SIGINT))
 
     assert status == 0
     assert shown.endswith("\x1b[?25h\x1b[?1049l")
@@ -234,7 +234,7 @@ def test_it_ends_without_waiting_for_a_sidecar_that_does_not_answer() -> None:
 
 def test_a_terminal_that_knows_only_lines_gets_lines() -> None:
     with sidecar() as url:
-        shown, status = on_a_terminal([*WATCH, url], ended=("\n", signal.SIGINT), environment={"TERM": "dumb"})
+        shown, status = on_a_terminal([*WATCH, url], signal_after=("\n", signal.SIGINT), environment={"TERM": "dumb"})
 
     assert (status, shown.splitlines()[0]) == (
         0,

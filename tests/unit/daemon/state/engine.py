@@ -34,8 +34,8 @@ def count_held_bytes(step: int) -> int:
     return 40 * GIB + step * REQUESTS_PER_STEP // 16 * 2 * MIB
 
 
-def reading(step: int, **known: Any) -> EngineReading:
-    facts = {"finished_total": float(step * REQUESTS_PER_STEP), "started_at_seconds": 1_760_000_000.0, **known}
+def reading(step: int, **engine_fields: Any) -> EngineReading:
+    facts = {"finished_total": float(step * REQUESTS_PER_STEP), "started_at_seconds": 1_760_000_000.0, **engine_fields}
     return engine(running=20.0, **facts)
 
 
@@ -71,17 +71,17 @@ def followed(
     memory: DerivationStates, snapshots: Iterable[Snapshot]
 ) -> Iterator[tuple[DerivationStates, tuple[Sample, ...]]]:
     states: dict[str, Any] = {"leak": memory.leak, "baseline": memory.baseline}
-    for each in snapshots:
+    for tick_snapshot in snapshots:
         samples: tuple[Sample, ...] = ()
         for derivation in DERIVATIONS:
-            states[derivation.name], more = answer(derivation, states[derivation.name], each)
-            samples += more
+            states[derivation.name], new_samples = answer(derivation, states[derivation.name], tick_snapshot)
+            samples += new_samples
         yield DerivationStates(**states), samples
 
 
 def after(snapshots: Iterable[Snapshot], memory: DerivationStates | None = None) -> DerivationStates:
-    *_, (last, _) = followed(memory or DerivationStates(), snapshots)
-    return last
+    *_, (last_memory, _) = followed(memory or DerivationStates(), snapshots)
+    return last_memory
 
 
 def make_state(memory: DerivationStates, sample: Snapshot, **changes: Any) -> SavedState:
@@ -122,8 +122,8 @@ async def recalled(folder: Path, *snapshots: Snapshot) -> tuple[dict[str, Any], 
     """Return what a new process takes up as it sees these, and the events it logs."""
     subject, states = keeper(folder, snapshots[-1]), dict[str, Any]()
     with capture_logs() as lines:
-        for each in snapshots:
-            states.update(await subject.recall(each))
+        for tick_snapshot in snapshots:
+            states.update(await subject.recall(tick_snapshot))
     return states, [f"{line['event']}: {line.get('problem', '')}" for line in lines]
 
 

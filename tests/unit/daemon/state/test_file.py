@@ -152,14 +152,14 @@ def test_kill_9_during_a_write_leaves_the_old_state_or_the_new_one(alarmed: Deri
             process.send_signal(signal.SIGKILL)
         numbers, _ = process.communicate(timeout=60)
         assert process.returncode == -signal.SIGKILL
-        before = int(numbers.split()[-1]) if numbers.split() else done
+        reported_seconds = int(numbers.split()[-1]) if numbers.split() else done
 
-        found = STATE.read(tmp_path)
+        saved_state = STATE.read(tmp_path)
 
-        assert found is not None
-        assert found.saved_at_seconds >= max(before, done + 1), "what was reported saved is saved"
-        assert found.memory == alarmed
-        done = int(found.saved_at_seconds)
+        assert saved_state is not None
+        assert saved_state.saved_at_seconds >= max(reported_seconds, done + 1), "what was reported saved is saved"
+        assert saved_state.memory == alarmed
+        done = int(saved_state.saved_at_seconds)
 
 
 def test_the_shape_of_a_state_belongs_to_its_format(golden: Golden) -> None:

@@ -31,27 +31,27 @@ def keeper(folder: Path) -> StateKeeper:
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    kept = replace(past().save(), events=(HistoryEvent(seconds=1.0, level=Level.ALARM, text="it leaks"),))
+    saved_history = replace(past().save(), events=(HistoryEvent(seconds=1.0, level=Level.ALARM, text="it leaks"),))
 
-    HISTORY.write(tmp_path, kept)
+    HISTORY.write(tmp_path, saved_history)
 
-    assert HISTORY.read(tmp_path) == kept
+    assert HISTORY.read(tmp_path) == saved_history
     assert (tmp_path / HISTORY.name).stat().st_size < 2**15
 
 
 def test_the_keeper_hands_it_to_the_next_process(tmp_path: Path) -> None:
     async def live() -> dict[str, Any]:
         sample = snapshot()
-        before = keeper(tmp_path)
-        await before.recall(sample)
-        await before.save({HISTORY.name: past().save(), "leak": LeakMemory(), "baseline": Baselines()})
+        first_keeper = keeper(tmp_path)
+        await first_keeper.recall(sample)
+        await first_keeper.save({HISTORY.name: past().save(), "leak": LeakMemory(), "baseline": Baselines()})
         return dict(await keeper(tmp_path).recall(sample))
 
-    kept = asyncio.run(live())[HISTORY.name]
+    saved_history = asyncio.run(live())[HISTORY.name]
 
-    assert isinstance(kept, SavedHistory)
+    assert isinstance(saved_history, SavedHistory)
     history = History()
-    history.restore(kept)
+    history.restore(saved_history)
     assert history.read_curve("free GPU-a") == past().read_curve("free GPU-a")
 
 

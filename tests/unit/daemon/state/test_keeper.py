@@ -45,13 +45,13 @@ def outcome(folder: Path, *snapshots: Snapshot) -> tuple[dict[str, Any], list[st
 
 def test_the_verdict_is_there_at_the_first_sample_after_a_restart(alarmed: DerivationStates, tmp_path: Path) -> None:
     async def saved() -> None:
-        first = keeper(tmp_path, LAST)
-        assert await first.recall(LAST) == {}
-        await first.save(states(alarmed))
+        first_keeper = keeper(tmp_path, LAST)
+        assert await first_keeper.recall(LAST) == {}
+        await first_keeper.save(states(alarmed))
 
     asyncio.run(saved())
-    found, events = outcome(tmp_path, make_snapshot(NEXT))
-    ((_, samples),) = followed(DerivationStates(**found), [make_snapshot(NEXT)])
+    recalled_states, events = outcome(tmp_path, make_snapshot(NEXT))
+    ((_, samples),) = followed(DerivationStates(**recalled_states), [make_snapshot(NEXT)])
 
     assert {sample.labels[2]: sample.value for sample in samples if sample.metric is catalog.LEAK_STATE}["leaking"] == 1
     assert events == ["saved state taken up: "]
@@ -65,8 +65,8 @@ def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Derivat
     waiting = [NO_ENGINE, nameless, make_snapshot(NEXT, gpus=failure(Source.NVML)), unopened]
     assert outcome(tmp_path, *waiting) == ({}, [])
 
-    found, _ = outcome(tmp_path, *waiting, make_snapshot(NEXT))
-    assert found["leak"].gpus["GPU-a"].verdict is Certainty.LEAKING
+    recalled_states, _ = outcome(tmp_path, *waiting, make_snapshot(NEXT))
+    assert recalled_states["leak"].gpus["GPU-a"].verdict is Certainty.LEAKING
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,11 @@ def test_anothers_past_is_set_aside(
     saved = make_state(alarmed, LAST)
     STATE.write(tmp_path, saved)
 
-    found, events = outcome(tmp_path, make_snapshot(NEXT, engines=engines, gpus=gpus), make_snapshot(NEXT + 1))
+    recalled_states, events = outcome(
+        tmp_path, make_snapshot(NEXT, engines=engines, gpus=gpus), make_snapshot(NEXT + 1)
+    )
 
-    assert found == {}
+    assert recalled_states == {}
     (event,) = events
     assert reason in event
     assert [path.name for path in tmp_path.iterdir()] == [f"{STATE.name}.bad"]
@@ -147,11 +149,11 @@ def test_what_the_run_before_held_while_it_was_well_is_taken_up(alarmed: Derivat
     STATE.write(tmp_path, make_state(replace(alarmed, leak=LeakMemory(gpus=gpus)), LAST))
     restarted = make_snapshot(NEXT, engines=(reading(5, started_at_seconds=1.8e9),))
 
-    found, events = outcome(tmp_path, restarted)
+    recalled_states, events = outcome(tmp_path, restarted)
 
     assert "restart" in events[0]
-    assert {uuid: track.precedent for uuid, track in found["leak"].gpus.items()} == {"GPU-a": precedent}
-    assert found["leak"].gpus["GPU-a"].history.anchor is None
+    assert {uuid: track.precedent for uuid, track in recalled_states["leak"].gpus.items()} == {"GPU-a": precedent}
+    assert recalled_states["leak"].gpus["GPU-a"].history.anchor is None
 
 
 def uncounted(step: int, finished_total: float | None) -> Snapshot:
@@ -159,7 +161,7 @@ def uncounted(step: int, finished_total: float | None) -> Snapshot:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "gap_steps", "same"),
+    ("total_before", "now", "gap_steps", "same"),
     [
         (9000.0, 9500.0, 10, True),
         (9000.0, 9000.0, 60, True),
@@ -170,13 +172,19 @@ def uncounted(step: int, finished_total: float | None) -> Snapshot:
     ],
 )
 def test_without_a_start_time_a_counter_that_goes_on_vouches_for_a_short_gap(
-    before: float | None, now: float | None, gap_steps: int, *, same: bool, alarmed: DerivationStates, tmp_path: Path
+    total_before: float | None,
+    now: float | None,
+    gap_steps: int,
+    *,
+    same: bool,
+    alarmed: DerivationStates,
+    tmp_path: Path,
 ) -> None:
-    STATE.write(tmp_path, make_state(alarmed, uncounted(ALARM_STEPS, before)))
+    STATE.write(tmp_path, make_state(alarmed, uncounted(ALARM_STEPS, total_before)))
 
-    found, events = outcome(tmp_path, uncounted(ALARM_STEPS + gap_steps, now))
+    recalled_states, events = outcome(tmp_path, uncounted(ALARM_STEPS + gap_steps, now))
 
-    assert bool(found) == same
+    assert bool(recalled_states) == same
     assert ("set aside" in events[0]) != same
 
 
@@ -279,11 +287,11 @@ def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
 def test_the_last_save_is_made_though_the_end_came_during_another(
     alarmed: DerivationStates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, begun, go_on = Worker.call, threading.Event(), threading.Event()
+    calls, has_begun, go_on = Worker.call, threading.Event(), threading.Event()
 
     async def call(worker: Worker[Any], function: Callable[[], Any], timeout_seconds: float) -> Any:
         def slowly() -> Any:
-            begun.set()
+            has_begun.set()
             go_on.wait(30)
             return function()
 
@@ -295,15 +303,15 @@ def test_the_last_save_is_made_though_the_end_came_during_another(
         subject = StateKeeper(folder=tmp_path, clock=FixedClock(LAST), version="0", lock=free())
         go_on.set()
         await subject.recall(LAST)
-        begun.clear()
+        has_begun.clear()
         go_on.clear()
         saving = asyncio.create_task(subject.save(states(DerivationStates())))
-        assert await asyncio.to_thread(begun.wait, 30)
+        assert await asyncio.to_thread(has_begun.wait, 30)
         saving.cancel()
-        last = asyncio.create_task(subject.save(states(alarmed)))
+        last_save = asyncio.create_task(subject.save(states(alarmed)))
         await asyncio.sleep(0)
         go_on.set()
-        await last
+        await last_save
 
     with capture_logs() as lines:
         asyncio.run(live())

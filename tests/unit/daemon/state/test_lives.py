@@ -43,15 +43,15 @@ def taken_up(folder: Path, step: int = 2) -> tuple[dict[str, Any], list[str]]:
 
 
 def test_they_come_back_exactly_and_at_once_while_the_engine_is_down(tmp_path: Path) -> None:
-    before = crashed()
-    saved(tmp_path, **{ENGINE_RUN: before})
+    earlier_memory = crashed()
+    saved(tmp_path, **{ENGINE_RUN: earlier_memory})
 
-    found, _ = taken_up(tmp_path)
+    recalled_states, _ = taken_up(tmp_path)
 
-    assert found == {ENGINE_RUN: EngineMemory(runs=before.runs)}
-    assert found[ENGINE_RUN].runs.exits == {ExitReason.GONE: 2}
-    assert found[ENGINE_RUN].runs.restarts == 1
-    assert before.runs.exit_requests is None, "the newest run gave no page"
+    assert recalled_states == {ENGINE_RUN: EngineMemory(runs=earlier_memory.runs)}
+    assert recalled_states[ENGINE_RUN].runs.exits == {ExitReason.GONE: 2}
+    assert recalled_states[ENGINE_RUN].runs.restarts == 1
+    assert earlier_memory.runs.exit_requests is None, "the newest run gave no page"
 
 
 def test_the_requests_that_the_last_exit_cut_off_come_back(tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_they_go_on_when_what_the_detector_learned_is_of_another_run(alarmed: De
     old = make_state(alarmed, make_snapshot(ALARM_STEPS))
     STATE.write(tmp_path, replace(old, identity=replace(old.identity, models=("another",))))
 
-    found, _ = taken_up(tmp_path, ALARM_STEPS + 10)
+    recalled_states, _ = taken_up(tmp_path, ALARM_STEPS + 10)
 
-    assert found[ENGINE_RUN].runs.restarts == 1
+    assert recalled_states[ENGINE_RUN].runs.restarts == 1
     assert (tmp_path / STATE.name).exists(), "it waits until an engine is seen"
 
 

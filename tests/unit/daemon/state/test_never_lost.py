@@ -113,7 +113,7 @@ def test_a_clock_that_steps_by_years_does_no_harm(alarmed: DerivationStates, tmp
         tmp_path, make_state(alarmed, make_snapshot(ALARM_STEPS), saved_at_seconds=NEXT.time_seconds + years * YEARS)
     )
 
-    found, events = asyncio.run(recalled(tmp_path, NEXT))
+    recalled_states, events = asyncio.run(recalled(tmp_path, NEXT))
 
-    assert found == {}
+    assert recalled_states == {}
     assert [event.partition(",")[0] for event in events] == ["saved state set aside"]

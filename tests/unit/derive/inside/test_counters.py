@@ -39,10 +39,10 @@ def test_workers_of_one_gpu_count_together() -> None:
 
 
 def test_a_new_worker_counts_on_from_the_last_one() -> None:
-    first, second = worker(7, retries=4), worker(8, retries=1)
+    first_worker, second = worker(7, retries=4), worker(8, retries=1)
 
-    assert retries(here(first), here(second)) == 5.0
-    assert retries(here(first), ProbeReadings(present=(second,), others=(first,))) == 5.0
+    assert retries(here(first_worker), here(second)) == 5.0
+    assert retries(here(first_worker), ProbeReadings(present=(second,), others=(first_worker,))) == 5.0
 
 
 def test_what_a_worker_counted_before_it_died_is_in_its_last_file() -> None:
@@ -89,9 +89,9 @@ def test_what_is_remembered_is_bounded() -> None:
 def test_a_counter_never_falls(ticks: list[tuple[int, int, bool]]) -> None:
     state, total = Counts(), 0.0
     for pid, count, alive in ticks:
-        each = (worker(pid, retries=count),)
+        probes = (worker(pid, retries=count),)
         state, samples = derive_counters(
-            state, snapshot(probe=ProbeReadings(present=each) if alive else ProbeReadings(others=each))
+            state, snapshot(probe=ProbeReadings(present=probes) if alive else ProbeReadings(others=probes))
         )
         now = values(samples, catalog.ALLOCATOR_RETRIES)[A_GPU]
         assert now >= total

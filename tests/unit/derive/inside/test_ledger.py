@@ -16,9 +16,9 @@ from vllm_headroom.vocabulary import MemoryPart, Source
 SIZES = st.integers(0, 2**40)
 
 
-def parts_of(held: int | None = 1000, **known: int) -> dict[str, int]:
+def parts_of(held_bytes: int | None = 1000, **allocator_fields: int) -> dict[str, int]:
     facts: dict[str, Any] = dict.fromkeys(("allocated", "reserved", "split", "weights", "kv_cache", "graphs"))
-    return {str(part): value for part, value in build_ledger(Sums(**facts | known), held).items()}
+    return {str(part): value for part, value in build_ledger(Sums(**facts | allocator_fields), held_bytes).items()}
 
 
 WHOLE = {"allocated": 700, "reserved": 850, "split": 30, "weights": 300, "kv_cache": 350}
@@ -57,7 +57,7 @@ def test_graphs_larger_than_all_they_could_be_in_are_not_believed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("without", "gone"),
+    ("without", "missing_parts"),
     [
         ("weights", {"weights", "other_tensors"}),
         ("kv_cache", {"kv_cache", "other_tensors"}),
@@ -66,10 +66,10 @@ def test_graphs_larger_than_all_they_could_be_in_are_not_believed() -> None:
         ("split", {"fragmented", "cached"}),
     ],
 )
-def test_what_is_not_known_is_absent_with_its_remainder(without: str, gone: set[str]) -> None:
-    known = {name: value for name, value in WHOLE.items() if name != without}
+def test_what_is_not_known_is_absent_with_its_remainder(without: str, missing_parts: set[str]) -> None:
+    known_parts = {name: value for name, value in WHOLE.items() if name != without}
 
-    assert set(parts_of(**WHOLE)) - set(parts_of(**known)) == gone
+    assert set(parts_of(**WHOLE)) - set(parts_of(**known_parts)) == missing_parts
 
 
 def test_a_probe_that_has_not_looked_since_the_engine_fell_asleep_is_not_believed() -> None:
@@ -98,9 +98,9 @@ def test_figures_that_contradict_each_other_give_no_remainder() -> None:
 
 @given(SIZES, SIZES, SIZES, SIZES, SIZES, SIZES, st.none() | SIZES)
 def test_a_whole_ledger_sums_to_what_is_held(  # noqa: PLR0917 - each is a size
-    weights: int, kv_cache: int, other: int, split: int, cached: int, outside: int, graphs: int | None
+    weights: int, kv_cache: int, other_tensors: int, split: int, cached: int, outside: int, graphs: int | None
 ) -> None:
-    allocated = weights + kv_cache + other
+    allocated = weights + kv_cache + other_tensors
     reserved = allocated + split + cached
     sums = Sums(allocated=allocated, reserved=reserved, split=split, weights=weights, kv_cache=kv_cache, graphs=graphs)
 
@@ -111,17 +111,17 @@ def test_a_whole_ledger_sums_to_what_is_held(  # noqa: PLR0917 - each is a size
     assert set(MemoryPart) - ledger.keys() <= {MemoryPart.CUDA_GRAPHS}
 
 
-def device(**known: Any) -> AllocatorReading:
+def device(**reading_fields: Any) -> AllocatorReading:
     facts: dict[str, Any] = {"uuid": "GPU-a", "allocated_bytes": 700, "reserved_bytes": 850, "inactive_split_bytes": 30}
-    return AllocatorReading(**facts | known)
+    return AllocatorReading(**facts | reading_fields)
 
 
 PARTS = WorkerMeasurements(weights_bytes=300, kv_cache_bytes=350)
 
 
 def inside(*present: Any, card: Gpu | None = None) -> Inside | None:
-    seen = gpu(used=1000) if card is None else card
-    gpus_with_inside = add_inside((seen,), ProbeReadings(present=present))
+    gpu_sample = gpu(used=1000) if card is None else card
+    gpus_with_inside = add_inside((gpu_sample,), ProbeReadings(present=present))
     assert not isinstance(gpus_with_inside, Failure)
     return gpus_with_inside[0].inside
 
@@ -182,8 +182,8 @@ def test_what_was_measured_awake_is_not_held_asleep() -> None:
 
 
 def test_without_a_word_from_inside_gpus_stay_as_they_are() -> None:
-    seen = (gpu(),)
+    gpus = (gpu(),)
 
-    assert add_inside(seen, None) is seen
-    assert add_inside(seen, failure(Source.PROBE)) is seen
+    assert add_inside(gpus, None) is gpus
+    assert add_inside(gpus, failure(Source.PROBE)) is gpus
     assert add_inside(failure(Source.NVML), ProbeReadings()) == failure(Source.NVML)

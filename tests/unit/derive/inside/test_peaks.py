@@ -51,13 +51,13 @@ def derived(
     *works: WorkPeaks, free: int = GIB, unused: int = 0, reserved_now: int | None = None, **limits: Any
 ) -> tuple[Sample, ...]:
     """The samples of a GPU with so much free memory, and so much that torch holds unused."""
-    known = {"batch_tokens": 8192, "model_tokens": 16_384} | limits
+    peak_limits = {"batch_tokens": 8192, "model_tokens": 16_384} | limits
     peaks = PeakReadings(
         works=works,
         resting_allocated_bytes=10 * GIB,
         resting_reserved_bytes=10 * GIB + unused + MIB,
         resting_split_bytes=MIB,
-        **known,
+        **peak_limits,
     )
     process = probed(devices=(AllocatorReading(uuid="gpu-A"),), peaks=peaks)
     inside = Inside(reserved_bytes=reserved_now) if reserved_now is not None else None

@@ -36,8 +36,8 @@ def standing(*files: ProbedProcess, processes: tuple[EngineProcess, ...] | Failu
     )
 
 
-def aged(seconds: float, **known: Any) -> ProbedProcess:
-    return probed(written_at_seconds=NOW - seconds, **known)
+def aged(seconds: float, **probe_fields: Any) -> ProbedProcess:
+    return probed(written_at_seconds=NOW - seconds, **probe_fields)
 
 
 @pytest.mark.parametrize(

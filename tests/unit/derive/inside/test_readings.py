@@ -36,7 +36,7 @@ BUDGET: Final[dict[str, Any]] = {"gpu_memory_utilization_ratio": 0.9}
 
 
 @pytest.mark.parametrize(
-    ("told", "within", "configured", "expected"),
+    ("engine_reading", "inside", "configured", "expected"),
     [
         (engine(memory_bytes=880.0, **BUDGET), KNOWN, 500.0, {(*A_GPU, "metric"): 880.0}),
         (engine(**BUDGET), KNOWN, 500.0, {(*A_GPU, "probe"): 800.0}),
@@ -47,9 +47,12 @@ BUDGET: Final[dict[str, Any]] = {"gpu_memory_utilization_ratio": 0.9}
     ],
 )
 def test_reported_is_the_first_there_is(
-    told: EngineReading, within: Inside | None, configured: float | None, expected: dict[tuple[str, ...], float]
+    engine_reading: EngineReading,
+    inside: Inside | None,
+    configured: float | None,
+    expected: dict[tuple[str, ...], float],
 ) -> None:
-    sample = snapshot(engines=page(told), gpus=(gpu(used=950, inside=within),))
+    sample = snapshot(engines=page(engine_reading), gpus=(gpu(used=950, inside=inside),))
 
     samples = derive_discrepancy(sample, configured_bytes=configured)
 

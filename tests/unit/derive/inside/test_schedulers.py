@@ -15,20 +15,20 @@ from vllm_headroom.model import EngineOptions, EnginePage, Gpu, Inside, ProbedPr
 from vllm_headroom.vocabulary import MemoryPart, Source
 
 
-def core(rank: int | None = 0, **known: Any) -> ProbedProcess:
-    return probed(data_parallel_rank=rank, scheduler=SchedulerReading(**known))
+def core(rank: int | None = 0, **scheduler_fields: Any) -> ProbedProcess:
+    return probed(data_parallel_rank=rank, scheduler=SchedulerReading(**scheduler_fields))
 
 
 def test_one_engine_and_one_core_belong_together() -> None:
     schedulers = find_schedulers(page(engine("0")), (probed(), core(None, steps_total=5)))
 
-    assert {labels: each.steps_total for labels, each in schedulers.items()} == {AN_ENGINE: 5}
+    assert {labels: scheduler.steps_total for labels, scheduler in schedulers.items()} == {AN_ENGINE: 5}
 
 
 def test_several_engines_are_reported_by_their_ranks() -> None:
     schedulers = find_schedulers(page(engine("0"), engine("1")), (core(1, steps_total=7), core(None, steps_total=9)))
 
-    assert {labels: each.steps_total for labels, each in schedulers.items()} == {("m", "1"): 7}
+    assert {labels: scheduler.steps_total for labels, scheduler in schedulers.items()} == {("m", "1"): 7}
 
 
 def test_steps_come_to_the_page_the_last_word_of_a_silent_core_too() -> None:
@@ -39,14 +39,14 @@ def test_steps_come_to_the_page_the_last_word_of_a_silent_core_too() -> None:
     )
 
     assert isinstance(completed_page, EnginePage)
-    assert [each.steps_total for each in completed_page.engines] == [3.0, 7.0, None]
+    assert [engine_reading.steps_total for engine_reading in completed_page.engines] == [3.0, 7.0, None]
 
 
 def test_without_a_probe_or_a_page_nothing_changes() -> None:
-    seen = page(engine())
+    engine_page = page(engine())
 
-    assert complete_page(seen, None, None) == seen
-    assert complete_page(seen, failure(Source.PROBE), None) == seen
+    assert complete_page(engine_page, None, None) == engine_page
+    assert complete_page(engine_page, failure(Source.PROBE), None) == engine_page
     assert complete_page(failure(Source.ENGINE), ProbeReadings(), EngineOptions(max_num_seqs=1)) == failure(
         Source.ENGINE
     )
@@ -59,9 +59,9 @@ def more(probe: ProbeReadings | None, running: float = 10.0) -> float | None:
     ).get(AN_ENGINE)
 
 
-@pytest.mark.parametrize(("most", "expected"), [(64, 54), (1000, 90), (10, 0), (8, 0), (None, 90)])
-def test_no_more_fit_than_the_batch_admits(most: int | None, expected: float) -> None:
-    assert more(ProbeReadings(present=(core(max_num_seqs=most),))) == expected
+@pytest.mark.parametrize(("max_num_seqs", "expected"), [(64, 54), (1000, 90), (10, 0), (8, 0), (None, 90)])
+def test_no_more_fit_than_the_batch_admits(max_num_seqs: int | None, expected: float) -> None:
+    assert more(ProbeReadings(present=(core(max_num_seqs=max_num_seqs),))) == expected
     assert more(None) == 90
 
 
@@ -93,9 +93,10 @@ def test_a_tokens_bytes_are_configured_measured_or_reported_by_the_model_in_this
 
 
 @pytest.mark.parametrize(
-    ("first", "tokens"), [(make_gpu(None), 1000.0), (gpu(), 1000.0), (make_gpu(0), 1000.0), (make_gpu(1_000_000), None)]
+    ("first_gpu", "tokens"),
+    [(make_gpu(None), 1000.0), (gpu(), 1000.0), (make_gpu(0), 1000.0), (make_gpu(1_000_000), None)],
 )
-def test_a_cache_that_is_known_in_part_measures_nothing(first: Gpu, tokens: float | None) -> None:
-    second = make_gpu(0 if first == make_gpu(0) else 3_000_000, "GPU-b")
+def test_a_cache_that_is_known_in_part_measures_nothing(first_gpu: Gpu, tokens: float | None) -> None:
+    second = make_gpu(0 if first_gpu == make_gpu(0) else 3_000_000, "GPU-b")
 
-    assert capacity(first, second, tokens=tokens)[("m", "1")] == 21_000.0
+    assert capacity(first_gpu, second, tokens=tokens)[("m", "1")] == 21_000.0

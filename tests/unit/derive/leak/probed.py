@@ -32,16 +32,16 @@ def look(
     seconds: float = SECONDS,
     awake: bool = True,
     restarts: int = 0,
-    known: bool = True,
+    is_known: bool = True,
 ) -> Snapshot:
     tensors, fragments, outside = (int(part) for part in grown)
     allocated, reserved = BASE + tensors, BASE + 10**9 + tensors + fragments + int(cached)
-    held, parts = reserved + 10**9 + outside, ((MemoryPart.FRAGMENTED, fragments),)
-    inside = Inside(allocated_bytes=allocated, reserved_bytes=reserved, parts=parts) if known else None
+    held_bytes, parts = reserved + 10**9 + outside, ((MemoryPart.FRAGMENTED, fragments),)
+    inside = Inside(allocated_bytes=allocated, reserved_bytes=reserved, parts=parts) if is_known else None
     sample = snapshot(
         at=at * seconds,
         engines=page(engine(running=30.0, finished_total=at * 50.0, awake=awake)),
-        gpus=(gpu(total=TOTAL, used=held, inside=inside),),
+        gpus=(gpu(total=TOTAL, used=held_bytes, inside=inside),),
     )
     return replace(sample, engine_status=EngineStatus(state=EngineState.SERVING, restarts=restarts))
 

@@ -52,13 +52,13 @@ def records(seed: int, hours: float) -> Shape:
 def readings(shape: Shape, hours: float, *, start: float = 0.0, rate: float = RATE) -> Iterator[Observation]:
     for number in range(int(hours * HOUR / STEP)):
         seconds = start + number * STEP
-        held = int(BASE + shape(seconds - start))
+        held_bytes = int(BASE + shape(seconds - start))
         yield Observation(
             seconds=seconds,
-            held_bytes=held,
+            held_bytes=held_bytes,
             finished_total=float(int((seconds - start) * rate)),
             run_id="1",
-            room_bytes=max(0, TOTAL - held),
+            room_bytes=max(0, TOTAL - held_bytes),
         )
 
 
@@ -72,8 +72,10 @@ class Course:
 
     def first(self, verdict: Certainty) -> float | None:
         """Return the hours until the verdict was first reached."""
-        found = next((number for number, each in enumerate(self.verdicts) if each >= verdict), None)
-        return None if found is None else found * STEP / HOUR
+        first_number = next(
+            (number for number, reached_verdict in enumerate(self.verdicts) if reached_verdict >= verdict), None
+        )
+        return None if first_number is None else first_number * STEP / HOUR
 
     @property
     def worst(self) -> Certainty:

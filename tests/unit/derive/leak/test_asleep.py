@@ -39,11 +39,14 @@ def looks(hours: float, lost: Shape, cached: Shape, sleeps: Sleeps, *, started: 
         asleep = sleeps(seconds)
         awake_seconds += 0.0 if asleep else STEP
         size = int(lost(awake_seconds) + (KEPT if asleep else BASE + cached(seconds)))
-        told = engine(running=0.0 if asleep else 80.0, finished_total=awake_seconds * RATE, awake=not asleep)
+        engine_reading = engine(running=0.0 if asleep else 80.0, finished_total=awake_seconds * RATE, awake=not asleep)
         gpu_sample = gpu(total=TOTAL, used=size, engine=size, other=0)
-        told = replace(told, started_at_seconds=1.0 + started)
+        engine_reading = replace(engine_reading, started_at_seconds=1.0 + started)
         yield snapshot(
-            at=seconds, engines=page(told), gpus=(gpu_sample,), engine_status=EngineStatus(state=EngineState.SERVING)
+            at=seconds,
+            engines=page(engine_reading),
+            gpus=(gpu_sample,),
+            engine_status=EngineStatus(state=EngineState.SERVING),
         )
 
 
@@ -51,16 +54,18 @@ def derive_over_time(
     snapshots: Iterator[Snapshot], state: LeakMemory | None = None
 ) -> Iterator[tuple[LeakMemory, tuple[Sample, ...]]]:
     state = state or LeakMemory()
-    for each in snapshots:
-        state, samples = derive_leaks(state, each)
+    for tick_snapshot in snapshots:
+        state, samples = derive_leaks(state, tick_snapshot)
         yield state, samples
 
 
 def states(snapshots: Iterator[Snapshot], state: LeakMemory | None = None) -> list[LeakState]:
     """Return the state after each reading, but for those asleep."""
     shown = (values(samples, catalog.LEAK_STATE) for _, samples in derive_over_time(snapshots, state))
-    found = [next(LeakState(labels[-1]) for labels, value in each.items() if value) for each in shown]
-    return [each for each in found if each is not LeakState.ASLEEP]
+    leak_states = [
+        next(LeakState(labels[-1]) for labels, value in state_values.items() if value) for state_values in shown
+    ]
+    return [leak_state for leak_state in leak_states if leak_state is not LeakState.ASLEEP]
 
 
 def test_a_leak_beneath_a_cache_that_each_sleep_empties_is_found_and_stays_one() -> None:
@@ -72,10 +77,10 @@ def test_a_leak_beneath_a_cache_that_each_sleep_empties_is_found_and_stays_one()
 
 
 def test_its_figures_are_those_of_what_is_kept() -> None:
-    *_, (_, last) = derive_over_time(looks(7, leak, cache, in_rollouts))
+    *_, (_, last_samples) = derive_over_time(looks(7, leak, cache, in_rollouts))
 
     awake = 1 - ASLEEP / EVERY
-    assert values(last, catalog.LEAK_RATE)[A_GPU] == pytest.approx(LEAK * RATE * awake, rel=0.1)
+    assert values(last_samples, catalog.LEAK_RATE)[A_GPU] == pytest.approx(LEAK * RATE * awake, rel=0.1)
 
 
 def test_a_cache_that_each_sleep_empties_is_no_leak() -> None:
@@ -90,8 +95,11 @@ def test_the_room_is_what_is_left_awake() -> None:
 
 def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> None:
     def crowded(snapshots: Iterator[Snapshot]) -> Iterator[Snapshot]:
-        for each in snapshots:
-            yield replace(each, gpus=tuple(replace(gpu, engine_bytes=None, process_count=2) for gpu in each.owned_gpus))
+        for tick_snapshot in snapshots:
+            yield replace(
+                tick_snapshot,
+                gpus=tuple(replace(gpu, engine_bytes=None, process_count=2) for gpu in tick_snapshot.owned_gpus),
+            )
 
     *_, (state, _) = derive_over_time(crowded(looks(1, leak, cache, in_rollouts)))
     leak_states = states(crowded(looks(3.2, leak, flat, twice)))
@@ -129,36 +137,37 @@ def test_what_grew_awake_counts_on_after_a_sleep_before_an_alarm_and_under_one()
 
 def over_a_sleep(change: Callable[[Snapshot], Snapshot]) -> tuple[list[LeakState], list[LeakState]]:
     """Return what is said before the second sleep and after it, from which on the readings are changed."""
-    seen = list(looks(3.2, leak, warm, twice))
+    all_snapshots = list(looks(3.2, leak, warm, twice))
     falls = int(2.5 * HOUR / STEP)
-    leak_states = states(iter([*seen[:falls], *map(change, seen[falls:])]))
-    after = len(seen) - int(2.6 * HOUR / STEP)
-    return leak_states[:-after], leak_states[-after:]
+    leak_states = states(iter([*all_snapshots[:falls], *map(change, all_snapshots[falls:])]))
+    readings_after = len(all_snapshots) - int(2.6 * HOUR / STEP)
+    return leak_states[:-readings_after], leak_states[-readings_after:]
 
 
 def test_an_alarm_ends_with_a_sleep_that_gave_back_what_had_grown() -> None:
     def given_back(sample: Snapshot) -> Snapshot:
-        (held,) = sample.owned_gpus
-        assert held.engine_bytes is not None
-        size = KEPT if held.engine_bytes < BASE / 2 else BASE
+        (sleeping_gpu,) = sample.owned_gpus
+        assert sleeping_gpu.engine_bytes is not None
+        size = KEPT if sleeping_gpu.engine_bytes < BASE / 2 else BASE
         return replace(sample, gpus=(gpu(total=TOTAL, used=size, engine=size, other=0),))
 
-    before, after = over_a_sleep(given_back)
+    states_before, states_after = over_a_sleep(given_back)
 
-    assert before[-1] is LeakState.LEAKING
-    assert LeakState.LEAKING not in after[int(600 / STEP) :]
+    assert states_before[-1] is LeakState.LEAKING
+    assert LeakState.LEAKING not in states_after[int(600 / STEP) :]
 
 
 def test_what_is_kept_before_the_engine_has_worked_is_reported_and_measures_nothing() -> None:
     """Its first use of kernels takes what the sleeps after it keep as well."""
     *asleep, awake = looks(0.1, flat, flat, lambda seconds: seconds < 0.1 * HOUR - STEP)
-    begun = (
-        replace(each, engine_status=EngineStatus(state=EngineState.ASLEEP, is_in_service=False)) for each in asleep
+    unserved_snapshots = (
+        replace(tick_snapshot, engine_status=EngineStatus(state=EngineState.ASLEEP, is_in_service=False))
+        for tick_snapshot in asleep
     )
-    *_, (before, kept) = derive_over_time(begun)
-    *_, (after, _) = derive_over_time(iter([awake]), before)
+    *_, (memory_before, asleep_samples) = derive_over_time(unserved_snapshots)
+    *_, (memory_after, _) = derive_over_time(iter([awake]), memory_before)
 
-    assert values(kept, catalog.SLEEP_RESIDUE) == {A_GPU: KEPT}
-    assert values(kept, catalog.LEAK_STATE)[(*A_GPU, "asleep")] == 1.0
-    assert after.sleep.least_bytes == {"GPU-a": KEPT}
-    assert not after.asleep
+    assert values(asleep_samples, catalog.SLEEP_RESIDUE) == {A_GPU: KEPT}
+    assert values(asleep_samples, catalog.LEAK_STATE)[(*A_GPU, "asleep")] == 1.0
+    assert memory_after.sleep.least_bytes == {"GPU-a": KEPT}
+    assert not memory_after.asleep

@@ -33,29 +33,31 @@ def with_pool(size_bytes: float, role: Role | None = Role.WORKER) -> Change:
 def judge_worker(size_bytes: float) -> Verdict:
     """Return the verdict on host memory after two hours in which a worker with a pool of this size grew."""
     change = with_pool(size_bytes)
-    *_, last = run(2, leak, change)
+    *_, last_samples = run(2, leak, change)
     worker = EngineProcess(pid=7, role=Role.WORKER, rss_bytes=BASE, started_at_seconds=1.0)
-    seen = replace(change(seen_last(), 0.0), processes=(worker,))
-    (verdict,) = (verdict for verdict in judge_snapshot(seen, Values(last)) if verdict.subject == "host memory")
+    last_snapshot = replace(change(seen_last(), 0.0), processes=(worker,))
+    (verdict,) = (
+        verdict for verdict in judge_snapshot(last_snapshot, Values(last_samples)) if verdict.subject == "host memory"
+    )
     return verdict
 
 
 @pytest.mark.parametrize(("share", "state"), [(1.0, "growing"), (0.7, "leaking")], ids=["within", "beyond"])
 def test_growth_is_no_alarm_before_it_exceeds_what_the_configured_pools_may_fill(share: float, state: str) -> None:
-    *_, last = run(2, leak, with_pool(share * FILLED))
+    *_, last_samples = run(2, leak, with_pool(share * FILLED))
 
-    assert states(last, catalog.HOST_LEAK_STATE) == {state}
-    assert states(last) == {"leaking"}, "a pool in host memory says nothing of the GPU"
-    left = values(last, catalog.LEAK_BOUND)[("", "", "worker")]
-    assert left == pytest.approx(max(0.0, share * FILLED - FILLED), abs=50 * MIB)
+    assert states(last_samples, catalog.HOST_LEAK_STATE) == {state}
+    assert states(last_samples) == {"leaking"}, "a pool in host memory says nothing of the GPU"
+    bound_bytes = values(last_samples, catalog.LEAK_BOUND)[("", "", "worker")]
+    assert bound_bytes == pytest.approx(max(0.0, share * FILLED - FILLED), abs=50 * MIB)
 
 
 def test_a_pool_on_the_gpu_bounds_it_and_none_known_is_absent() -> None:
-    *_, last = run(2, leak, with_pool(2 * FILLED, None))
+    *_, last_samples = run(2, leak, with_pool(2 * FILLED, None))
     *_, without = run(0.1, leak)
 
-    assert states(last) == {"growing"}
-    assert values(last, catalog.LEAK_BOUND)[(*A_GPU, "")] == pytest.approx(FILLED, abs=50 * MIB)
+    assert states(last_samples) == {"growing"}
+    assert values(last_samples, catalog.LEAK_BOUND)[(*A_GPU, "")] == pytest.approx(FILLED, abs=50 * MIB)
     assert not values(without, catalog.LEAK_BOUND)
 
 
@@ -89,10 +91,10 @@ def with_a_job(snapshot: Snapshot, seconds: float) -> Snapshot:
 
 
 def test_an_alarm_is_held_while_another_process_comes_and_goes() -> None:
-    said = [states(samples) for samples in run(3, leak, with_a_job)]
+    states_over_time = [states(samples) for samples in run(3, leak, with_a_job)]
 
-    assert {"leaking"} in said
-    assert all(state == {"leaking"} for state in said[said.index({"leaking"}) :])
+    assert {"leaking"} in states_over_time
+    assert all(state == {"leaking"} for state in states_over_time[states_over_time.index({"leaking"}) :])
 
 
 def unattribute(gpu: Gpu, count: int | None) -> Gpu:
@@ -100,23 +102,27 @@ def unattribute(gpu: Gpu, count: int | None) -> Gpu:
 
 
 def seen_last() -> Snapshot:
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
 
     def keep(snapshot: Snapshot, _seconds: float) -> Snapshot:
-        found.append(snapshot)
+        snapshots.append(snapshot)
         return snapshot
 
     list(run(0.01, leak, keep))
-    return found[-1]
+    return snapshots[-1]
 
 
 def test_a_card_whose_holders_are_unknown_fills_as_surely_and_the_sentence_blames_nobody() -> None:
-    told = list(run(3, leak, unknown_holders))
-    seen = unknown_holders(seen_last(), 0.0)
+    samples_over_time = list(run(3, leak, unknown_holders))
+    last_snapshot = unknown_holders(seen_last(), 0.0)
 
-    (verdict,) = (verdict for verdict in judge_snapshot(seen, Values(told[-1])) if verdict.subject == "GPU 0")
+    (verdict,) = (
+        verdict
+        for verdict in judge_snapshot(last_snapshot, Values(samples_over_time[-1]))
+        if verdict.subject == "GPU 0"
+    )
 
-    assert states(told[-1]) == {"leaking"}
+    assert states(samples_over_time[-1]) == {"leaking"}
     assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuMemoryLeak")
     assert verdict.sentence.startswith(
         "GPU 0 fills by 440 MiB an hour (by whom is not known; every process on it is affected): out of memory in "
@@ -124,8 +130,8 @@ def test_a_card_whose_holders_are_unknown_fills_as_surely_and_the_sentence_blame
 
 
 def test_what_fills_such_a_card_by_no_known_rate_is_a_sentence_too() -> None:
-    *_, last = run(3, leak, unknown_holders)
-    states_alone = tuple(sample for sample in last if sample.metric is catalog.LEAK_STATE)
+    *_, last_samples = run(3, leak, unknown_holders)
+    states_alone = tuple(sample for sample in last_samples if sample.metric is catalog.LEAK_STATE)
 
     (verdict,) = (
         verdict
@@ -137,11 +143,14 @@ def test_what_fills_such_a_card_by_no_known_rate_is_a_sentence_too() -> None:
 
 
 def test_growth_that_the_probe_sees_inside_the_engine_is_the_engines_on_any_card() -> None:
-    told = [*list(run(3, leak, unknown_holders))[-1], Sample(catalog.LEAK_LOCATION, ("0", "GPU-a", "tensors"), 1.0)]
+    last_samples = [
+        *list(run(3, leak, unknown_holders))[-1],
+        Sample(catalog.LEAK_LOCATION, ("0", "GPU-a", "tensors"), 1.0),
+    ]
 
     (verdict,) = (
         verdict
-        for verdict in judge_snapshot(unknown_holders(seen_last(), 0.0), Values(told))
+        for verdict in judge_snapshot(unknown_holders(seen_last(), 0.0), Values(last_samples))
         if verdict.subject == "GPU 0"
     )
 
@@ -149,6 +158,6 @@ def test_growth_that_the_probe_sees_inside_the_engine_is_the_engines_on_any_card
 
 
 def test_the_only_process_on_a_card_is_the_engine() -> None:
-    *_, last = run(3, leak, only_process)
+    *_, last_samples = run(3, leak, only_process)
 
-    assert states(last) == {"leaking"}
+    assert states(last_samples) == {"leaking"}

@@ -64,13 +64,13 @@ def test_exactly_one_state_is_1_and_all_are_there() -> None:
 
 
 def test_a_leak_goes_from_warming_up_through_growing_to_leaking_on_gpu_and_host() -> None:
-    said = list(run(2, leak, on_host(TOTAL)))
+    samples_over_time = list(run(2, leak, on_host(TOTAL)))
 
     for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE):
-        order = list(dict.fromkeys(state for samples in said for state in states(samples, metric)))
+        order = list(dict.fromkeys(state for samples in samples_over_time for state in states(samples, metric)))
         assert [state for state in order if state != "stable"] == ["warming_up", "growing", "leaking"]
-    assert values(said[-1], catalog.LEAK_PER_REQUEST)[A_GPU] == pytest.approx(LEAK, rel=0.05)
-    assert values(said[-1], catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(LEAK * RATE, rel=0.05)
+    assert values(samples_over_time[-1], catalog.LEAK_PER_REQUEST)[A_GPU] == pytest.approx(LEAK, rel=0.05)
+    assert values(samples_over_time[-1], catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(LEAK * RATE, rel=0.05)
 
 
 def on_host(limit_bytes: int | None, *, file_bytes: int = 0) -> Change:
@@ -87,22 +87,24 @@ def on_host(limit_bytes: int | None, *, file_bytes: int = 0) -> Change:
 
 
 def test_the_time_until_the_kernel_kills_is_reported_where_the_limit_is_known() -> None:
-    *_, known = run(2, leak, on_host(TOTAL))
+    *_, last_samples = run(2, leak, on_host(TOTAL))
     *_, unknown = run(2, leak, on_host(None))
 
-    left = (TOTAL - BASE - leak(2 * 3600)) / (LEAK * RATE)
-    assert values(known, catalog.HOST_TIME_TO_OOM)[()] == pytest.approx(left, rel=0.15)
-    assert 0 < values(known, catalog.HOST_TIME_TO_OOM_LOWER)[()] < left
+    expected_seconds = (TOTAL - BASE - leak(2 * 3600)) / (LEAK * RATE)
+    assert values(last_samples, catalog.HOST_TIME_TO_OOM)[()] == pytest.approx(expected_seconds, rel=0.15)
+    assert 0 < values(last_samples, catalog.HOST_TIME_TO_OOM_LOWER)[()] < expected_seconds
     assert not values(unknown, catalog.HOST_TIME_TO_OOM)
     assert values(unknown, catalog.HOST_LEAK_RATE)
 
 
 def test_the_time_left_counts_down_between_two_estimates() -> None:
     """An estimate is made every two minutes; each block of half a minute takes its time from it."""
-    said = list(run(2, leak, on_host(TOTAL)))
+    samples_over_time = list(run(2, leak, on_host(TOTAL)))
 
     for metric in (catalog.TIME_TO_OOM, catalog.HOST_TIME_TO_OOM):
-        times = [left for samples in said[-30:] for left in values(samples, metric).values()]
+        times = [
+            seconds_left for samples in samples_over_time[-30:] for seconds_left in values(samples, metric).values()
+        ]
         assert len(times) == 30, "there is one in each sample"
         assert times[0] - times[-1] == pytest.approx(29 * STEP, abs=150)
         assert len(set(times)) >= 30 * STEP / 30 - 1
@@ -115,17 +117,19 @@ def test_the_time_left_is_there_soon_after_the_room_is_known() -> None:
         is_lost = seconds % 120 < 30  # every estimate is made within these
         return replace(on_host(TOTAL)(sample, seconds), **({"host": None} if is_lost else {}))
 
-    told = [bool(values(samples, catalog.HOST_TIME_TO_OOM)) for samples in run(2, leak, fails)][-16:]
+    has_time_left = [bool(values(samples, catalog.HOST_TIME_TO_OOM)) for samples in run(2, leak, fails)][-16:]
 
-    assert sum(told) >= 8
+    assert sum(has_time_left) >= 8
 
 
 def test_the_kernel_kills_at_the_last_page() -> None:
     """A GPU's allocator fails with some 100 MiB left, which a slow leak takes a quarter of an hour for."""
-    *_, last = run(2, leak, on_host(int(BASE + leak(2 * 3600)) + 64 * MIB))
+    *_, last_samples = run(2, leak, on_host(int(BASE + leak(2 * 3600)) + 64 * MIB))
 
-    left = 64 * MIB / (LEAK * RATE)
-    assert values(last, catalog.HOST_TIME_TO_OOM)[()] == pytest.approx(left, abs=130), "told by a block of two minutes"
+    expected_seconds = 64 * MIB / (LEAK * RATE)
+    assert values(last_samples, catalog.HOST_TIME_TO_OOM)[()] == pytest.approx(expected_seconds, abs=130), (
+        "told by a block of two minutes"
+    )
 
 
 def test_two_roles_that_leak_fill_the_limit_twice_as_fast() -> None:
@@ -144,9 +148,9 @@ def test_two_roles_that_leak_fill_the_limit_twice_as_fast() -> None:
 
 
 def test_a_limit_that_is_reached_leaves_no_time() -> None:
-    *_, last = run(2, leak, on_host(int(BASE)))
+    *_, last_samples = run(2, leak, on_host(int(BASE)))
 
-    assert values(last, catalog.HOST_TIME_TO_OOM) == {(): 0.0}
+    assert values(last_samples, catalog.HOST_TIME_TO_OOM) == {(): 0.0}
 
 
 @pytest.mark.parametrize("late", [0.0, 5.0, 15.0], ids=["in time", "late", "on a busy machine"])
@@ -190,10 +194,13 @@ def test_weights_that_are_mapped_from_disk_are_no_growth() -> None:
         (worker,) = on_host(TOTAL, file_bytes=int(seconds * 10**8))(sample, seconds).processes  # type: ignore[misc]
         return replace(sample, processes=(worker,), host=HostMemory(used_bytes=int(BASE), limit_bytes=TOTAL))
 
-    said = list(run(2, lambda _: 0.0, maps_more))
+    samples_over_time = list(run(2, lambda _: 0.0, maps_more))
 
-    assert {state for samples in said for state in states(samples, catalog.HOST_LEAK_STATE)} <= {"warming_up", "stable"}
-    assert not any(values(samples, catalog.HOST_TIME_TO_OOM) for samples in said)
+    assert {state for samples in samples_over_time for state in states(samples, catalog.HOST_LEAK_STATE)} <= {
+        "warming_up",
+        "stable",
+    }
+    assert not any(values(samples, catalog.HOST_TIME_TO_OOM) for samples in samples_over_time)
 
 
 def test_a_leak_that_is_swapped_out_is_one() -> None:
@@ -201,14 +208,14 @@ def test_a_leak_that_is_swapped_out_is_one() -> None:
 
     def swaps(sample: Snapshot, seconds: float) -> Snapshot:
         (worker,) = on_host(None)(sample, seconds).processes  # type: ignore[misc]
-        kept = 60 * MIB
-        swapped = replace(worker, rss_bytes=kept, swap_bytes=int(leak(8 * seconds)))
-        return replace(sample, processes=(swapped,), host=HostMemory(used_bytes=kept))
+        resident_bytes = 60 * MIB
+        swapped = replace(worker, rss_bytes=resident_bytes, swap_bytes=int(leak(8 * seconds)))
+        return replace(sample, processes=(swapped,), host=HostMemory(used_bytes=resident_bytes))
 
-    *_, last = run(2, leak, swaps)
+    *_, last_samples = run(2, leak, swaps)
 
-    assert "leaking" in states(last, catalog.HOST_LEAK_STATE)
-    assert values(last, catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(8 * LEAK * RATE, rel=0.05)
+    assert "leaking" in states(last_samples, catalog.HOST_LEAK_STATE)
+    assert values(last_samples, catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(8 * LEAK * RATE, rel=0.05)
 
 
 def test_the_figures_of_a_leak_are_absent_unless_it_grows() -> None:
@@ -217,9 +224,9 @@ def test_the_figures_of_a_leak_are_absent_unless_it_grows() -> None:
 
 
 def test_they_are_all_there_while_it_leaks() -> None:
-    *_, last = run(2, leak)
+    *_, last_samples = run(2, leak)
 
-    assert all(values(last, metric) for metric in FAMILY)
+    assert all(values(last_samples, metric) for metric in FAMILY)
 
 
 def test_a_gpu_that_is_not_the_engines_or_cannot_be_read_has_no_series() -> None:
@@ -239,9 +246,13 @@ def test_memory_that_is_unknown_for_now_is_unknown_and_keeps_the_verdict() -> No
             return sample
         return replace(sample, gpus=(gpu(total=TOTAL, used=TOTAL // 2, held=None),))
 
-    *_, before, unknown, after = run(2, leak, forget)
+    *_, samples_before, unknown, samples_after = run(2, leak, forget)
 
-    assert [states(samples) for samples in (before, unknown, after)] == [{"leaking"}, {"unknown"}, {"leaking"}]
+    assert [states(samples) for samples in (samples_before, unknown, samples_after)] == [
+        {"leaking"},
+        {"unknown"},
+        {"leaking"},
+    ]
     assert not values(unknown, catalog.LEAK_RATE)
 
 
@@ -249,9 +260,9 @@ def test_a_sleeping_engine_is_asleep() -> None:
     def sleep(sample: Snapshot, seconds: float) -> Snapshot:
         return replace(sample, engines=page(engine(running=0.0, awake=False))) if seconds > 1800 else sample
 
-    *_, last = run(0.6, lambda _: 0.0, sleep)
+    *_, last_samples = run(0.6, lambda _: 0.0, sleep)
 
-    assert states(last) == {"asleep"}
+    assert states(last_samples) == {"asleep"}
 
 
 def test_changing_load_is_unsettled_and_level_load_is_stable() -> None:
@@ -259,33 +270,33 @@ def test_changing_load_is_unsettled_and_level_load_is_stable() -> None:
         running = 80.0 if seconds < 3600 else 20.0
         return replace(sample, engines=page(engine(running=running, finished_total=seconds * RATE)))
 
-    said = list(run(1.3, lambda _: 0.0, change))
+    samples_over_time = list(run(1.3, lambda _: 0.0, change))
 
-    assert states(said[int(3500 / STEP)]) == {"stable"}
-    assert values(said[int(3500 / STEP)], catalog.LOAD_STABLE) == {(): 1.0}
-    assert states(said[int(3900 / STEP)]) == {"unsettled"}
-    assert values(said[int(3900 / STEP)], catalog.LOAD_STABLE) == {(): 0.0}
-    assert values(said[-1], catalog.LOAD_STABLE) == {(): 1.0}
+    assert states(samples_over_time[int(3500 / STEP)]) == {"stable"}
+    assert values(samples_over_time[int(3500 / STEP)], catalog.LOAD_STABLE) == {(): 1.0}
+    assert states(samples_over_time[int(3900 / STEP)]) == {"unsettled"}
+    assert values(samples_over_time[int(3900 / STEP)], catalog.LOAD_STABLE) == {(): 0.0}
+    assert values(samples_over_time[-1], catalog.LOAD_STABLE) == {(): 1.0}
 
 
 def test_the_delta_counts_from_when_load_became_stable() -> None:
-    said = list(run(0.5, leak))
-    became = next(turn for turn, samples in enumerate(said) if values(samples, catalog.LOAD_STABLE))
+    samples_over_time = list(run(0.5, leak))
+    became = next(turn for turn, samples in enumerate(samples_over_time) if values(samples, catalog.LOAD_STABLE))
 
-    assert values(said[became], catalog.MEMORY_DELTA) == {A_GPU: 0.0}
-    grown = leak(len(said) * STEP - STEP) - leak(became * STEP)
-    assert values(said[-1], catalog.MEMORY_DELTA)[A_GPU] == pytest.approx(grown, abs=2)
+    assert values(samples_over_time[became], catalog.MEMORY_DELTA) == {A_GPU: 0.0}
+    grown = leak(len(samples_over_time) * STEP - STEP) - leak(became * STEP)
+    assert values(samples_over_time[-1], catalog.MEMORY_DELTA)[A_GPU] == pytest.approx(grown, abs=2)
 
 
 def test_load_is_unknown_without_the_page_and_before_ten_minutes() -> None:
     def deafen(sample: Snapshot, seconds: float) -> Snapshot:
         return replace(sample, engines=failure(Source.ENGINE)) if seconds > 1200 else sample
 
-    said = list(run(0.4, lambda _: 0.0, deafen))
+    samples_over_time = list(run(0.4, lambda _: 0.0, deafen))
 
-    assert not values(said[int(500 / STEP)], catalog.LOAD_STABLE)
-    assert values(said[int(900 / STEP)], catalog.LOAD_STABLE)
-    assert not values(said[-1], catalog.LOAD_STABLE)
+    assert not values(samples_over_time[int(500 / STEP)], catalog.LOAD_STABLE)
+    assert values(samples_over_time[int(900 / STEP)], catalog.LOAD_STABLE)
+    assert not values(samples_over_time[-1], catalog.LOAD_STABLE)
 
 
 def test_gpus_in_another_order_are_judged_alike() -> None:
@@ -304,28 +315,28 @@ def test_gpus_in_another_order_are_judged_alike() -> None:
     assert states(straight) == {"leaking", "stable"}
 
 
-def ratios(held: Callable[[int], int], turns: int, configured: float | None = None) -> list[float | None]:
-    state, found = Baselines(), []
+def ratios(held_bytes: Callable[[int], int], turns: int, configured: float | None = None) -> list[float | None]:
+    state, ratio_list = Baselines(), []
     for turn in range(turns):
         running = 10.0 if turn % 2 else 20.0
         sample = snapshot(
             at=turn * 5.0,
             engines=page(engine(running=running, finished_total=2000.0 + turn, started_at_seconds=1.0)),
-            gpus=(gpu(total=10**12, used=held(turn), engine=held(turn)),),
+            gpus=(gpu(total=10**12, used=held_bytes(turn), engine=held_bytes(turn)),),
             engine_status=SERVING,
         )
         state, samples = derive_baseline(state, sample, configured_bytes=configured)
-        found.append(values(samples, catalog.MEMORY_PER_REQUEST_RATIO).get(A_GPU))
-    return found
+        ratio_list.append(values(samples, catalog.MEMORY_PER_REQUEST_RATIO).get(A_GPU))
+    return ratio_list
 
 
 def test_the_ratio_is_to_what_was_learned_at_comparable_load() -> None:
     learning = 2 * BASELINE_READINGS
 
-    found = ratios(lambda turn: 9_500 if turn <= learning else 10_500, learning + 10)
+    ratio_list = ratios(lambda turn: 9_500 if turn <= learning else 10_500, learning + 10)
 
-    assert found[learning - 2] is None
-    assert found[-1] == pytest.approx(10_500 / 9_500)
+    assert ratio_list[learning - 2] is None
+    assert ratio_list[-1] == pytest.approx(10_500 / 9_500)
 
 
 def test_a_configured_baseline_needs_no_learning() -> None:
@@ -334,12 +345,12 @@ def test_a_configured_baseline_needs_no_learning() -> None:
 
 def test_a_configured_baseline_is_compared_only_at_full_load() -> None:
     def at(running: float, seconds: float, state: Baselines) -> tuple[Baselines, tuple[Sample, ...]]:
-        seen = replace(
+        tick_snapshot = replace(
             snapshot(engines=page(engine(running=running)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),)),
             time_seconds=seconds,
             engine_status=SERVING,
         )
-        return derive_baseline(state, seen, configured_bytes=500.0)
+        return derive_baseline(state, tick_snapshot, configured_bytes=500.0)
 
     state, by_day = at(10.0, 0.0, Baselines())
     state, by_night = at(2.0, 3_600.0, state)
@@ -364,12 +375,12 @@ def test_what_is_not_in_service_has_no_ratio() -> None:
     sample = snapshot(engines=page(engine(running=10.0)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),))
     lost = EngineStatus(state=EngineState.STALLED, is_in_service=False)
 
-    said = [
+    derived = [
         derive_baseline(Baselines(), replace(sample, engine_status=life), configured_bytes=500.0)
         for life in (SERVING, lost, None)
     ]
 
-    assert [len(samples) for _, samples in said] == [1, 0, 0]
+    assert [len(samples) for _, samples in derived] == [1, 0, 0]
 
 
 def test_there_is_no_ratio_while_nothing_runs_or_one_engine_does_not_say() -> None:

@@ -16,15 +16,15 @@ STEP_HOURS = 0.6
 STEP_BYTES = 900 * MIB
 
 
-def steps(most: int) -> Shape:
+def steps(step_count: int) -> Shape:
     """Return so many steps, 36 minutes apart, of which the first comes as long after the load."""
-    return lambda seconds: STEP_BYTES * max(0, min(most, int((seconds - DOUBLED) / HOUR / STEP_HOURS)))
+    return lambda seconds: STEP_BYTES * max(0, min(step_count, int((seconds - DOUBLED) / HOUR / STEP_HOURS)))
 
 
 def follow_load(shape: Shape, hours: float, running: float) -> Course:
     """Follow memory under 80 requests at once, and under so many from the sixth hour on."""
-    seen = changed(readings(shape, hours), lambda _: True, running=80.0)
-    return follow(changed(seen, lambda each: each.seconds >= DOUBLED, running=running))
+    observations = changed(readings(shape, hours), lambda _: True, running=80.0)
+    return follow(changed(observations, lambda observation: observation.seconds >= DOUBLED, running=running))
 
 
 def test_the_first_large_steps_of_a_doubled_load_are_no_alarm_and_at_a_level_load_they_are_one() -> None:
@@ -34,10 +34,10 @@ def test_the_first_large_steps_of_a_doubled_load_are_no_alarm_and_at_a_level_loa
 
 
 def test_steps_before_and_after_a_higher_load_count_together() -> None:
-    seen = changed(readings(lambda seconds: 5 / 9 * steps(4)(seconds), 9.0), lambda _: True, running=80.0)
+    observations = changed(readings(lambda seconds: 5 / 9 * steps(4)(seconds), 9.0), lambda _: True, running=80.0)
     higher = DOUBLED + 2.5 * STEP_HOURS * HOUR
 
-    course = follow(changed(seen, lambda each: each.seconds >= higher, running=110.0))
+    course = follow(changed(observations, lambda observation: observation.seconds >= higher, running=110.0))
 
     assert course.worst is Certainty.LEAKING
 
@@ -67,8 +67,10 @@ def test_a_warm_up_before_load_doubled_still_counts_against_an_alarm() -> None:
         return segments(2_000 * MIB * (1 - exp(-seconds / HOUR / 0.3)) + 40 * MIB * max(0.0, seconds / HOUR - 2))
 
     def first_alarm(running: float) -> float | None:
-        seen = changed(readings(warm_up, 14.0), lambda _: True, running=80.0)
-        return follow(changed(seen, lambda each: each.seconds >= 2 * HOUR, running=running)).first(Certainty.LEAKING)
+        observations = changed(readings(warm_up, 14.0), lambda _: True, running=80.0)
+        return follow(
+            changed(observations, lambda observation: observation.seconds >= 2 * HOUR, running=running)
+        ).first(Certainty.LEAKING)
 
     level, doubled = first_alarm(80.0), first_alarm(161.0)
 
@@ -91,16 +93,19 @@ def each_of(requests: int, size: int) -> Shape:
 def test_what_grows_with_each_new_peak_of_load_is_no_alarm_and_at_a_level_load_it_is_one(
     requests: int, size: int
 ) -> None:
-    seen = tuple(readings(each_of(requests, size), 10.0))
+    observations = tuple(readings(each_of(requests, size), 10.0))
 
-    assert follow(replace(each, running=90.0) for each in seen).worst is Certainty.LEAKING
-    assert follow(replace(each, running=climbing(each.seconds)) for each in seen).worst < Certainty.LEAKING
+    assert follow(replace(observation, running=90.0) for observation in observations).worst is Certainty.LEAKING
+    assert (
+        follow(replace(observation, running=climbing(observation.seconds)) for observation in observations).worst
+        < Certainty.LEAKING
+    )
 
 
 def test_a_leak_beneath_load_that_climbs_is_an_alarm_once_load_is_level() -> None:
-    seen = (replace(observation, running=climbing(observation.seconds)) for observation in readings(leak, 12.0))
+    observations = (replace(observation, running=climbing(observation.seconds)) for observation in readings(leak, 12.0))
 
-    assert follow(seen).worst is Certainty.LEAKING
+    assert follow(observations).worst is Certainty.LEAKING
 
 
 def test_equal_chunks_that_fill_a_small_card_for_hours_are_an_alarm_whatever_load_does() -> None:
@@ -109,9 +114,11 @@ def test_equal_chunks_that_fill_a_small_card_for_hours_are_an_alarm_whatever_loa
     def chunks(seconds: float) -> float:
         return TOTAL - BASE - 864 * MIB + 32 * MIB * (seconds // 960)
 
-    seen = (replace(observation, running=20.0 + observation.seconds // 960) for observation in readings(chunks, 7.0))
+    observations = (
+        replace(observation, running=20.0 + observation.seconds // 960) for observation in readings(chunks, 7.0)
+    )
 
-    alarm = follow(seen).first(Certainty.LEAKING)
+    alarm = follow(observations).first(Certainty.LEAKING)
 
     assert alarm is not None
     assert alarm < 5.0

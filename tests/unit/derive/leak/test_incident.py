@@ -38,9 +38,9 @@ def test_a_leak_by_requests_is_one_alarm_over_an_idle_night() -> None:
 def test_an_alarm_ends_when_nothing_has_grown_for_three_quarters_of_an_hour() -> None:
     course = follow(readings(lambda seconds: leak(min(seconds, 2 * HOUR)), 4))
 
-    last = max(at for at, verdict in enumerate(course.verdicts) if verdict is Certainty.LEAKING) * 15.0
+    last_alarm_seconds = max(at for at, verdict in enumerate(course.verdicts) if verdict is Certainty.LEAKING) * 15.0
     assert alarms(course.verdicts) == 1
-    assert 2.7 * HOUR < last < 2.9 * HOUR
+    assert 2.7 * HOUR < last_alarm_seconds < 2.9 * HOUR
     assert course.verdicts[-1] is Certainty.NONE
 
 

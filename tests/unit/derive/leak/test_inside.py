@@ -66,7 +66,7 @@ def test_a_spike_between_two_readings_is_not_held() -> None:
 
 def test_what_is_not_seen_for_a_day_is_forgotten_and_what_is_remembered_is_bounded() -> None:
     tracks = followed(4 * MOST_MARKS + 60, tensors)
-    later = look(40_000, (0, 0, 0), known=False)
+    later = look(40_000, (0, 0, 0), is_known=False)
 
     assert len(tracks["GPU-a"].marks) <= MOST_MARKS
     assert follow(tracks, later) == {}
@@ -74,10 +74,10 @@ def test_what_is_not_seen_for_a_day_is_forgotten_and_what_is_remembered_is_bound
 
 def test_a_track_taken_up_by_another_process_keeps_its_marks_on_its_clock() -> None:
     track = followed(60, tensors)["GPU-a"]
-    taken = move_inside_track(track, 1000.0)
+    moved_track = move_inside_track(track, 1000.0)
 
-    assert taken.in_use.clock.snapshot_seconds == track.in_use.clock.snapshot_seconds + 1000
-    assert [mark.seconds - 1000 for mark in taken.marks] == [mark.seconds for mark in track.marks]
+    assert moved_track.in_use.clock.snapshot_seconds == track.in_use.clock.snapshot_seconds + 1000
+    assert [mark.seconds - 1000 for mark in moved_track.marks] == [mark.seconds for mark in track.marks]
 
 
 def lost_from_the_cache(at: int) -> Grown:
@@ -87,16 +87,16 @@ def lost_from_the_cache(at: int) -> Grown:
 
 def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> None:
     tracks: InsideTracks = {}
-    held: Tracks = {}
+    gpu_tracks: Tracks = {}
     for at in range(int(6.5 * 3600 / SECONDS)):
         grown = lost_from_the_cache(at)
         survey = look(at, grown, cached=6e9 - grown[0])
         tracks = follow(tracks, survey)
-        held, samples = derive_gpu_leaks(
-            held, list_inside_observations(survey), is_settled=True, inside=tracks, asleep={}
+        gpu_tracks, samples = derive_gpu_leaks(
+            gpu_tracks, list_inside_observations(survey), is_settled=True, inside=tracks, asleep={}
         )
 
-    assert held["GPU-a"].verdict is Certainty.NONE
+    assert gpu_tracks["GPU-a"].verdict is Certainty.NONE
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "leaking")] == 1.0
     assert 1.9e9 < values(samples, catalog.LEAKED)[A_GPU] < 3.1e9
     assert values(samples, catalog.LEAK_LOCATION)[(*A_GPU, "tensors")] == 1.0

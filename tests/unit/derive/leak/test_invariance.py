@@ -40,12 +40,14 @@ def shifted(observations: Iterable[Observation]) -> Iterator[Observation]:
 def scaled(observations: Iterable[Observation]) -> Iterator[Observation]:
     """Tell MiB as if they were MB."""
     for observation in observations:
-        held, room = (round((amount or 0) * MIB / 1e6) for amount in (observation.held_bytes, observation.room_bytes))
-        yield replace(observation, held_bytes=held, room_bytes=room)
+        held_bytes, room = (
+            round((amount or 0) * MIB / 1e6) for amount in (observation.held_bytes, observation.room_bytes)
+        )
+        yield replace(observation, held_bytes=held_bytes, room_bytes=room)
 
 
 def doubled(observations: Iterable[Observation]) -> Iterator[Observation]:
-    return (each for one in observations for each in (one, one))
+    return (repeated_observation for observation in observations for repeated_observation in (observation, observation))
 
 
 def thinned(observations: Iterable[Observation]) -> Iterator[Observation]:
@@ -75,9 +77,9 @@ def in_turn(observations: Iterable[Observation]) -> Iterator[Observation]:
 
 def misdated(observations: Iterable[Observation]) -> Iterator[Observation]:
     """Give one reading in a hundred the date of another century."""
-    for number, each in enumerate(observations):
+    for number, observation in enumerate(observations):
         wild = 4e9 if number % 200 else 0.0
-        yield replace(each, seconds=wild) if number % 100 == 99 else each
+        yield replace(observation, seconds=wild) if number % 100 == 99 else observation
 
 
 CHANGES: tuple[Change, ...] = (shifted, scaled, doubled, thinned, jittered, silent, in_turn, misdated)
@@ -105,7 +107,8 @@ def test_jitter_moves_no_verdict_by_more_than_the_two_minutes_between_judgements
 ) -> None:
     """The least of a block's readings damps it: blocks of one reading, or rises counted from 4 MiB on, come later."""
     still, shaken = (
-        follow(seen).first(verdict) for seen in (readings(shape, 1.5), jittered(readings(shape, 1.5), seed))
+        follow(observations).first(verdict)
+        for observations in (readings(shape, 1.5), jittered(readings(shape, 1.5), seed))
     )
 
     assert shaken == pytest.approx(still, abs=5 / 60)
@@ -114,11 +117,11 @@ def test_jitter_moves_no_verdict_by_more_than_the_two_minutes_between_judgements
 @pytest.mark.parametrize("cut", [5, 101, 310], ids=["starting", "growing", "leaking"])
 def test_a_series_that_was_put_down_and_taken_up_again_is_judged_alike(cut: int) -> None:
     """Another series in between must not matter: all that is remembered of this one is in its track."""
-    seen = list(readings(leak, 1.5))
-    first = follow(seen[:cut]).track
+    observations = list(readings(leak, 1.5))
+    first_track = follow(observations[:cut]).track
     follow(readings(records(3, 1), 1))
 
-    assert follow(seen[cut:], first).track == follow(seen).track
+    assert follow(observations[cut:], first_track).track == follow(observations).track
 
 
 def test_one_wild_date_interrupts_no_alarm() -> None:
@@ -126,16 +129,19 @@ def test_one_wild_date_interrupts_no_alarm() -> None:
     assert course.verdicts[-1] is Certainty.LEAKING
 
     for wild in (0.0, 4e9):
-        last = course.track.clock.snapshot_seconds
-        after = follow(
+        last_seconds = course.track.clock.snapshot_seconds
+        later_course = follow(
             [
                 Observation(seconds=wild, held_bytes=1, run_id="1"),
-                *(replace(observation, seconds=last + observation.seconds) for observation in readings(leak, 0.1)),
+                *(
+                    replace(observation, seconds=last_seconds + observation.seconds)
+                    for observation in readings(leak, 0.1)
+                ),
             ],
             course.track,
         )
-        assert after.verdicts[0] is Certainty.LEAKING
-        assert after.track.clock.now_seconds < 3 * HOUR
+        assert later_course.verdicts[0] is Certainty.LEAKING
+        assert later_course.track.clock.now_seconds < 3 * HOUR
 
 
 def test_a_wild_date_makes_no_series_forgotten_and_a_day_does() -> None:

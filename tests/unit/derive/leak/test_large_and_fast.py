@@ -22,13 +22,13 @@ def steps(size: int, minutes: float) -> Shape:
 
 def every_5_seconds(shape: Shape, hours: float) -> Iterator[Observation]:
     for number in range(int(hours * 720)):
-        held = int(BASE + shape(number * 5.0))
+        held_bytes = int(BASE + shape(number * 5.0))
         yield Observation(
             seconds=number * 5.0,
-            held_bytes=held,
+            held_bytes=held_bytes,
             finished_total=number * 50.0,
             run_id="1",
-            room_bytes=max(0, TOTAL - held),
+            room_bytes=max(0, TOTAL - held_bytes),
         )
 
 
@@ -37,17 +37,17 @@ def since(hours: float, shape: Shape) -> Shape:
 
 
 @pytest.mark.parametrize(
-    ("size", "minutes", "most"), [(256 * MIB, 40, 0.5), (512 * MIB, 75, 0.5), (1536 * MIB, 150, 0.75)]
+    ("size", "minutes", "highest_share"), [(256 * MIB, 40, 0.5), (512 * MIB, 75, 0.5), (1536 * MIB, 150, 0.75)]
 )
 def test_a_few_large_steps_are_a_leak_between_1_5_gib_and_half_the_room_or_at_the_third(
-    size: int, minutes: float, most: float
+    size: int, minutes: float, highest_share: float
 ) -> None:
     course = follow(readings(steps(size, minutes), 15))
 
-    found = course.first(Certainty.LEAKING)
+    alarm_hours = course.first(Certainty.LEAKING)
 
-    assert found is not None
-    assert 0.23 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < most
+    assert alarm_hours is not None
+    assert 0.23 < steps(size, minutes)(alarm_hours * HOUR) / (TOTAL - BASE) < highest_share
 
 
 def test_the_interval_of_a_leak_in_large_steps_does_not_reach_below_zero() -> None:
@@ -67,9 +67,9 @@ def test_equal_steps_of_a_gigabyte_are_a_leak_at_the_third_though_they_come_a_li
 
     course = follow(readings(stairs, 10))
 
-    found = course.first(Certainty.LEAKING)
-    assert found is not None
-    assert when[2] < found < when[2] + 0.5
+    alarm_hours = course.first(Certainty.LEAKING)
+    assert alarm_hours is not None
+    assert when[2] < alarm_hours < when[2] + 0.5
 
 
 def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
@@ -86,9 +86,9 @@ def test_a_leak_in_large_steps_stays_an_alarm_when_load_doubles() -> None:
         for observation in readings(steps(300 * MIB, 40), 13)
     )
 
-    begun = course.verdicts.index(Certainty.LEAKING)
-    assert begun * 15.0 < 10 * HOUR
-    assert set(course.verdicts[begun:]) == {Certainty.LEAKING}
+    alarm_start = course.verdicts.index(Certainty.LEAKING)
+    assert alarm_start * 15.0 < 10 * HOUR
+    assert set(course.verdicts[alarm_start:]) == {Certainty.LEAKING}
 
 
 def test_steps_that_each_outgrow_the_last_are_records_and_no_leak_and_equal_ones_are() -> None:
@@ -148,14 +148,14 @@ def test_a_start_and_a_wake_are_not_taken_for_fast_growth(ramp: float) -> None:
     assert follow(every_5_seconds(wake, 1.5)).worst is Certainty.NONE
 
 
-@pytest.mark.parametrize(("rate", "most"), [(5e6, 0.5), (8e6, 0.55), (16e6, 0.95)])
-def test_a_heavy_leak_from_the_start_on_is_an_alarm_before_the_card_is_full(rate: float, most: float) -> None:
+@pytest.mark.parametrize(("rate", "highest_share"), [(5e6, 0.5), (8e6, 0.55), (16e6, 0.95)])
+def test_a_heavy_leak_from_the_start_on_is_an_alarm_before_the_card_is_full(rate: float, highest_share: float) -> None:
     full_after = (TOTAL - BASE) / rate
 
     course = follow(every_5_seconds(lambda seconds: seconds * rate, full_after / HOUR))
 
     assert Certainty.LEAKING in course.verdicts
-    assert course.verdicts.index(Certainty.LEAKING) * 5.0 < most * full_after
+    assert course.verdicts.index(Certainty.LEAKING) * 5.0 < highest_share * full_after
     assert course.alarm is not None
     assert course.alarm.bytes_per_second == pytest.approx(rate, rel=0.05)
 
@@ -177,10 +177,10 @@ def test_a_rise_that_slows_down_is_not_fast_growth() -> None:
 
 
 def test_segments_taken_at_random_times_are_first_uses_and_no_fast_growth() -> None:
-    when = [3615.0 + after for after in (0, 15, 35, 60, 70, 155, 170, 175, 185, 200, 255, 260)]
+    when = [3615.0 + delay_seconds for delay_seconds in (0, 15, 35, 60, 70, 155, 170, 175, 185, 200, 255, 260)]
 
     def full_card(seconds: float) -> float:
-        return TOTAL - BASE - 700 * MIB + 20 * MIB * sum(seconds >= each for each in when)
+        return TOTAL - BASE - 700 * MIB + 20 * MIB * sum(seconds >= segment_seconds for segment_seconds in when)
 
     assert follow(every_5_seconds(full_card, 1.1)).worst is Certainty.NONE
 
@@ -207,8 +207,8 @@ def test_an_alarm_is_held_when_the_allocator_gives_back_its_cache_before_the_end
     hours = (full - 300 * MIB - 1500 * MIB) / (2 * 128_000) / HOUR
     course = follow(readings(flushed, hours + 1))
 
-    begun = next(number for number, verdict in enumerate(course.verdicts) if verdict is Certainty.LEAKING)
-    assert set(course.verdicts[begun:]) == {Certainty.LEAKING}
+    alarm_start = next(number for number, verdict in enumerate(course.verdicts) if verdict is Certainty.LEAKING)
+    assert set(course.verdicts[alarm_start:]) == {Certainty.LEAKING}
     assert course.track.estimate is not None
     assert course.track.estimate.oom_seconds is not None
     assert course.track.estimate.bytes_per_second == pytest.approx(256_000, rel=0.7)
@@ -227,24 +227,26 @@ def test_a_neighbour_that_takes_the_room_makes_no_leak_of_a_little_growth() -> N
 
 
 def test_growth_is_found_although_the_requests_of_two_servers_answer_in_turn() -> None:
-    def first(each: Observation) -> bool:
-        return int(each.seconds / 15) % 2 == 0
+    def first(observation: Observation) -> bool:
+        return int(observation.seconds / 15) % 2 == 0
 
-    course = follow(changed_total(readings(leak, 3), lambda each: 0.53 if first(each) else 0.47))
+    course = follow(changed_total(readings(leak, 3), lambda observation: 0.53 if first(observation) else 0.47))
 
     assert course.verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_counter_that_was_reset_within_one_run_does_not_begin_it_again() -> None:
-    seen = list(readings(leak, 3))
-    at = seen[len(seen) // 2].finished_total or 0.0
-    reset = changed(seen[len(seen) // 2 :], lambda _: True)
-    after = (replace(each, finished_total=(each.finished_total or 0.0) - at) for each in reset)
+    observations = list(readings(leak, 3))
+    at = observations[len(observations) // 2].finished_total or 0.0
+    reset = changed(observations[len(observations) // 2 :], lambda _: True)
+    later_observations = (
+        replace(observation, finished_total=(observation.finished_total or 0.0) - at) for observation in reset
+    )
 
-    course = follow([*seen[: len(seen) // 2], *after])
+    course = follow([*observations[: len(observations) // 2], *later_observations])
 
-    begun = course.verdicts.index(Certainty.LEAKING)
-    assert set(course.verdicts[begun:]) == {Certainty.LEAKING}
+    alarm_start = course.verdicts.index(Certainty.LEAKING)
+    assert set(course.verdicts[alarm_start:]) == {Certainty.LEAKING}
     assert course.track.work.requests_per_second == pytest.approx(10.0, rel=0.1)
 
 
@@ -270,7 +272,7 @@ def test_one_large_demand_early_in_a_leak_does_not_put_the_alarm_off() -> None:
     def shape(seconds: float) -> float:
         return leak(seconds) + (300 * MIB if seconds > 0.3 * HOUR else 0)
 
-    alone, beneath = (follow(readings(each, 1.5)).first(Certainty.LEAKING) for each in (leak, shape))
+    alone, beneath = (follow(readings(growth_shape, 1.5)).first(Certainty.LEAKING) for growth_shape in (leak, shape))
 
     assert alone is not None
     assert beneath == alone

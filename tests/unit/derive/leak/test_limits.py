@@ -33,10 +33,10 @@ def test_growth_after_quiet_hours_is_nothing_before_ten_minutes_however_fast(
         return segments(max(0.0, seconds - QUIET) * rate)
 
     course = follow(on_a_device(shape, QUIET / HOUR + 0.5, full_after_seconds * rate))
-    first = course.first(Certainty.GROWING)
+    first_growing_hours = course.first(Certainty.GROWING)
 
-    assert first is not None
-    assert first * HOUR >= QUIET + 600
+    assert first_growing_hours is not None
+    assert first_growing_hours * HOUR >= QUIET + 600
 
 
 def test_the_last_100_mib_are_no_time_that_is_left() -> None:
@@ -117,8 +117,8 @@ def test_growth_by_the_logarithm_of_swinging_work_is_no_alarm_where_each_rise_is
         return 100 * MIB * log(1 + finished(seconds) / 1000)
 
     def seen(shape: Shape) -> Iterator[Observation]:
-        for each in on_a_device(shape, 72.0, 20_000 * MIB):
-            yield replace(each, finished_total=float(int(finished(each.seconds))))
+        for observation in on_a_device(shape, 72.0, 20_000 * MIB):
+            yield replace(observation, finished_total=float(int(finished(observation.seconds))))
 
     assert follow(seen(by_folds)).worst < Certainty.LEAKING
     assert follow(seen(lambda seconds: by_folds(seconds) + 1500 * finished(seconds))).worst is Certainty.LEAKING

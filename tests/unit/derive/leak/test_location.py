@@ -86,10 +86,10 @@ def test_it_is_located_however_seldom_one_looks() -> None:
 
 def test_where_nothing_is_known_nothing_is_located() -> None:
     flat = followed(60, lambda _: (0, 0, 0))["GPU-a"]
-    found = estimate(1e5, 1e7)
+    leak_estimate = estimate(1e5, 1e7)
 
     assert find_location(None, flat) is None
-    assert find_location(found, None) is None
-    assert find_location(found, flat) is None
-    assert find_location(found, replace(flat, marks=())) is None
-    assert find_location(replace(found, bytes_per_second=0.0), flat) is None
+    assert find_location(leak_estimate, None) is None
+    assert find_location(leak_estimate, flat) is None
+    assert find_location(leak_estimate, replace(flat, marks=())) is None
+    assert find_location(replace(leak_estimate, bytes_per_second=0.0), flat) is None

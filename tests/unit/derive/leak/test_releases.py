@@ -71,13 +71,13 @@ def test_the_last_burst_of_a_leak_that_pauses_leaves_minutes(
 
     room_bytes = 2.8 * burst_seconds * megabytes_per_second * 1e6
     end_seconds = begin_seconds + 2 * period_seconds + 0.8 * burst_seconds
-    last = [
+    last_tracks = [
         (end_seconds - seconds, track)
         for seconds, track in followed(shape, end_seconds / HOUR, room_bytes, host=True)
         if end_seconds - seconds < 600
     ]
 
-    for left_seconds, track in last:
+    for left_seconds, track in last_tracks:
         assert track.verdict is Certainty.LEAKING
         assert track.estimate is not None
         assert track.estimate.oom_seconds is not None
@@ -166,13 +166,13 @@ def test_a_step_that_does_not_fit_is_an_alarm_with_the_time_until_it_comes(
         return part_count / parts * step_mib * MIB
 
     room_bytes = 4.8 * step_mib * MIB
-    *_, (_, last) = followed(shape, hours[-1] + 2.5, room_bytes)
+    *_, (_, last_track) = followed(shape, hours[-1] + 2.5, room_bytes)
 
-    assert last.verdict is Certainty.LEAKING
-    assert last.estimate is not None
-    assert last.estimate.oom_seconds is not None
+    assert last_track.verdict is Certainty.LEAKING
+    assert last_track.estimate is not None
+    assert last_track.estimate.oom_seconds is not None
     shortest_hours = min(later - hour for hour, later in pairwise(hours))
-    assert last.estimate.oom_seconds == pytest.approx(max(0.0, shortest_hours - 2.5) * HOUR, abs=300)
+    assert last_track.estimate.oom_seconds == pytest.approx(max(0.0, shortest_hours - 2.5) * HOUR, abs=300)
 
 
 @pytest.mark.parametrize(("size_mib", "lag_minutes"), [(1100, 4), (900, 6)])

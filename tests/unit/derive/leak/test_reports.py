@@ -139,7 +139,9 @@ def course(report: Report) -> Course:
     return follow(observations(report))
 
 
-@pytest.mark.parametrize("report", [report for report in REPORTS if not report.bounded], ids=lambda each: each.source)
+@pytest.mark.parametrize(
+    "report", [report for report in REPORTS if not report.bounded], ids=lambda report: report.source
+)
 def test_a_reported_leak_is_a_warning_within_two_hours_and_an_alarm_within_half_a_day(report: Report) -> None:
     verdicts = course(report).verdicts
 
@@ -151,11 +153,11 @@ def test_a_reported_leak_is_a_warning_within_two_hours_and_an_alarm_within_half_
     assert set(verdicts[first_index:]) == {Certainty.LEAKING}
 
 
-@pytest.mark.parametrize("report", [report for report in REPORTS if report.bounded], ids=lambda each: each.source)
+@pytest.mark.parametrize("report", [report for report in REPORTS if report.bounded], ids=lambda report: report.source)
 def test_a_reported_growth_that_ended_is_no_leak_an_hour_later(report: Report) -> None:
-    after = int((report.hours + 1) * HOUR / STEP)
+    quiet_from = int((report.hours + 1) * HOUR / STEP)
 
-    assert set(course(report).verdicts[after:]) == {Certainty.NONE}
+    assert set(course(report).verdicts[quiet_from:]) == {Certainty.NONE}
 
 
 def test_the_table_in_the_docs_is_what_the_detector_says(golden: Golden) -> None:
@@ -200,5 +202,5 @@ def end(report: Report) -> str:
     verdicts = course(report).verdicts
     if not report.bounded:
         return "held" if verdicts[-1] is Certainty.LEAKING else "not held"
-    last = max(number for number, verdict in enumerate(verdicts) if verdict is not Certainty.NONE)
-    return f"{last * STEP / MINUTE - report.hours * 60:.0f} min after the growth"
+    last_raised = max(number for number, verdict in enumerate(verdicts) if verdict is not Certainty.NONE)
+    return f"{last_raised * STEP / MINUTE - report.hours * 60:.0f} min after the growth"

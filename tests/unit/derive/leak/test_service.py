@@ -48,8 +48,8 @@ def test_v0_has_not_worked_before_its_first_request() -> None:
 
 @pytest.mark.parametrize("page_failure", [SILENT, REFUSED, LOGIN])
 def test_a_page_that_fails_while_the_engine_runs_stops_nothing(page_failure: Failure) -> None:
-    assert serving().look(page_failure, after=HOUR).is_in_service
-    assert serving(processes=UNSEEN).look(page_failure, after=HOUR).is_in_service
+    assert serving().look(page_failure, after_seconds=HOUR).is_in_service
+    assert serving(processes=UNSEEN).look(page_failure, after_seconds=HOUR).is_in_service
 
 
 def test_a_run_that_ended_or_serves_nobody_is_out_of_service() -> None:
@@ -64,26 +64,26 @@ def test_out_of_service_there_is_no_page_no_process_and_nothing_held() -> None:
     assert watch.seen is not None
     assert loading.engine_status is None
 
-    for each in map(keep_service, (watch.seen, loading)):
-        assert isinstance(each.engines, Failure)
-        assert not isinstance(each.gpus, Failure)
-        assert [gpu.held_bytes for gpu in each.gpus] == [None]
-        assert each.processes == ()
+    for kept_snapshot in map(keep_service, (watch.seen, loading)):
+        assert isinstance(kept_snapshot.engines, Failure)
+        assert not isinstance(kept_snapshot.gpus, Failure)
+        assert [gpu.held_bytes for gpu in kept_snapshot.gpus] == [None]
+        assert kept_snapshot.processes == ()
 
 
 def followed(watch: Watch, *, minutes: int, loads: tuple[EngineProcess, ...]) -> set[str]:
     """Return all leak states of a load of such a length that grows all the while, and of the idle hour after it."""
     leak = next(derivation for derivation in build_derivations() if derivation.name == "leak")
-    state, seen, steps = leak.initial, set[str](), 12 * minutes
+    state, seen_states, steps = leak.initial, set[str](), 12 * minutes
     for step in range(steps + 720):
-        loads_on, held = step < steps, 1 + 60 * min(1.0, step / steps)
+        loads_on, held_gib = step < steps, 1 + 60 * min(1.0, step / steps)
         idle = working(0, running=0.0, started=loads[0].started_at_seconds)
-        watch.look(REFUSED if loads_on else idle, processes=loads, gpus=(card(held),))
+        watch.look(REFUSED if loads_on else idle, processes=loads, gpus=(card(held_gib),))
         assert watch.seen is not None
         state, samples = answer(leak, state, watch.seen)
         for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE):
-            seen |= {labels[-1] for labels, value in values(samples, metric).items() if value}
-    return seen
+            seen_states |= {labels[-1] for labels, value in values(samples, metric).items() if value}
+    return seen_states
 
 
 @pytest.mark.parametrize("minutes", [12, 30, 120])
@@ -117,8 +117,8 @@ def test_of_a_page_that_tells_nothing_of_work_it_is_unknown_whether_anything_lea
 
     own = page(engine(kv_used_ratio=0.5, started_at_seconds=BEGAN))
     pages: list[EnginePage | Failure] = [*[own] * 720, SILENT, LOGIN]
-    for told in pages:
-        watch.look(told, gpus=(card(30 + watch.at / 300),))
+    for engine_page in pages:
+        watch.look(engine_page, gpus=(card(30 + watch.at / 300),))
         assert watch.seen is not None
         state, samples = answer(leak, state, watch.seen)
         gpus, host = (values(samples, metric).items() for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE))
@@ -144,7 +144,7 @@ def test_the_hit_ratio_ends_with_its_run() -> None:
 
 def test_what_is_known_of_a_run_is_exported() -> None:
     watch = serving()
-    watch.look(working(20), after=12)
+    watch.look(working(20), after_seconds=12)
     assert watch.seen is not None
 
     samples = derive_engine_state(watch.seen)

@@ -12,7 +12,7 @@ from vllm_headroom.units import MIB
 
 
 @pytest.mark.parametrize(
-    ("held", "sizes"),
+    ("held_mib", "sizes"),
     [
         ((0, 100, 100, 400), (100, 300)),
         ((0, 20, 40, 60), ()),
@@ -24,19 +24,21 @@ from vllm_headroom.units import MIB
     ],
 )
 def test_a_step_is_what_was_not_given_back_of_a_large_rise_and_the_newest_are_kept(
-    held: tuple[int, ...], sizes: tuple[int, ...]
+    held_mib: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
-    seen = (Observation(seconds=60.0 * at, held_bytes=BASE + mib * MIB) for at, mib in enumerate(held))
+    observations = (Observation(seconds=60.0 * at, held_bytes=BASE + mib * MIB) for at, mib in enumerate(held_mib))
 
-    assert tuple(round(step.size_bytes / MIB) for step in follow(seen).track.history.steps) == sizes
+    assert tuple(round(step.size_bytes / MIB) for step in follow(observations).track.history.steps) == sizes
 
 
 def test_a_step_of_what_a_sleep_gave_back_is_none_of_memory_that_comes_again() -> None:
     """Else torch's cache, filled again after each sleep, has the sizes of a leak."""
-    held = [(0, True), (500, True), (0, False), (100, True), (600, True)]
-    seen = [Observation(seconds=60.0 * at, held_bytes=BASE + mib * MIB, awake=up) for at, (mib, up) in enumerate(held)]
+    steps_mib = [(0, True), (500, True), (0, False), (100, True), (600, True)]
+    observations = [
+        Observation(seconds=60.0 * at, held_bytes=BASE + mib * MIB, awake=up) for at, (mib, up) in enumerate(steps_mib)
+    ]
 
-    assert [round(step.size_bytes / MIB) for step in follow(seen).track.history.steps] == [100, 500]
+    assert [round(step.size_bytes / MIB) for step in follow(observations).track.history.steps] == [100, 500]
 
 
 def test_what_fills_again_what_was_held_before_is_no_second_step() -> None:
@@ -52,9 +54,9 @@ def test_what_fills_again_what_was_held_before_is_no_second_step() -> None:
     assert windows(900) == 0
 
 
-def weight(*sizes_mib: float, before: int = 1) -> float:
+def weight(*sizes_mib: float, since_hours: int = 1) -> float:
     steps = tuple(MemoryStep(number * HOUR, size * MIB, 0.0) for number, size in enumerate(sizes_mib, start=1))
-    return score_likeness(steps, since_seconds=before * HOUR, least_bytes=30 * MIB)
+    return score_likeness(steps, since_seconds=since_hours * HOUR, least_bytes=30 * MIB)
 
 
 def test_sizes_that_come_again_speak_for_a_leak_the_larger_the_more_and_records_against_one() -> None:
@@ -93,7 +95,7 @@ def test_steps_of_any_size_are_reported_once_no_further_one_finds_room() -> None
 
 
 @pytest.mark.parametrize(
-    ("left", "kept", "hours", "verdict"),
+    ("left_mib", "kept_ratio", "hours", "verdict"),
     [
         pytest.param(2000, 0.02, 8.5, Certainty.NONE, id="nearly all is given back"),
         pytest.param(2000, 0.1, 9.0, Certainty.NONE, id="most is given back, and nothing rises"),
@@ -105,13 +107,13 @@ def test_steps_of_any_size_are_reported_once_no_further_one_finds_room() -> None
     ],
 )
 def test_an_alarm_ends_when_most_is_given_back_and_on_a_full_card_when_nothing_grows_for_long(
-    left: int, kept: float, hours: float, verdict: Certainty
+    left_mib: int, kept_ratio: float, hours: float, verdict: Certainty
 ) -> None:
-    leaked = TOTAL - BASE - left * MIB
+    leaked = TOTAL - BASE - left_mib * MIB
 
     def shape(seconds: float) -> float:
         grown = min(leaked, seconds / (8 * HOUR) * leaked)
-        return grown if seconds < 8.1 * HOUR else kept * grown
+        return grown if seconds < 8.1 * HOUR else kept_ratio * grown
 
     course = follow(readings(shape, hours))
 

@@ -49,7 +49,11 @@ def test_the_least_time_left_is_to_the_next_height_and_not_above_the_truth(shape
             estimates.append((end - seconds, track.estimate))
 
     assert len(estimates) > 200
-    late = [left for left, found in estimates if (found.oom_seconds_lower or 0.0) > left]
+    late = [
+        seconds_left
+        for seconds_left, leak_estimate in estimates
+        if (leak_estimate.oom_seconds_lower or 0.0) > seconds_left
+    ]
     assert len(late) < 0.08 * len(estimates)
 
 
@@ -85,12 +89,14 @@ def test_an_alarm_of_large_steps_goes_on_below_what_was_held_for_once() -> None:
 
 
 def test_an_alarm_of_large_steps_ends_when_they_do() -> None:
-    last = 10 * HOUR
+    last_step_seconds = 10 * HOUR
 
-    verdicts = {seconds: track.verdict for seconds, track in followed(lambda at: steps(min(at, last)), 13)}
+    verdicts = {seconds: track.verdict for seconds, track in followed(lambda at: steps(min(at, last_step_seconds)), 13)}
 
-    assert verdicts[last] is Certainty.LEAKING
-    assert {verdict for seconds, verdict in verdicts.items() if seconds > last + 2.5 * HOUR} == {Certainty.NONE}
+    assert verdicts[last_step_seconds] is Certainty.LEAKING
+    assert {verdict for seconds, verdict in verdicts.items() if seconds > last_step_seconds + 2.5 * HOUR} == {
+        Certainty.NONE
+    }
 
 
 def test_an_alarm_of_steps_hours_apart_is_held_between_them() -> None:
@@ -118,15 +124,17 @@ def test_the_least_time_left_is_not_above_that_at_the_load_of_the_last_hour_afte
     busy = [max(0.0, seconds - night) * rate for seconds in range(0, int(12 * HOUR), int(STEP))]
     track: Track | None = None
     estimates = []
-    for seen, done in zip(readings(lambda at: leak(max(0.0, at - night)), 12), busy, strict=True):
-        idle = 0.02 * min(seen.seconds, night)
-        track = observe(track or start_track(0.0), replace(seen, finished_total=float(int(done + idle))))
-        left = (TOTAL - (seen.held_bytes or 0)) / (rate * LEAK)
+    for observation, done in zip(readings(lambda at: leak(max(0.0, at - night)), 12), busy, strict=True):
+        idle = 0.02 * min(observation.seconds, night)
+        track = observe(track or start_track(0.0), replace(observation, finished_total=float(int(done + idle))))
+        seconds_left = (TOTAL - (observation.held_bytes or 0)) / (rate * LEAK)
         if track.verdict is Certainty.LEAKING and track.estimate is not None:
-            estimates.append((left, track.estimate.oom_seconds_lower or 0.0))
+            estimates.append((seconds_left, track.estimate.oom_seconds_lower or 0.0))
 
     assert len(estimates) > 100
-    assert [(left, least) for left, least in estimates if least > left] == []
+    assert [
+        (true_seconds, lower_seconds) for true_seconds, lower_seconds in estimates if lower_seconds > true_seconds
+    ] == []
 
 
 @pytest.mark.parametrize(("size", "hours"), [(700, 2.0), (1200, 3.0)])

@@ -55,19 +55,19 @@ def test_a_steady_leak_is_growing_within_half_an_hour_and_leaking_within_an_hour
 
 def test_the_alarm_says_how_fast_by_what_how_much_and_how_long_is_left() -> None:
     course = follow(readings(leak, 3))
-    found, at = course.alarm, course.first(Certainty.LEAKING)
-    assert found is not None
+    alarm, at = course.alarm, course.first(Certainty.LEAKING)
+    assert alarm is not None
     assert at is not None
 
-    assert found.bytes_per_second == pytest.approx(RATE * LEAK, rel=0.05)
-    assert found.lower < RATE * LEAK < found.upper
-    assert found.bytes_per_request == pytest.approx(LEAK, rel=0.05)
-    assert found.by_requests
-    assert found.leaked_bytes == pytest.approx(at * HOUR * RATE * LEAK, rel=0.2)
-    left = (TOTAL - BASE - at * HOUR * RATE * LEAK - OUT_OF_MEMORY_BYTES) / (RATE * LEAK)
-    assert found.oom_seconds == pytest.approx(left, rel=0.05)
-    assert found.oom_seconds_lower is not None
-    assert found.oom_seconds_lower < left
+    assert alarm.bytes_per_second == pytest.approx(RATE * LEAK, rel=0.05)
+    assert alarm.lower < RATE * LEAK < alarm.upper
+    assert alarm.bytes_per_request == pytest.approx(LEAK, rel=0.05)
+    assert alarm.by_requests
+    assert alarm.leaked_bytes == pytest.approx(at * HOUR * RATE * LEAK, rel=0.2)
+    expected_seconds = (TOTAL - BASE - at * HOUR * RATE * LEAK - OUT_OF_MEMORY_BYTES) / (RATE * LEAK)
+    assert alarm.oom_seconds == pytest.approx(expected_seconds, rel=0.05)
+    assert alarm.oom_seconds_lower is not None
+    assert alarm.oom_seconds_lower < expected_seconds
 
 
 def test_a_leak_by_time_goes_on_while_nothing_is_served_and_is_distinguished() -> None:
@@ -132,11 +132,11 @@ def test_a_collectors_teeth_alone_are_not_a_leak() -> None:
 
 @pytest.mark.parametrize("life", ["2", None])
 def test_a_restart_starts_over(life: str | None) -> None:
-    first = follow(readings(leak, 2))
-    assert first.verdicts[-1] is Certainty.LEAKING
+    first_course = follow(readings(leak, 2))
+    assert first_course.verdicts[-1] is Certainty.LEAKING
     again = changed(readings(flat, 1, start=2 * HOUR), lambda _: True, run_id=life)
 
-    second = follow(again, first.track)
+    second = follow(again, first_course.track)
 
     assert set(second.verdicts) == {Certainty.NONE}
 
@@ -179,7 +179,7 @@ def test_a_leak_that_a_sleep_did_not_give_back_is_still_one() -> None:
 
 
 def test_an_alarm_is_held_over_a_sleep_that_vllm_does_not_report_and_has_no_figures_in_it() -> None:
-    unseen = (replace(each, awake=None, running=0.0) for each in asleep_since(2, 60))
+    unseen = (replace(observation, awake=None, running=0.0) for observation in asleep_since(2, 60))
     sleeping = follow(unseen, follow(readings(leak, 2)).track)
 
     assert find_leak_state(sleeping.track, is_known=True, is_settled=True) is LeakState.LEAKING
@@ -192,8 +192,8 @@ def test_an_alarm_is_held_over_a_sleep_that_vllm_does_not_report_and_has_no_figu
 
 
 def test_a_leak_is_found_over_a_sleep_every_eight_minutes() -> None:
-    def rests(each: Observation) -> bool:
-        return each.seconds % 480 >= 360
+    def rests(observation: Observation) -> bool:
+        return observation.seconds % 480 >= 360
 
     course = follow(changed(readings(leak, 4), rests, held_bytes=BASE // 10, awake=False))
 
@@ -224,18 +224,18 @@ def host_over_sleeps(hours: float, *, stays: bool) -> Iterator[Observation]:
 @pytest.mark.parametrize("stays", [True, False], ids=["in torch's pinned cache", "given back by the wake"])
 def test_what_each_sleep_leaves_on_the_host_is_found_beside_the_backup_of_the_weights(*, stays: bool) -> None:
     track: Track | None = None
-    found: list[LeakState] = []
+    leak_states: list[LeakState] = []
     for observation in host_over_sleeps(18, stays=stays):
         track = observe(track or start_track(0.0), observation)
-        found.append(find_leak_state(track, is_known=True, is_settled=True))
+        leak_states.append(find_leak_state(track, is_known=True, is_settled=True))
 
-    assert LeakState.LEAKING in found
-    assert set(found[found.index(LeakState.LEAKING) :]) <= {LeakState.LEAKING, LeakState.ASLEEP}
+    assert LeakState.LEAKING in leak_states
+    assert set(leak_states[leak_states.index(LeakState.LEAKING) :]) <= {LeakState.LEAKING, LeakState.ASLEEP}
 
 
 def test_an_engine_that_loads_its_weights_after_a_long_sleep_keeps_its_evidence() -> None:
     sleeping = follow(asleep_since(2, 60), follow(readings(leak, 2)).track)
-    loading = (replace(each, held_bytes=BASE // 3) for each in awake_again(flat, 3, 0.05))
+    loading = (replace(observation, held_bytes=BASE // 3) for observation in awake_again(flat, 3, 0.05))
 
     woken = follow(
         awake_again(lambda seconds: leak(2 * HOUR + seconds), 3.05, 1), follow(loading, sleeping.track).track
@@ -245,7 +245,7 @@ def test_an_engine_that_loads_its_weights_after_a_long_sleep_keeps_its_evidence(
 
 
 def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None:
-    first = follow(readings(flat, 1))
+    first_course = follow(readings(flat, 1))
     smaller = [
         Observation(
             seconds=HOUR + 15 * turn,
@@ -257,20 +257,22 @@ def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None
         for turn in range(4 * 240)
     ]
 
-    assert follow(smaller, first.track).verdicts[-1] is Certainty.LEAKING
+    assert follow(smaller, first_course.track).verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_job_that_comes_and_goes_where_it_cannot_be_distinguished_changes_nothing() -> None:
-    def runs(each: Observation) -> bool:
-        return each.seconds % 2400 < 600
+    def runs(observation: Observation) -> bool:
+        return observation.seconds % 2400 < 600
 
     alone = changed(readings(leak, 4), lambda _: True, neighbours=1)
-    beside = (
-        replace(each, held_bytes=(each.held_bytes or 0) + 900 * MIB, neighbours=2) if runs(each) else each
-        for each in alone
+    shared_observations = (
+        replace(observation, held_bytes=(observation.held_bytes or 0) + 900 * MIB, neighbours=2)
+        if runs(observation)
+        else observation
+        for observation in alone
     )
 
-    assert follow(beside).verdicts[-1] is Certainty.LEAKING
+    assert follow(shared_observations).verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_neighbour_that_stays_starts_over_where_it_cannot_be_distinguished() -> None:
@@ -281,15 +283,15 @@ def test_a_neighbour_that_stays_starts_over_where_it_cannot_be_distinguished() -
         for observation in readings(flat, 1.2)
     )
 
-    after = follow((replace(each, finished_total=72000.0) for each in joined), course.track)
+    later_course = follow((replace(observation, finished_total=72000.0) for observation in joined), course.track)
 
-    assert after.verdicts[0] is Certainty.LEAKING
-    assert after.verdicts[-1] is Certainty.NONE
+    assert later_course.verdicts[0] is Certainty.LEAKING
+    assert later_course.verdicts[-1] is Certainty.NONE
 
 
 def test_a_leak_is_found_through_gaps_of_both_sides() -> None:
-    def gap(each: Observation) -> bool:
-        return 1800 < each.seconds < 3000
+    def gap(observation: Observation) -> bool:
+        return 1800 < observation.seconds < 3000
 
     blind = changed(readings(leak, 3), gap, held_bytes=None)
     deaf = changed(readings(leak, 3), gap, finished_total=None, run_id=None)
@@ -300,7 +302,10 @@ def test_a_leak_is_found_through_gaps_of_both_sides() -> None:
 
 def test_a_gap_without_a_counter_is_not_taken_for_growth_without_work() -> None:
     deaf = changed(
-        readings(records(7, 10), 10), lambda each: 4 * HOUR < each.seconds < 6 * HOUR, finished_total=None, run_id=None
+        readings(records(7, 10), 10),
+        lambda observation: 4 * HOUR < observation.seconds < 6 * HOUR,
+        finished_total=None,
+        run_id=None,
     )
 
     assert follow(deaf).worst is Certainty.NONE
@@ -308,17 +313,17 @@ def test_a_gap_without_a_counter_is_not_taken_for_growth_without_work() -> None:
 
 def test_a_clock_that_jumps_back_costs_no_verdict() -> None:
     course = follow(readings(leak, 2))
-    last = course.track.clock.snapshot_seconds
+    last_seconds = course.track.clock.snapshot_seconds
     back = [
         replace(
             observation,
-            seconds=last - 5000 + observation.seconds,
+            seconds=last_seconds - 5000 + observation.seconds,
             held_bytes=int(BASE + leak(2 * HOUR + observation.seconds)),
         )
         for observation in readings(flat, 0.2)
     ]
 
-    assert set(follow([replace(each, finished_total=None) for each in back], course.track).verdicts) == {
+    assert set(follow([replace(observation, finished_total=None) for observation in back], course.track).verdicts) == {
         Certainty.LEAKING
     }
 
@@ -337,10 +342,10 @@ def test_when_the_device_is_nearly_full_the_alarm_comes_earlier() -> None:
         for observation in readings(leak, 1.3)
     )
 
-    first = follow(near).first(Certainty.LEAKING)
+    alarm_hours = follow(near).first(Certainty.LEAKING)
 
-    assert first is not None
-    assert first < 0.75
+    assert alarm_hours is not None
+    assert alarm_hours < 0.75
 
 
 MOST_BYTES = 32 * 1024
@@ -357,9 +362,11 @@ def test_memory_is_bounded_whatever_the_uptime() -> None:
 @settings(max_examples=20, deadline=None)
 def test_memory_that_never_grows_never_alarms(drops: list[int]) -> None:
     fallen = [sum(drops[: number + 1]) * 1024 for number in range(len(drops))]
-    seen = list(readings(flat, len(drops) * 15 / HOUR))
+    observations = list(readings(flat, len(drops) * 15 / HOUR))
 
-    course = follow(replace(each, held_bytes=BASE - fall) for each, fall in zip(seen, fallen, strict=False))
+    course = follow(
+        replace(observation, held_bytes=BASE - fall) for observation, fall in zip(observations, fallen, strict=False)
+    )
 
     assert course.worst is Certainty.NONE
 
@@ -368,24 +375,26 @@ def test_memory_that_never_grows_never_alarms(drops: list[int]) -> None:
 @settings(max_examples=10, deadline=None)
 def test_adding_a_constant_changes_nothing(offset: int) -> None:
     high_water = records(1, 2)
-    seen = list(readings(lambda seconds: leak(seconds) + high_water(seconds), 2))
-    moved = (replace(each, held_bytes=(each.held_bytes or 0) + offset * MIB) for each in seen)
+    observations = list(readings(lambda seconds: leak(seconds) + high_water(seconds), 2))
+    moved = (
+        replace(observation, held_bytes=(observation.held_bytes or 0) + offset * MIB) for observation in observations
+    )
 
-    assert follow(moved).verdicts == follow(seen).verdicts
+    assert follow(moved).verdicts == follow(observations).verdicts
 
 
-@pytest.mark.parametrize(("stretch", "more"), [(0.5, 1), (1, 4), (2, 4)])
-def test_a_leak_stays_one_and_a_flat_line_stays_one_on_other_scales(stretch: float, more: int) -> None:
+@pytest.mark.parametrize(("stretch", "memory_factor"), [(0.5, 1), (1, 4), (2, 4)])
+def test_a_leak_stays_one_and_a_flat_line_stays_one_on_other_scales(stretch: float, memory_factor: int) -> None:
     def scaled(shape: str) -> Certainty:
-        seen = readings(leak if shape == "leak" else flat, 4)
+        observations = readings(leak if shape == "leak" else flat, 4)
         return follow(
             replace(
-                each,
-                seconds=each.seconds * stretch,
-                held_bytes=(each.held_bytes or 0) * more,
-                room_bytes=(each.room_bytes or 0) * more,
+                observation,
+                seconds=observation.seconds * stretch,
+                held_bytes=(observation.held_bytes or 0) * memory_factor,
+                room_bytes=(observation.room_bytes or 0) * memory_factor,
             )
-            for each in seen
+            for observation in observations
         ).verdicts[-1]
 
     assert scaled("leak") is Certainty.LEAKING

@@ -41,14 +41,14 @@ def play_run(
     for number in range(int(hours * HOUR / STEP)):
         seconds = number * STEP
         finished += rate(seconds / HOUR) * STEP
-        held = int(BASE + growth(seconds / HOUR) // (2 * MIB) * 2 * MIB)
+        held_bytes = int(BASE + growth(seconds / HOUR) // (2 * MIB) * 2 * MIB)
         yield Observation(
             seconds=begin * HOUR + seconds + chance.uniform(0, 2),
-            held_bytes=held,
+            held_bytes=held_bytes,
             finished_total=float(int(finished)),
             running=float(int(3 * rate(seconds / HOUR))),
             run_id=f"{begin:.2f}",
-            room_bytes=int(max(0.0, BASE + room - held)),
+            room_bytes=int(max(0.0, BASE + room - held_bytes)),
         )
 
 
@@ -99,8 +99,8 @@ def test_the_fill_of_each_morning_is_an_alarm_on_the_first_day_only(size: float,
 
 
 def test_the_sentence_on_the_second_morning_has_the_reason() -> None:
-    seen = play_days(fill(4 * GIB, 5.0), 2, room=6 * GIB)
-    _, track = judge(observation for observation in seen if observation.seconds < 27 * HOUR)
+    observations = play_days(fill(4 * GIB, 5.0), 2, room=6 * GIB)
+    _, track = judge(observation for observation in observations if observation.seconds < 27 * HOUR)
     of_gpu = gpu(index=0, uuid="GPU-a", total=80 * GIB, used=62 * GIB)
     excused = list_excused(LeakMemory(gpus={"GPU-a": track}))
     values = Values((Sample(catalog.LEAK_STATE, ("0", "GPU-a", "growing"), 1.0),))
@@ -214,14 +214,14 @@ def test_a_straight_line_to_full_within_minutes_is_an_alarm_from_its_third(minut
     first_minutes = None
     for number in range(int(minutes * 60 / step)):
         seconds = number * step
-        held = int(BASE + room * seconds / (minutes * 60))
+        held_bytes = int(BASE + room * seconds / (minutes * 60))
         observation = Observation(
             seconds=seconds,
-            held_bytes=held,
+            held_bytes=held_bytes,
             finished_total=number * 4.0,
             running=min(256.0, number * 20.0),
             run_id="1",
-            room_bytes=int(BASE + room - held),
+            room_bytes=int(BASE + room - held_bytes),
         )
         track = observe(track, observation)
         if first_minutes is None and track.verdict is Certainty.LEAKING:
@@ -235,13 +235,13 @@ def test_an_alarm_has_its_time_left_after_each_sleep_though_a_cache_fills_again(
     """The cache that each sleep empties keeps memory below its old height for the hour that the engine is awake."""
 
     def sleep_hourly() -> Iterator[Observation]:
-        seen = play_run(
+        observations = play_run(
             lambda since: 0.5 * GIB * since + 1.5 * GIB * min(1.0, since % 1.0), 12.0, begin=0.0, room=9 * GIB
         )
-        for observation in seen:
+        for observation in observations:
             is_awake = observation.seconds % HOUR < 0.7 * HOUR
-            held = observation.held_bytes if is_awake else 4 * GIB
-            yield replace(observation, awake=is_awake, held_bytes=held)
+            held_bytes = observation.held_bytes if is_awake else 4 * GIB
+            yield replace(observation, awake=is_awake, held_bytes=held_bytes)
 
     track = start_track(0.0)
     unknown = 0

@@ -57,9 +57,9 @@ class Timeline:
         while at < -60.0:
             self._look(at, 30.0)
             at += 30.0
-        last = max((seconds for seconds in self.plan.deaths.values() if seconds < NEVER), default=0.0)
+        last_death = max((seconds for seconds in self.plan.deaths.values() if seconds < NEVER), default=0.0)
         at = -60.0 + self._phase
-        while at < max(last, min(self.plan.stands, 100.0) + 75.0) + 4 * self.plan.tick:
+        while at < max(last_death, min(self.plan.stands, 100.0) + 75.0) + 4 * self.plan.tick:
             self._look(at, self.plan.tick)
             at += self.plan.tick
         decisive = find_decisive([event for event, _ in self.events])
@@ -70,50 +70,54 @@ class Timeline:
         return judge_ending(add_evidence(ending, incident))[0]
 
     def _look(self, at: float, step: float) -> None:
-        left = tuple(each for each in self._all if self.plan.deaths.get(each.pid, NEVER) > at)
-        if at < self.plan.stands and CORE in left:
+        alive = tuple(
+            engine_process for engine_process in self._all if self.plan.deaths.get(engine_process.pid, NEVER) > at
+        )
+        if at < self.plan.stands and CORE in alive:
             self._done += step
         host = HostMemory(oom_kills=int(at >= self.plan.kills))
         status = self.watch.look(
-            self._page(at, left), processes=left, gpus=(self._card(at, left),), host=host, after=step
+            self._page(at, alive), processes=alive, gpus=(self._card(at, alive),), host=host, after_seconds=step
         )
         if status.event is not None:
             event = status.event
             self.events.append((EngineEvent(t=event.seconds, what=event.kind, reason=event.reason), event))
 
-    def _page(self, at: float, left: tuple[EngineProcess, ...]) -> EnginePage | Failure:
-        if SERVER not in left or at >= self.plan.shuts:
+    def _page(self, at: float, alive: tuple[EngineProcess, ...]) -> EnginePage | Failure:
+        if SERVER not in alive or at >= self.plan.shuts:
             return REFUSED
         if self.plan.page_hangs and at >= self.plan.stands:
             return SILENT
         return working(self._done, running=self.plan.running)
 
-    def _card(self, at: float, left: tuple[EngineProcess, ...]) -> Gpu:
+    def _card(self, at: float, alive: tuple[EngineProcess, ...]) -> Gpu:
         """What a process held goes with it: the worker's share, or the core's where there is one card."""
-        held, other = self.plan.memory(at)
-        holders = [each for each in left if each.role is Role.WORKER]
-        held = held if holders else 0
+        held_bytes, other_bytes = self.plan.memory(at)
+        holders = [engine_process for engine_process in alive if engine_process.role is Role.WORKER]
+        held_bytes = held_bytes if holders else 0
         orphans = tuple(
-            Leftover(pid=holder.pid, fate=Fate.ORPHANED, used_bytes=held) for holder in holders if SERVER not in left
+            Leftover(pid=holder.pid, fate=Fate.ORPHANED, used_bytes=held_bytes)
+            for holder in holders
+            if SERVER not in alive
         )
-        gpu_sample = gpu(total=TOTAL_BYTES, used=held + other, engine=held, other=other)
+        gpu_sample = gpu(total=TOTAL_BYTES, used=held_bytes + other_bytes, engine=held_bytes, other=other_bytes)
         return Gpu(
             reading=gpu_sample.reading,
             attribution=gpu_sample.attribution,
-            engine_bytes=held,
-            other_bytes=other,
-            held_bytes=held,
+            engine_bytes=held_bytes,
+            other_bytes=other_bytes,
+            held_bytes=held_bytes,
             leftovers=orphans,
         )
 
 
-def order_deaths(rng: Random, plan_workers: int, first: tuple[int, ...]) -> dict[int, float]:
+def order_deaths(rng: Random, plan_workers: int, first_pids: tuple[int, ...]) -> dict[int, float]:
     """Return when each process dies: these first, the others 0 to 10 s apart in any order."""
-    rest = [pid for pid in (10, 11, *range(12, 12 + plan_workers)) if pid not in first]
-    rng.shuffle(rest)
-    at, deaths = 0.0, dict.fromkeys(first, 0.0)
-    for pid in rest:
-        at += rng.uniform(0.0, 10.0 / len(rest))
+    later_pids = [pid for pid in (10, 11, *range(12, 12 + plan_workers)) if pid not in first_pids]
+    rng.shuffle(later_pids)
+    at, deaths = 0.0, dict.fromkeys(first_pids, 0.0)
+    for pid in later_pids:
+        at += rng.uniform(0.0, 10.0 / len(later_pids))
         deaths[pid] = at
     return deaths
 
@@ -126,16 +130,16 @@ def kill_by_kernel(rng: Random) -> Plan:
 
 
 def burst(rng: Random) -> Plan:
-    free, before = rng.randint(5, 200) * MIB, rng.uniform(0.5, 40.0)
+    free, lead_seconds = rng.randint(5, 200) * MIB, rng.uniform(0.5, 40.0)
 
     def memory(at: float) -> tuple[int, int]:
-        return (70 * GIB, 0) if at < -before else (TOTAL_BYTES - free, 0)
+        return (70 * GIB, 0) if at < -lead_seconds else (TOTAL_BYTES - free, 0)
 
     oom = Oom(uuid="GPU-a", asked=2 * GIB, free=free) if rng.random() < 0.5 else None
-    tick = 5.0 if before > 5.0 else 1.0 if before > 1.0 or oom is None else 5.0
-    before = max(before, tick + 0.5) if oom is None else before
-    first = rng.choice(((11, 12), (12,), (11,)))
-    return Plan(cause=EndCause.BURST, deaths=order_deaths(rng, 1, first), memory=memory, oom=oom, tick=tick)
+    tick = 5.0 if lead_seconds > 5.0 else 1.0 if lead_seconds > 1.0 or oom is None else 5.0
+    lead_seconds = max(lead_seconds, tick + 0.5) if oom is None else lead_seconds
+    first_pids = rng.choice(((11, 12), (12,), (11,)))
+    return Plan(cause=EndCause.BURST, deaths=order_deaths(rng, 1, first_pids), memory=memory, oom=oom, tick=tick)
 
 
 def leak(rng: Random) -> Plan:
@@ -149,10 +153,10 @@ def leak(rng: Random) -> Plan:
 
 
 def neighbour(rng: Random) -> Plan:
-    free, before = rng.randint(5, 200) * MIB, rng.uniform(6.0, 300.0)
+    free, lead_seconds = rng.randint(5, 200) * MIB, rng.uniform(6.0, 300.0)
 
     def memory(at: float) -> tuple[int, int]:
-        return 70 * GIB, 0 if at < -before else 10 * GIB - free
+        return 70 * GIB, 0 if at < -lead_seconds else 10 * GIB - free
 
     return Plan(cause=EndCause.NEIGHBOUR, deaths=order_deaths(rng, 1, (11, 12)), memory=memory)
 
@@ -165,10 +169,10 @@ def refused_allocation(rng: Random) -> Plan:
 
 def driver_fault(rng: Random) -> Plan:
     workers = rng.choice((1, 2, 8))
-    first = rng.choice(((12,), (11,), tuple(range(12, 12 + workers))))
+    first_pids = rng.choice(((12,), (11,), tuple(range(12, 12 + workers))))
     return Plan(
         cause=EndCause.CRASH,
-        deaths=order_deaths(rng, workers, first),
+        deaths=order_deaths(rng, workers, first_pids),
         workers=workers,
         xid=rng.choice((31, 48, 79)),
         running=rng.choice((0.0, 6.0)),

@@ -21,24 +21,24 @@ MINUTE = 60.0
 
 def at_work(watch: Watch, minutes: float, held_gib: float, *, gpus: tuple[Gpu, ...] = (), **page: Any) -> EngineStatus:
     """Return the status after so many minutes of work."""
-    known = {"gpu_memory_utilization_ratio": SHARE, "running": 20.0, **page}
+    page_fields = {"gpu_memory_utilization_ratio": SHARE, "running": 20.0, **page}
     for step in range(int(minutes * 4)):
-        status = watch.look(working(watch.at + step, **known), gpus=gpus or (card(held_gib),), after=15.0)
+        status = watch.look(working(watch.at + step, **page_fields), gpus=gpus or (card(held_gib),), after_seconds=15.0)
     return status
 
 
 def alone(held_gib: float) -> Gpu:
     """Return a card on which nobody else is known to hold anything."""
-    held = int(held_gib * GIB)
-    return gpu(uuid="GPU-a", total=80 * GIB, used=held, engine=held, other=0)
+    held_bytes = int(held_gib * GIB)
+    return gpu(uuid="GPU-a", total=80 * GIB, used=held_bytes, engine=held_bytes, other=0)
 
 
 def excess_of(status: EngineStatus) -> BudgetExcess | None:
     return dict(status.excesses).get("GPU-a")
 
 
-def ended(watch: Watch, **seen: Any) -> EngineStatus:
-    return watch.look(REFUSED, processes=(), gpus=(card(0.5),), **seen)
+def ended(watch: Watch, **look_fields: Any) -> EngineStatus:
+    return watch.look(REFUSED, processes=(), gpus=(card(0.5),), **look_fields)
 
 
 def test_an_excess_from_the_first_work_on_is_measured_at_rest() -> None:
@@ -67,10 +67,12 @@ def test_an_excess_from_the_first_work_on_is_measured_at_rest() -> None:
 )
 def test_a_healthy_engine_is_not_over_its_budget(held_gib: float, page: dict[str, Any]) -> None:
     watch = Watch()
-    known = {"gpu_memory_utilization_ratio": SHARE, "running": 20.0, **page}
-    done = known.pop("finished_total", None)
+    page_fields = {"gpu_memory_utilization_ratio": SHARE, "running": 20.0, **page}
+    done = page_fields.pop("finished_total", None)
     for step in range(40):
-        status = watch.look(working(step if done is None else done, **known), gpus=(card(held_gib),), after=15.0)
+        status = watch.look(
+            working(step if done is None else done, **page_fields), gpus=(card(held_gib),), after_seconds=15.0
+        )
 
     assert excess_of(status) is None
 
@@ -89,8 +91,10 @@ def test_what_healthy_engines_hold_outside_of_their_budgets_leaves_enough(
     card_gib: float, share: float, outside_gib: float
 ) -> None:
     watch = Watch()
-    held = int((card_gib * share + outside_gib) * GIB)
-    healthy = gpu(uuid="GPU-a", total=int(card_gib * GIB), used=held, engine=held, other=0, used_peak_bytes=held)
+    held_bytes = int((card_gib * share + outside_gib) * GIB)
+    healthy = gpu(
+        uuid="GPU-a", total=int(card_gib * GIB), used=held_bytes, engine=held_bytes, other=0, used_peak_bytes=held_bytes
+    )
     excess = excess_of(at_work(watch, 10, 0, gpus=(healthy,), gpu_memory_utilization_ratio=share))
 
     assert excess is None or card_gib * (1 - share) - outside_gib > excess.tight_bytes / GIB
@@ -152,13 +156,13 @@ def test_an_exit_with_little_left_is_counted_as_over_budget_with_what_gives_it_b
 
     assert status.event is not None
     assert dict(status.exits)[ExitReason.OVER_BUDGET] == 1
-    finding, *others = judge_ending(status.event)
+    finding, *other_findings = judge_ending(status.event)
     assert (finding.cause, finding.sureness) == (EndCause.OVER_BUDGET, Sureness.LIKELY)
     assert finding.sentence == (
         "Over its budget from the start: the engine held 3.68 GiB (4.9 %) more than it on GPU 0, for 59 min 45 s."
     )
     assert finding.evidence[-1] == "--gpu-memory-utilization 0.89 in place of 0.94 gives that back"
-    assert {other.cause for other in others} <= {EndCause.CRASH}
+    assert {other_finding.cause for other_finding in other_findings} <= {EndCause.CRASH}
     life = watch.look(working(0, started=1_760_009_000.0), processes=NEXT)
     assert dict(life.exits)[ExitReason.OVER_BUDGET] == 1
 
@@ -229,7 +233,7 @@ def test_a_restart_by_hand_of_an_engine_over_its_budget_is_not_its_budgets_fault
 def test_each_exit_of_a_crash_loop_is_counted_however_short_its_run_was() -> None:
     watch = Watch()
     for run in range(3):
-        processes = tuple(replace(each, pid=each.pid + 100 * run) for each in WHOLE)
+        processes = tuple(replace(process, pid=process.pid + 100 * run) for process in WHOLE)
         watch.look(REFUSED, processes=processes, gpus=(card(40),))
         started = BEGAN + watch.at
         for step in range(6):

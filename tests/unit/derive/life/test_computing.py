@@ -56,7 +56,7 @@ def test_a_core_and_workers_that_spin_say_nothing_of_their_server() -> None:
 
     for second in range(int(STALLED_SECONDS) + 1):
         spinning = computing(server=1000.0, core=second, worker=second)
-        state = watch.state_of(SILENT, processes=spinning, after=1)
+        state = watch.state_of(SILENT, processes=spinning, after_seconds=1)
 
     assert state is EngineState.STALLED
 
@@ -65,16 +65,16 @@ def test_cpu_time_does_not_speak_for_a_page_that_answers_and_shows_no_progress()
     watch = served()
 
     for second in range(int(STALLED_SECONDS) + 1):
-        state = watch.state_of(working(30), processes=computing(server=1000.0 + second), after=1)
+        state = watch.state_of(working(30), processes=computing(server=1000.0 + second), after_seconds=1)
 
     assert state is EngineState.STALLED
 
 
 @pytest.mark.parametrize(("a_step", "state"), [(0.0, EngineState.STALLED), (0.1, EngineState.UNKNOWN)])
 def test_of_two_servers_one_that_ends_does_not_speak_for_the_other(a_step: float, state: EngineState) -> None:
-    other = replace(SERVER, pid=14, cpu_seconds=500.0)
+    other_server = replace(SERVER, pid=14, cpu_seconds=500.0)
     watch = served()
-    watch.look(working(31), processes=(*computing(server=1000.0), other))
+    watch.look(working(31), processes=(*computing(server=1000.0), other_server))
 
     states = [watch.state_of(SILENT, processes=computing(server=1000.0 + a_step * step)) for step in range(STEPS)]
 
@@ -86,4 +86,4 @@ def test_cpu_time_that_is_not_reported_leaves_the_silence() -> None:
     assert all(process.cpu_seconds is None for process in WHOLE)
 
     assert watch.state_of(SILENT) is EngineState.SERVING
-    assert watch.state_of(SILENT, after=STALLED_SECONDS) is EngineState.STALLED
+    assert watch.state_of(SILENT, after_seconds=STALLED_SECONDS) is EngineState.STALLED

@@ -12,11 +12,13 @@ LEAST_RIGHT = 0.95
 
 
 def test_of_480_ends_the_cause_is_right_and_never_surely_wrong() -> None:
-    said = [(kind.__name__, *play(kind, seed)) for kind in KINDS for seed in range(EACH)]
+    diagnoses = [(kind.__name__, *play(kind, seed)) for kind in KINDS for seed in range(EACH)]
     wrong = Counter(
-        (kind, str(found.cause), str(found.sureness)) for kind, cause, found in said if found.cause != cause
+        (kind, str(diagnosis.cause), str(diagnosis.sureness))
+        for kind, cause, diagnosis in diagnoses
+        if diagnosis.cause != cause
     )
 
-    assert len(said) >= 400
+    assert len(diagnoses) >= 400
     assert not [mistake for mistake in wrong if mistake[2] == Sureness.SURE], wrong
-    assert wrong.total() <= (1 - LEAST_RIGHT) * len(said), wrong
+    assert wrong.total() <= (1 - LEAST_RIGHT) * len(diagnoses), wrong

@@ -85,23 +85,23 @@ class World:
         self._has_view, self._knows_pids = has_view, knows_pids
         self._cpu_seconds = 0.0
 
-    def look(self, stage: Stage, failures: dict[str, Failure], after: float = STEP_SECONDS) -> EngineStatus:
+    def look(self, stage: Stage, failures: dict[str, Failure], after_seconds: float = STEP_SECONDS) -> EngineStatus:
         """Look once; a source that fails gives its failure."""
-        at = self.watch.at + after
-        self._cpu_seconds += after if stage.computes else 0.0
-        known = {"cpu_seconds": self._cpu_seconds, "cpu_pressure_ratio": SHORT_OF_CPU}
-        alive = tuple(replace(process, **known) for process in stage.processes)
+        at = self.watch.at + after_seconds
+        self._cpu_seconds += after_seconds if stage.computes else 0.0
+        cpu_fields = {"cpu_seconds": self._cpu_seconds, "cpu_pressure_ratio": SHORT_OF_CPU}
+        alive = tuple(replace(process, **cpu_fields) for process in stage.processes)
         processes = failures.get("processes", alive if self._has_view else UNSEEN)
         lost = self._knows_pids and isinstance(processes, Failure)
-        held = replace(card(stage.held_gib), **({"held_bytes": None} if lost else {}))
-        gpus: tuple[Gpu, ...] | Failure = failures.get("gpus", (held,))
+        gpu_sample = replace(card(stage.held_gib), **({"held_bytes": None} if lost else {}))
+        gpus: tuple[Gpu, ...] | Failure = failures.get("gpus", (gpu_sample,))
         core = ProbeReadings(present=(probed(scheduler=SchedulerReading(steps_total=1)),) if stage.processes else ())
         return self.watch.look(
             failures.get("page", stage.page(at)),
             processes=processes,
             gpus=gpus,
             probe=failures.get("probe", core),  # type: ignore[arg-type]
-            after=after,
+            after_seconds=after_seconds,
         )
 
     def pass_through(self, *stages: Stage) -> EngineStatus:
@@ -127,16 +127,16 @@ def test_sources_that_fail_end_no_run_and_begin_none(subtests: pytest.Subtests) 
     for stages in STAGES.values():
         for sources in PAIRS:
             with subtests.test(stages=stages, sources=sources):
-                for (looks, after), (page, late, knows_pids) in product(LENGTHS, WAYS):
+                for (looks, interval_seconds), (page, late, knows_pids) in product(LENGTHS, WAYS):
                     world = World(has_view=True, knows_pids=knows_pids)
                     earlier_engine_status = world.pass_through(*stages)
                     assert earlier_engine_status.state is stages[-1].state
                     failing = {"page": page, "processes": late, "gpus": NO_GPU, "probe": NO_PROBE}
                     failures = {source: failing[source] for source in sources}
-                    lives = [world.look(stages[-1], failures, after) for _ in range(looks)]
+                    lives = [world.look(stages[-1], failures, interval_seconds) for _ in range(looks)]
                     lives += [world.look(stages[-1], {}) for _ in range(13)]
 
-                    assert {each.state for each in lives} <= {earlier_engine_status.state, EngineState.UNKNOWN}
+                    assert {status.state for status in lives} <= {earlier_engine_status.state, EngineState.UNKNOWN}
                     assert lives[-1].state is earlier_engine_status.state
                     counts = {(exits(live), live.restarts, live.exit_reason) for live in lives}
                     assert counts == {(exits(earlier_engine_status), earlier_engine_status.restarts, None)}
@@ -147,16 +147,16 @@ def test_a_sidecar_without_a_view_of_processes_ends_no_run_either(subtests: pyte
     for name in ["loading", "serving", "asleep"]:
         for sources in PAIRS:
             with subtests.test(name=name, sources=sources):
-                for looks, after in LENGTHS:
+                for looks, interval_seconds in LENGTHS:
                     world = World(has_view=False, knows_pids=False)
                     earlier_engine_status = world.pass_through(*STAGES[name])
                     failing = {"page": SILENT, "processes": UNSEEN, "gpus": NO_GPU, "probe": NO_PROBE}
                     failures = {source: failing[source] for source in sources}
-                    lives = [world.look(STAGES[name][-1], failures, after) for _ in range(looks)]
+                    lives = [world.look(STAGES[name][-1], failures, interval_seconds) for _ in range(looks)]
                     lives += [world.look(STAGES[name][-1], {}) for _ in range(3)]
 
                     assert lives[-1].state is earlier_engine_status.state
-                    assert EngineState.DOWN not in {each.state for each in lives}
+                    assert EngineState.DOWN not in {status.state for status in lives}
                     assert {(exits(live), live.restarts) for live in lives} == {
                         (exits(earlier_engine_status), earlier_engine_status.restarts)
                     }
@@ -173,7 +173,7 @@ def test_whatever_fails_whenever_a_run_ends_once_and_when_it_did(
     windows: list[tuple[tuple[str, ...], int, int, bool]], page: Failure, *, knows_pids: bool
 ) -> None:
     world, runs_seen = World(has_view=True, knows_pids=knows_pids), 0
-    for turn, stage in enumerate(each for each in COURSE for _ in range(20)):
+    for turn, stage in enumerate(course_stage for course_stage in COURSE for _ in range(20)):
         failures: dict[str, Failure] = {}
         for sources, begin, length, is_late in windows:
             if begin <= turn < min(begin + length, HEALED):
@@ -233,5 +233,5 @@ def test_a_process_that_is_gone_when_its_page_has_just_answered_has_ended() -> N
     assert (life.state, dict(life.exits)[ExitReason.GONE]) == (EngineState.DOWN, 1)
 
 
-def replace_page(stage: Stage, other: Stage) -> Stage:
-    return Stage(stage.state, other.page, stage.processes, stage.held_gib)
+def replace_page(stage: Stage, page_stage: Stage) -> Stage:
+    return Stage(stage.state, page_stage.page, stage.processes, stage.held_gib)

@@ -56,9 +56,13 @@ class Idle:
             replace(CORE, state=core),
             replace(WORKER, state=worker),
         )
-        others = (probed(),) if writes else ()
-        probe = ProbeReadings(present=others, silent=(WRITES,)) if is_mute else ProbeReadings(present=(*others, WRITES))
-        self.watch.look(page, processes=LATE if is_late else processes, probe=probe, after=self._step_seconds)
+        other_probes = (probed(),) if writes else ()
+        probe = (
+            ProbeReadings(present=other_probes, silent=(WRITES,))
+            if is_mute
+            else ProbeReadings(present=(*other_probes, WRITES))
+        )
+        self.watch.look(page, processes=LATE if is_late else processes, probe=probe, after_seconds=self._step_seconds)
         assert self.watch.seen is not None
         assert self.watch.seen.engine_status is not None
         self.snapshots.append(self.watch.seen)
@@ -84,7 +88,7 @@ PAIRS: Final = [pair for pair in combinations(SIGNS, 2) if not set(pair) <= {"st
 
 def look_long(engine: Idle, names: tuple[str, ...], looks: int, step_seconds: float = STEP_SECONDS) -> None:
     for turn in range(1, looks + 1):
-        shown = {name: value for each in names for name, value in SIGNS[each](turn * step_seconds).items()}
+        shown = {name: value for sign in names for name, value in SIGNS[sign](turn * step_seconds).items()}
         engine.look(**shown)  # type: ignore[arg-type]
 
 

@@ -34,7 +34,7 @@ def test_an_end_counts_for_90_minutes_and_one_that_is_dated_ahead_does_not() -> 
     ends = (watch.at - 5401.0, watch.at - 5399.0, watch.at, watch.at + 1.0)
     watch.state = EngineMemory(runs=EngineRuns(ends_seconds=tuple(BEGAN + seconds for seconds in ends)))
 
-    assert watch.look(working(10), after=0.0).recent_exits == 2
+    assert watch.look(working(10), after_seconds=0.0).recent_exits == 2
 
 
 def test_the_reasons_that_can_be_known_are_counted_from_zero() -> None:
@@ -70,7 +70,7 @@ def test_a_loop_of_crashes_while_loading_is_counted_though_no_page_was_ever_seen
     assert watch.look(REFUSED, processes=()).restarts == 2
     life = watch.look(REFUSED)
     assert (exits(life), life.recent_exits) == ({ExitReason.GONE: 3}, 3)
-    life = watch.look(REFUSED, after=90 * 60.0)
+    life = watch.look(REFUSED, after_seconds=90 * 60.0)
     assert (exits(life), life.recent_exits) == ({ExitReason.GONE: 3}, 0)
 
 
@@ -127,7 +127,7 @@ def test_two_servers_without_a_start_that_answer_in_turn_do_not_restart(
 
 def test_a_start_whose_core_comes_later_is_one_run_where_a_trace_tells_no_pids() -> None:
     server, core, worker = (
-        replace(each, pid=NO_PID, started_at_seconds=BEGAN + 9.0 * place) for place, each in enumerate(WHOLE)
+        replace(process, pid=NO_PID, started_at_seconds=BEGAN + 9.0 * place) for place, process in enumerate(WHOLE)
     )
     watch = Watch()
     watch.look(REFUSED, processes=(server,))
@@ -151,15 +151,15 @@ def test_two_servers_that_answer_in_turn_are_one_run_and_a_later_one_is_another(
 
 def test_a_page_that_was_away_and_tells_the_same_start_is_the_same_run() -> None:
     watch = serving()
-    watch.look(SILENT, after=600)
+    watch.look(SILENT, after_seconds=600)
 
-    assert watch.look(working(40), after=600).restarts == 0
+    assert watch.look(working(40), after_seconds=600).restarts == 0
 
 
 def test_unseen_it_ends_when_its_memory_is_let_go() -> None:
     watch = serving(processes=UNSEEN)
 
-    assert exits(watch.look(REFUSED, gpus=(card(70),), after=600)) == {}
+    assert exits(watch.look(REFUSED, gpus=(card(70),), after_seconds=600)) == {}
     assert exits(watch.look(REFUSED, gpus=(card(1),))) == {ExitReason.GONE: 1}
     assert watch.look(REFUSED, gpus=(card(10),)).restarts == 1
 
@@ -210,7 +210,7 @@ def test_room_that_came_back_minutes_before_the_end_is_no_out_of_memory() -> Non
     watch = serving()
     watch.look(working(30), gpus=(card(79.9),))
     for done in range(31, 35):
-        watch.look(working(done), gpus=(card(70),), after=30.0)
+        watch.look(working(done), gpus=(card(70),), after_seconds=30.0)
 
     assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),))) == {ExitReason.GONE: 1}
 
@@ -223,9 +223,9 @@ def test_the_hosts_room_is_that_of_when_the_engine_became_ready_and_goes_with_it
     full, free = (HostMemory(used_bytes=used, limit_bytes=100) for used in (99, 60))
     watch = serving(host=free)
     goes_on = watch.look(working(30), host=full)
-    ended = watch.look(REFUSED, processes=(), host=free)
+    ended_status = watch.look(REFUSED, processes=(), host=free)
 
-    assert (goes_on.first_host_room_bytes, ended.first_host_room_bytes) == (40, None)
+    assert (goes_on.first_host_room_bytes, ended_status.first_host_room_bytes) == (40, None)
 
 
 def test_what_the_kernel_killed_is_reported_before_all_else() -> None:
@@ -290,8 +290,8 @@ def test_a_run_that_ended_has_no_beginning() -> None:
 
 
 def test_a_daemon_that_takes_up_the_runs_knows_its_engine_again() -> None:
-    before, later_watch = serving(), Watch()
-    later_watch.state = EngineMemory(runs=before.state.runs)
+    earlier_watch, later_watch = serving(), Watch()
+    later_watch.state = EngineMemory(runs=earlier_watch.state.runs)
     nudged = tuple(replace(process, started_at_seconds=process.started_at_seconds + 1) for process in WHOLE)
 
     assert later_watch.look(REFUSED, processes=nudged).restarts == 0
@@ -299,8 +299,8 @@ def test_a_daemon_that_takes_up_the_runs_knows_its_engine_again() -> None:
 
 
 def test_a_daemon_that_takes_up_the_runs_counts_what_happened_meanwhile() -> None:
-    before, later_watch = serving(), Watch()
-    later_watch.state = EngineMemory(runs=before.state.runs)
+    earlier_watch, later_watch = serving(), Watch()
+    later_watch.state = EngineMemory(runs=earlier_watch.state.runs)
 
     life = later_watch.look(REFUSED, processes=NEXT)
 

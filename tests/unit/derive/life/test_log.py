@@ -40,11 +40,11 @@ def reading(text: str, at: float) -> LogReading:
     return LogReading(start=None, endings=(ending,), newest_seconds=BEGAN + at)
 
 
-def die(text: str | None, watch: Watch | None = None, **seen: Any) -> tuple[Watch, Ending]:
+def die(text: str | None, watch: Watch | None = None, **look_fields: Any) -> tuple[Watch, Ending]:
     """Let an engine at work be gone, with a log of this text."""
     watch = watch or serving(gpus=(card(70),))
     log = None if text is None else reading(text, watch.at + 5)
-    status = watch.look(REFUSED, processes=(), log=log, **seen)
+    status = watch.look(REFUSED, processes=(), log=log, **look_fields)
     assert status.event is not None
     return watch, status.event
 
@@ -101,7 +101,7 @@ def test_the_refused_allocation_is_in_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "first_other_bytes", "cause"),
+    ("other_gib", "first_other_bytes", "cause"),
     [
         ("2.00", 0, EndCause.NEIGHBOUR),
         ("2.00", 2 * GIB, EndCause.BURST),  # it was there when the engine began to serve
@@ -110,9 +110,9 @@ def test_the_refused_allocation_is_in_the_answer() -> None:
     ],
 )
 def test_a_process_that_came_after_the_last_sample_is_a_neighbour(
-    other: str, first_other_bytes: int | None, cause: EndCause
+    other_gib: str, first_other_bytes: int | None, cause: EndCause
 ) -> None:
-    death = DEATH.replace("Including non-", f"Process 77 has {other} GiB memory in use. Including non-")
+    death = DEATH.replace("Including non-", f"Process 77 has {other_gib} GiB memory in use. Including non-")
     _, ending = die(VLLM_0_19 + death)
     gpu = replace(ending.gpus[0], first_other_bytes=first_other_bytes)
     (answer,) = judge_ending(replace(ending, gpus=(gpu,)))

@@ -15,9 +15,9 @@ from vllm_headroom.vocabulary import EngineState
 def test_the_age_grows_until_something_moves() -> None:
     watch = serving()
 
-    assert watch.look(working(20), after=7).progress_age_seconds == 7
-    assert watch.look(working(20), after=8).progress_age_seconds == 15
-    assert watch.look(working(21), after=9).progress_age_seconds == 0
+    assert watch.look(working(20), after_seconds=7).progress_age_seconds == 7
+    assert watch.look(working(20), after_seconds=8).progress_age_seconds == 15
+    assert watch.look(working(21), after_seconds=9).progress_age_seconds == 0
 
 
 def test_there_is_no_age_while_there_is_nothing_to_do_or_no_page() -> None:
@@ -43,20 +43,20 @@ def test_the_age_is_that_of_the_rank_that_has_stood_still_longest() -> None:
 
     def age(done: float, running: float) -> float | None:
         ranks = engine(running=1.0, finished_total=done), engine(name="1", running=running, finished_total=7.0)
-        return watch.look(page(*ranks), after=10).progress_age_seconds
+        return watch.look(page(*ranks), after_seconds=10).progress_age_seconds
 
     assert [age(done, 1.0) for done in range(4)] == [0, 10, 20, 30]
     assert age(5, 0.0) == 0
 
 
-@pytest.mark.parametrize("held", [0.0, 0.4])
-def test_what_an_idle_engine_still_holds_is_stranded_after_a_minute(held: float) -> None:
-    watch, idle = serving(), working(20, running=0.0, kv_used_ratio=held)
+@pytest.mark.parametrize("kv_used_ratio", [0.0, 0.4])
+def test_what_an_idle_engine_still_holds_is_stranded_after_a_minute(kv_used_ratio: float) -> None:
+    watch, idle = serving(), working(20, running=0.0, kv_used_ratio=kv_used_ratio)
     watch.look(idle)
 
-    assert watch.look(idle, after=IDLE_SECONDS - 1).stranded_ratios == ()
-    assert watch.look(idle, after=1).stranded_ratios == ((AN_ENGINE, held),)
-    assert watch.look(working(20, running=1.0, kv_used_ratio=held)).stranded_ratios == ()
+    assert watch.look(idle, after_seconds=IDLE_SECONDS - 1).stranded_ratios == ()
+    assert watch.look(idle, after_seconds=1).stranded_ratios == ((AN_ENGINE, kv_used_ratio),)
+    assert watch.look(working(20, running=1.0, kv_used_ratio=kv_used_ratio)).stranded_ratios == ()
 
 
 def test_under_load_the_lowest_of_the_last_counts_of_the_probe_is_stranded() -> None:
@@ -70,13 +70,13 @@ def test_under_load_the_lowest_of_the_last_counts_of_the_probe_is_stranded() -> 
     assert stranded(None) == ()
 
 
-@pytest.mark.parametrize("known", [{"kv_used_ratio": None}, {"running": None}])
-def test_what_is_not_known_is_not_stranded(known: dict[str, float | None]) -> None:
-    unknown = working(20, **{"running": 0.0, **known})  # type: ignore[arg-type]
+@pytest.mark.parametrize("page_fields", [{"kv_used_ratio": None}, {"running": None}])
+def test_what_is_not_known_is_not_stranded(page_fields: dict[str, float | None]) -> None:
+    unknown = working(20, **{"running": 0.0, **page_fields})  # type: ignore[arg-type]
     watch = serving()
     watch.look(unknown)
 
-    assert watch.look(unknown, after=3600).stranded_ratios == ()
+    assert watch.look(unknown, after_seconds=3600).stranded_ratios == ()
 
 
 def test_a_request_that_waits_keeps_it_from_being_stranded() -> None:
@@ -84,7 +84,7 @@ def test_a_request_that_waits_keeps_it_from_being_stranded() -> None:
     watch = serving()
     watch.look(waiting)
 
-    assert watch.look(waiting, after=3600).stranded_ratios == ()
+    assert watch.look(waiting, after_seconds=3600).stranded_ratios == ()
 
 
 IDLE = working(20, running=0.0)
@@ -92,10 +92,10 @@ IDLE = working(20, running=0.0)
 
 def test_an_idle_engine_that_owes_a_canary_its_answer_stalls_after_a_minute() -> None:
     watch = serving()
-    asked = watch.at
+    asked_seconds = watch.at
 
-    assert watch.look(IDLE, owed_since=asked, after=STALLED_SECONDS - 1).state is EngineState.SERVING
-    stalled = watch.look(IDLE, owed_since=asked, after=1)
+    assert watch.look(IDLE, owed_since=asked_seconds, after_seconds=STALLED_SECONDS - 1).state is EngineState.SERVING
+    stalled = watch.look(IDLE, owed_since=asked_seconds, after_seconds=1)
     assert (stalled.state, stalled.progress_age_seconds) == (EngineState.STALLED, STALLED_SECONDS)
     answered = watch.look(IDLE)
     assert (answered.state, answered.progress_age_seconds) == (EngineState.SERVING, None)
@@ -103,11 +103,11 @@ def test_an_idle_engine_that_owes_a_canary_its_answer_stalls_after_a_minute() ->
 
 def test_a_canary_is_as_old_as_what_was_done_last() -> None:
     watch = serving()
-    asked = watch.at
-    watch.look(working(25), owed_since=asked, after=600)
+    asked_seconds = watch.at
+    watch.look(working(25), owed_since=asked_seconds, after_seconds=600)
 
-    assert watch.look(gave_up(), owed_since=asked, after=7).progress_age_seconds == 7
-    assert watch.look(working(27, running=0.0), owed_since=asked, after=7).progress_age_seconds == 0
+    assert watch.look(gave_up(), owed_since=asked_seconds, after_seconds=7).progress_age_seconds == 7
+    assert watch.look(working(27, running=0.0), owed_since=asked_seconds, after_seconds=7).progress_age_seconds == 0
 
 
 def gave_up() -> EnginePage:
@@ -119,8 +119,8 @@ def gave_up() -> EnginePage:
 @pytest.mark.parametrize("page_failure", [REFUSED, SILENT])
 def test_a_canary_says_nothing_of_an_engine_that_sleeps_or_has_no_page(page_failure: Failure) -> None:
     watch = serving()
-    asleep = watch.look(working(20, running=0.0, awake=False), owed_since=watch.at, after=600)
-    gone = watch.look(page_failure, owed_since=watch.at, after=5)
+    asleep = watch.look(working(20, running=0.0, awake=False), owed_since=watch.at, after_seconds=600)
+    failed_status = watch.look(page_failure, owed_since=watch.at, after_seconds=5)
 
     assert (asleep.state, asleep.progress_age_seconds) == (EngineState.ASLEEP, None)
-    assert gone.progress_age_seconds is None
+    assert failed_status.progress_age_seconds is None

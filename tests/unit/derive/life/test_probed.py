@@ -25,11 +25,11 @@ def test_an_engine_that_steps_moves_though_its_page_stands_still() -> None:
     watch = serving()
     for minute in range(1, 5):
         probe = ProbeReadings(present=(core(100 * minute),))
-        life = watch.look(stepped(working(20), probe), probe=probe, after=50)
+        life = watch.look(stepped(working(20), probe), probe=probe, after_seconds=50)
         assert life.state is EngineState.SERVING
 
     standing = ProbeReadings(present=(core(400),))
-    assert watch.look(stepped(working(20), standing), probe=standing, after=60).state is EngineState.STALLED
+    assert watch.look(stepped(working(20), standing), probe=standing, after_seconds=60).state is EngineState.STALLED
 
 
 def test_a_core_that_hangs_and_writes_nothing_is_stalled_after_twenty_seconds() -> None:
@@ -37,18 +37,18 @@ def test_a_core_that_hangs_and_writes_nothing_is_stalled_after_twenty_seconds() 
     probe = ProbeReadings(silent=(core(100),), present=(probed(),))
     watch.look(stepped(working(20), probe), probe=probe)
 
-    assert watch.look(stepped(working(20), probe), probe=probe, after=19).state is EngineState.SERVING
-    assert watch.look(stepped(working(20), probe), probe=probe, after=1).state is EngineState.STALLED
+    assert watch.look(stepped(working(20), probe), probe=probe, after_seconds=19).state is EngineState.SERVING
+    assert watch.look(stepped(working(20), probe), probe=probe, after_seconds=1).state is EngineState.STALLED
 
 
 def test_silence_without_work_or_of_another_process_is_no_stall() -> None:
-    idle, other = serving(), serving()
+    idle, other_watch = serving(), serving()
     silent = ProbeReadings(silent=(core(100),))
     for _ in range(10):
         state = idle.look(working(20, running=0.0), probe=silent).state
         assert state is EngineState.SERVING, "no probe writes: the folder may be the cause"
     for _ in range(10):
-        state = other.look(working(20), probe=ProbeReadings(silent=(probed(),), present=(core(100),))).state
+        state = other_watch.look(working(20), probe=ProbeReadings(silent=(probed(),), present=(core(100),))).state
         assert state is EngineState.SERVING
 
 

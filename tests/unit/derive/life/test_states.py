@@ -46,7 +46,7 @@ def test_processes_without_a_page_yet_are_starting_for_as_long_as_that_takes(pag
     watch = Watch()
 
     assert watch.state_of(page_failure) is EngineState.STARTING
-    assert watch.state_of(page_failure, after=1800) is EngineState.STARTING
+    assert watch.state_of(page_failure, after_seconds=1800) is EngineState.STARTING
     assert watch.state_of(working(0, running=0.0)) is EngineState.SERVING
 
 
@@ -60,13 +60,15 @@ def test_a_page_without_an_engine_is_serving_only_where_processes_vouch_for_it()
     assert Watch(processes=()).state_of(page()) is EngineState.UNKNOWN
 
 
-@pytest.mark.parametrize("told", [working(20, started=None), page(engine(model_name="", started_at_seconds=1.0))])
-def test_a_page_that_no_longer_tells_of_the_engine_says_nothing_of_it(told: EnginePage) -> None:
+@pytest.mark.parametrize(
+    "engine_page", [working(20, started=None), page(engine(model_name="", started_at_seconds=1.0))]
+)
+def test_a_page_that_no_longer_tells_of_the_engine_says_nothing_of_it(engine_page: EnginePage) -> None:
     watch = Watch()
-    assert watch.state_of(told) is EngineState.SERVING
+    assert watch.state_of(engine_page) is EngineState.SERVING
 
     assert watch.state_of(page()) is EngineState.UNKNOWN
-    assert watch.state_of(told) is EngineState.SERVING
+    assert watch.state_of(engine_page) is EngineState.SERVING
 
 
 def test_a_page_that_says_it_sleeps_is_asleep_whatever_waits() -> None:
@@ -74,7 +76,7 @@ def test_a_page_that_says_it_sleeps_is_asleep_whatever_waits() -> None:
     asleep = working(20, running=0.0, waiting=3.0, awake=False)
 
     assert watch.state_of(asleep) is EngineState.ASLEEP
-    assert watch.look(asleep, after=3600).state is EngineState.ASLEEP
+    assert watch.look(asleep, after_seconds=3600).state is EngineState.ASLEEP
     assert watch.look(asleep).progress_age_seconds is None
     assert watch.state_of(working(20, running=0.0, awake=True)) is EngineState.SERVING
 
@@ -82,12 +84,12 @@ def test_a_page_that_says_it_sleeps_is_asleep_whatever_waits() -> None:
 def test_what_waited_while_it_slept_has_its_time_at_the_wake() -> None:
     watch = serving()
     watch.look(working(20, running=3.0, awake=True))
-    watch.look(working(20, running=3.0, awake=False), after=3600)
+    watch.look(working(20, running=3.0, awake=False), after_seconds=3600)
     woken = working(20, running=3.0, awake=True)
 
     assert watch.state_of(woken) is EngineState.SERVING
-    assert watch.state_of(woken, after=STALLED_SECONDS - 1) is EngineState.SERVING
-    assert watch.state_of(woken, after=1) is EngineState.STALLED
+    assert watch.state_of(woken, after_seconds=STALLED_SECONDS - 1) is EngineState.SERVING
+    assert watch.state_of(woken, after_seconds=1) is EngineState.STALLED
 
 
 def test_a_sleeper_whose_core_is_gone_is_stalled_while_its_page_answers() -> None:
@@ -109,8 +111,8 @@ def test_work_that_does_not_move_for_a_minute_is_stalled(running: float, waiting
     watch, frozen = serving(), working(21, running=running, waiting=waiting)
     watch.look(frozen)
 
-    assert watch.state_of(frozen, after=STALLED_SECONDS - 1) is EngineState.SERVING
-    assert watch.state_of(frozen, after=1) is EngineState.STALLED
+    assert watch.state_of(frozen, after_seconds=STALLED_SECONDS - 1) is EngineState.SERVING
+    assert watch.state_of(frozen, after_seconds=1) is EngineState.STALLED
     assert watch.state_of(working(22)) is EngineState.SERVING
 
 
@@ -118,7 +120,7 @@ def test_requests_that_pile_up_are_no_progress() -> None:
     watch = serving()
     watch.look(working(20, running=0.0, waiting=1.0))
 
-    states = [watch.state_of(working(20, running=0.0, waiting=float(count)), after=20) for count in (2, 3, 4)]
+    states = [watch.state_of(working(20, running=0.0, waiting=float(count)), after_seconds=20) for count in (2, 3, 4)]
 
     assert states == [EngineState.SERVING, EngineState.SERVING, EngineState.STALLED]
 
@@ -126,9 +128,9 @@ def test_requests_that_pile_up_are_no_progress() -> None:
 def test_an_idle_engine_never_stalls_and_its_first_request_has_its_time() -> None:
     watch, idle = serving(), working(20, running=0.0)
 
-    assert watch.state_of(idle, after=3600) is EngineState.SERVING
-    assert watch.state_of(idle, after=3600) is EngineState.SERVING
-    assert watch.state_of(working(20, running=1.0), after=3600) is EngineState.SERVING
+    assert watch.state_of(idle, after_seconds=3600) is EngineState.SERVING
+    assert watch.state_of(idle, after_seconds=3600) is EngineState.SERVING
+    assert watch.state_of(working(20, running=1.0), after_seconds=3600) is EngineState.SERVING
 
 
 @pytest.mark.parametrize("moves", ["kv_used_ratio", "steps_total", "prompt_tokens_total"])
@@ -137,7 +139,7 @@ def test_a_prefill_of_eighteen_minutes_does_not_stall(moves: str) -> None:
 
     for chunk in range(18 * 60 // 30):
         chunked = working(20, running=1.0, **{moves: 0.01 * chunk})
-        assert watch.state_of(chunked, after=30) is EngineState.SERVING
+        assert watch.state_of(chunked, after_seconds=30) is EngineState.SERVING
 
 
 def test_one_rank_that_stands_still_stalls_the_server() -> None:
@@ -148,8 +150,8 @@ def test_one_rank_that_stands_still_stalls_the_server() -> None:
 
     watch = Watch()
 
-    assert [watch.state_of(ranks(done), after=30) for done in (1, 2)] == [EngineState.SERVING] * 2
-    assert watch.state_of(ranks(3), after=30) is EngineState.STALLED
+    assert [watch.state_of(ranks(done), after_seconds=30) for done in (1, 2)] == [EngineState.SERVING] * 2
+    assert watch.state_of(ranks(3), after_seconds=30) is EngineState.STALLED
 
 
 def test_a_core_that_is_gone_while_the_page_answers_is_stalled_at_once() -> None:
@@ -170,8 +172,8 @@ def test_a_page_that_stops_answering_while_its_processes_live_stalls_after_a_min
     watch = serving()
 
     assert watch.state_of(page_failure) is EngineState.SERVING
-    assert watch.state_of(page_failure, after=STALLED_SECONDS - 1) is EngineState.SERVING
-    assert watch.state_of(page_failure, after=1) is EngineState.STALLED
+    assert watch.state_of(page_failure, after_seconds=STALLED_SECONDS - 1) is EngineState.SERVING
+    assert watch.state_of(page_failure, after_seconds=1) is EngineState.STALLED
     assert watch.state_of(working(30)) is EngineState.SERVING
 
 
@@ -179,20 +181,20 @@ def test_one_page_that_is_missed_after_a_time_in_which_nobody_looked_is_no_stall
     watch = serving()
 
     for turn in range(3):
-        assert watch.state_of(SILENT, after=300) is EngineState.SERVING
-        assert watch.state_of(working(40 + turn), after=300) is EngineState.SERVING
+        assert watch.state_of(SILENT, after_seconds=300) is EngineState.SERVING
+        assert watch.state_of(working(40 + turn), after_seconds=300) is EngineState.SERVING
 
 
 def test_one_of_two_api_servers_that_hangs_leaves_the_server_serving() -> None:
     watch = serving()
-    turns = {watch.state_of(SILENT if turn % 2 else working(30 + turn), after=30) for turn in range(8)}
+    turns = {watch.state_of(SILENT if turn % 2 else working(30 + turn), after_seconds=30) for turn in range(8)}
 
     assert turns == {EngineState.SERVING}
 
 
 def test_a_core_that_hangs_behind_a_page_that_fails_now_and_then_is_stalled() -> None:
     watch = serving()
-    turns = [watch.state_of(SILENT if turn % 2 else working(21), after=20) for turn in range(6)]
+    turns = [watch.state_of(SILENT if turn % 2 else working(21), after_seconds=20) for turn in range(6)]
 
     assert turns[-1] is EngineState.STALLED
 
@@ -201,7 +203,7 @@ def test_a_page_that_cannot_be_read_tells_nothing() -> None:
     assert Watch().state_of(LOGIN) is EngineState.UNKNOWN
     watch = serving()
     assert watch.state_of(LOGIN) is EngineState.SERVING
-    assert watch.state_of(LOGIN, after=STALLED_SECONDS) is EngineState.UNKNOWN
+    assert watch.state_of(LOGIN, after_seconds=STALLED_SECONDS) is EngineState.UNKNOWN
 
 
 def test_unseen_processes_are_known_by_what_they_hold() -> None:
@@ -219,7 +221,7 @@ def test_unseen_processes_and_unseen_memory_leave_the_page() -> None:
     assert watch.state_of(REFUSED) is EngineState.DOWN
     assert watch.state_of(working(5)) is EngineState.SERVING
     assert watch.state_of(SILENT) is EngineState.SERVING
-    assert watch.state_of(SILENT, after=60) is EngineState.STALLED
+    assert watch.state_of(SILENT, after_seconds=60) is EngineState.STALLED
 
 
 def test_a_page_that_answers_where_no_process_shows_means_that_they_cannot_be_seen() -> None:
@@ -232,11 +234,13 @@ def test_a_new_run_is_starting_though_the_last_one_had_served() -> None:
     watch = serving()
 
     assert watch.state_of(REFUSED, processes=NEXT) is EngineState.STARTING
-    assert watch.state_of(REFUSED, after=1800) is EngineState.STARTING
+    assert watch.state_of(REFUSED, after_seconds=1800) is EngineState.STARTING
 
 
 def test_a_pid_that_was_used_again_is_another_process() -> None:
-    again = tuple(replace(each, started_at_seconds=each.started_at_seconds + 60) for each in WHOLE)
+    again = tuple(
+        replace(engine_process, started_at_seconds=engine_process.started_at_seconds + 60) for engine_process in WHOLE
+    )
 
     assert serving().state_of(REFUSED, processes=again) is EngineState.STARTING
 

@@ -63,9 +63,9 @@ class Engine:
             self._finished += 1
             assert self.look(working(self._finished)) is SERVING
 
-    def look(self, page: EnginePage | Failure, after: float = 5.0) -> EngineState:
+    def look(self, page: EnginePage | Failure, after_seconds: float = 5.0) -> EngineState:
         for name, ratio in (("server", self.server_cpu), ("core", self.core_cpu), ("worker", self.worker_cpu)):
-            self._cpu[name] += after * (ratio or 0.0)
+            self._cpu[name] += after_seconds * (ratio or 0.0)
         processes: tuple[EngineProcess, ...] | Failure = UNSEEN
         if self.is_seen:
             processes = (
@@ -81,7 +81,7 @@ class Engine:
             page,
             processes=processes,
             gpus=(gpu,),
-            after=after,
+            after_seconds=after_seconds,
             server=self.server,
             owed_since=self.owed_since,
         ).state
@@ -95,11 +95,11 @@ class Engine:
 
 
 def engine(*, is_seen: bool = True, **witnesses: Any) -> Engine:
-    made = Engine(is_seen=is_seen)
+    new_engine = Engine(is_seen=is_seen)
     for name, value in witnesses.items():
-        assert hasattr(made, name)
-        setattr(made, name, value)
-    return made
+        assert hasattr(new_engine, name)
+        setattr(new_engine, name, value)
+    return new_engine
 
 
 @pytest.mark.parametrize(
@@ -128,16 +128,16 @@ def engine(*, is_seen: bool = True, **witnesses: Any) -> Engine:
     ids=str,
 )
 def test_a_page_that_shows_work_and_no_progress(witnesses: dict[str, Any], state: EngineState) -> None:
-    asked = engine(**witnesses)
+    witnessed_engine = engine(**witnesses)
 
-    states = asked.freeze()
+    states = witnessed_engine.freeze()
 
     assert states[:11] == [SERVING] * 11
     assert states[16:] == [state] * (STEPS - 16)
-    assert asked.watch.seen is not None
-    assert asked.watch.seen.engine_status is not None
-    assert asked.watch.seen.engine_status.are_gauges_doubted is (state is not STALLED)
-    assert asked.look(working(99)) is SERVING
+    assert witnessed_engine.watch.seen is not None
+    assert witnessed_engine.watch.seen.engine_status is not None
+    assert witnessed_engine.watch.seen.engine_status.are_gauges_doubted is (state is not STALLED)
+    assert witnessed_engine.look(working(99)) is SERVING
 
 
 def test_a_hang_is_stalled_within_a_minute_where_activity_agrees() -> None:

@@ -41,7 +41,9 @@ SERVER: Final = process(10, Role.API_SERVER)
 CORE: Final = process(11, Role.ENGINE_CORE)
 WORKER: Final = process(12, Role.WORKER)
 WHOLE: Final = (SERVER, CORE, WORKER)
-NEXT: Final = tuple(replace(each, pid=each.pid + 10, started_at_seconds=BEGAN + 9000) for each in WHOLE)
+NEXT: Final = tuple(
+    replace(engine_process, pid=engine_process.pid + 10, started_at_seconds=BEGAN + 9000) for engine_process in WHOLE
+)
 
 
 def card(held_gib: float, *, peak_gib: float | None = None, uuid: str = "GPU-a") -> Gpu:
@@ -50,9 +52,9 @@ def card(held_gib: float, *, peak_gib: float | None = None, uuid: str = "GPU-a")
     return gpu(uuid=uuid, total=80 * GIB, used=int(held_gib * GIB), used_peak_bytes=peak)
 
 
-def working(done: float, *, running: float = 4.0, started: float | None = BEGAN, **known: Any) -> EnginePage:
+def working(done: float, *, running: float = 4.0, started: float | None = BEGAN, **engine_fields: Any) -> EnginePage:
     """Return the page of an engine that has finished so many requests."""
-    facts = {"waiting": 0.0, "kv_used_ratio": 0.5, "started_at_seconds": started, **known}
+    facts = {"waiting": 0.0, "kv_used_ratio": 0.5, "started_at_seconds": started, **engine_fields}
     return page(engine(running=running, finished_total=done, generation_tokens_total=done * 9, **facts))
 
 
@@ -81,7 +83,7 @@ class Watch:
         gpus: tuple[Gpu, ...] | Failure | None = None,
         probe: ProbeReadings | None = None,
         host: HostMemory | None = None,
-        after: float = STEP_SECONDS,
+        after_seconds: float = STEP_SECONDS,
         owed_since: float | None = None,
         neighbours: tuple[EngineProcess, ...] = (),
         ambiguous: int = 0,
@@ -89,15 +91,15 @@ class Watch:
         log: LogReading | Failure | None = None,
     ) -> EngineStatus:
         """Look `after` so many seconds, and return what is known then; a canary has waited since `owed_since`."""
-        self.at += after
+        self.at += after_seconds
         self._processes = self._processes if processes is None else processes
         self._gpus = self._gpus if gpus is None else gpus
         self._host = self._host if host is None else host
         now = snapshot(
             at=self.at, engines=engines, gpus=self._gpus, processes=self._processes, probe=probe, host=self._host
         )
-        others = frozenset((neighbour.pid, neighbour.started_at_seconds) for neighbour in neighbours)
-        now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous_engines=ambiguous)
+        neighbour_keys = frozenset((neighbour.pid, neighbour.started_at_seconds) for neighbour in neighbours)
+        now = replace(now, unanswered_since_seconds=owed_since, neighbours=neighbour_keys, ambiguous_engines=ambiguous)
         now = replace(
             now, log=log, server=server, has_silent_core=isinstance(probe, ProbeReadings) and probe.has_silent_core
         )
@@ -105,13 +107,13 @@ class Watch:
         assert self.seen.engine_status is not None
         return self.seen.engine_status
 
-    def state_of(self, engines: EnginePage | Failure, **seen: Any) -> EngineState:
-        return self.look(engines, **seen).state
+    def state_of(self, engines: EnginePage | Failure, **look_fields: Any) -> EngineState:
+        return self.look(engines, **look_fields).state
 
 
-def serving(**seen: Any) -> Watch:
+def serving(**look_fields: Any) -> Watch:
     """Return a watch over an engine that has worked."""
-    watch = Watch(**seen)
+    watch = Watch(**look_fields)
     assert watch.state_of(working(10)) is EngineState.SERVING
     assert watch.look(working(20)).is_in_service
     return watch

@@ -28,9 +28,9 @@ def only(machine: Machine) -> GpuReading:
     return gpu
 
 
-@pytest.mark.parametrize("told", ["", "\n", "lots\n", "0x1000\n"])
-def test_memory_that_is_no_number_is_a_failure_of_that_card(machine: Machine, told: str) -> None:
-    machine.sys.add(CARD, card=1, unique_id="a" * 16).folder.joinpath(USED).write_text(told)
+@pytest.mark.parametrize("memory_text", ["", "\n", "lots\n", "0x1000\n"])
+def test_memory_that_is_no_number_is_a_failure_of_that_card(machine: Machine, memory_text: str) -> None:
+    machine.sys.add(CARD, card=1, unique_id="a" * 16).folder.joinpath(USED).write_text(memory_text)
     machine.sys.add(OTHER, card=2, unique_id="b" * 16)
 
     ill, well = machine.read()

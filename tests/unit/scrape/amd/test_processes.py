@@ -119,8 +119,12 @@ def test_a_client_of_another_driver_and_one_of_another_unit_are_not_counted(mach
 
     assert listed(machine) == (GpuProcess(pid=77, used_bytes=2**20),)
 
-    for other in (text.replace("amdgpu", "nouveau"), text.replace("1024 KiB", "1024 MiB"), text.replace("1024 ", "?")):
-        file.write_text(other)
+    for foreign_text in (
+        text.replace("amdgpu", "nouveau"),
+        text.replace("1024 KiB", "1024 MiB"),
+        text.replace("1024 ", "?"),
+    ):
+        file.write_text(foreign_text)
 
         assert listed(machine) == ()
 

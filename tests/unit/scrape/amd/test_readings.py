@@ -64,9 +64,9 @@ def test_a_card_that_comes_later_does_not_move_the_others(machine: Machine) -> N
         await amd.read(PATIENCE_SECONDS)
         machine.sys.add("0000:05:00.0", card=2, unique_id="b" * 16)
 
-        found = await amd.read(PATIENCE_SECONDS)
+        readings = await amd.read(PATIENCE_SECONDS)
 
-        assert [(gpu.index, gpu.uuid) for gpu in found] == [(0, f"GPU-{'a' * 16}"), (1, f"GPU-{'b' * 16}")]
+        assert [(gpu.index, gpu.uuid) for gpu in readings] == [(0, f"GPU-{'a' * 16}"), (1, f"GPU-{'b' * 16}")]
 
     machine.run(steps)
 
@@ -84,11 +84,11 @@ def test_a_card_that_comes_back_at_another_address_is_the_same(machine: Machine)
         machine.sys.add(address, card=len(list(machine.sys.drm.iterdir())), unique_id=unique_id)
 
     async def steps(amd: Amd) -> None:
-        before = await amd.read(PATIENCE_SECONDS)
+        readings_before = await amd.read(PATIENCE_SECONDS)
         machine.sys.remove(CARD)
         machine.sys.add("0000:f1:00.0", card=9, unique_id="a" * 16)
 
-        assert await amd.read(PATIENCE_SECONDS) == before
+        assert await amd.read(PATIENCE_SECONDS) == readings_before
 
     machine.run(steps)
 
@@ -158,11 +158,11 @@ def test_where_kfd_is_silent_the_processes_own_files_tell(machine: Machine) -> N
 
 def test_a_machine_without_a_card_is_looked_through_every_15_seconds(machine: Machine) -> None:
     async def steps(amd: Amd) -> list[int]:
-        found = [len(await amd.read(PATIENCE_SECONDS))]
+        card_counts = [len(await amd.read(PATIENCE_SECONDS))]
         machine.sys.add(CARD, card=1)
-        for after in (14.0, 1.0):
-            machine.clock.seconds += after
-            found.append(len(await amd.read(PATIENCE_SECONDS)))
-        return found
+        for wait_seconds in (14.0, 1.0):
+            machine.clock.seconds += wait_seconds
+            card_counts.append(len(await amd.read(PATIENCE_SECONDS)))
+        return card_counts
 
     assert machine.run(steps) == [0, 0, 1]

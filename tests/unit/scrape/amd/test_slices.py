@@ -47,8 +47,8 @@ def test_each_part_of_a_cut_card_has_its_own_memory_and_processes(machine: Machi
     assert all((gpu.power_watts, gpu.utilization_ratio) == (None, None) for gpu in gpus), "they are the whole card's"
 
 
-@pytest.mark.parametrize("told", ["", "size_in_bytes much\n", f"size_in_bytes {'9' * 5000}\n"])
-def test_a_part_of_which_one_memory_bank_cannot_be_read_has_no_memory(machine: Machine, told: str) -> None:
+@pytest.mark.parametrize("bank_text", ["", "size_in_bytes much\n", f"size_in_bytes {'9' * 5000}\n"])
+def test_a_part_of_which_one_memory_bank_cannot_be_read_has_no_memory(machine: Machine, bank_text: str) -> None:
     """The sum of the others would be less than its processes may take."""
     machine.sys.add(CARD, card=1)
     banks = machine.sys.add_node(CARD, 1, GIB) / "mem_banks"
@@ -57,12 +57,12 @@ def test_a_part_of_which_one_memory_bank_cannot_be_read_has_no_memory(machine: M
     second = banks / "1" / "properties"
 
     second.write_text(f"size_in_bytes {2 * GIB}\n")
-    whole, _ = machine.read()
-    second.write_text(told)
+    whole_card, _ = machine.read()
+    second.write_text(bank_text)
     half, _ = machine.read()
 
-    assert whole.memory is not None
-    assert (whole.memory.total_bytes, half.memory) == (3 * GIB, None)
+    assert whole_card.memory is not None
+    assert (whole_card.memory.total_bytes, half.memory) == (3 * GIB, None)
 
 
 def test_a_part_whose_size_or_use_is_not_reported_has_no_memory(machine: Machine) -> None:
@@ -87,10 +87,10 @@ def test_a_card_that_is_cut_again_is_read_again(machine: Machine) -> None:
         machine.sys.without_nodes()
         machine.sys.add_node(CARD, 51_110)
 
-        (whole,) = await amd.read(PATIENCE_SECONDS)
+        (whole_card,) = await amd.read(PATIENCE_SECONDS)
 
-        assert whole.memory is not None
-        assert (whole.uuid, whole.memory.total_bytes) == ("GPU-fc1d2a3b4c5d6e7f", MI300X_BYTES)
+        assert whole_card.memory is not None
+        assert (whole_card.uuid, whole_card.memory.total_bytes) == ("GPU-fc1d2a3b4c5d6e7f", MI300X_BYTES)
 
     machine.run(steps)
 

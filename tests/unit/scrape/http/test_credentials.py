@@ -155,14 +155,14 @@ def test_an_authority_without_extensions_is_good_on_every_python(
 
 
 @pytest.mark.parametrize(
-    ("made", "sentence"),
+    ("certificate_fields", "sentence"),
     [
         ({"name": "127.0.0.2"}, "IP address mismatch, certificate is not valid for '127.0.0.1'"),
         ({"valid_hours": -1.0}, "certificate has expired"),
     ],
 )
-def test_name_and_time_are_verified_all_the_same(tmp_path: Path, made: Any, sentence: str) -> None:
-    authority, certificate, key = write_without_extensions(tmp_path, **made)
+def test_name_and_time_are_verified_all_the_same(tmp_path: Path, certificate_fields: Any, sentence: str) -> None:
+    authority, certificate, key = write_without_extensions(tmp_path, **certificate_fields)
     with EngineServer(page("a 1\n"), tls=server_context(certificate, key)) as server:
         (problem,) = fetches(PageReader(url=server.url, timeout_seconds=30, ca_file=authority))
 

@@ -57,8 +57,8 @@ def test_a_port_where_nobody_listens_is_unreachable(fail: Fail) -> None:
 
 
 def give_addresses(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    address_infos = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: address_infos)
 
 
 def test_a_host_with_several_addresses_is_unreachable_when_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +134,11 @@ def test_a_resolver_that_hangs_is_a_timeout_and_keeps_one_thread(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The token, which is read on that thread, is not blamed for it."""
-    answers, asked, token_file = threading.Event(), [], tmp_path / "token"
+    answers, asking_threads, token_file = threading.Event(), [], tmp_path / "token"
     token_file.write_text("t0ken")
 
     def hang(*_: object, **__: object) -> list[object]:
-        asked.append(threading.current_thread())
+        asking_threads.append(threading.current_thread())
         answers.wait()
         return []
 
@@ -152,8 +152,8 @@ def test_a_resolver_that_hangs_is_a_timeout_and_keeps_one_thread(
     finally:
         answers.set()
 
-    assert [isinstance(each, Failure) and each.reason for each in result] == [Reason.TIMEOUT, Reason.TIMEOUT]
-    assert len(asked) == 1
+    assert [isinstance(problem, Failure) and problem.reason for problem in result] == [Reason.TIMEOUT, Reason.TIMEOUT]
+    assert len(asking_threads) == 1
 
 
 @pytest.mark.parametrize(

@@ -224,9 +224,9 @@ def test_the_reader_outlives_the_engine() -> None:
             await reader.close()
         return pages
 
-    first, problem, second = asyncio.run(run())
+    first_page, problem, second = asyncio.run(run())
 
-    assert (first, second) == ("a 1\n", "a 2\n")
+    assert (first_page, second) == ("a 1\n", "a 2\n")
     assert isinstance(problem, Failure)
     assert problem.reason is Reason.UNREACHABLE
 

@@ -39,11 +39,11 @@ def fetch(source: Journal) -> Any:
 def test_the_next_call_begins_after_the_newest_line(program: Path) -> None:
     source = Journal("vllm.service", program=str(program))
     write(program, "a", "b")
-    first = fetch(source)
+    first_batch = fetch(source)
     write(program, "c")
     second = fetch(source)
 
-    assert (first.is_old, second.is_old) == (True, False)
+    assert (first_batch.is_old, second.is_old) == (True, False)
     assert b'"c"' in second.content
     arguments = (program.parent / "arguments").read_text().splitlines()
     assert arguments[0] == "--unit=vllm.service --output=json --all --no-pager --lines=20000"
@@ -54,11 +54,11 @@ def test_what_is_read_is_bounded(program: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(journal, "MOST_BYTES", 2**17)
     write(program, *(str(number) for number in range(10_000)))
     source = Journal("u", program=str(program))
-    first = fetch(source)
+    first_batch = fetch(source)
 
-    assert isinstance(first, LogBatch)
-    assert len(first.content) < 2**17 + 2**16
-    assert first.content.endswith(b"\n")
+    assert isinstance(first_batch, LogBatch)
+    assert len(first_batch.content) < 2**17 + 2**16
+    assert first_batch.content.endswith(b"\n")
 
 
 def test_a_journal_that_cannot_be_read_is_a_failure(program: Path, tmp_path: Path) -> None:

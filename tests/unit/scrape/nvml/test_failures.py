@@ -156,11 +156,11 @@ def test_a_name_that_is_not_utf_8_costs_the_name_alone(fake: FakeNvml, tmp_path:
     control.write_bytes(control.read_text().encode().replace(b"NVIDIA H100", b"\xff\xfe", 1))
 
     async def steps(nvml: Nvml) -> None:
-        seen = await devices(nvml)
+        gpus = await devices(nvml)
 
-        assert reasons(seen) == [None, None, None]
-        assert [gpu.name for gpu in seen].count("") == 1
-        assert all(gpu.memory is not None for gpu in seen)
+        assert reasons(gpus) == [None, None, None]
+        assert [gpu.name for gpu in gpus].count("") == 1
+        assert all(gpu.memory is not None for gpu in gpus)
 
     run(steps)
 
@@ -171,10 +171,10 @@ def test_a_uuid_that_is_not_utf_8_costs_its_gpu_alone(fake: FakeNvml, tmp_path: 
     control.write_bytes(control.read_bytes().replace(b"gpu GPU-1", b"gpu GPU-\xff"))
 
     async def steps(nvml: Nvml) -> None:
-        seen = await devices(nvml)
+        gpus = await devices(nvml)
 
-        assert reasons(seen) == [None, Reason.DRIVER_ERROR, None]
-        assert [gpu.uuid for gpu in seen] == ["GPU-0", "", "GPU-2"]
+        assert reasons(gpus) == [None, Reason.DRIVER_ERROR, None]
+        assert [gpu.uuid for gpu in gpus] == ["GPU-0", "", "GPU-2"]
         assert set(await nvml.sample_used(1.0)) == {"GPU-0", "GPU-2"}
 
     run(steps)

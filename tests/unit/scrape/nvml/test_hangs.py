@@ -60,9 +60,9 @@ def test_a_hung_gpu_leaves_time_for_the_others_when_the_reading_has_less_than_a_
         await read_with_reasons(nvml, None, None, None)
         hang(fake, 0)
         began = time.monotonic()
-        found = reasons(await devices(nvml, timeout_seconds=2.0))
+        failure_reasons = reasons(await devices(nvml, timeout_seconds=2.0))
         assert time.monotonic() - began < PROMPTLY_SECONDS
-        return found == [Reason.TIMEOUT, None, None]
+        return failure_reasons == [Reason.TIMEOUT, None, None]
 
     eventually(
         lambda: run(steps, call_timeout_seconds=FOR_EVER), "only the hung one fails in the reading that finds it"

@@ -43,10 +43,10 @@ def test_all_calls_are_made_on_one_thread_and_their_errors_are_outcomes() -> Non
 
 
 def test_after_one_that_hangs_the_others_are_made_once_and_elsewhere(released: threading.Event) -> None:
-    lane, made = Lane(), []
+    lane, calls = Lane(), []
 
     def note(name: str) -> Callable[[], None]:
-        return lambda: made.append((name, threading.get_ident()))
+        return lambda: calls.append((name, threading.get_ident()))
 
     answers = call_all(lane, SHORT_SECONDS, first=note("first"), hung=released.wait, last=note("last"))
 
@@ -57,14 +57,14 @@ def test_after_one_that_hangs_the_others_are_made_once_and_elsewhere(released: t
     until(lambda: not lane.stuck_subjects)
     lane.stop()
 
-    (_, before), (_, after) = made  # the thread that was given up makes no call when it goes on
-    assert [name for name, _ in made] == ["first", "last"]
-    assert before != after
+    (_, first_thread), (_, last_thread) = calls  # the thread that was given up makes no call when it goes on
+    assert [name for name, _ in calls] == ["first", "last"]
+    assert first_thread != last_thread
 
 
 def test_calls_that_each_return_in_time_may_take_longer_together(monkeypatch: pytest.MonkeyPatch) -> None:
     lane, wait = Lane(), asyncio.wait
-    begun, leave = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
+    begun_calls, leave = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
 
     async def over(futures: tuple[asyncio.Future[None]], timeout: float) -> object:  # noqa: ASYNC109 - as asyncio has it
         """Let the time of one call be over just when it has returned."""
@@ -72,10 +72,10 @@ def test_calls_that_each_return_in_time_may_take_longer_together(monkeypatch: py
         leave[place].set()
         if place == len(leave) - 1:
             return await wait(futures, timeout=timeout)
-        return await asyncio.to_thread(begun[place + 1].wait, PROMPTLY_SECONDS)
+        return await asyncio.to_thread(begun_calls[place + 1].wait, PROMPTLY_SECONDS)
 
     def slow(place: int) -> bool:
-        begun[place].set()
+        begun_calls[place].set()
         return leave[place].wait(PROMPTLY_SECONDS)
 
     monkeypatch.setattr(asyncio, "wait", over)
@@ -86,15 +86,15 @@ def test_calls_that_each_return_in_time_may_take_longer_together(monkeypatch: py
 
 
 def test_without_time_nothing_is_asked() -> None:
-    lane, made = Lane(), []
+    lane, calls = Lane(), []
 
     async def ask() -> dict[str, Exception | None]:
         return await lane.make_calls(
-            {"late": lambda: made.append("late")}, FOR_EVER, read_loop_seconds() + MIN_CALL_SECONDS / 2
+            {"late": lambda: calls.append("late")}, FOR_EVER, read_loop_seconds() + MIN_CALL_SECONDS / 2
         )
 
     assert asyncio.run(ask()) == {}
-    assert made == []
+    assert calls == []
     assert not lane.stuck_subjects
 
 

@@ -22,14 +22,14 @@ def test_a_lost_gpu_costs_only_itself_and_its_handle_is_never_used_again(fake: F
         fake.gpus[1].errors = {"all": code}
         fake.write()
         with capture_logs() as lines:
-            first = await devices(nvml)
+            first_readings = await devices(nvml)
             fake.forget_calls()
             clock.seconds += 59
             await nvml.sample_used(10)
             second = await devices(nvml)
 
-        assert reasons(first) == reasons(second) == [None, Reason.DEVICE_LOST, None]
-        assert (first[1].index, first[1].uuid, first[1].memory) == (1, "GPU-1", None)
+        assert reasons(first_readings) == reasons(second) == [None, Reason.DEVICE_LOST, None]
+        assert (first_readings[1].index, first_readings[1].uuid, first_readings[1].memory) == (1, "GPU-1", None)
         assert [call for call in fake.calls() if call.endswith("GPU-1")] == []
         assert INIT not in fake.calls()
         assert [(line["event"], line["uuid"], line["reason"]) for line in lines] == [
@@ -119,7 +119,7 @@ def test_gpus_that_come_back_as_others_each_time_are_not_listed_without_end(fake
             clock.seconds += 60
         readings = await devices(nvml)
         gc.collect()
-        return readings, sum(isinstance(each, RecentPeak) for each in gc.get_objects())
+        return readings, sum(isinstance(referenced, RecentPeak) for referenced in gc.get_objects())
 
     readings, peaks = run(steps, monotonic=clock)
     uuids = [reading.uuid for reading in readings]

@@ -198,11 +198,11 @@ def test_unified_memory_is_the_machines_and_its_processes_are_nvmls(fake: FakeNv
     (proc / "buddyinfo").write_text("Node 0, zone Normal 7 0 0 0 0 0 0 0 0 0 256\n")
 
     async def steps(nvml: Nvml) -> None:
-        (before,) = await devices(nvml)
+        (gpu_before,) = await devices(nvml)
         meminfo(tmp_path, total=120 * GIB, available=60 * GIB)
-        (after,) = await devices(nvml)
+        (gpu_after,) = await devices(nvml)
 
-        assert before.memory == GpuMemory(
+        assert gpu_before.memory == GpuMemory(
             total_bytes=120 * GIB,
             used_bytes=50 * GIB,
             free_bytes=70 * GIB,
@@ -210,9 +210,9 @@ def test_unified_memory_is_the_machines_and_its_processes_are_nvmls(fake: FakeNv
             machine_available_bytes=70 * GIB,
             machine_free_blocks_bytes=1024 * os.sysconf("SC_PAGE_SIZE") * 256,
         )
-        assert after.memory is not None
-        assert (after.memory.used_bytes, after.used_peak_bytes) == (60 * GIB, 60 * GIB)
-        assert after.processes == (GpuProcess(pid=5, used_bytes=37 * GIB),)
+        assert gpu_after.memory is not None
+        assert (gpu_after.memory.used_bytes, gpu_after.used_peak_bytes) == (60 * GIB, 60 * GIB)
+        assert gpu_after.processes == (GpuProcess(pid=5, used_bytes=37 * GIB),)
 
     run(steps, proc=proc)
 

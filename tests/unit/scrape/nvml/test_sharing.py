@@ -99,7 +99,7 @@ def test_memory_that_a_sharing_library_reckons_below_zero_is_unknown_and_leaves_
     (gpu,) = fake.gpus
     gpu.used_bytes, gpu.reserved_bytes, gpu.temperature_celsius = used, reserved, 41
 
-    seen = only(fake)
+    reading = only(fake)
 
-    assert (seen.memory, seen.used_peak_bytes, seen.failure) == (None, None, None)
-    assert seen.temperature_celsius == 41
+    assert (reading.memory, reading.used_peak_bytes, reading.failure) == (None, None, None)
+    assert reading.temperature_celsius == 41

@@ -90,8 +90,8 @@ def test_in_mig_mode_an_xid_counts_for_its_instance_or_for_all_where_none_is_nam
         await devices(nvml)
         fake.gpus[0].xids = [(43, 2), (79, None)]
         fake.write()
-        one, two, other_gpu = await devices(nvml)
-        assert (one.xid_errors, two.xid_errors, other_gpu.xid_errors) == (((79, 1),), ((43, 1), (79, 1)), ())
+        first_instance, two, other_gpu = await devices(nvml)
+        assert (first_instance.xid_errors, two.xid_errors, other_gpu.xid_errors) == (((79, 1),), ((43, 1), (79, 1)), ())
 
     run(steps)
 

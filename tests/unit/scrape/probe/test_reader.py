@@ -32,9 +32,9 @@ def probe(folder: Path) -> ProbeReader:
     return ProbeReader(folder, parse=parse_probe, boot=folder.parent / "boot_id")
 
 
-def write(folder: Path, pid: int = 7, **known: Any) -> Path:
+def write(folder: Path, pid: int = 7, **report_fields: Any) -> Path:
     """Write as the probe does: a new file in the old one's place."""
-    document = {"headroom_probe": 1, "t": 2000.0, "pid": pid, "started_at": 1000.0, "boot_id": BOOT} | known
+    document = {"headroom_probe": 1, "t": 2000.0, "pid": pid, "started_at": 1000.0, "boot_id": BOOT} | report_fields
     unfinished, file = folder / f"{pid}-1000.json.tmp", folder / f"{pid}-1000.json"
     unfinished.write_text(json.dumps(document))
     return unfinished.replace(file)
@@ -45,16 +45,16 @@ def read(reader: ProbeReader, timeout_seconds: float = 10.0) -> tuple[ProbedProc
 
 
 def pids(folder: Path) -> list[int]:
-    found = read(probe(folder))
-    assert not isinstance(found, Failure), found
-    return sorted(process.pid for process in found)
+    processes = read(probe(folder))
+    assert not isinstance(processes, Failure), processes
+    return sorted(process.pid for process in processes)
 
 
 def reason(folder: Path) -> Reason:
-    found = read(probe(folder))
-    assert isinstance(found, Failure)
-    assert found.source is Source.PROBE
-    return found.reason
+    failure = read(probe(folder))
+    assert isinstance(failure, Failure)
+    assert failure.source is Source.PROBE
+    return failure.reason
 
 
 def test_each_process_is_read_with_what_it_wrote_last(folder: Path) -> None:
@@ -64,10 +64,10 @@ def test_each_process_is_read_with_what_it_wrote_last(folder: Path) -> None:
     read(reader)
     write(folder, 7, t=2005.0)
 
-    found = read(reader)
+    processes = read(reader)
 
-    assert not isinstance(found, Failure)
-    assert {process.pid: process.written_at_seconds for process in found} == {7: 2005.0, 8: 2001.0}
+    assert not isinstance(processes, Failure)
+    assert {process.pid: process.written_at_seconds for process in processes} == {7: 2005.0, 8: 2001.0}
 
 
 def test_a_file_that_was_not_written_again_is_not_read_again(folder: Path) -> None:
@@ -91,9 +91,9 @@ def test_a_process_whose_file_is_gone_says_nothing(folder: Path) -> None:
     write(folder, 8).unlink()
     read(reader)
 
-    found = read(reader)
-    assert not isinstance(found, Failure)
-    assert [process.pid for process in found] == [7]
+    processes = read(reader)
+    assert not isinstance(processes, Failure)
+    assert [process.pid for process in processes] == [7]
 
 
 def test_an_earlier_boots_files_are_nobodys(folder: Path) -> None:
@@ -143,11 +143,11 @@ def _stamp_of(path: Path) -> tuple[int, int, int]:
 def test_a_file_that_is_too_large_is_refused_and_named(folder: Path) -> None:
     (folder / "7-1000.json").write_text(" " * (MAX_FILE_BYTES + 1))
 
-    found = read(probe(folder))
+    failure = read(probe(folder))
 
-    assert isinstance(found, Failure)
-    assert found.reason is Reason.MALFORMED
-    assert found.message == (f"{folder}/7-1000.json cannot be used: it is no file of at most 16 KiB that can be read")
+    assert isinstance(failure, Failure)
+    assert failure.reason is Reason.MALFORMED
+    assert failure.message == (f"{folder}/7-1000.json cannot be used: it is no file of at most 16 KiB that can be read")
 
 
 def test_a_damaged_file_costs_its_process_alone(folder: Path) -> None:
@@ -175,11 +175,11 @@ def test_more_entries_than_any_probe_makes_fail_the_source(folder: Path) -> None
 
 
 def test_an_empty_folder_says_where_the_probe_has_to_be_found(folder: Path) -> None:
-    found = read(probe(folder))
+    failure = read(probe(folder))
 
-    assert isinstance(found, Failure)
-    assert found.reason is Reason.NOT_FOUND
-    assert found.message == (
+    assert isinstance(failure, Failure)
+    assert failure.reason is Reason.NOT_FOUND
+    assert failure.message == (
         f"no probe has written into {folder}: let vLLM find it on PYTHONPATH, with HEADROOM_PROBE_DIR set to the same"
         " folder (vllm-headroom doctor)"
     )
@@ -188,12 +188,12 @@ def test_an_empty_folder_says_where_the_probe_has_to_be_found(folder: Path) -> N
 def test_a_folder_that_is_not_there_comes_back(folder: Path) -> None:
     reader = probe(folder)
     folder.rmdir()
-    gone = read(reader)
+    failure = read(reader)
     folder.mkdir()
     write(folder, 7)
 
-    assert isinstance(gone, Failure)
-    assert gone.reason is Reason.UNAVAILABLE
+    assert isinstance(failure, Failure)
+    assert failure.reason is Reason.UNAVAILABLE
     assert not isinstance(read(reader), Failure)
 
 

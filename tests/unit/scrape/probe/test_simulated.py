@@ -48,13 +48,13 @@ def states(snapshots: Iterator[Snapshot]) -> States:
 
 def write_report(folder: Path, sample: dict[str, Any]) -> None:
     """Write what a probe in the worker writes."""
-    (seen,) = sample["gpus"]
+    (gpu_record,) = sample["gpus"]
     device = {
-        "uuid": seen["uuid"],
-        "total": seen["total"],
-        "allocated": seen["allocated"],
-        "reserved": seen["reserved_by_torch"],
-        "inactive_split": seen["parts"]["fragmented"],
+        "uuid": gpu_record["uuid"],
+        "total": gpu_record["total"],
+        "allocated": gpu_record["allocated"],
+        "reserved": gpu_record["reserved_by_torch"],
+        "inactive_split": gpu_record["parts"]["fragmented"],
         "retries": 0,
         "ooms": 0,
     }
@@ -75,14 +75,14 @@ def write_report(folder: Path, sample: dict[str, Any]) -> None:
 
 async def through_files(folder: Path, course: Course) -> list[Snapshot]:
     """Return each sample as the daemon sees it, with what was read from the folder in place of what the trace says."""
-    reader, seen = ProbeReader(folder, parse=parse_probe), []
+    reader, snapshots = ProbeReader(folder, parse=parse_probe), []
     for sample in course.samples:
         write_report(folder, sample)
         outside = understood({**sample, "gpus": [_without_inside(*sample["gpus"])], "processes": []})
         files = await reader.read(60.0)
         probe = classify_probe(files, outside.processes, outside.time_seconds)
-        seen.append(replace(outside, gpus=add_inside(outside.gpus, probe), probe=probe))
-    return seen
+        snapshots.append(replace(outside, gpus=add_inside(outside.gpus, probe), probe=probe))
+    return snapshots
 
 
 def _without_inside(entry: dict[str, Any]) -> dict[str, Any]:
@@ -98,11 +98,11 @@ def test_a_leak_of_tensors_is_found_through_the_probes_files(tmp_path: Path) -> 
 
     result = asyncio.run(through_files(tmp_path, course))
 
-    last = result[-1].gpus
-    assert not isinstance(last, Failure)
-    assert last[0].inside is not None
-    assert last[0].held_bytes == sum(part_bytes for _, part_bytes in last[0].inside.parts)
-    assert {part for part, _ in last[0].inside.parts} == set(MemoryPart) - {MemoryPart.CUDA_GRAPHS}
+    last_gpus = result[-1].gpus
+    assert not isinstance(last_gpus, Failure)
+    assert last_gpus[0].inside is not None
+    assert last_gpus[0].held_bytes == sum(part_bytes for _, part_bytes in last_gpus[0].inside.parts)
+    assert {part for part, _ in last_gpus[0].inside.parts} == set(MemoryPart) - {MemoryPart.CUDA_GRAPHS}
     leak_states = states(iter(result))
     ((began, ends),) = leak_states.growing
     assert ends is None
@@ -113,8 +113,11 @@ def test_a_leak_of_tensors_is_found_through_the_probes_files(tmp_path: Path) -> 
 
 def test_the_post_mortems_leak_is_growing_at_125_megabytes() -> None:
     courses = [simulated("leak_small_tensors", seed, 0.65) for seed in range(5)]
-    found = [states(understood(sample) for sample in course.samples) for course in courses]
-    growing = [_leaked(course, each.growing[0][0]) for course, each in zip(courses, found, strict=True)]
+    courses_states = [states(understood(sample) for sample in course.samples) for course in courses]
+    growing = [
+        _leaked(course, course_states.growing[0][0])
+        for course, course_states in zip(courses, courses_states, strict=True)
+    ]
 
     assert median(growing) <= 125e6
 
@@ -132,9 +135,9 @@ def test_a_leak_is_found_where_it_is(name: str, where: LeakLocation, seed: int) 
     course = simulated(name, seed, HOURS)
     leak_states = states(understood(sample) for sample in course.samples)
 
-    told = leak_states.first_alarm or leak_states.warning
-    assert told is not None
-    assert told.location is where
+    verdict = leak_states.first_alarm or leak_states.warning
+    assert verdict is not None
+    assert verdict.location is where
 
 
 def _leaked(course: Course, at: float) -> float:

@@ -58,16 +58,20 @@ def named(began_seconds: float | None = None) -> PageState:
 
 
 def choice(
-    process_tree: Tree, *, asked: PageState = REFUSED, before: Choice | None = None, away: Collection[int] = ()
+    process_tree: Tree,
+    *,
+    page_state: PageState = REFUSED,
+    earlier_choice: Choice | None = None,
+    away: Collection[int] = (),
 ) -> Choice:
     """Return the choice after `before`; those `away` are on another network than the daemon."""
     nobody = ProcEntry(pid=0, parent_pid=0, started_seconds=0.0, command=())
     above = {pid: process_tree.get(process.parent_pid, nobody).command for pid, process in process_tree.items()}
-    told = {
-        pid: ServedPort(find_server_port(each.command, parent_command=above[pid]), pid not in away)
-        for pid, each in process_tree.items()
+    served_ports = {
+        pid: ServedPort(find_server_port(proc_entry.command, parent_command=above[pid]), pid not in away)
+        for pid, proc_entry in process_tree.items()
     }
-    return choose_roots(process_tree, told.__getitem__, asked, before or Choice())
+    return choose_roots(process_tree, served_ports.__getitem__, page_state, earlier_choice or Choice())
 
 
 OURS = (10, 1, "python /bin/vllm serve m --port 8000")

@@ -27,14 +27,14 @@ MACHINE = 512 * GIB
 def cgroup(taker: Taker) -> Cgroup:
     machine = read_machine(PROC)
     assert machine is not None
-    seen = read_cgroup(PROC, taker.pid, machine_bytes=machine.total_bytes)
-    assert seen is not None
-    return seen
+    read_group = read_cgroup(PROC, taker.pid, machine_bytes=machine.total_bytes)
+    assert read_group is not None
+    return read_group
 
 
-def own(seen: Cgroup) -> int:
+def own(read_group: Cgroup) -> int:
     """Return what cannot be taken back."""
-    return seen.used_bytes - seen.cache_bytes
+    return read_group.used_bytes - read_group.cache_bytes
 
 
 @pytest.fixture
@@ -69,13 +69,13 @@ def test_files_of_a_real_process_fill_the_cgroup_and_are_no_pressure(tmp_path: P
 
 
 def test_the_kernel_really_kills_and_its_count_is_read(vllm: Path) -> None:
-    with limited(LIMIT) as folder, taking(folder, vllm) as other, taking(folder, vllm) as taker:
+    with limited(LIMIT) as folder, taking(folder, vllm) as other_taker, taking(folder, vllm) as taker:
         answers = list(iter(lambda: taker.asked("hold", 20), ""))
         taker.process.wait(30)
 
         assert 1 <= len(answers) <= 4
         assert taker.process.returncode == -9
-        assert cgroup(other).oom_kills == 1
+        assert cgroup(other_taker).oom_kills == 1
 
 
 @pytest.fixture
@@ -111,10 +111,10 @@ def test_version_2_tells_limit_use_and_kills(proc: ProcTree, cgroups: V2Tree) ->
 def test_shared_memory_counts_and_what_the_kernel_keeps_of_files_does_not(proc: ProcTree, cgroups: V2Tree) -> None:
     cgroups.add("vllm", pids=(20,), limit=64 * GIB, used=60 * GIB, file=20 * GIB, shmem=30 * GIB, slab=4 * GIB)
 
-    found = read_cgroup_of_engine(proc)
+    engine_group = read_cgroup_of_engine(proc)
 
-    assert found is not None
-    assert found.cache_bytes == 24 * GIB
+    assert engine_group is not None
+    assert engine_group.cache_bytes == 24 * GIB
 
 
 def test_the_lowest_limit_above_a_process_is_the_one_that_counts(proc: ProcTree, cgroups: V2Tree) -> None:
@@ -122,27 +122,27 @@ def test_the_lowest_limit_above_a_process_is_the_one_that_counts(proc: ProcTree,
     cgroups.add("pods/pod7", limit=60 * GIB, used=41 * GIB)
     cgroups.add("pods/pod7/vllm", pids=(20,), used=40 * GIB, kills=1)
 
-    found = read_cgroup_of_engine(proc)
+    engine_group = read_cgroup_of_engine(proc)
 
-    assert found is not None
-    assert (found.limit_bytes, found.used_bytes, found.oom_kills) == (60 * GIB, 41 * GIB, 1)
+    assert engine_group is not None
+    assert (engine_group.limit_bytes, engine_group.used_bytes, engine_group.oom_kills) == (60 * GIB, 41 * GIB, 1)
 
 
 @pytest.mark.parametrize("limit", [None, MACHINE, 2 * MACHINE])
 def test_a_limit_that_the_machine_cannot_reach_is_none(proc: ProcTree, cgroups: V2Tree, limit: int | None) -> None:
     cgroups.add("vllm", pids=(20,), limit=limit, used=40 * GIB)
 
-    found = read_cgroup_of_engine(proc)
+    engine_group = read_cgroup_of_engine(proc)
 
-    assert found is not None
-    assert (found.limit_bytes, found.used_bytes) == (None, 40 * GIB)
+    assert engine_group is not None
+    assert (engine_group.limit_bytes, engine_group.used_bytes) == (None, 40 * GIB)
 
 
 def test_what_is_swapped_out_is_read_in_both_versions_and_else_unknown(proc: ProcTree, cgroups: V2Tree) -> None:
     def swapped() -> int | None:
-        found = read_cgroup_of_engine(proc)
-        assert found is not None
-        return found.swap_bytes
+        engine_group = read_cgroup_of_engine(proc)
+        assert engine_group is not None
+        return engine_group.swap_bytes
 
     folder = cgroups.add("vllm", pids=(20,), used=3 * GIB)
 
@@ -158,8 +158,8 @@ def test_what_is_swapped_out_is_read_in_both_versions_and_else_unknown(proc: Pro
 def test_a_limit_that_fails_to_be_read_is_not_the_absence_of_one(proc: ProcTree, cgroups: V2Tree) -> None:
     folder = cgroups.add("vllm", pids=(20,), limit=64 * GIB, used=3 * GIB)
     (folder / "memory.max").unlink()
-    assert (found := read_cgroup_of_engine(proc)) is not None
-    assert found.limit_bytes is None
+    assert (engine_group := read_cgroup_of_engine(proc)) is not None
+    assert engine_group.limit_bytes is None
     (folder / "memory.max").mkdir()  # reading it fails, as any file may for lack of descriptors
 
     assert read_cgroup_of_engine(proc) is None

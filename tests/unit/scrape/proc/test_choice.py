@@ -69,11 +69,11 @@ def test_what_is_above_the_largest_port_is_none(port: str) -> None:
 
 
 def test_each_rank_below_a_supervisor_is_an_engine_with_a_port_of_its_own() -> None:
-    found = choice(tree((10, 1, f"{SUPERVISOR} 4"), *RANKS))
+    choice_made = choice(tree((10, 1, f"{SUPERVISOR} 4"), *RANKS))
 
-    assert found.roots == (22,)
-    assert found.neighbours == {(20, 1.0), (21, 1.0), (23, 1.0)}
-    assert assign_roles(tree(*RANKS), 99, found.roots) == {22: Role.API_SERVER, 32: Role.ENGINE_CORE}
+    assert choice_made.roots == (22,)
+    assert choice_made.neighbours == {(20, 1.0), (21, 1.0), (23, 1.0)}
+    assert assign_roles(tree(*RANKS), 99, choice_made.roots) == {22: Role.API_SERVER, 32: Role.ENGINE_CORE}
 
 
 @pytest.mark.parametrize("local", ["0", "$N", "9" * 5000])
@@ -81,8 +81,8 @@ def test_ranks_whose_ports_do_not_tell_are_reported_by_their_start_on_the_page(l
     process_tree = tree((10, 1, f"{SUPERVISOR} {local}"), *RANKS)
     process_tree[23] = replace(process_tree[23], started_seconds=1.5)
 
-    assert choice(process_tree, asked=ANYTHING).ambiguous_engines == 4
-    assert choice(process_tree, asked=named(1.5)).roots == (23,)
+    assert choice(process_tree, page_state=ANYTHING).ambiguous_engines == 4
+    assert choice(process_tree, page_state=named(1.5)).roots == (23,)
 
 
 @pytest.mark.parametrize("server", ["text-generation-launcher", "llama-server", "python3 -m dynamo.frontend"])
@@ -107,7 +107,7 @@ def test_a_default_port_tells_nothing_where_the_environment_may_have_set_another
 def test_another_engines_processes_are_found_by_its_server(server: str, child: str, roles: tuple[Role, Role]) -> None:
     process_tree = tree((10, 1, server), (11, 10, child), (12, 1, "nginx"))
 
-    assert choice(process_tree, asked=ANYTHING).roots == (10,)
+    assert choice(process_tree, page_state=ANYTHING).roots == (10,)
     assert tuple(assign_roles(process_tree, 99, (10,)).values()) == roles
 
 
@@ -136,11 +136,11 @@ def test_a_core_without_a_server_is_nothing_beside_one_that_serves() -> None:
 
 
 def test_programs_that_embed_vllm_are_engines_without_a_port() -> None:
-    one = ((7, 1, "python serve.py"), (8, 7, "VLLM::EngineCore_DP0"), (9, 7, "VLLM::EngineCore_DP1"))
-    other = ((17, 1, "python serve.py"), (18, 17, "VLLM::EngineCore"))
+    first_program = ((7, 1, "python serve.py"), (8, 7, "VLLM::EngineCore_DP0"), (9, 7, "VLLM::EngineCore_DP1"))
+    second_program = ((17, 1, "python serve.py"), (18, 17, "VLLM::EngineCore"))
 
-    assert choice(tree(*one)).roots == (8, 9)
-    assert choice(tree(*one, *other)).ambiguous_engines == 2
+    assert choice(tree(*first_program)).roots == (8, 9)
+    assert choice(tree(*first_program, *second_program)).ambiguous_engines == 2
 
 
 RAY = ((40, 1, "raylet"), (41, 40, "ray::RayWorkerWrapper.execute_method"), (42, 40, "ray::EngineCoreActor.run"))
@@ -157,7 +157,7 @@ RAY = ((40, 1, "raylet"), (41, 40, "ray::RayWorkerWrapper.execute_method"), (42,
     ids=["another node's engine", "a server", "a server with another port", "embedded in Ray Serve"],
 )
 def test_rays_actors_are_the_only_engines(engine: tuple[tuple[int, int, str], ...], roots: tuple[int, ...]) -> None:
-    assert choice(tree(*RAY, *engine), asked=ANYTHING).roots == roots
+    assert choice(tree(*RAY, *engine), page_state=ANYTHING).roots == roots
 
 
 def test_rays_actors_are_nothing_that_comes_to_listen_here() -> None:
@@ -175,9 +175,9 @@ def test_a_circle_of_parents_is_walked_once() -> None:
 
 def test_connections_are_sought_on_the_port_of_the_engine() -> None:
     """While none is chosen, they are sought on the ports of all visible engines."""
-    alone = choice(tree(OURS), asked=named())
-    beside_another = choice(tree(OURS, NEIGHBOUR), asked=named())
-    without_port = choice(tree((10, 1, "vllm serve m --uds /run/vllm.sock")), asked=named())
+    alone = choice(tree(OURS), page_state=named())
+    beside_another = choice(tree(OURS, NEIGHBOUR), page_state=named())
+    without_port = choice(tree((10, 1, "vllm serve m --uds /run/vllm.sock")), page_state=named())
     ambiguous = choice(tree(NEIGHBOUR, *((pid, 1, "vllm serve m --uds /run/vllm.sock") for pid in (40, 41))))
 
     assert alone.ports == {8000}

@@ -80,8 +80,8 @@ def test_only_a_request_without_an_answer_waits(wires: list[Wire]) -> None:
     assert find_wait({kept_alive.port}) is None
 
     asking.ask()
-    first = asking.waits()
-    assert first >= SLOW_SECONDS
+    first_wait_seconds = asking.waits()
+    assert first_wait_seconds >= SLOW_SECONDS
     asking.answer()
     assert find_wait({asking.port}) is None
 
@@ -98,12 +98,12 @@ def test_the_newest_slow_request_counts_and_only_of_these_ports(
     older.ask()
     older.waits()
     monkeypatch.setattr(connections, "SLOW_REQUEST_SECONDS", 0.0)
-    asked = time.monotonic()
+    asked_seconds = time.monotonic()
     newer.ask()
     waited = find_wait({1, newer.port})
 
     assert waited is not None
-    assert waited <= time.monotonic() - asked + JIFFY_SECONDS
+    assert waited <= time.monotonic() - asked_seconds + JIFFY_SECONDS
     assert find_wait(()) is None
     assert find_wait({1}) is None
 
@@ -119,26 +119,26 @@ def test_a_connection_that_asks_at_once_waits_too(wires: list[Wire]) -> None:
 def test_a_request_counts_as_waiting_once_it_is_no_passing_one(
     wires: list[Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = wires
-    assert count_lasting_waits(list_waits({first.port}) or ()) == 0
+    first_wire, second = wires
+    assert count_lasting_waits(list_waits({first_wire.port}) or ()) == 0
 
-    first.ask()
+    first_wire.ask()
     second.ask()
     assert count_lasting_waits((0.5, 1.0, 99.0)) == 2
     monkeypatch.setattr(connections, "PASSING_SECONDS", SLOW_SECONDS)
-    eventually(lambda: count_lasting_waits(list_waits({first.port}) or ()) == 2, "both wait")
+    eventually(lambda: count_lasting_waits(list_waits({first_wire.port}) or ()) == 2, "both wait")
 
 
 def test_the_requests_of_all_ports_are_read_at_once(wires: list[Wire]) -> None:
-    first, second = wires
-    first.ask()
+    first_wire, second = wires
+    first_wire.ask()
     second.ask()
-    assert first.waits() >= SLOW_SECONDS
+    assert first_wire.waits() >= SLOW_SECONDS
     by_port = list_waits_by_port()
 
     assert by_port is not None
-    assert len(by_port[first.port]) == 2
-    assert max(by_port[first.port]) >= SLOW_SECONDS
+    assert len(by_port[first_wire.port]) == 2
+    assert max(by_port[first_wire.port]) >= SLOW_SECONDS
 
 
 def test_a_kernel_that_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

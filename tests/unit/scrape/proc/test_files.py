@@ -65,7 +65,7 @@ def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> No
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("old_command", "new_command"),
     [
         pytest.param(("bash",), ("sleep", "600"), id="another program"),
         pytest.param(("bash",), SERVER, id="a shell becomes the server"),
@@ -76,14 +76,16 @@ def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> No
         pytest.param(("ray::IDLE",), ("ray::RayWorkerWrapper.execute_method",), id="an actor"),
     ],
 )
-def test_what_may_have_changed_is_read_again(tree: ProcTree, before: tuple[str, ...], after: tuple[str, ...]) -> None:
-    tree.add(7, 1, *before)
+def test_what_may_have_changed_is_read_again(
+    tree: ProcTree, old_command: tuple[str, ...], new_command: tuple[str, ...]
+) -> None:
+    tree.add(7, 1, *old_command)
     entry = read_entry(tree.path, 7)
-    tree.add(7, 1, *after)
+    tree.add(7, 1, *new_command)
     proc_entry = read_entry(tree.path, 7, entry)
 
     assert proc_entry is not None
-    assert proc_entry.command == after
+    assert proc_entry.command == new_command
     assert proc_entry == read_entry(tree.path, 7)
 
 
@@ -113,10 +115,10 @@ def test_a_process_that_has_become_a_zombie_has_gone(tree: ProcTree) -> None:
 
 def test_a_process_that_was_seen_between_its_name_and_its_command_line_is_read_again(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600")
-    whole = (tree.path / "7" / "cmdline").read_bytes()
+    command_line = (tree.path / "7" / "cmdline").read_bytes()
     (tree.path / "7" / "cmdline").write_bytes(b"")
     entry = read_entry(tree.path, 7)
-    (tree.path / "7" / "cmdline").write_bytes(whole)
+    (tree.path / "7" / "cmdline").write_bytes(command_line)
 
     assert entry is not None
     assert entry.command == ("sleep",)

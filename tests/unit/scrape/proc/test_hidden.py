@@ -49,10 +49,10 @@ def test_an_engine_that_showed_and_left_nothing_beside_the_daemon_is_gone(tree: 
     assert isinstance(read(processes), ProcessReadings)
 
     tree.remove(7)
-    gone = read(processes)
+    readings = read(processes)
 
-    assert isinstance(gone, ProcessReadings)
-    assert gone.engine == ()
+    assert isinstance(readings, ProcessReadings)
+    assert readings.engine == ()
 
 
 def test_an_engine_that_showed_is_hidden_when_the_first_process_is_too(tree: ProcTree) -> None:

@@ -135,17 +135,17 @@ def test_this_machine_is_read() -> None:
 
 def test_the_real_shared_memory_of_a_process_is_seen_to_fill() -> None:
     file = SHM / f"headroom-test-{uuid4()}"
-    before = read_host(PROC, os.getpid()).shm
+    shm_before = read_host(PROC, os.getpid()).shm
     try:
         file.write_bytes(b"x" * (8 * MIB))
-        after = read_host(PROC, os.getpid()).shm
+        shm_after = read_host(PROC, os.getpid()).shm
     finally:
         file.unlink()
 
-    assert before is not None
-    assert after is not None
-    assert after.total_bytes == before.total_bytes
-    assert after.used_bytes >= 8 * MIB
+    assert shm_before is not None
+    assert shm_after is not None
+    assert shm_after.total_bytes == shm_before.total_bytes
+    assert shm_after.used_bytes >= 8 * MIB
 
 
 def test_a_shared_memory_of_its_own_is_read_through_the_processs_root(tree: ProcTree, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_what_no_vllm_can_have_is_not_believed() -> None:
 
 def test_two_megabytes_of_command_line_are_read_in_bounded_time_and_shown_cut() -> None:
     began = time.process_time()
-    options = read(*("--lora-modules", *(f"name{each}=/adapters/{each}" for each in range(90_000))), "-tp", "2")
+    options = read(*("--lora-modules", *(f"name{number}=/adapters/{number}" for number in range(90_000))), "-tp", "2")
     cut = star_secrets(("vllm", "serve", f"https://me:{'SECRET' * 1000}@host"))
     hostile = star_secrets(("vllm", "serve", "a" * 2_000_000, "key" * 600_000, "://" * 600_000))
 

@@ -41,15 +41,15 @@ def test_servers_that_answer_without_the_process_that_began_them_are_the_engine(
     for pid, parent, title in BELOW:
         tree.add(pid, 1 if parent == 7 else parent, title, group=7, started_ticks=6000)
     later = Processes(engine_port=8000, proc=tree.path, monotonic=Clock(), rescan_seconds=0.0)
-    for one, came in ((processes, SERVES), (processes, REFUSED), (processes, SERVES), (later, SERVES)):
-        readings = asyncio.run(one.read(30, came))
+    for reader, page_state in ((processes, SERVES), (processes, REFUSED), (processes, SERVES), (later, SERVES)):
+        readings = asyncio.run(reader.read(30, page_state))
         assert isinstance(readings, ProcessReadings)
         assert {process.pid for process in readings.engine} == {8, 9, 10, 11}
         assert not readings.orphans | readings.strays
 
     tree.remove(10)
     tree.remove(11)
-    left = asyncio.run(processes.read(30, REFUSED))
-    assert isinstance(left, ProcessReadings)
-    assert not left.engine
-    assert left.orphans == {8, 9}
+    orphaned_readings = asyncio.run(processes.read(30, REFUSED))
+    assert isinstance(orphaned_readings, ProcessReadings)
+    assert not orphaned_readings.engine
+    assert orphaned_readings.orphans == {8, 9}

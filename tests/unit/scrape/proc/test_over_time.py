@@ -27,11 +27,11 @@ def processes(tree: ProcTree, clock: Clock) -> Processes:
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the pids whose files are read from now on."""
     pids: list[int] = []
-    found = files.read_entry
+    read_entry = files.read_entry
 
-    def entry(proc: Path, pid: int, known: ProcEntry | None = None, *, is_engine: bool = False) -> ProcEntry | None:
+    def entry(proc: Path, pid: int, previous: ProcEntry | None = None, *, is_engine: bool = False) -> ProcEntry | None:
         pids.append(pid)
-        return found(proc, pid, known, is_engine=is_engine)
+        return read_entry(proc, pid, previous, is_engine=is_engine)
 
     monkeypatch.setattr(files, "read_entry", entry)
     return pids
@@ -52,11 +52,11 @@ def test_a_title_that_comes_late_is_seen_within_the_time_of_a_scan(
     tree.add(8, 7, *SERVER)
     read(processes)
     tree.add(8, 7, "VLLM::EngineCore")
-    before = roles(processes)
+    roles_before = roles(processes)
     for clock.seconds in (5.0, 10.0, 15.0):
-        after = roles(processes)
+        roles_after = roles(processes)
 
-    assert (before[8], after[8]) == (Role.OTHER, Role.ENGINE_CORE)
+    assert (roles_before[8], roles_after[8]) == (Role.OTHER, Role.ENGINE_CORE)
 
 
 def test_a_reading_looks_again_at_a_share_of_the_processes_only(
@@ -96,10 +96,10 @@ def test_a_stranger_under_the_engines_name_takes_nothing_away(tree: ProcTree, pr
     read(processes)
     tree.add(8, 1, *SERVER)
     tree.add(9, 8, "VLLM::EngineCore")
-    beside = read(processes)
+    readings = read(processes)
 
-    assert [process.pid for process in beside.engine] == [7]
-    assert beside.ambiguous_engines == 0
+    assert [process.pid for process in readings.engine] == [7]
+    assert readings.ambiguous_engines == 0
 
 
 def test_a_process_that_has_gone_makes_a_scan(tree: ProcTree, processes: Processes) -> None:
@@ -116,12 +116,12 @@ def test_a_process_that_has_gone_makes_a_scan(tree: ProcTree, processes: Process
 def test_a_neighbour_is_not_taken_while_the_engine_is_down(tree: ProcTree, processes: Processes) -> None:
     tree.add(7, 1, *SERVER)
     tree.add(8, 1, *SERVER, "--port", "9000")
-    before = roles(processes)
+    roles_before = roles(processes)
     tree.remove(7)
     down = roles(processes)
     tree.add(9, 1, *SERVER)
 
-    assert (before, down, roles(processes)) == ({7: Role.API_SERVER}, {}, {9: Role.API_SERVER})
+    assert (roles_before, down, roles(processes)) == ({7: Role.API_SERVER}, {}, {9: Role.API_SERVER})
 
 
 def test_engines_are_distinguished_as_soon_as_they_can_be(tree: ProcTree, processes: Processes) -> None:

@@ -258,11 +258,11 @@ def test_a_command_line_of_megabytes_or_of_no_text_costs_nothing_else(
     file = tree.path / "4380" / "cmdline"
     file.write_bytes(file.read_bytes() + noise)
 
-    seen = read(processes)
+    readings = read(processes)
 
-    assert [process.pid for process in seen.engine] == [4380]
-    assert seen.options is not None
-    assert seen.options.max_num_seqs == 64
+    assert [process.pid for process in readings.engine] == [4380]
+    assert readings.options is not None
+    assert readings.options.max_num_seqs == 64
 
 
 def test_without_an_engine_there_are_no_options(tree: ProcTree, processes: Processes) -> None:

@@ -20,8 +20,8 @@ TOKEN: TokenBytes = lambda _dtype, _gpus: 7  # noqa: E731 - represents a model's
 SERVER = EngineProcess(pid=20, role=Role.API_SERVER, rss_bytes=1, started_at_seconds=5.0)
 
 
-def readings(**given: Any) -> ProcessReadings:
-    options = EngineOptions(**given)
+def readings(**option_fields: Any) -> ProcessReadings:
+    options = EngineOptions(**option_fields)
     return ProcessReadings(engine=(SERVER,), visible_pids=frozenset(), sees_host_pids=True, options=options)
 
 
@@ -48,9 +48,9 @@ class Container:
         self.read.append(path.resolve())
         return TOKEN
 
-    async def find(self, seen: ProcessReadings) -> TokenBytes | None:
+    async def find(self, process_readings: ProcessReadings) -> TokenBytes | None:
         """Return what is found once a reading has ended."""
-        return await self.model.wait(seen, 30)
+        return await self.model.wait(process_readings, 30)
 
 
 @pytest.fixture
@@ -90,11 +90,15 @@ async def test_a_model_that_appears_later_is_found_then(container: Container) ->
     assert await container.find(readings(model="/models/other")) is None
 
 
-@pytest.mark.parametrize("given", [{}, {"model": "/models/m", "option_names": ("hf_overrides",)}, {"model": "../../x"}])
-async def test_a_cache_that_may_differ_from_the_model_is_unknown(container: Container, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "option_fields", [{}, {"model": "/models/m", "option_names": ("hf_overrides",)}, {"model": "../../x"}]
+)
+async def test_a_cache_that_may_differ_from_the_model_is_unknown(
+    container: Container, option_fields: dict[str, Any]
+) -> None:
     container.add("models/m/config.json")
 
-    assert await container.find(readings(**given)) is None
+    assert await container.find(readings(**option_fields)) is None
     assert not container.read
 
 

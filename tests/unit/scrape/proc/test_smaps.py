@@ -44,12 +44,12 @@ def test_a_leak_in_c_is_in_its_kind(leaks: Path, shared: Path, way: str, kind: s
             readings.append(read_mappings(PROC, process.pid))
         process.stdin.close()
 
-    before, after = readings
-    assert before is not None
-    assert after is not None
-    name, size = next(iter(find_growth(before, after).items()))
+    kinds_before, kinds_after = readings
+    assert kinds_before is not None
+    assert kinds_after is not None
+    name, size = next(iter(find_growth(kinds_before, kinds_after).items()))
     assert name == kind
-    assert 15 * MIB <= size + after.get("swapped out", 0) <= 17 * MIB
+    assert 15 * MIB <= size + kinds_after.get("swapped out", 0) <= 17 * MIB
 
 
 def write(folder: Path, text: bytes) -> Path:
@@ -102,8 +102,8 @@ def test_of_many_files_those_beyond_a_thousand_are_one_kind(tmp_path: Path) -> N
 
 
 def test_forty_thousand_mappings_are_read_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = b"7f00-7f10 rw-p 00000000 00:00 0\nRss: 4 kB\n" + b"Shared_Clean: 0 kB\n" * 22
-    proc = write(tmp_path, one * 40_000)
+    mapping = b"7f00-7f10 rw-p 00000000 00:00 0\nRss: 4 kB\n" + b"Shared_Clean: 0 kB\n" * 22
+    proc = write(tmp_path, mapping * 40_000)
     sizes_by_kind = read_mappings(proc, 7)
     assert sizes_by_kind is None or sizes_by_kind == {"anonymous mmap": 40_000 * 4096}
 

@@ -27,11 +27,11 @@ def lazily(url: str, *words: str) -> Iterator[dict[str, Any]]:
 
 
 def scraped(
-    minutes: float, value: Callable[[float], float], *, every: float = 15, after: float = 0
+    minutes: float, value: Callable[[float], float], *, every: float = 15, offset_seconds: float = 0
 ) -> list[tuple[float, float]]:
     """Return a sample of `value`, a function of the seconds since `BEGIN`, for each scrape."""
-    count = int((minutes * 60 - after) // every) + 1
-    return [(BEGIN + after + place * every, value(after + place * every)) for place in range(count)]
+    count = int((minutes * 60 - offset_seconds) // every) + 1
+    return [(BEGIN + offset_seconds + place * every, value(offset_seconds + place * every)) for place in range(count)]
 
 
 def level(value: float) -> Callable[[float], float]:
@@ -47,17 +47,19 @@ def add_dcgm(server: PrometheusServer, minutes: float, *, every: float = 15, uui
     server.add("DCGM_FI_DEV_FB_RESERVED", scraped(minutes, level(500), every=every), **mine)
 
 
-def add_vllm(server: PrometheusServer, minutes: float, *, every: float = 15, after: float = 0, **labels: str) -> None:
+def add_vllm(
+    server: PrometheusServer, minutes: float, *, every: float = 15, offset_seconds: float = 0, **labels: str
+) -> None:
     """Add an engine with 4 requests running that finishes two a second, one of them by length."""
     mine = {**TARGET, **MODEL, **labels}
     target = {name: text for name, text in mine.items() if name not in MODEL}
 
     def add(name: str, value: Callable[[float], float], **own: str) -> None:
-        server.add(name, scraped(minutes, value, every=every, after=after), **own)
+        server.add(name, scraped(minutes, value, every=every, offset_seconds=offset_seconds), **own)
 
     add("vllm:num_requests_running", level(4), **mine)
     add("vllm:num_requests_waiting", level(1), **mine)
     add("vllm:kv_cache_usage_perc", level(0.25), **mine)
-    add("vllm:request_success_total", lambda s: s - after, **mine, finished_reason="stop")
-    add("vllm:request_success_total", lambda s: s - after, **mine, finished_reason="length")
-    add("process_start_time_seconds", level(BEGIN + after - 100), **target)
+    add("vllm:request_success_total", lambda s: s - offset_seconds, **mine, finished_reason="stop")
+    add("vllm:request_success_total", lambda s: s - offset_seconds, **mine, finished_reason="length")
+    add("process_start_time_seconds", level(BEGIN + offset_seconds - 100), **target)

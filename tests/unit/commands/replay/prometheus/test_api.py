@@ -34,9 +34,9 @@ def refusal(url: str, **options: Path) -> str:
 def test_a_query_is_posted_below_the_path_of_the_url() -> None:
     with PrometheusServer(answer=matrix([({"__name__": "up", "job": "a"}, [(1_760_000_000.5, 2.0)])])) as server:
         with closing(PrometheusApi(httpx.URL(f"{server.url}/prometheus/?tab=1"))) as api:
-            found = api.query_range("up", SPAN)
+            series_list = api.query_range("up", SPAN)
 
-        assert [(each.name, each.labels, each.values) for each in found] == [
+        assert [(series.name, series.labels, series.values) for series in series_list] == [
             ("up", {"job": "a"}, {1_760_000_000_500: 2.0})
         ]
         assert server.paths == ["/prometheus/api/v1/query_range"]
@@ -106,9 +106,9 @@ def test_an_answer_may_be_packed() -> None:
         PrometheusServer(answer=(200, GZIP, gzip.compress(MATRIX))) as server,
         closing(PrometheusApi(httpx.URL(server.url))) as api,
     ):
-        (found,) = api.query_range("up", SPAN)
+        (series,) = api.query_range("up", SPAN)
 
-        assert found.values == {1_760_000_000_500: 2.0}
+        assert series.values == {1_760_000_000_500: 2.0}
         assert server.heads[0]["Accept-Encoding"] == "gzip"
 
 
@@ -204,8 +204,8 @@ def test_a_url_that_is_none(url: str) -> None:
     with pytest.raises(BadOptions) as caught:
         lazily(url)
 
-    meant = " (did you mean http://prometheus:9090?)" if url == "prometheus:9090" else ""
-    why = f"got {url!r}{meant}, accepts an http or https URL such as http://prometheus:9090"
+    hint = " (did you mean http://prometheus:9090?)" if url == "prometheus:9090" else ""
+    why = f"got {url!r}{hint}, accepts an http or https URL such as http://prometheus:9090"
     assert caught.value.lines == (f"--from-prometheus: {why}",)
 
 

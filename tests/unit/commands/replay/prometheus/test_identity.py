@@ -13,16 +13,16 @@ def test_several_gpus_and_ranks_are_kept_apart(server: PrometheusServer) -> None
     add_vllm(server, 20)
     add_vllm(server, 20, engine="1")
 
-    found = records(server, 20)[7]
+    record = records(server, 20)[7]
 
-    assert [gpu["gpu"] for gpu in found["gpus"]] == [0, 1]
-    assert [(engine["engine"], engine["running"]) for engine in found["engines"]] == [("0", 4), ("1", 4)]
+    assert [gpu["gpu"] for gpu in record["gpus"]] == [0, 1]
+    assert [(engine["engine"], engine["running"]) for engine in record["engines"]] == [("0", 4), ("1", 4)]
 
 
 def test_each_engine_has_the_start_of_its_own_target(server: PrometheusServer) -> None:
     add_dcgm(server, 20)
     add_vllm(server, 20)
-    add_vllm(server, 20, after=300, model_name="n", instance="10.0.0.2:8000")
+    add_vllm(server, 20, offset_seconds=300, model_name="n", instance="10.0.0.2:8000")
     server.add("process_start_time_seconds", scraped(20, level(1)), job="node", instance="node-a:9100")
 
     starts = {engine["model_name"]: engine["started_at"] for engine in records(server, 20)[60]["engines"]}
@@ -33,7 +33,7 @@ def test_each_engine_has_the_start_of_its_own_target(server: PrometheusServer) -
 def test_a_pod_that_followed_another_is_the_same_engine_started_again(server: PrometheusServer) -> None:
     add_dcgm(server, 20)
     add_vllm(server, 10)
-    add_vllm(server, 20, after=607, pod="vllm-1", instance="10.0.0.2:8000")
+    add_vllm(server, 20, offset_seconds=607, pod="vllm-1", instance="10.0.0.2:8000")
 
     engines = [record["engines"][0] for record in records(server, 20)]
 
@@ -75,7 +75,7 @@ def test_match_narrows_both_sides(server: PrometheusServer) -> None:
     add_vllm(server, 20, node="a")
     add_vllm(server, 20, node="b")
 
-    found = records(server, 20, "--match", 'node="b"')[9]
+    record = records(server, 20, "--match", 'node="b"')[9]
 
-    assert [gpu["uuid"] for gpu in found["gpus"]] == ["GPU-9"]
-    assert len(found["engines"]) == 1
+    assert [gpu["uuid"] for gpu in record["gpus"]] == ["GPU-9"]
+    assert len(record["engines"]) == 1

@@ -86,14 +86,14 @@ def test_every_mistake_is_reported_at_once() -> None:
     assert [line.partition(":")[0] for line in caught.value.lines] == ["--start", "--step", "--match"]
 
 
-@given(length=st.integers(0, 500), step=st.integers(1, 50), most=st.integers(1, 60))
-def test_pages_are_the_span_in_parts(length: int, step: int, most: int) -> None:
+@given(length=st.integers(0, 500), step=st.integers(1, 50), page_size=st.integers(1, 60))
+def test_pages_are_the_span_in_parts(length: int, step: int, page_size: int) -> None:
     span = TimeSpan(start_ms=1000, end_ms=1000 + length, step_ms=step)
 
-    pages = span.pages(most)
+    pages = span.pages(page_size)
 
     assert [time for page in pages for time in page.times()] == list(span.times())
-    assert max(len(page.times()) for page in pages) <= most
+    assert max(len(page.times()) for page in pages) <= page_size
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,9 @@ def test_a_gap_is_no_longer_filled_after_one_and_a_half_scrapes(history: History
 
 
 def test_dcgm_and_vllm_come_back_as_they_went(history: History) -> None:
-    found = records(history, "--match", 'job!="headroom"', "--match-engine", 'pod="vllm-1"')[101]
+    record = records(history, "--match", 'job!="headroom"', "--match-engine", 'pod="vllm-1"')[101]
 
-    gpu, engine = found["gpus"][0], found["engines"][0]
+    gpu, engine = record["gpus"][0], record["engines"][0]
     assert (gpu["gpu"], gpu["total"], gpu["used"], gpu["reserved"]) == (1, 1000 * MIB, 200 * MIB, 20 * MIB)
     assert (engine["running"], engine["finished_total"], engine["started_at"]) == (4, 3000, history.begin - 100)
 

@@ -72,21 +72,21 @@ def test_its_own_series_come_first_and_tell_whose_the_memory_is(server: Promethe
     gpu = {"gpu": "1", "uuid": UUID}
     server.add("headroom_gpu_memory_used_bytes", scraped(20, level(100)), **gpu)
     server.add("headroom_gpu_memory_total_bytes", scraped(20, level(1000)), **gpu)
-    for holder, held in (("engine", 70), ("other", 20), ("unattributed", 10)):
-        server.add("headroom_gpu_memory_held_bytes", scraped(20, level(held)), **gpu, holder=holder)
+    for holder, held_bytes in (("engine", 70), ("other", 20), ("unattributed", 10)):
+        server.add("headroom_gpu_memory_held_bytes", scraped(20, level(held_bytes)), **gpu, holder=holder)
     server.add("headroom_engine_requests_running", scraped(20, level(2)), **MODEL)
     server.add("headroom_engine_requests_finished_total", scraped(20, lambda s: s), **MODEL)
     server.add("headroom_engine_awake", scraped(20, level(0)), **MODEL)
     server.add("headroom_host_memory_bytes", scraped(20, level(5000)), process="engine_core")
     server.add("headroom_host_swap_bytes", scraped(20, level(700)), process="engine_core")
 
-    found = records(server, 20)[4]
+    record = records(server, 20)[4]
 
-    assert found["gpus"] == [
+    assert record["gpus"] == [
         {"gpu": 1, "uuid": UUID, "total": 1000, "used": 100, "reserved": None, "engine": 70, "other": 20}
     ]
-    assert found["engines"] == [{**MODEL, "running": 2, "finished_total": 60, "awake": False}]
-    assert found["processes"] == [{"role": "engine_core", "rss": 5000, "swap": 700}]
+    assert record["engines"] == [{**MODEL, "running": 2, "finished_total": 60, "awake": False}]
+    assert record["processes"] == [{"role": "engine_core", "rss": 5000, "swap": 700}]
 
 
 def test_a_gpu_that_was_not_taken_for_the_engines_is_left_out(server: PrometheusServer) -> None:
@@ -111,12 +111,12 @@ def test_every_record_is_one_a_trace_may_have(server: PrometheusServer) -> None:
 def test_a_side_that_was_not_scraped_is_null_and_not_filled_from_before(server: PrometheusServer) -> None:
     add_dcgm(server, 45)
     add_vllm(server, 15)
-    add_vllm(server, 45, after=1800)
+    add_vllm(server, 45, offset_seconds=1800)
 
     record_list = records(server, 45)
-    known = [record["engines"] is not None for record in record_list]
+    has_engines = [record["engines"] is not None for record in record_list]
 
-    assert known == [record["t"] <= BEGIN + 915 or record["t"] >= BEGIN + 1800 for record in record_list]
+    assert has_engines == [record["t"] <= BEGIN + 915 or record["t"] >= BEGIN + 1800 for record in record_list]
     assert all(record["gpus"] for record in record_list)
 
 

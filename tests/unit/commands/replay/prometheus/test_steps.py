@@ -23,7 +23,7 @@ def test_a_slower_engine_is_there_between_its_scrapes(server: PrometheusServer) 
 
 def test_scrapes_at_different_moments_meet_at_every_step(server: PrometheusServer) -> None:
     add_dcgm(server, 60)
-    add_vllm(server, 60, after=11.3)
+    add_vllm(server, 60, offset_seconds=11.3)
 
     assert all(record["gpus"] and record["engines"] for record in records(server, 60)[1:])
 
