@@ -87,7 +87,7 @@ OTHER_FORMATS: Final = {
 GZIP_MAGIC: Final = b"\x1f\x8b"
 
 MAX_QUOTED_BYTES: Final = 60
-"""The number of bytes that an error message quotes from a file that is not a trace."""
+"""The number of bytes that an error message quotes. The file quoted is not a trace."""
 
 _NO_READING: Final = "the trace has no reading of the {} here"
 _GPUS_FAILED: Final = Failure(
@@ -364,7 +364,7 @@ _FIELD_READERS: Final[Mapping[object, Any]] = {
     str | None: read_text,
     bool | None: read_truth,
 }
-"""The functions that read a field of a trace, keyed by the field's type in the model."""
+"""The functions that read a field of a trace, by the field's type."""
 
 _FIELD_TYPES: Final[Mapping[type, Any]] = {
     kind: get_type_hints(kind) for kind in (EngineReading, EngineProcess, HostMemory, Inside)

@@ -72,7 +72,7 @@ class Fault(Struct, frozen=True):
     """The first version in which the fault is fixed, or None if unknown."""
 
     role: Role | None = None
-    """The kind of process whose host memory grows, or None if host memory does not grow."""
+    """The kind of process whose host memory grows. None if host memory does not grow."""
 
     advice: str = ""
     """The steps that stop the growth; empty if none are known to help."""

@@ -10,8 +10,8 @@ LAST_RELEASE: Final = (0, 33)
 """The newest release in the table."""
 
 TABLE: Final = Path(__file__).with_name("vllm_options.tsv")
-"""All options of `vllm serve` in each of these releases: their names, and the values that they
-accept (engine/arg_utils.py, entrypoints/openai/cli_args.py and entrypoints/common/cli_args.py).
+"""All options of `vllm serve` in these releases: their names and accepted values. The sources are
+engine/arg_utils.py, entrypoints/openai/cli_args.py and entrypoints/common/cli_args.py.
 """
 
 OPTIMISATION_LEVEL: Final = "-O"

@@ -11,8 +11,8 @@ from vllm_headroom_tools.bad_input import BadInput
 PACKAGE: Final = "vllm_headroom_probe"
 
 ENTRY_POINTS: Final = f"[vllm.general_plugins]\nheadroom_probe = {PACKAGE}:register\n"
-"""The entry point from pyproject.toml. vLLM looks for such entry points in the metadata of all
-packages on its Python path.
+"""The entry point from pyproject.toml. vLLM looks for entry points in all packages on its Python
+path.
 """
 
 FOLDER_MODE: Final = 0o755

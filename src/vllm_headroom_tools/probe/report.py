@@ -11,7 +11,7 @@ MIN_SHOWN_BYTES: Final = MIB
 """Our choice: smaller growth of a mapping is not reported."""
 
 MAX_SHOWN: Final = 3
-"""Our choice: how many stacks of each kind, and callers per stack, the text shows. --json contains
+"""Our choice: how many stacks of each kind the text shows, and callers per stack. --json contains
 more.
 """
 

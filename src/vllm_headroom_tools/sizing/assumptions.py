@@ -37,8 +37,8 @@ class Range(Struct, frozen=True, kw_only=True):
 NO_BYTES: Final = Range(low=0.0, high=0.0)
 
 KEPT_DEVIATIONS: Final = 2.05
-"""Our choice: the upper bound of a sum is this number of standard deviations above the mean. A
-normally distributed sum exceeds it in 2 of 100 cases.
+"""Our choice: how many standard deviations the upper bound of a sum is above the mean. A normally
+distributed sum exceeds it in 2 of 100 cases.
 """
 
 UNIFORM_VARIANCE: Final = 1 / 12
@@ -196,15 +196,16 @@ CARDS_RESERVED: Final = {
     "A100-80GB": Range(low=0.55 * GIB, high=0.87 * GIB),
     "RTX PRO 6000": Range(low=0.55 * GIB, high=0.7 * GIB),
 }
-"""The part of these cards' memory that CUDA does not see. CUDA sees 44.32 to 44.53 of 44.99 GiB,
-79.15 to 79.35 of 80.00 GiB, and 94.97 of 95.59 GiB (torch's messages in public issues).
+"""The part of these cards' memory that CUDA does not see. CUDA sees 44.32 to 44.53 of 44.99 GiB. It
+sees 79.15 to 79.35 of 80.00 GiB, and 94.97 of 95.59 GiB. The source is torch's messages in public
+issues.
 """
 
 LARGEST_SMALL_CARD_BYTES: Final = 33 * GIB
 SMALL_CARD_RESERVED_HIGH: Final = 0.5 * GIB
 """The largest part of nvidia-smi's total that CUDA does not see on small cards. This part is 0.31
-to 0.44 GiB on an RTX 3090, 0.44 GiB on an L4 and an RTX 5080, and 0.48 GiB on an RTX 5090 (torch's
-messages).
+to 0.44 GiB on an RTX 3090. It is 0.44 GiB on an L4 and an RTX 5080, and 0.48 GiB on an RTX 5090.
+The source is torch's messages.
 """
 
 FORWARD_RATIO: Final = Assumption(
@@ -212,8 +213,8 @@ FORWARD_RATIO: Final = Assumption(
     origin=Origin.STAND_IN,
     evidence="vLLM 0.32, 20 models (tests/card/shapes)",
 )
-"""The memory of the forward pass, as a multiple of the estimate: from 1 to the highest ratio
-measured.
+"""The memory of the forward pass, as a multiple of the estimate. The range is from 1 to the highest
+ratio measured.
 """
 
 
@@ -284,13 +285,13 @@ def _assume_missing_at_start(question: Question) -> Assumption:
 CARDS_OF_PCIE: Final = frozenset(
     {"T4", "A10", "A10G", "A40", "L4", "L40", "L40S", "RTX PRO 6000", "RTX A6000", "RTX 6000 Ada"}
 )
-"""Cards on which vLLM does not use large all-reduce buffers, because NVLink does not connect all of
-the GPUs.
+"""Cards on which vLLM does not use large all-reduce buffers. NVLink does not connect all of these
+GPUs.
 """
 
 LARGEST_PCIE_BYTES: Final = 60 * GIB
-"""Our choice: a card with an unknown name and less memory than this is assumed to have no large
-all-reduce buffers. Such a card has no NVLink or is too old.
+"""Our choice: the largest memory of an unknown card without large all-reduce buffers. Such a card
+has no NVLink or is too old.
 """
 
 
@@ -360,9 +361,9 @@ FINE_STEP: Final = 8
 COARSE_STEP: Final = 16
 COARSE_FROM: Final = 256
 LARGEST_GRAPH: Final = 512
-"""The largest batch for which vLLM captures graphs. The batch sizes are 1, 2 and 4, multiples of 8
-up to 256, and multiples of 16 up to 512. They end at twice `max_num_seqs` if that is less
-(config/vllm.py, `_set_cudagraph_sizes`).
+"""The largest batch for which vLLM captures graphs. The batch sizes begin with 1, 2 and 4.
+Multiples of 8 up to 256 and multiples of 16 up to 512 follow. The sizes end at twice `max_num_seqs`
+if that is less (config/vllm.py, `_set_cudagraph_sizes`).
 """
 
 LARGEST_BLACKWELL_GRAPH: Final = 1024
@@ -403,8 +404,8 @@ FIRST_GRAPH: Final = Range(low=0.06 * GIB, high=0.33 * GIB)
 """The size of the first captured graph, which was 70 to 328 MiB (H100_STARTS)."""
 
 FIRST_PARTS_GRAPH_HIGH: Final = 0.23 * GIB
-"""The largest first graph if FlashAttention 3 is not used. With FlashAttention 3, a buffer for
-splits takes 256 MiB of a whole-model graph (v1/attention/backends/flash_attn.py, `max_num_splits`).
+"""The largest first graph if FlashAttention 3 is not used. With FlashAttention 3, a whole-model
+graph has a buffer of 256 MiB for splits (v1/attention/backends/flash_attn.py, `max_num_splits`).
 The first graph of the model's parts takes up to 224 MiB (H100_STARTS).
 """
 
@@ -412,9 +413,8 @@ HOPPER_CARDS: Final = frozenset({"H20", "H100", "H800", "H100 NVL", "GH200", "H2
 """Cards on which vLLM uses FlashAttention 3."""
 
 LAYER_GRAPHS: Final = Range(low=0.06 * MIB, high=0.225 * MIB)
-"""Each additional batch size needs a graph of the model's parts or of the whole model. Its size per
-layer is 0.10 to 0.22 MiB on one GPU (H100_STARTS), and 0.07 MiB on a 24 GB card (Qwen3 8B, vLLM
-0.21).
+"""Each additional batch size needs a graph of the model's parts or of all of it. Its size per layer
+is 0.10 to 0.22 MiB on one GPU (H100_STARTS). On a 24 GB card, it is 0.07 MiB (Qwen3 8B, vLLM 0.21).
 """
 
 SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)
@@ -424,30 +424,31 @@ SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)
 
 SHARED_PARTS_HIGH: Final = 27 * MIB
 SHARED_WHOLE_HIGH: Final = 14 * MIB
-"""The largest sizes, with tensor parallelism, of a graph of the model's parts and of a whole-model
-graph. The graph of the parts takes 26 MiB with 32 layers and 20 MiB with 80 layers. The whole-model
-graph takes 14 MiB with 80 layers (H100_STARTS). For a dense model with 70 billion parameters, the
-two graphs together take 38 MiB (public reports: 2.2 GiB for 51 sizes).
+"""The largest sizes of a graph with tensor parallelism. The graphs are of the model's parts and of
+the whole model. The graph of the parts takes 26 MiB with 32 layers. With 80 layers, it takes
+20 MiB. The whole-model graph takes 14 MiB with 80 layers (H100_STARTS). For a dense model with 70
+billion parameters, the two graphs together take 38 MiB. Public reports show 2.2 GiB for 51 sizes.
 """
 
 LARGEST_MIXTURE_GPUS: Final = 8
 LARGEST_MIXTURE_PARTS_HIGH: Final = 82 * MIB
-"""For a mixture of experts on at least LARGEST_MIXTURE_GPUS GPUs, the largest size of a graph of
-the model's parts. For 51 batch sizes, both graphs together take 5 GiB (public reports).
+"""The largest size of a graph of the model's parts, for a mixture of experts. The model runs on at
+least LARGEST_MIXTURE_GPUS GPUs. For 51 batch sizes, both graphs together take 5 GiB (public
+reports).
 """
 
 HYBRID_GRAPHS_HIGH: Final = 84 * MIB
-"""For a state-space model, the largest total size of the two graphs for a batch size. It was
-4.2 GiB for 51 sizes (public reports, since vLLM 0.26).
+"""For a state-space model, the largest total of the two graphs for a batch size. It was 4.2 GiB for
+51 sizes (public reports, since vLLM 0.26).
 """
 
 UNIFIED_GRAPHS_HIGH: Final = 100 * MIB
-"""On several machines with unified memory, the largest total size of the two graphs for a batch
-size. It was 5.1 GiB for 51 sizes (two DGX Spark, vLLM 0.29).
+"""The largest total size of the two graphs for a batch size. It applies to several machines with
+unified memory. It was 5.1 GiB for 51 sizes (two DGX Spark, vLLM 0.29).
 """
 
 MEASURED_GRAPHS_LOW: Final = 0.05 * GIB
-"""The lower bound for the second model runner's graphs, which took 0.16 and 0.23 GiB (Llama 3.1 8B,
+"""The lower bound for the second model runner's graphs. They took 0.16 and 0.23 GiB (Llama 3.1 8B,
 vLLM 0.26 and 0.31).
 """
 
@@ -510,16 +511,15 @@ LOGIT_BYTES: Final = 4
 """The size of a logit in bytes: sampling uses 32-bit values."""
 
 NARROW_PROFILE_HIGH: Final = 1.25
-"""The sampler's profile in the second model runner before vLLM 0.33, as a multiple of the size of
-the 32-bit logits. At most this multiple was measured (the stand-in card, vLLM 0.32).
+"""The sampler's profile as a multiple of the size of the 32-bit logits. It applies to the second
+model runner before vLLM 0.33. At most this multiple was measured (the stand-in card, vLLM 0.32).
 """
 
 
 WIDE_LOGITS: Final = 3.0
 WIDE_LOGITS_HIGH: Final = 3.15
-"""The memory that the first runner needs for the 32-bit logits, as a multiple of their size. By
-design, this runner keeps WIDE_LOGITS copies at the same time. WIDE_LOGITS_HIGH is the highest
-multiple measured.
+"""The first runner's memory for the 32-bit logits, as a multiple of their size. By design, this
+runner keeps WIDE_LOGITS copies at the same time. WIDE_LOGITS_HIGH is the highest multiple measured.
 """
 
 

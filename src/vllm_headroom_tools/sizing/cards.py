@@ -71,8 +71,9 @@ TOTALS_MIB: Final = {
     "MI350X": 294896,
     "MI355X": 294896,
 }
-"""The total in MiB that `nvidia-smi` or `amd-smi` prints for a device with the default ECC setting
-(output in public issues and vendors' forums). The total differs by about ten MiB between drivers.
+"""The total in MiB that `nvidia-smi` or `amd-smi` prints for a device. The ECC setting is the
+default. The sources are public issues and vendors' forums. The total differs by about ten MiB
+between drivers.
 """
 
 GB10_MIB: Final = 122_572
@@ -99,7 +100,7 @@ MAKERS_WORDS: Final = re.compile(
     "nvidia|amd|instinct|geforce|tesla|rtx|gpu|tensor|core|sxm\\d?|pcie|oam|hbm\\de?"
     "|blackwell|server|workstation|max|q|edition|generation"
 )
-"""Words in a card's full NVML name that are ignored, because they do not affect the memory."""
+"""Words in a card's full NVML name that are ignored. They do not affect the memory."""
 
 OTHER_NAMES: Final = {"dgxspark": "GB10", "spark": "GB10"}
 """The names of machines that contain a single kind of card."""
@@ -108,14 +109,14 @@ COUNTED_NAME: Final = re.compile(r"([0-9]{1,5}) ?[xX\u00d7*] ?(\S.*)", re.DOTALL
 NAME_WITH_COUNT: Final = re.compile(
     r"(\S.*?) ?(?:[\u00d7*:]|(?<![tT])[xX]) ?([0-9]{1,5})", re.DOTALL
 )
-"""A name with a count before or after it, as in `2x H100` and `H100 x2`. The X in `RTX 5090` does
-not match.
+"""A name with a count at one end, as in `2x H100` and `H100 x2`. The X in `RTX 5090` does not
+match.
 """
 
 LABEL_LOW: Final = 0.9
 LABEL_HIGH: Final = 1.1
-"""The limits on the size in a card's name. This size is between LABEL_LOW times the card's memory
-in GiB and LABEL_HIGH times its memory in GB.
+"""The limits on the size in a card's name. It is at least LABEL_LOW times the card's memory in GiB.
+It is at most LABEL_HIGH times the memory in GB.
 """
 
 SYSTEM_SIZED: Final = "GH200"

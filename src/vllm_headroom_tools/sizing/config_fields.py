@@ -55,7 +55,9 @@ KV_SHARING_LAYERS: Final = ("num_kv_shared_layers",)
 """The number of final layers that read the KV cache of earlier layers (Gemma 3n)."""
 
 EXPERT_INPUTS: Final = ("moe_latent_size", "routed_expert_hidden_size")
-"""The number of values per token inside the experts, if it differs from the hidden size."""
+"""The number of values per token inside the experts. It is only set if it differs from the hidden
+size.
+"""
 
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 MAMBA_2_HEAD_SIZE: Final = ("mamba_d_head", "mamba_head_dim")

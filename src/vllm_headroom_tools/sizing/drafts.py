@@ -13,22 +13,23 @@ DRAFT_MODEL: Final = "draft_model"
 
 HEAD_LAYERS: Final = {"eagle": 1, "eagle3": 1, "dflash": 8, "dspark": 8, "mtp": 1}
 """Our choice: the number of layers assumed for a draft head with an unknown configuration. EAGLE
-heads have one layer (models/llama_eagle3.py), and the published DFlash and DSpark heads have five
-to eight. Gemma 4's assistant ("mtp") has four layers, a quarter as wide as the model's.
+heads have one layer (models/llama_eagle3.py). The published DFlash and DSpark heads have five to
+eight. Gemma 4's assistant ("mtp") has four layers, a quarter as wide as the model's.
 """
 
 CACHELESS_HEADS: Final = frozenset({"mtp"})
 """Gemma 4's assistant reads the model's cache (config/speculative.py, `gemma4_assistant`)."""
 
 TOKEN_MATRICES: Final = {"medusa": 1, "mlp_speculator": 2}
-"""The number of matrices per speculated token in Medusa heads and MLP speculator heads. Each matrix
-is as large as the output matrix if the inner width is the model's (models/medusa.py,
-models/mlp_speculator.py).
+"""The number of matrices per speculated token in Medusa heads and MLP speculator heads. If the
+inner width is the model's, each matrix is as large as the output matrix. The sources are
+models/medusa.py and models/mlp_speculator.py.
 """
 
 HEAD_INPUTS: Final = {"eagle": 2, "eagle3": 3, "dflash": 5, "dspark": 5, "mtp": 1}
-"""The number of layer outputs, each as wide as the model, that a head projects to its input. The
-numbers for EAGLE and EAGLE3 follow from their design; the published DFlash heads have five.
+"""The number of layer outputs that a head projects to its input. Each output is as wide as the
+model. The numbers for EAGLE and EAGLE3 follow from their design. The published DFlash heads have
+five.
 """
 
 

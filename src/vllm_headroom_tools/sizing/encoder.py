@@ -18,12 +18,12 @@ ENCODER_MLP_WIDTH: Final = ("intermediate_size", "encoder_ffn_dim", "vt_intermed
 ENCODER_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
 
 CONFORMER_SQUARES: Final = 24
-"""The parameters per layer of Gemma 4's audio encoder, in units of its hidden size squared. There
-are 8 for each of two MLPs, 5 for attention and 3 for convolutions (transformers, gemma4).
+"""The parameters per layer of Gemma 4's audio encoder, divided by the hidden size squared. Each of
+two MLPs has 8, attention has 5, and the convolutions have 3 (transformers, gemma4).
 """
 
 UNGIVEN_MLP_WIDTH_RATIO: Final = 4
-"""The MLP width that is assumed if the configuration has none, as a multiple of the hidden size."""
+"""The MLP width as a multiple of the hidden size. It is assumed if the configuration has none."""
 
 
 class EncoderInput(Struct, frozen=True, kw_only=True):
@@ -123,8 +123,8 @@ def _count_merger_parameters(encoder: Config, hidden_size: int) -> int:
 
 
 DEEP_STACKS: Final = (8, 16, 24)
-"""The additional layers of Qwen3-VL's encoder whose output is used, if the configuration does not
-list them.
+"""The additional layers of Qwen3-VL's encoder whose output is used. They apply if the configuration
+does not list them.
 """
 
 
@@ -220,7 +220,7 @@ QWEN_IMAGE_PIXELS: Final = 2**24
 """The pixels in the largest image, according to every published preprocessor_config.json."""
 
 QWEN_FRAMES_PIXELS: Final = 3 * 2**22
-"""The pixels in the largest pair of frames: half of the maximum in published
+"""The pixels in the largest pair of frames. They are half of the maximum in published
 video_preprocessor_config.json files.
 """
 
@@ -255,8 +255,8 @@ def _read_qwen_item(
 
 KIMI_IMAGE_PATCHES: Final = 16_384
 """The patches in the largest image, according to published preprocessor_config.json files
-(`in_patch_limit`). A video of four frames has no more patches than this, and its patches are merged
-into fewer tokens.
+(`in_patch_limit`). A video of four frames has at most as many patches. Its patches are merged into
+fewer tokens.
 """
 
 
@@ -267,7 +267,7 @@ def _read_kimi_item(config: Config, _encoder: Config) -> LargestItem:
 
 
 MINIMAX_VIDEO_TOKENS: Final = 192_000
-"""The tokens of the longest video, which has 500 frames of 602,112 pixels (vLLM 0.33,
+"""The tokens of the longest video. It has 500 frames of 602,112 pixels (vLLM 0.33,
 models/minimax_m3).
 """
 

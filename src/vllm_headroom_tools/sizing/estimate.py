@@ -34,23 +34,23 @@ from vllm_headroom_tools.sizing.measured import (
 from vllm_headroom_tools.sizing.question import Question
 
 UNEXPLAINED_BYTES: Final = 0.15 * GIB
-"""The largest amount by which measured activations exceeded the estimate. In vLLM 0.19 on an H100,
-it was 0.13 GiB with 8-bit weights and 0.11 GiB for Gemma 3.
+"""The largest amount by which measured activations exceeded the estimate. On an H100 with vLLM
+0.19, it was 0.13 GiB with 8-bit weights. For Gemma 3, it was 0.11 GiB.
 """
 
 LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
-"""Our choice: the memory that a machine with unified memory needs for itself, in addition to what
-the GPU uses. Half of it is for the rest of the system. The other half is for vLLM's processes on
-the host, which take one or two GiB each.
+"""Our choice: the memory that a machine with unified memory needs besides the GPU's use. Half of it
+is for the rest of the system. The other half is for vLLM's processes on the host. They take one or
+two GiB each.
 
 On such a machine, the CPU only has the memory that vLLM leaves. When this memory runs out,
-allocations do not fail; instead, the machine swaps and hangs (vllm-project/vllm#46307,
+allocations do not fail. Instead, the machine swaps and hangs (vllm-project/vllm#46307,
 NVIDIA/dgx-spark-playbooks#97).
 """
 
 HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
-"""The host memory of one process. An API server and an engine core of vLLM 0.32 take 0.6 GiB each
-on a CPU (tests/contract). A worker with CUDA takes more.
+"""The host memory of one process. On a CPU, vLLM 0.32's API server and engine core take 0.6 GiB
+each (tests/contract). A worker with CUDA takes more.
 """
 
 SHM_QUEUE_BYTES: Final = 256 * MIB
@@ -219,14 +219,14 @@ def estimate_other_parts(question: Question, assumptions: StartAssumptions) -> t
 
 
 REPACKED_METHODS: Final = ("awq", "auto_awq", "gptq", "auto_gptq", "compressed-tensors")
-"""Prefixes of the methods whose 4-bit weights vLLM repacks for its kernels, one matrix at a time
-(layers/quantization, `process_weights_after_loading`).
+"""Prefixes of the methods whose 4-bit weights vLLM repacks for its kernels. It repacks one matrix
+at a time (layers/quantization, `process_weights_after_loading`).
 """
 
 UNUSED_LAYERS: Final = 2
 """The largest number of layers whose old weights leave gaps in torch's memory. At most 1.6 layers
 were measured (the stand-in card, vLLM 0.32, Qwen2.5 7B in AWQ). The gap left by a matrix is reused
-by the next matrix of the same shape.
+by the next one of its shape.
 """
 
 

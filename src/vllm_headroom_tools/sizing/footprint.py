@@ -236,15 +236,16 @@ PACKED_KV_DTYPES: Final = {
 """The TurboQuant presets (vLLM 0.24 to 0.33)."""
 
 BOUNDARY_LAYERS: Final = 2
-"""With these presets, the first and last layers of the model keep the model's own dtype. This is
-the number of layers at each end. In a model with layers that keep a state, no layer keeps the
-model's dtype (`get_boundary_skip_layers`).
+"""With these presets, the model's first and last layers keep the model's own dtype. This is the
+number of layers at each end. If any layers keep a state, no layer keeps the model's dtype
+(`get_boundary_skip_layers`).
 """
 
 
 SPARSE_FP8_BYTES: Final = 656
-"""The bytes per token in FP8 with sparse attention on Hopper: 512 values, their scales, and a
-rotary key of 64 16-bit values (vLLM 0.33, "fp8_ds_mla"). Blackwell needs only 576 bytes.
+"""The bytes per token in FP8 with sparse attention on Hopper. They are 512 values, their scales,
+and a rotary key. The key has 64 16-bit values (vLLM 0.33, "fp8_ds_mla"). Blackwell needs only 576
+bytes.
 """
 
 SPARSE_NVFP4_BYTES: Final = 352
@@ -410,10 +411,10 @@ def count_weights_bytes(
 
 MXFP4_INPUT_STEP: Final = 256
 MXFP4_WIDTH_STEP: Final = 128
-"""vLLM pads MXFP4 experts to multiples of these widths, because Marlin's and FlashInfer's kernels
-require it (vLLM 0.33, fused_moe/oracle/mxfp4.py,
-`mxfp4_round_up_hidden_size_and_intermediate_size`). Logs show 65.97 GiB for gpt-oss 120B on an
-H100, and 13.72 GiB for gpt-oss 20B on an A100.
+"""vLLM pads MXFP4 experts to multiples of these widths. Marlin's and FlashInfer's kernels require
+it. The source is vLLM 0.33, fused_moe/oracle/mxfp4.py,
+`mxfp4_round_up_hidden_size_and_intermediate_size`. Logs show 65.97 GiB for gpt-oss 120B on an H100.
+For gpt-oss 20B on an A100, they show 13.72 GiB.
 """
 
 
@@ -477,8 +478,8 @@ def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float
 
 
 STATE_BLOCKS: Final = 2
-"""The number of states that a layer keeps per sequence: the current one and one for prefix caching
-(`MambaSpec.max_memory_usage_bytes`, mode "align").
+"""The number of states that a layer keeps per sequence. There is the current one and one for prefix
+caching (`MambaSpec.max_memory_usage_bytes`, mode "align").
 
 Mamba-2 keeps an additional state, from the end of the prompt
 (model_executor/layers/mamba/mamba_mixer2.py, `get_kv_cache_spec`).
@@ -490,8 +491,7 @@ pads the rarer kinds to groups of the same size.
 """
 
 LATENT_BLOCK_TOKENS: Final = 128
-"""In a model with state-space layers, a block of latent attention holds a multiple of this many
-tokens.
+"""If a model has state-space layers, a block of latent attention holds a multiple of these tokens.
 """
 
 

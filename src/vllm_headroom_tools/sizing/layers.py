@@ -32,8 +32,8 @@ FULL_KINDS: Final = frozenset(
         "deepseek_sparse_attention",
     }
 )
-"""The names, in `layer_types` and `layers_block_type`, of layers that keep keys and values of every
-token.
+"""The names of layers that keep keys and values of every token. They are in `layer_types` and
+`layers_block_type`.
 """
 
 WINDOWED_KINDS: Final = frozenset(
@@ -45,7 +45,7 @@ STATEFUL_KINDS: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"
 """The names of layers that keep a fixed-size state per sequence."""
 
 CACHELESS_KINDS: Final = frozenset({"mlp", "moe", "dense"})
-"""The names of layers that store nothing per sequence, because they only consist of an MLP."""
+"""The names of layers that store nothing per sequence. They only consist of an MLP."""
 
 UNDERSTOOD_KINDS: Final = FULL_KINDS | WINDOWED_KINDS | STATEFUL_KINDS | CACHELESS_KINDS
 """All kinds of layers whose cache is supported. "hybrid" is not included, because such a layer is a
@@ -93,8 +93,8 @@ FLAGGED_KINDS: Final = (
     ("hybrid_layer_pattern", "sliding_attention", "full_attention"),  # MiMo-V2
     ("attn_type_list", "full_attention", "linear_attention"),  # MiniMax
 )
-"""Fields with a flag per layer. Each field is followed by the layer kind for flag 1 and the kind
-for the other flag.
+"""Fields with a flag per layer. Each field is followed by two layer kinds. The first is for flag 1,
+the second for the other flag.
 """
 
 

@@ -174,7 +174,7 @@ ENCODER_ONLY_MODEL_TYPES: Final = frozenset(
         "xlm-roberta",
     }
 )
-"""Model types that process a whole text in one pass and therefore keep no keys and values (vLLM,
+"""Model types that process a whole text in one pass. Therefore, they keep no keys and values (vLLM,
 `EncoderOnlyAttentionSpec`).
 """
 
@@ -198,9 +198,9 @@ TEXT_PARTS: Final = (
     "thinker_config",
     "transformer_layer_config",
 )
-"""The parts of a configuration that describe the language model. They occur in multimodal models
-and in draft heads in the format of the speculators library. A `thinker_config` contains one of
-these parts.
+"""The parts of a configuration that describe the language model. They occur in multimodal models,
+and in draft heads in the speculators library's format. A `thinker_config` contains one of these
+parts.
 """
 
 SPECULATIVE_LAYERS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -225,7 +225,7 @@ SOURCE_MODEL_TYPES: Final = frozenset(
     }
 )
 """Values of `model_type` whose cache is counted according to the source code of vLLM 0.33. The
-counts have not been compared with vLLM's results, because vLLM needs a GPU to build these models.
+counts have not been compared with vLLM's results. vLLM needs a GPU to build these models.
 """
 
 SERVED_BYTES: Final = 2.0
@@ -238,7 +238,7 @@ YARN: Final = "yarn"
 UNSCALED_ROTARIES: Final = frozenset(
     {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
 )
-"""Kinds of rotary embedding whose `factor` is already included in the model's length (vLLM 0.32,
+"""Kinds of rotary embedding whose `factor` the model's length already includes (vLLM 0.32,
 `_get_and_verify_max_len`).
 """
 
@@ -547,9 +547,8 @@ such a model without an output matrix for tokens.
 """
 
 CONFIG_LIMIT_BYTES: Final = 2**23
-"""The maximum number of bytes that are read from a config.json or another small file next to it. A
-real config.json has a few kB, or up to 4 MB if it lists how each layer of a large model is
-quantised.
+"""The maximum number of bytes read from a config.json or another small file nearby. A real
+config.json has a few kB. It has up to 4 MB if it lists each layer's quantisation.
 """
 
 CONFIG_LIMIT_VALUES: Final = 200_000
@@ -559,7 +558,7 @@ the sidecar stays within its container's memory. The list for a large model has 
 
 INDEX_LIMIT_BYTES: Final = 2**27
 """The maximum size of a checkpoint index that is read. The index has a line of 100 bytes for each
-weight matrix, which is 10 MB for 60 layers with 384 experts each.
+weight matrix. With 60 layers of 384 experts each, this is 10 MB.
 """
 
 CHECKPOINT_LIMIT_BYTES: Final = 2**53

@@ -58,7 +58,8 @@ NOT_GATED: Final = frozenset(
 """Model types whose MLP has two matrices instead of three."""
 
 UNGIVEN_WIDTH_RATIO: Final = 4
-"""The MLP width of a model in NOT_GATED that does not give one, as a multiple of the hidden size.
+"""The MLP width as a multiple of the hidden size. It is used for a model in NOT_GATED without a
+width.
 """
 
 LEARNED_POSITIONS: Final = frozenset(
@@ -80,7 +81,7 @@ UNCOUNTED_FIELDS: Final = (
 """Fields that identify models whose layers differ in a way that is not counted here."""
 
 EXPERTS: Final = ".experts."
-"""A substring in the names of all expert matrices; only some tokens pass through these matrices."""
+"""A substring in the names of all expert matrices. Only some tokens pass through these matrices."""
 
 ROW_PARALLEL: Final = ("o_proj", "down_proj", "out_proj")
 """Name suffixes of the matrices whose inputs are divided by tensor parallelism. For all other

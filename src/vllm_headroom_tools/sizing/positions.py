@@ -12,8 +12,8 @@ from vllm_headroom_tools.sizing.config_fields import (
 )
 
 VIDEO_FACTOR: Final = 4
-"""For models that read videos, the number of positions in a table as a multiple of the model's
-length (vLLM 0.33, layers/rotary_embedding/mrope.py).
+"""The number of positions in a table as a multiple of the model's length. It applies to models that
+read videos (vLLM 0.33, layers/rotary_embedding/mrope.py).
 """
 
 OTHER_POSITIONS: Final = frozenset(

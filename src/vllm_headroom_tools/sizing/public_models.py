@@ -9,7 +9,7 @@ from vllm_headroom.inputs import describe_unknown
 from vllm_headroom_tools.sizing.config_fields import Config
 
 TABLE: Final = Path(__file__).with_name("public_models.json")
-"""A configuration for each model name on the Hugging Face Hub, reduced to the fields that are used
+"""A configuration for each model name on the Hugging Face Hub. It has only the fields that are used
 here. The file is generated from the public config.json files by `python -m
 tests.unit.sizing.reduce_models`.
 """

@@ -18,7 +18,9 @@ DTYPE_BYTES: Final = {
 """The bytes per value, by torch's name for the dtype."""
 
 UNNAMED_DTYPE_BYTES: Final = 4.0
-"""The bytes per parameter in a checkpoint whose dtype is not given: 32 bits, as in transformers."""
+"""The bytes per parameter in a checkpoint whose dtype is not given. As in transformers, they are 32
+bits.
+"""
 
 UNKNOWN_DTYPE_BYTES: Final = 2.0
 """Our choice: the bytes per parameter if its dtype is not in the table."""
@@ -26,8 +28,8 @@ UNKNOWN_DTYPE_BYTES: Final = 2.0
 BYTE_BITS: Final = 8
 
 GROUP_SCALE_BYTES: Final = 2.5
-"""The bytes that 4-bit methods store per group of weights, for a 16-bit scale and a 4-bit zero
-point (AutoGPTQ, AutoAWQ).
+"""The bytes that 4-bit methods store per group of weights. They are for a 16-bit scale and a 4-bit
+zero point (AutoGPTQ, AutoAWQ).
 """
 
 ZERO_POINT_BYTES: Final = 0.5
@@ -111,7 +113,9 @@ MODELOPT_METHODS: Final = {
 """
 
 NUMBER_LIMIT: Final = 2**16
-"""Our choice: a larger number of bits, or of weights per group, is considered a mistake."""
+"""Our choice: the highest plausible number of bits, or of weights per group. A larger number is
+considered a mistake.
+"""
 
 UNQUANTISED_FIELDS: Final = (
     # fp8, AWQ and MXFP4.

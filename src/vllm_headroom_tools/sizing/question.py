@@ -50,10 +50,9 @@ LARGE_CARD: Final = CardDefaults(70 * GIB, 1024, 8192)
 LARGEST_CARD: Final = CardDefaults(160 * GIB, 1024, 16384)
 
 CARD_DEFAULTS: Final = (LARGEST_CARD, LARGE_CARD, SMALL_CARD)
-"""The rows by size, largest first. A card uses the defaults in the first row whose size is at most
-the card's size.
+"""The rows by size, largest first. A card uses the first row whose size is at most the card's size.
 
-Source: vLLM 0.32, engine/arg_utils.py, `get_batch_defaults`, which treats an A100 with 80 GiB as a
+Source: vLLM 0.32, engine/arg_utils.py, `get_batch_defaults`. It treats an A100 with 80 GiB as a
 small card.
 """
 

@@ -123,7 +123,7 @@ SECOND_RUNNER_CLASSES: Final = {
     28: frozenset({"DeepseekV4ForCausalLM"}),
 }
 """config/vllm.py, `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`. 0.27 and 0.28 extend the previous
-release's list; since 0.29, there is no such list.
+release's list. Since 0.29, there is no such list.
 """
 
 ADDING_CLASSES_SINCE: Final = 27

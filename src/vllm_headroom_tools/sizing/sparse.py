@@ -8,8 +8,8 @@ from vllm_headroom.units import FLOAT16_BYTES
 from vllm_headroom_tools.sizing.config_fields import Config, read_integer, read_mapping
 
 SCALED_VALUES: Final = 128
-"""The number of values in an 8-bit index that share a 32-bit scale (vLLM 0.33,
-models/deepseek_v32/attention.py, `quant_block_size`).
+"""The number of values in an 8-bit index that share a 32-bit scale. The source is vLLM 0.33,
+models/deepseek_v32/attention.py, `quant_block_size`.
 """
 
 SCALE_BYTES: Final = 4

@@ -100,8 +100,7 @@ class SmokeStep(NamedTuple):
     verdict: Conclusion
 
     text: str
-    """What was observed. For a step that failed or was skipped, this is the reason and what to do.
-    """
+    """What was observed. For a failed or skipped step, this is the reason and what to do."""
 
 
 def _skip(text: str) -> SmokeStep:
@@ -152,7 +151,7 @@ NOT_SERVED: Final = frozenset(
         HTTPStatus.NOT_IMPLEMENTED,
     }
 )
-"""The statuses that servers return for a type of request that the model does not serve."""
+"""The statuses that servers return for a type of request that they do not serve."""
 
 MAX_QUOTED_CHARACTERS: Final = 200
 """The maximum number of characters that a step's text quotes from a response."""
@@ -320,8 +319,8 @@ SET_REPORTED_BYTES: Final = "set HEADROOM_REPORTED_BYTES to what it should hold"
 OTHER_GPU_RATIO: Final = -0.5
 """The discrepancy below which a GPU cannot be the engine's.
 
-Once vLLM has responded to a request, it has reserved its memory budget on each of its GPUs. If it
-holds less than half of the budget on a GPU, that GPU is not the engine's.
+Once vLLM has responded to a request, it has reserved its budget on its GPUs. If vLLM holds less
+than half of the budget, the GPU is not the engine's.
 """
 
 
@@ -457,7 +456,7 @@ HEALTH_REPORT_SECONDS: Final = 30.0
 """The interval at which an unchanged message is repeated."""
 
 PERMANENT_REASONS: Final = frozenset({Reason.TLS, Reason.UNAUTHORIZED, Reason.REDIRECT})
-"""Failures that waiting does not fix; they do not occur while a server is loading its model."""
+"""Failures that waiting does not fix. They do not occur while a server is loading its model."""
 
 
 async def wait_until_healthy(
