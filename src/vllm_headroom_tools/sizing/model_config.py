@@ -311,7 +311,7 @@ def _find_language_part(config: Config) -> Config:
 
 
 class LayerCounts(Struct, frozen=True, kw_only=True):
-    """How many layers of each kind have a cache of their own."""
+    """How many layers of each kind have a separate cache."""
 
     full: int
     windowed: int
