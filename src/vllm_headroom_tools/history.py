@@ -363,7 +363,7 @@ class LeakReplay:
         """The seconds to add to the trace's time, so that it never goes backwards."""
 
         self._shared_uuids: frozenset[str] = frozenset()
-        """The GPUs on which the engine's memory cannot be told from other processes' memory. This
+        """The GPUs on which the engine's memory is not separate from other processes' memory. This
         applies to the newest sample.
         """
 

@@ -38,9 +38,9 @@ COMPARED_PARTS: Final = (
     MemoryPart.OTHER_TENSORS,
     MemoryPart.OUTSIDE_TORCH,
 )
-"""The parts of GPU memory that are compared. The KV cache is not included. It takes what the other
-parts leave, and has its own limit. Cached and fragmented memory is not compared either, because it
-varies with load.
+"""The parts of GPU memory that are compared. The KV cache is not included. It takes whatever the
+other parts leave. It has a separate limit. Cached and fragmented memory is not compared either,
+because it varies with load.
 """
 
 

@@ -37,8 +37,8 @@ class Range(Struct, frozen=True, kw_only=True):
 NO_BYTES: Final = Range(low=0.0, high=0.0)
 
 KEPT_DEVIATIONS: Final = 2.05
-"""Our choice: how many standard deviations the upper bound of a sum is above the mean. A normally
-distributed sum exceeds it in 2 of 100 cases.
+"""Our choice: the standard deviations from the mean of a sum to its bound. A normally distributed
+sum exceeds the bound in 2 of 100 cases.
 """
 
 UNIFORM_VARIANCE: Final = 1 / 12
@@ -204,7 +204,7 @@ issues.
 LARGEST_SMALL_CARD_BYTES: Final = 33 * GIB
 SMALL_CARD_RESERVED_HIGH: Final = 0.5 * GIB
 """The largest part of nvidia-smi's total that CUDA does not see on small cards. This part is 0.31
-to 0.44 GiB on an RTX 3090. It is 0.44 GiB on an L4 and an RTX 5080, and 0.48 GiB on an RTX 5090.
+to 0.44 GiB on an RTX 3090. It is 0.44 GiB on an L4 and an RTX 5080. On an RTX 5090, it is 0.48 GiB.
 The source is torch's messages.
 """
 
@@ -413,8 +413,8 @@ HOPPER_CARDS: Final = frozenset({"H20", "H100", "H800", "H100 NVL", "GH200", "H2
 """Cards on which vLLM uses FlashAttention 3."""
 
 LAYER_GRAPHS: Final = Range(low=0.06 * MIB, high=0.225 * MIB)
-"""Each additional batch size needs a graph of the model's parts or of all of it. Its size per layer
-is 0.10 to 0.22 MiB on one GPU (H100_STARTS). On a 24 GB card, it is 0.07 MiB (Qwen3 8B, vLLM 0.21).
+"""Each additional batch size needs a graph of the model or of its parts. Its size per layer is 0.10
+to 0.22 MiB on one GPU (H100_STARTS). On a 24 GB card, it is 0.07 MiB (Qwen3 8B, vLLM 0.21).
 """
 
 SHARED_LAYER_GRAPHS: Final = Range(low=0.11 * MIB, high=0.83 * MIB)

@@ -12,8 +12,8 @@ from vllm_headroom_tools.sizing.config_fields import Config, read_integer, requi
 
 COMPRESSED_BLOCK_TOKENS: Final = 256
 WINDOW_BLOCK_TOKENS: Final = 64
-"""The number of tokens in a block of compressed latents, and in one of window latents. The source
-is vLLM 0.33, models/deepseek_v4/compressor.py and v1/attention/backends/mla/sparse_swa.py.
+"""The number of tokens in a block of compressed or window latents. The source is vLLM 0.33,
+models/deepseek_v4/compressor.py and v1/attention/backends/mla/sparse_swa.py.
 """
 
 FINE_RATIO: Final = 4

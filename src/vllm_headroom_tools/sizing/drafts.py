@@ -21,9 +21,9 @@ CACHELESS_HEADS: Final = frozenset({"mtp"})
 """Gemma 4's assistant reads the model's cache (config/speculative.py, `gemma4_assistant`)."""
 
 TOKEN_MATRICES: Final = {"medusa": 1, "mlp_speculator": 2}
-"""The number of matrices per speculated token in Medusa heads and MLP speculator heads. If the
-inner width is the model's, each matrix is as large as the output matrix. The sources are
-models/medusa.py and models/mlp_speculator.py.
+"""The number of matrices per speculated token in Medusa heads and MLP speculator heads. With the
+model's inner width, each is as large as the output matrix. The sources are models/medusa.py and
+models/mlp_speculator.py.
 """
 
 HEAD_INPUTS: Final = {"eagle": 2, "eagle3": 3, "dflash": 5, "dspark": 5, "mtp": 1}

@@ -491,7 +491,8 @@ pads the rarer kinds to groups of the same size.
 """
 
 LATENT_BLOCK_TOKENS: Final = 128
-"""If a model has state-space layers, a block of latent attention holds a multiple of these tokens.
+"""A block of latent attention holds a multiple of this many tokens. This applies to models with
+state-space layers.
 """
 
 

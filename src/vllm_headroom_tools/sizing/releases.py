@@ -71,7 +71,7 @@ captures smaller graphs instead (`adjust_cudagraph_sizes_for_mamba_cache`).
 
 ALIGNED_BLOCK_CHECK_UNTIL: Final = 26
 """config/vllm.py, `validate_block_size`: "In Mamba cache align mode, block_size" is present in
-0.26.0, but not in 0.27.0.
+0.26.0. In 0.27.0, it is missing.
 """
 
 PREFIX_STATES_SINCE: Final = 28
