@@ -37,7 +37,7 @@ class Range(Struct, frozen=True, kw_only=True):
 NO_BYTES: Final = Range(low=0.0, high=0.0)
 
 KEPT_DEVIATIONS: Final = 2.05
-"""Our choice: the standard deviations from the mean of a sum to its bound. A normally distributed
+"""Our choice: the standard deviations from a sum's mean to its upper bound. A normally distributed
 sum exceeds the bound in 2 of 100 cases.
 """
 
