@@ -457,7 +457,7 @@ def _assume_graphs(question: Question) -> Assumption:
     """Return vLLM's estimate of its CUDA graphs.
 
     For the first batch size, the estimate covers one graph. For each further size, it covers a
-    graph of the model's parts and a whole-model graph. The source is vLLM 0.19,
+    whole-model graph and one of the model's parts. The source is vLLM 0.19,
     v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`. Since vLLM 0.29, the graphs of the
     parts are measured instead. Their figure is smaller.
     """

@@ -19,7 +19,7 @@ ENCODER_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers", "vt_num
 
 CONFORMER_SQUARES: Final = 24
 """The parameters per layer of Gemma 4's audio encoder, divided by the hidden size squared. Each of
-two MLPs has 8, attention has 5, and the convolutions have 3 (transformers, gemma4).
+two MLPs has 8. Attention has 5, and the convolutions have 3 (transformers, gemma4).
 """
 
 UNGIVEN_MLP_WIDTH_RATIO: Final = 4

@@ -305,7 +305,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     question: Question
     assumptions: StartAssumptions
     layout: KvLayout
-    # The KV cache bytes per token, on this GPU and on all of an engine's GPUs.
+    # The KV cache bytes per token, on this GPU and on an engine's GPUs together.
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None

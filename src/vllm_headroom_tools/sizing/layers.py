@@ -321,7 +321,7 @@ def count_state_bytes(config: Config) -> int | None:
 
 
 class KvHeads(Struct, frozen=True, kw_only=True):
-    """The number of KV heads in a layer, and the sizes of their keys and values."""
+    """The number of KV heads in a layer, and their key and value sizes."""
 
     count: int
     key_size: int

@@ -244,7 +244,7 @@ class Question(Struct, frozen=True, kw_only=True):
     def encoder_items(self) -> int | None:
         """Return how many of the largest images or videos vLLM profiles at once.
 
-        The number is how many fit in the tokens of a batch, but at least 1. The source is vLLM
+        The number is at least 1. More items must fit in the tokens of a batch. The source is vLLM
         0.32, multimodal/encoder_budget.py, `_get_max_items`. Returns None if the largest image and
         video are unknown.
         """
