@@ -69,15 +69,15 @@ def test_the_figures_of_the_readme_are_rows_of_the_benchmark() -> None:
     (earlier,) = re.findall(r"^\| first, GPU memory .* days \| (\d+) \((\d+) to (\d+)\)", blind, re.MULTILINE)
 
     assert (
-        f"found {filled} of {filling} leaks that filled the card, and paged for {paged} of them before the card was"
-        f" full. It found {host_sums[0]} of {host_sums[1]} leaks that filled host memory. For GPU memory, the detector"
-        f" raised {gpu_false} false alarms in {gpu_days} days without a leak, which is {rates[0]} a year (95 %"
-        f" interval: {rates[1]} to {rates[2]}). For host memory, it raised {host_false_sums[0]} false alarms in"
+        f"found {filled} of {filling} leaks that filled the card. It paged for {paged} of them before the card was"
+        f" full. It found {host_sums[0]} of {host_sums[1]} leaks that filled host memory. For GPU memory, it raised"
+        f" {gpu_false} false alarms in {gpu_days} days without a leak. This is {rates[0]} a year (95 % interval:"
+        f" {rates[1]} to {rates[2]}). For host memory, it raised {host_false_sums[0]} false alarms in"
         f" {host_false_sums[1]} days."
     ) in readme
     interval = f"{earlier[1]} to {earlier[2]}"
-    assert f"raised {earlier[0]} false alarms a year for GPU memory (95 % interval: {interval})" in readme
-    (own,) = re.findall(r"found (\d+) of (\d+) leaks, and raised (\d+) false alarms in (\d+) days", readme)
+    assert f"raised {earlier[0]} GPU memory false alarms a year (95 % interval: {interval})" in readme
+    (own,) = re.findall(r"found (\d+) of (\d+) leaks\. It raised (\d+) false alarms in (\d+) days", readme)
     assert own in re.findall(
         r"^\| both[^|]* \| (\d+) of (\d+) \([^|]*\| [^|]*\| [^|]*\| (\d+) in (\d+) days \|", leaks, re.MULTILINE
     )
