@@ -21,7 +21,7 @@ from measure import format_middle, format_share, parse_seeds
 from traces import MAKERS, NAMES, RECORDED, Labelled, is_held_out, thin
 from watch import Watched, follow, watch
 
-from vllm_headroom.derive.leak import growth_evidence, track
+from vllm_headroom.derive.leak import growth_evidence, precedent, track
 from vllm_headroom.derive.leak import judge as verdicts
 
 Row = dict[str, Any]
@@ -45,6 +45,8 @@ OFF: Final[dict[str, tuple[Any, str, Any]]] = {
     "a straight line": (verdicts, "is_straight", lambda _: False),
     "a record of load": (verdicts, "is_busiest", lambda *_: False),
     "full and breathing": (verdicts, "is_breathing", lambda *_: False),
+    "a start": (verdicts, "looks_like_start", lambda *_: False),
+    "released before": (precedent, "has_released", lambda *_: False),
     "yesterday": (verdicts, "find_excused_bytes", lambda _: 0.0),
     "kept on a full card": (verdicts, "NEARLY_FULL_BYTES", float("-inf")),
 }

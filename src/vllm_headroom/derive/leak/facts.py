@@ -294,6 +294,9 @@ class Reached(Struct, frozen=True, kw_only=True):
     hour_begin: Block
     """The first block of the current hour on the track's clock."""
 
+    released_bytes: float = 0.0
+    """The highest memory of which most of the growth was later released, or 0 if there is none."""
+
     highest_rate: float = 0.0
     """The request rate in the busiest hour up to the peak, in requests per second."""
     lowest_rate: float | None = None

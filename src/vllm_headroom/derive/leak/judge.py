@@ -98,9 +98,9 @@ STRAIGHT_LEFT_SECONDS: Final = 600.0
 card, there is no time for eleven blocks.
 """
 
-STRAIGHT_HELD_SHARE: Final = 0.25
-"""A straight line above this share of the initially held memory is no leak. It is a startup or a
-wake-up.
+STARTUP_SHARE: Final = 0.25
+"""Our choice: if memory grows by more than this share of the memory that was held initially, within
+minutes, a process is starting or waking up.
 """
 
 POOL_OVERHEAD: Final = 1.15
@@ -726,7 +726,7 @@ def _judge_straight_line(
     usable_bytes = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
     longest_left_seconds = min(STRAIGHT_LEFT_SECONDS, lasted_seconds / SOON_SHARE)
     # A survey is expensive, so only growth that is fast enough is surveyed.
-    if rise_bytes > STRAIGHT_HELD_SHARE * anchor.floor_bytes:
+    if rise_bytes > STARTUP_SHARE * anchor.floor_bytes:
         return None
     if usable_bytes * lasted_seconds > longest_left_seconds * max(0.0, rise_bytes):
         return None
@@ -858,8 +858,21 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
         return Certainty.NONE
     if is_urgent:
         return Certainty.LEAKING
+    if room_bytes is not None and looks_like_start(growth, track):
+        return Certainty.GROWING if growth.lasted_seconds >= GROWING_SECONDS else Certainty.NONE
     is_long = has_lasted(growth, left_seconds, is_room_known=room_bytes is not None)
     return _judge_likely(growth, odds, left_seconds, track, is_long=is_long)
+
+
+def looks_like_start(growth: Growth, track: Track) -> bool:
+    """Return whether memory grew by so much in less than an hour that a process is starting.
+
+    If the holders of a card are unknown, this may be another process that loads its weights.
+    """
+    anchor = track.history.anchor
+    assert anchor is not None  # noqa: S101 - it is set before the first block
+    is_short = growth.lasted_seconds < LEAKING_SECONDS
+    return is_short and growth.grown_bytes > STARTUP_SHARE * anchor.floor_bytes
 
 
 def is_fading(track: Track, *, by_either: bool = False) -> bool:

@@ -103,6 +103,8 @@ def note_reached(track: Track, newest: Block) -> Track:
     new_peak_bytes = NEW_PEAK_SHARE * (peak_bytes - reached.base.floor_bytes)
     if newest.floor_bytes >= peak_bytes + max(RISE_BYTES, new_peak_bytes):
         reached = replace(reached, peak=newest, lowest_rate=None)
+    elif reached.peak.floor_bytes > reached.released_bytes and has_released(track, reached, newest):
+        reached = replace(reached, released_bytes=reached.peak.floor_bytes)
     if reached is track.reached:
         return track
     return replace(track, reached=reached)
@@ -204,6 +206,20 @@ def _has_followed_load(reached: Reached, newest: Block) -> bool:
     return reached.lowest_rate <= LOWER_LOAD * reached.highest_rate
 
 
+def has_released(track: Track, reached: Reached, newest: Block) -> bool:
+    """Return whether most of the growth up to the peak has been released.
+
+    Returns False if the peak left little room. Near the limit, torch releases its cache even though
+    a leak continues.
+    """
+    growth_bytes = reached.peak.floor_bytes - reached.base.floor_bytes
+    fallen_bytes = reached.peak.floor_bytes - newest.floor_bytes
+    if growth_bytes < LARGE_BYTES or fallen_bytes < FALLEN_SHARE * growth_bytes:
+        return False
+    room_bytes = _find_room(track, reached.peak)
+    return room_bytes is None or room_bytes >= _find_least_room(growth_bytes)
+
+
 def _is_similar(precedent: Precedent, reached: Reached) -> bool:
     """Return whether the two runs initially held about the same amount of memory."""
     difference_bytes = abs(precedent.base_bytes - reached.base.floor_bytes)
@@ -237,9 +253,21 @@ def find_excused_bytes(track: Track) -> float:
     In the precedent's own run, growth is compared with the same hours of earlier days. In a later
     run, growth is compared with the earlier run after a similar time.
     """
-    precedent = track.precedent
     reached = track.reached
-    if precedent is None or reached is None or not _is_similar(precedent, reached):
+    if reached is None:
+        return 0.0
+    released_bytes = 0.0
+    if reached.released_bytes:
+        # Memory that was released before may be taken again.
+        growth_bytes = reached.released_bytes - reached.base.floor_bytes
+        released_bytes = reached.released_bytes + LEVEL_MARGIN_SHARE * growth_bytes
+    return max(released_bytes, _find_precedent_bytes(track, reached))
+
+
+def _find_precedent_bytes(track: Track, reached: Reached) -> float:
+    """Return the height up to which an earlier run or day excuses growth, or 0 if there is none."""
+    precedent = track.precedent
+    if precedent is None or not _is_similar(precedent, reached):
         return 0.0
     hours = track.clock.now_seconds / HOUR_SECONDS
     if precedent.run_id == track.work.run_id:

@@ -265,7 +265,7 @@ WITNESSES: Final = (
             "STRAIGHT_SPREAD": growth_evidence.STRAIGHT_SPREAD,
             "STRAIGHT_BYTES": growth_evidence.STRAIGHT_BYTES,
             "STRAIGHT_LEFT_SECONDS": judge.STRAIGHT_LEFT_SECONDS,
-            "STRAIGHT_HELD_SHARE": judge.STRAIGHT_HELD_SHARE,
+            "STARTUP_SHARE": judge.STARTUP_SHARE,
         },
         source="our choice; a burst of requests on a tight card fills it before eleven blocks end",
         fails_without="tests/unit/derive/leak/test_yesterday.py"
@@ -282,6 +282,17 @@ WITNESSES: Final = (
         "::test_memory_that_follows_a_record_of_load_is_no_alarm",
     ),
     Witness(
+        name="a start",
+        measures="the growth of less than an hour, against the memory that was held at first",
+        adds="nothing; growth by more than a quarter of that memory is at most a warning, unless it"
+        " is steady",
+        functions=(judge.looks_like_start,),
+        constants={"STARTUP_SHARE": judge.STARTUP_SHARE},
+        source="our choice; on a card whose holders are unknown, another process loads its weights",
+        fails_without="tests/unit/derive/leak/test_releases.py"
+        "::test_a_process_that_starts_on_a_card_whose_holders_are_unknown_is_no_alarm",
+    ),
+    Witness(
         name="full and breathing",
         measures="whether lows rise, and the peak is exceeded, as the alarm's growth would do",
         adds="nothing; an alarm ends where neither does",
@@ -293,6 +304,20 @@ WITNESSES: Final = (
         source="a host tier of the KV cache that is full is released in part and filled again",
         fails_without="tests/unit/derive/leak/test_yesterday.py"
         "::test_a_tier_that_is_full_and_breathes_is_no_alarm",
+    ),
+    Witness(
+        name="released before",
+        measures="whether the run has held this much before, and has released most of it",
+        adds="nothing; growth up to that height is at most a warning",
+        functions=(precedent.has_released,),
+        constants={
+            "FALLEN_SHARE": precedent.FALLEN_SHARE,
+            "LEVEL_MARGIN_SHARE": precedent.LEVEL_MARGIN_SHARE,
+        },
+        source="our choice; what is taken by a job, a log buffer or a cache, and released again, is"
+        " no leak the next time either",
+        fails_without="tests/unit/derive/leak/test_releases.py"
+        "::test_what_was_released_is_no_alarm_when_it_is_taken_again",
     ),
     Witness(
         name="yesterday",

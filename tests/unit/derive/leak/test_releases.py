@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.unit.derive.leak.stretches import BASE, HOUR, Shape, readings, segments
 from vllm_headroom.derive.leak.facts import Certainty, Track, start_track
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.units import MIB
+from vllm_headroom.units import GIB, MIB
 
 
 def followed(shape: Shape, hours: float, room_bytes: float, *, host: bool = False) -> Iterator[tuple[float, Track]]:
@@ -126,6 +126,50 @@ def test_a_saw_whose_lows_do_not_rise_is_no_alarm_after_its_second_release() -> 
 
     assert verdicts[7.5 * HOUR] is Certainty.LEAKING
     assert {verdicts[hours * HOUR] for hours in (17, 24.5)} == {Certainty.NONE}
+
+
+def hold(held_bytes: Shape, hours: float, total_bytes: float | None) -> Iterator[tuple[float, Track]]:
+    """Yield the hours and the track after each reading; `held_bytes` is all that is held, `total_bytes` the device."""
+    track: Track | None = None
+    for reading in readings(held_bytes, hours):
+        held = int(held_bytes(reading.seconds))
+        room_bytes = None if total_bytes is None else int(total_bytes) - held
+        track = observe(track or start_track(reading.seconds), replace(reading, held_bytes=held, room_bytes=room_bytes))
+        yield reading.seconds / HOUR, track
+
+
+def work(begin_hours: float, size_bytes: float) -> Shape:
+    """Return what a job takes evenly within an hour, holds for another, and releases."""
+
+    def shape(seconds: float) -> float:
+        since_hours = seconds / HOUR - begin_hours
+        return size_bytes * min(1.0, since_hours) if 0 <= since_hours < 2 else 0.0
+
+    return shape
+
+
+@pytest.mark.parametrize("again", [1.0, 2.0], ids=["as much", "twice as much"])
+def test_what_was_released_is_no_alarm_when_it_is_taken_again(again: float) -> None:
+    """A host process of 4 GiB takes 8 GiB for a job. What exceeds the first job is growth."""
+    jobs = (work(2, 8 * GIB), work(8, again * 8 * GIB))
+    verdicts = list(hold(lambda seconds: 4 * GIB + sum(job(seconds) for job in jobs), 10.0, None))
+
+    assert max(track.verdict for hours, track in verdicts if hours < 6) is Certainty.LEAKING
+    later = max(track.verdict for hours, track in verdicts if hours >= 6)
+    assert (later is Certainty.LEAKING) is (again > 1)
+
+
+def test_a_process_that_starts_on_a_card_whose_holders_are_unknown_is_no_alarm() -> None:
+    """It loads 14 GiB of weights in four minutes, beside 24 GiB of the engine."""
+    parts_mib = (2981, 2702, 1613, 1091, 1905, 1562, 2786)
+
+    def held(seconds: float) -> float:
+        loaded = int(max(0.0, seconds - 1.5 * HOUR) // 30)
+        return 24 * GIB + MIB * sum(parts_mib[:loaded])
+
+    verdicts = [track.verdict for _, track in hold(held, 2.0, 47 * GIB)]
+
+    assert max(verdicts) < Certainty.LEAKING
 
 
 def test_an_alarm_ends_when_memory_was_lower_for_half_a_day() -> None:
