@@ -209,15 +209,14 @@ def _has_followed_load(reached: Reached, newest: Block) -> bool:
 def has_released(track: Track, reached: Reached, newest: Block) -> bool:
     """Return whether most of the growth up to the peak has been released.
 
-    Returns False if the peak left little room. Near the limit, torch releases its cache even though
-    a leak continues.
+    Returns False if the room is known. The time left is then known too, and torch releases its
+    cache near the limit even though a leak continues.
     """
     growth_bytes = reached.peak.floor_bytes - reached.base.floor_bytes
     fallen_bytes = reached.peak.floor_bytes - newest.floor_bytes
     if growth_bytes < LARGE_BYTES or fallen_bytes < FALLEN_SHARE * growth_bytes:
         return False
-    room_bytes = _find_room(track, reached.peak)
-    return room_bytes is None or room_bytes >= _find_least_room(growth_bytes)
+    return not track.history.capacity_bytes
 
 
 def _is_similar(precedent: Precedent, reached: Reached) -> bool:
