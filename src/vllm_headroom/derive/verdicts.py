@@ -850,7 +850,7 @@ def _describe_usual_growth(growth: GrowingMemory) -> str:
     """Return a statement on growth as before, without a leak, with its rate."""
     rate = _describe_rate(growth)
     text = f"grows by {rate}" if rate else "grows"
-    return f"{text}, up to now as in an earlier run or on an earlier day without a leak"
+    return f"{text}, up to now no further than it has grown before without a leak"
 
 
 def _describe_foreign_growth(growth: GrowingMemory) -> str:

@@ -109,7 +109,7 @@ def test_the_sentence_on_the_second_morning_has_the_reason() -> None:
 
     assert excused == {"GPU-a"}
     (sentence,) = (verdict.sentence for verdict in verdicts if verdict.subject == "GPU 0")
-    assert sentence == "GPU 0 grows, up to now as in an earlier run or on an earlier day without a leak."
+    assert sentence == "GPU 0 grows, up to now no further than it has grown before without a leak."
 
 
 @pytest.mark.parametrize("rate", [0.25, 0.5, 1.0])
