@@ -24,10 +24,10 @@ def run_command(name: str, *words: str, stdin: str = "", **environ: str) -> Comp
     read = TextIOWrapper(BufferedReader(BytesIO(stdin.encode())), encoding="utf-8")
     out, err = BytesIO(), BytesIO()
     with pytest.MonkeyPatch.context() as patch:
-        for each in os.environ.keys() - OWN.keys():
-            patch.delenv(each)
-        for each, value in environ.items():
-            patch.setenv(each, value)
+        for variable in os.environ.keys() - OWN.keys():
+            patch.delenv(variable)
+        for variable, value in environ.items():
+            patch.setenv(variable, value)
         patch.setattr(sys, "stdin", read)
         patch.setattr(sys, "stdout", TextIOWrapper(out, encoding="utf-8"))
         patch.setattr(sys, "stderr", TextIOWrapper(err, encoding="utf-8", write_through=True))
@@ -51,5 +51,5 @@ def run_process(*words: str, stdin: str = "", **environ: str) -> CompletedProces
 
 def read_data(out: str) -> dict[str, Any]:
     """Return the data of the envelope that a command printed with --json."""
-    found: dict[str, Any] = json.loads(out)["data"]
-    return found
+    data: dict[str, Any] = json.loads(out)["data"]
+    return data

@@ -89,11 +89,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def restored_logging() -> Iterator[None]:
     """Undo what a command reports about logging, of which a process has one, for the tests that come after."""
     loggers = [logging.getLogger(name) for name in ("", "vllm_headroom")]
-    before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
+    states_before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
     yield
-    for each, level, handlers in before:
-        each.setLevel(level)
-        each.handlers[:] = handlers
+    for logger, level, handlers in states_before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.fixture

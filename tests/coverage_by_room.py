@@ -27,14 +27,14 @@ class CoverageByRoom:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         if hasattr(config, "workerinput"):
             return
-        whole = coverage.Coverage(source=[str(SOURCE)])
-        whole.combine()
+        combined = coverage.Coverage(source=[str(SOURCE)])
+        combined.combine()
         executed, statements = Counter[str](), Counter[str]()
-        for name in sorted(whole.get_data().measured_files()):
+        for name in sorted(combined.get_data().measured_files()):
             room = "/".join(Path(name).relative_to(SOURCE).parent.parts[:2])
-            _, found, _, missing, _ = whole.analysis2(name)
-            executed[room] += len(found) - len(missing)
-            statements[room] += len(found)
+            _, executable, _, missing, _ = combined.analysis2(name)
+            executed[room] += len(executable) - len(missing)
+            statements[room] += len(executable)
         terminalreporter.section("coverage by room")
         for room, count in sorted(statements.items()):
             share = executed[room] / max(1, count)

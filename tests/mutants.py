@@ -59,11 +59,11 @@ class Break(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST:
         """Break what is executed: no annotation and no decorator."""
         self._last_line = line = getattr(node, "lineno", self._last_line)
-        made = list(broken(node))
-        kept = {name: vars(node).pop(name) for name in OUTSIDE & vars(node).keys()}
+        variants = list(broken(node))
+        kept_fields = {name: vars(node).pop(name) for name in OUTSIDE & vars(node).keys()}
         node = self.generic_visit(node)
-        vars(node).update(**kept)
-        for new in made:
+        vars(node).update(**kept_fields)
+        for new in variants:
             if self.places == self._number:
                 node, self.line = ast.copy_location(new, node), line
             self.places += 1
@@ -75,7 +75,7 @@ def changed_files(since: str, chosen: list[Path]) -> list[Path]:
         command = f"git diff --name-only --diff-filter=d {since} -- src".split()
         names = subprocess.check_output(command, cwd=ROOT, text=True)
         chosen = [ROOT / name for name in names.split()]
-    files = (file for each in chosen for file in (sorted(each.rglob("*.py")) if each.is_dir() else [each]))
+    files = (file for path in chosen for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path]))
     return [file.resolve() for file in files if file.suffix == ".py"]
 
 
@@ -83,10 +83,12 @@ def tests_of(file: Path) -> list[Path]:
     parts = file.relative_to(ROOT / "src").with_suffix("").parts
     sizes = range(len(parts), 1, -1)
     folders = (base.joinpath(*parts[1:size]) for size in sizes for base in (UNIT, UNIT / "commands"))
-    folder = next((each for each in folders if each.is_dir()), None)
+    folder = next((candidate for candidate in folders if candidate.is_dir()), None)
     name = ".".join(parts).removesuffix(".__init__")
-    others = [path for path in sorted(UNIT.rglob("test_*.py")) if folder not in path.parents]
-    importers = [each for each in others if f"from {name} import" in each.read_text(encoding="utf-8")]
+    other_tests = [path for path in sorted(UNIT.rglob("test_*.py")) if folder not in path.parents]
+    importers = [
+        test_file for test_file in other_tests if f"from {name} import" in test_file.read_text(encoding="utf-8")
+    ]
     return importers if folder is None else [folder, *importers]
 
 
@@ -104,25 +106,29 @@ def passes(tests: list[Path], source: Path, seconds: float | None = None) -> boo
             return False
 
 
-def survivors(file: Path, source: Path, most: int) -> tuple[int, int]:
+def survivors(file: Path, source: Path, mutant_limit: int) -> tuple[int, int]:
     """Print what becomes of each mutant of a file; return how many survived, and of how many."""
     tests, copy, text = tests_of(file), source / file.relative_to(ROOT / "src"), file.read_text(encoding="utf-8")
     began = time.monotonic()
     if not tests or not passes(tests, source):
         sys.exit(f"{file}: no tests, or they fail as it is")
     seconds = 10 * (time.monotonic() - began)
-    whole = Break(-1)
-    lines = ast.unparse(whole.visit(ast.parse(text))).splitlines()
-    numbers = sorted(Random(0).sample(range(whole.places), min(most, whole.places)))  # noqa: S311 - always the same
+    counter = Break(-1)
+    lines = ast.unparse(counter.visit(ast.parse(text))).splitlines()
+    numbers = sorted(Random(0).sample(range(counter.places), min(mutant_limit, counter.places)))  # noqa: S311 - always the same
     lived = 0
     for number in numbers:
         place = Break(number)
         copy.write_text(ast.unparse(place.visit(ast.parse(text))), encoding="utf-8")
         os.utime(copy, (number, number))  # else two that are written within a second may share what is compiled
         mutated = copy.read_text(encoding="utf-8").splitlines()
-        before, after = next((pair for pair in zip(lines, mutated, strict=False) if pair[0] != pair[1]), ("", ""))
-        start = max(0, next((at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0) - 40)
-        shown = " -> ".join(each[start : start + 80].strip() for each in (before, after))
+        line_before, line_after = next(
+            (pair for pair in zip(lines, mutated, strict=False) if pair[0] != pair[1]), ("", "")
+        )
+        start = max(
+            0, next((at for at, (a, b) in enumerate(zip(line_before, line_after, strict=False)) if a != b), 0) - 40
+        )
+        shown = " -> ".join(line_part[start : start + 80].strip() for line_part in (line_before, line_after))
         survives = passes(tests, source, seconds)
         lived += survives
         word = "SURVIVED" if survives else "killed"
@@ -140,9 +146,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__")))
-        found = [survivors(file, source, options.most) for file in changed_files(options.since, options.files)]
-    lived, whole = (sum(counts) for counts in zip((0, 0), *found, strict=True))
-    print(f"{whole - lived} of {whole} mutants killed, {lived} survived")  # noqa: T201
+        outcomes = [survivors(file, source, options.most) for file in changed_files(options.since, options.files)]
+    lived, total = (sum(counts) for counts in zip((0, 0), *outcomes, strict=True))
+    print(f"{total - lived} of {total} mutants killed, {lived} survived")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def enter() -> str:
         return why or _end_with(outer)
     try:
         _unshare()
-        if first := os.fork():
+        if child_pid := os.fork():
             os.close(writes)
-            _end_with(first)
+            _end_with(child_pid)
         _call(LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
         _call(LIBC.mount, b"none", b"/", None, MS_REC_PRIVATE, None)
         _call(LIBC.mount, b"proc", b"/proc", b"proc", MS_NOSUID_NODEV_NOEXEC, None)
@@ -72,7 +72,7 @@ def _call(function: ctypes._NamedFuncPointer, *arguments: object) -> None:
 def _end_with(child: int) -> NoReturn:
     """Reap whatever ends until this child does, and end as it did; Ctrl-C is the tests' to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while (ended := os.wait())[0] != child:
+    while (ended_child := os.wait())[0] != child:
         pass
-    status = os.waitstatus_to_exitcode(ended[1])
+    status = os.waitstatus_to_exitcode(ended_child[1])
     os._exit(status if status >= 0 else 128 - status)

@@ -29,7 +29,7 @@ NO_TLS: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 def eventually(
     condition: Callable[[], T | None],
-    what: str,
+    description: str,
     deadline_seconds: float = DEADLINE_SECONDS,
     every_seconds: float = 0.02,
 ) -> T:
@@ -39,7 +39,7 @@ def eventually(
         if value := condition():
             return value
         time.sleep(every_seconds)
-    message = f"waited {deadline_seconds:g} s without success: {what}"
+    message = f"waited {deadline_seconds:g} s without success: {description}"
     raise AssertionError(message)
 
 
@@ -83,11 +83,11 @@ class Daemon:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
         self._log = log
-        found = eventually(
+        match = eventually(
             lambda: re.search(r"\blistening\b.*\bport=(\d+)", self.log()) or self._ended(), "the daemon listens"
         )
-        assert isinstance(found, re.Match), self.log()
-        self.url = f"http://127.0.0.1:{found[1]}"
+        assert isinstance(match, re.Match), self.log()
+        self.url = f"http://127.0.0.1:{match[1]}"
         never_kept = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.Client(base_url=self.url, timeout=10, verify=NO_TLS, limits=never_kept)
 
@@ -103,7 +103,7 @@ class Daemon:
     def sees(
         self,
         condition: Callable[[Page], object],
-        what: str,
+        description: str,
         deadline_seconds: float = DEADLINE_SECONDS,
         every_seconds: float = 0.05,
     ) -> Page:
@@ -116,7 +116,7 @@ class Daemon:
             except ValueError:  # the value is not on this page
                 return None
 
-        return eventually(look, what, deadline_seconds, every_seconds)
+        return eventually(look, description, deadline_seconds, every_seconds)
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
         """Send a signal; return the exit status and the seconds it took."""
@@ -157,11 +157,11 @@ IN_FULL = frozenset(
 @contextmanager
 def hangups_heard() -> Iterator[None]:
     """Have what is started meanwhile hear SIGHUP, also where these tests run under nohup, which it would inherit."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    previous_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, previous_handler)
 
 
 def launch(

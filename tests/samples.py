@@ -42,8 +42,8 @@ def failure(source: Source) -> Failure:
     return Failure(source=source, reason=_REASON[source], message="it failed")
 
 
-def engine(name: str = "0", model_name: str = "m", **known: Any) -> EngineReading:
-    return EngineReading(model_name=model_name, engine=name, **known)
+def engine(name: str = "0", model_name: str = "m", **engine_fields: Any) -> EngineReading:
+    return EngineReading(model_name=model_name, engine=name, **engine_fields)
 
 
 def page(*engines: EngineReading, inputs: tuple[tuple[str, bool], ...] = ()) -> EnginePage:
@@ -62,14 +62,16 @@ def gpu(
     attribution: Attribution | None = Attribution.PROCESS,
     memory: bool = True,
     inside: Inside | None = None,
-    **known: Any,
+    **reading_fields: Any,
 ) -> Gpu:
     """Return a GPU of the engine's, which is taken to hold all that is used unless `engine` or `held` says."""
     if held is ...:
         held = (used if engine is None else engine) if memory and attribution is not None else None
-    seen = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=total - used, reserved_bytes=None)
+    gpu_memory = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=total - used, reserved_bytes=None)
     return Gpu(
-        reading=GpuReading(index=index, uuid=uuid, name="H100", memory=seen if memory else None, **known),
+        reading=GpuReading(
+            index=index, uuid=uuid, name="H100", memory=gpu_memory if memory else None, **reading_fields
+        ),
         attribution=attribution,
         engine_bytes=engine,
         other_bytes=other,
@@ -78,7 +80,7 @@ def gpu(
     )
 
 
-def probed(**known: Any) -> ProbedProcess:
+def probed(**probe_fields: Any) -> ProbedProcess:
     """Return a worker that wrote at second 1000 of the snapshots, and began with the epoch of their clock."""
     facts: dict[str, Any] = {
         "pid": 7,
@@ -87,7 +89,7 @@ def probed(**known: Any) -> ProbedProcess:
         "interval_seconds": 5.0,
         "role": Role.WORKER,
     }
-    return ProbedProcess(**facts | known)
+    return ProbedProcess(**facts | probe_fields)
 
 
 def snapshot(

@@ -53,8 +53,8 @@ def _rule(read: Mapping[str, Any]) -> Rule:
 def unknown_alerts(text: str) -> set[str]:
     """Return the names in a text that begin no alert's; a beginning represents several, as in "both HeadroomGpu"."""
     names = [rule.name for rule in rules() if rule.is_alert]
-    found = set(re.findall(r"\bHeadroom[A-Z]\w*", text))
-    return {each for each in found if not any(name.startswith(each) for name in names)}
+    names_in_text = set(re.findall(r"\bHeadroom[A-Z]\w*", text))
+    return {beginning for beginning in names_in_text if not any(name.startswith(beginning) for name in names)}
 
 
 def query_faults(expr: str) -> list[str]:
@@ -79,9 +79,9 @@ def series_faults(series: str) -> list[str]:
     if faults:
         return faults
     (selector,) = selectors(parsed(series))
-    given = {matcher.name for matcher in selector.matchers.matchers}
+    matched_labels = {matcher.name for matcher in selector.matchers.matchers}
     scraped = KNOWN["up"]
-    missing = (KNOWN[selector.name or ""] - scraped | {"job", "instance"}) - given
+    missing = (KNOWN[selector.name or ""] - scraped | {"job", "instance"}) - matched_labels
     return [f"{selector.name} needs the label {label}" for label in sorted(missing)]
 
 
@@ -92,11 +92,11 @@ def kept_labels(expr: str) -> Labels:
 
 def template_queries(text: str) -> list[str]:
     """Return the queries of an annotation's template, with "" for what is put in when it is rendered."""
-    found = [re.sub(r"\\(.)", r"\1", match).replace("%q", '""').replace("%f", "0") for match in _QUERY.findall(text)]
-    if len(found) != len(re.findall(r"\bquery\b *(?:\}|\")", text)):
+    queries = [re.sub(r"\\(.)", r"\1", match).replace("%q", '""').replace("%f", "0") for match in _QUERY.findall(text)]
+    if len(queries) != len(re.findall(r"\bquery\b *(?:\}|\")", text)):
         msg = f"a query that cannot be read: {text}"
         raise ValueError(msg)
-    return found
+    return queries
 
 
 def text_faults(text: str) -> list[str]:
@@ -137,9 +137,9 @@ def narrowed(path: Path, folder: Path) -> list[Path]:
         )
         text = json.dumps(test)
         asks_for_all = re.search(r"ALERTS(?!\{alertname=)|alertname=~[^,}]*[.*+]", text)
-        kept = _read_groups() if asks_for_all else narrow_groups(text)
+        groups = _read_groups() if asks_for_all else narrow_groups(text)
         rules, file = folder / f"rules-{number}.yaml", folder / f"test-{number}.yaml"
-        rules.write_text(json.dumps({"groups": kept}), encoding="utf-8")
+        rules.write_text(json.dumps({"groups": groups}), encoding="utf-8")
         narrow = document | {"rule_files": [str(rules)], "tests": [test]}
         file.write_text(json.dumps(narrow), encoding="utf-8")
         files.append(file)
@@ -160,11 +160,13 @@ def _read_groups() -> list[dict[str, Any]]:
 
 def _needed(text: str, read: Iterable[dict[str, Any]]) -> set[str]:
     """Return the names of the rules that a text names, and of those that they name in turn."""
-    said = {_rule(each).name: json.dumps(each) for each in read}
-    found = {name for name in said if name in text}
-    while more := {name for name in said.keys() - found if any(name in said[each] for each in found)}:
-        found |= more
-    return found
+    rule_texts = {_rule(rule).name: json.dumps(rule) for rule in read}
+    needed = {name for name in rule_texts if name in text}
+    while newly_named := {
+        name for name in rule_texts.keys() - needed if any(name in rule_texts[needed_name] for needed_name in needed)
+    }:
+        needed |= newly_named
+    return needed
 
 
 @cache

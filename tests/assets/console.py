@@ -49,7 +49,9 @@ class Block:
     @property
     def steps(self) -> tuple[Step, ...]:
         """What is typed, in order."""
-        return tuple(Step(command=found["command"], shown=found["shown"]) for found in _STEP.finditer(self.body))
+        return tuple(
+            Step(command=step_match["command"], shown=step_match["shown"]) for step_match in _STEP.finditer(self.body)
+        )
 
     @property
     def needs(self) -> str | None:
@@ -70,12 +72,12 @@ def _blocks_of(page: Path) -> list[Block]:
     return [
         Block(
             page=page,
-            line=text.count("\n", 0, found.start("language")) + 1,
-            language=found["language"],
-            scene=found["scene"],
-            body=found["body"],
+            line=text.count("\n", 0, fence.start("language")) + 1,
+            language=fence["language"],
+            scene=fence["scene"],
+            body=fence["body"],
         )
-        for found in _FENCE.finditer(text)
+        for fence in _FENCE.finditer(text)
     ]
 
 

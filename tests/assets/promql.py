@@ -79,18 +79,18 @@ def parsed(expr: str) -> promql.Expr:
 @cache
 def vocabulary() -> dict[str, Labels]:
     """Return every metric there can be: the daemon's, those of the recording rules, Prometheus's own."""
-    known = {name: each | TARGET for name, each in agreed()} | {
+    metric_labels = {name: agreed_labels | TARGET for name, agreed_labels in agreed()} | {
         metric.name: frozenset(metric.labels) | TARGET for metric in METRICS
     }
-    known |= dict.fromkeys(("up", *PROCESS), TARGET)
-    known |= {name: frozenset({"cluster", "namespace", *labels.split(",")}) for name, labels in KUBE.items()}
-    known |= {name: TARGET.union(labels.split(",")) for name, labels in VLLM.items()}
-    known |= dict.fromkeys(("ALERTS", "ALERTS_FOR_STATE"), TARGET)
+    metric_labels |= dict.fromkeys(("up", *PROCESS), TARGET)
+    metric_labels |= {name: frozenset({"cluster", "namespace", *labels.split(",")}) for name, labels in KUBE.items()}
+    metric_labels |= {name: TARGET.union(labels.split(",")) for name, labels in VLLM.items()}
+    metric_labels |= dict.fromkeys(("ALERTS", "ALERTS_FOR_STATE"), TARGET)
     for name, expr in recorded():
-        known[name] = labels(parsed(expr), known)[0] or frozenset()
-    known["headroom:runbooks:info"] = frozenset({"address"})  # alerts/generate.py makes it of an address
-    alerting = frozenset().union(*known.values()) | {"alertname", "severity", "area"}
-    return known | {"ALERTS": alerting | {"alertstate"}, "ALERTS_FOR_STATE": alerting}
+        metric_labels[name] = labels(parsed(expr), metric_labels)[0] or frozenset()
+    metric_labels["headroom:runbooks:info"] = frozenset({"address"})  # alerts/generate.py makes it of an address
+    alerting = frozenset().union(*metric_labels.values()) | {"alertname", "severity", "area"}
+    return metric_labels | {"ALERTS": alerting | {"alertstate"}, "ALERTS_FOR_STATE": alerting}
 
 
 def agreed() -> Iterator[tuple[str, Labels]]:
@@ -120,9 +120,9 @@ def read_yaml(text: str) -> Any:
 
 def nodes(expr: promql.Expr) -> list[promql.Expr]:
     """Return the tree's nodes, each before what is in it; a range's selector is in it as `vector_selector`."""
-    found: list[promql.Expr] = []
-    promql.walk(expr, found.append)
-    return found
+    found_nodes: list[promql.Expr] = []
+    promql.walk(expr, found_nodes.append)
+    return found_nodes
 
 
 def selectors(expr: promql.Expr) -> list[promql.VectorSelector]:
@@ -131,21 +131,21 @@ def selectors(expr: promql.Expr) -> list[promql.VectorSelector]:
     return [node for node in inner if isinstance(node, promql.VectorSelector)]
 
 
-def labels(expr: promql.Expr, known: Vocabulary) -> Kept:
+def labels(expr: promql.Expr, metric_labels: Vocabulary) -> Kept:
     """Return the labels that the result can have and every fault: unknown names, and operands that never match."""
-    return _READERS[type(expr)](expr, known)
+    return _READERS[type(expr)](expr, metric_labels)
 
 
-def _unknown(wanted: Iterator[str] | list[str], there: Labels, what: str) -> list[str]:
-    return [f"{what} has no label {label}" for label in wanted if label not in there]
+def _unknown(wanted: Iterator[str] | list[str], there: Labels, subject: str) -> list[str]:
+    return [f"{subject} has no label {label}" for label in wanted if label not in there]
 
 
-def _selector(expr: Any, known: Vocabulary) -> Kept:
-    if expr.name not in known:
+def _selector(expr: Any, metric_labels: Vocabulary) -> Kept:
+    if expr.name not in metric_labels:
         return frozenset(), [f"there is no metric {expr.name}"]
-    matchers = [*expr.matchers.matchers, *(each for group in expr.matchers.or_matchers for each in group)]
-    faults = _unknown([matcher.name for matcher in matchers], known[expr.name], expr.name)
-    return known[expr.name], faults + [fault for matcher in matchers for fault in _values(expr.name, matcher)]
+    matchers = [*expr.matchers.matchers, *(matcher for group in expr.matchers.or_matchers for matcher in group)]
+    faults = _unknown([matcher.name for matcher in matchers], metric_labels[expr.name], expr.name)
+    return metric_labels[expr.name], faults + [fault for matcher in matchers for fault in _values(expr.name, matcher)]
 
 
 def _values(metric: str, matcher: promql.Matcher) -> list[str]:
@@ -157,19 +157,19 @@ def _values(metric: str, matcher: promql.Matcher) -> list[str]:
     return [f"{matcher.name} is never {word}" for word in words if word and word not in closed]
 
 
-def _call(expr: Any, known: Vocabulary) -> Kept:
-    read = [labels(argument, known) for argument in expr.args]
-    faults = [fault for _, found in read for fault in found]
+def _call(expr: Any, metric_labels: Vocabulary) -> Kept:
+    read = [labels(argument, metric_labels) for argument in expr.args]
+    faults = [fault for _, argument_faults in read for fault in argument_faults]
     if expr.func.name in {"vector", "time", "scalar", "pi"}:
         return (frozenset() if expr.func.name == "vector" else None), faults
-    kept = next((each for each, _ in read if each is not None), None)
-    if kept is not None and expr.func.name in {"label_replace", "label_join"}:
-        kept |= {expr.args[1].val}
-    return kept, faults
+    kept_labels = next((argument_labels for argument_labels, _ in read if argument_labels is not None), None)
+    if kept_labels is not None and expr.func.name in {"label_replace", "label_join"}:
+        kept_labels |= {expr.args[1].val}
+    return kept_labels, faults
 
 
-def _aggregate(expr: Any, known: Vocabulary) -> Kept:
-    inner, faults = labels(expr.expr, known)
+def _aggregate(expr: Any, metric_labels: Vocabulary) -> Kept:
+    inner, faults = labels(expr.expr, metric_labels)
     there = inner or frozenset()
     if expr.modifier is None:
         return (there if str(expr.op) in {"topk", "bottomk"} else frozenset()), faults
@@ -181,22 +181,22 @@ def _aggregate(expr: Any, known: Vocabulary) -> Kept:
     return (there & frozenset(named) if by else there - frozenset(named)), faults
 
 
-def _binary(expr: Any, known: Vocabulary) -> Kept:
-    (left, found), (right, more) = labels(expr.lhs, known), labels(expr.rhs, known)
-    faults = found + more
-    if left is None or right is None:
-        return (right if left is None else left), faults
+def _binary(expr: Any, metric_labels: Vocabulary) -> Kept:
+    (left_labels, left_faults), (right, right_faults) = labels(expr.lhs, metric_labels), labels(expr.rhs, metric_labels)
+    faults = left_faults + right_faults
+    if left_labels is None or right is None:
+        return (right if left_labels is None else left_labels), faults
     on, named = _matching(expr.modifier)
     if str(expr.op) == "or":
-        return left | right, faults
+        return left_labels | right, faults
     if on:
-        for side, there in (("left", left), ("right", right)):
+        for side, there in (("left", left_labels), ("right", right)):
             faults += _unknown(sorted(named), there, f"the {side} of {expr.op}")
-    elif odd := (left - named) ^ (right - named):
+    elif odd := (left_labels - named) ^ (right - named):
         faults.append(f"the sides of {expr.op} never match: only one has {', '.join(sorted(odd))}")
     if str(expr.op) in {"and", "unless"}:
-        return left, faults
-    return _joined(expr.modifier, left, right, named if on else (left & right) - named), faults
+        return left_labels, faults
+    return _joined(expr.modifier, left_labels, right, named if on else (left_labels & right) - named), faults
 
 
 def _matching(modifier: promql.BinModifier | None) -> tuple[bool, Labels]:
@@ -205,12 +205,12 @@ def _matching(modifier: promql.BinModifier | None) -> tuple[bool, Labels]:
     return modifier.matching.type == promql.LabelModifierType.Include, frozenset(modifier.matching.labels)
 
 
-def _joined(modifier: promql.BinModifier | None, left: Labels, right: Labels, matched: Labels) -> Labels:
-    more = frozenset((modifier and modifier.group_labels) or ())
+def _joined(modifier: promql.BinModifier | None, left_labels: Labels, right: Labels, matched: Labels) -> Labels:
+    group_labels = frozenset((modifier and modifier.group_labels) or ())
     if modifier and modifier.card == promql.VectorMatchCardinality.ManyToOne:
-        return left | more
+        return left_labels | group_labels
     if modifier and modifier.card == promql.VectorMatchCardinality.OneToMany:
-        return right | more
+        return right | group_labels
     return matched
 
 
@@ -218,15 +218,15 @@ def _number(_: promql.Expr, __: Vocabulary) -> Kept:
     return None, []
 
 
-def _inner(expr: Any, known: Vocabulary) -> Kept:
-    return labels(expr.expr, known)
+def _inner(expr: Any, metric_labels: Vocabulary) -> Kept:
+    return labels(expr.expr, metric_labels)
 
 
 _READERS: Final[Mapping[type[promql.Expr], Callable[[Any, Vocabulary], Kept]]] = {
     promql.AggregateExpr: _aggregate,
     promql.BinaryExpr: _binary,
     promql.Call: _call,
-    promql.MatrixSelector: lambda expr, known: _selector(expr.vector_selector, known),
+    promql.MatrixSelector: lambda expr, metric_labels: _selector(expr.vector_selector, metric_labels),
     promql.NumberLiteral: _number,
     promql.ParenExpr: _inner,
     promql.StringLiteral: _number,

@@ -60,9 +60,16 @@ def unknown_metrics(page: str) -> set[str]:
     `headroom_gpu_*` in words represents several. Of a pattern every alternative has to find something.
     """
     words = {name for name in _METRIC.findall(page) if name.removesuffix("*") == name}
-    begun = {name.removesuffix("*") for name in _METRIC.findall(page)} - words
-    begun |= {found[0] for match in _PATTERN.findall(page) for way in _ways(match) if (found := re.match(r"\w+", way))}
-    return words - KNOWN.keys() | {start for start in begun if not any(name.startswith(start) for name in KNOWN)}
+    metric_starts = {name.removesuffix("*") for name in _METRIC.findall(page)} - words
+    metric_starts |= {
+        metric_match[0]
+        for match in _PATTERN.findall(page)
+        for way in _ways(match)
+        if (metric_match := re.match(r"\w+", way))
+    }
+    return words - KNOWN.keys() | {
+        start for start in metric_starts if not any(name.startswith(start) for name in KNOWN)
+    }
 
 
 def _ways(pattern: str) -> list[str]:
@@ -70,8 +77,8 @@ def _ways(pattern: str) -> list[str]:
     group = re.search(r"\(([^()]*)\)", pattern)
     if group is None:
         return [pattern]
-    before, after = pattern[: group.start()], pattern[group.end() :]
-    return [way for word in group[1].split("|") for way in _ways(before + word + after)]
+    text_before, text_after = pattern[: group.start()], pattern[group.end() :]
+    return [way for word in group[1].split("|") for way in _ways(text_before + word + text_after)]
 
 
 def flag_faults(page: str) -> list[str]:

@@ -104,8 +104,8 @@ def streaming_vllm(folder: Path) -> Iterator[Scene]:
     """A vLLM that streams its answers, a token in 4 ms."""
     traces = {"/dev/shm/load": str(folder / "load")}  # noqa: S108 - where a page puts it, not this test
     with StreamingServer(interval_seconds=0.004) as server:
-        beside = _beside(server.url, _nvml(folder, _gpu(used_bytes=74 * GIB)))
-        yield Scene(environment=beside.environment, real=beside.real | traces)
+        plain_scene = _beside(server.url, _nvml(folder, _gpu(used_bytes=74 * GIB)))
+        yield Scene(environment=plain_scene.environment, real=plain_scene.real | traces)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def history_in_prometheus(_folder: Path) -> Iterator[Scene]:
 def two_versions_recorded(folder: Path) -> Iterator[Scene]:
     """The traces of two versions of vLLM under the same load, of which the newer leaks."""
     _write(folder / "pinned.jsonl", engine(4))
-    _write(folder / "nightly.jsonl", engine(4, leak=12.8e6, held=71_000 * MIB))
+    _write(folder / "nightly.jsonl", engine(4, leak=12.8e6, held_bytes=71_000 * MIB))
     _write(folder / "hour.jsonl", engine(1, per_second=2.0))
     yield Scene()
 
@@ -195,8 +195,8 @@ def _write(file: Path, samples: Iterable[dict[str, Any]]) -> None:
 
 
 SCENES: Final[dict[str, Callable[[Path], AbstractContextManager[Scene]]]] = {
-    each.__name__.replace("_", " "): each
-    for each in (
+    scene_opener.__name__.replace("_", " "): scene_opener
+    for scene_opener in (
         empty_folder,
         checkout,
         model,

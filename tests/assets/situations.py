@@ -95,19 +95,19 @@ def _read_report(output: str) -> list[Fired]:
     """Return what fired, from promtool's report of what it did not expect."""
     if re.search(r"\berr(or)?:|unmarshal", output):
         raise ValueError(output[:2000])
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     for part in output.split('expr: "')[1:]:
         key = next(key for key, name in SEEN.items() if part.startswith(name))
         for labels, value in SAMPLE.findall(part):
-            found.setdefault(labels.partition("alertname=")[2], {})[key] = float(value)
+            figures.setdefault(labels.partition("alertname=")[2], {})[key] = float(value)
     return [
         Fired(
             labels=dict(re.findall(r'(\w+)="([^"]*)"', f"alertname={labels}")),
-            first=int(seen["first"] / 60),
-            last=int(seen["last"] / 60),
-            times=int(seen["times"]),
+            first=int(alert_figures["first"] / 60),
+            last=int(alert_figures["last"] / 60),
+            times=int(alert_figures["times"]),
         )
-        for labels, seen in found.items()
+        for labels, alert_figures in figures.items()
     ]
 
 
@@ -118,9 +118,13 @@ def count_incidents(fired: Sequence[Fired]) -> int:
 
 def _is_sent(alert: Fired, fired: Sequence[Fired]) -> bool:
     route = _route(alert.labels)
-    muted = [each for each in fired if each is not alert and mutes(each.labels, alert.labels)]
+    muted = [
+        muting_alert for muting_alert in fired if muting_alert is not alert and mutes(muting_alert.labels, alert.labels)
+    ]
     minutes = range(alert.first, alert.last + 1)
-    heard = [at for at in minutes if not any(each.first - 2 <= at <= each.last + 2 for each in muted)]
+    heard = [
+        at for at in minutes if not any(muting_alert.first - 2 <= at <= muting_alert.last + 2 for muting_alert in muted)
+    ]
     return route["receiver"] != "nobody" and len(heard) > 4
 
 
@@ -141,15 +145,15 @@ def _group(alert: Fired) -> tuple[str, ...]:
 
 def _route(labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the receiver and the labels to group by, as Alertmanager finds them."""
-    found: dict[str, Any] = {}
+    chosen_route: dict[str, Any] = {}
     routes = [CONFIG["route"]]
     while routes:
         here = next((route for route in routes if matches(route.get("matchers", []), labels)), None)
         if here is None:
             break
-        found |= {key: here[key] for key in ("receiver", "group_by") if key in here}
+        chosen_route |= {key: here[key] for key in ("receiver", "group_by") if key in here}
         routes = here.get("routes", [])
-    return found
+    return chosen_route
 
 
 def matches(matchers: Sequence[str], labels: Mapping[str, str]) -> bool:

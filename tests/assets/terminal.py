@@ -72,8 +72,8 @@ class Terminal:
         eventually(lambda: _text(log) or process.poll() is not None, f"a word of {command}")
         self._scene.then()
         eventually(lambda: process.poll() is not None or _LISTENS.search(_text(log)), f"the end of {command}")
-        if found := _LISTENS.search(_text(log)):
-            self._real[SIDECAR] = f"127.0.0.1:{found[1]}"
+        if match := _LISTENS.search(_text(log)):
+            self._real[SIDECAR] = f"127.0.0.1:{match[1]}"
         return Said(status=process.poll(), text=_renamed(_text(log), {real: name for name, real in self._real.items()}))
 
     def _started(self, command: str, handle: int) -> subprocess.Popen[bytes]:

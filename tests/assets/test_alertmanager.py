@@ -71,9 +71,9 @@ def test_alertmanager_takes_the_file() -> None:
 
 
 @needs_amtool
-@pytest.mark.parametrize("other", sorted(FILE.parent.glob("receivers-*.yml")), ids=lambda path: path.stem)
-def test_alertmanager_takes_the_file_with_other_receivers(other: Path, tmp_path: Path) -> None:
-    receivers = yaml.safe_load(other.read_text())["receivers"]
+@pytest.mark.parametrize("receivers_file", sorted(FILE.parent.glob("receivers-*.yml")), ids=lambda path: path.stem)
+def test_alertmanager_takes_the_file_with_other_receivers(receivers_file: Path, tmp_path: Path) -> None:
+    receivers = yaml.safe_load(receivers_file.read_text())["receivers"]
     file = tmp_path / "alertmanager.yml"
     file.write_text(yaml.safe_dump(CONFIG | {"receivers": receivers}))
 
@@ -181,8 +181,8 @@ def test_every_alert_that_a_rule_mutes_by_name_exists() -> None:
     named = {
         name
         for rule in NAMED_RULES
-        for each in (*rule["source_matchers"], *rule["target_matchers"])
-        for name in re.findall(r"Headroom\w+", each)
+        for matcher in (*rule["source_matchers"], *rule["target_matchers"])
+        for name in re.findall(r"Headroom\w+", matcher)
     }
 
     assert named <= {rule["alert"] for rule in RULES}
@@ -229,7 +229,9 @@ def test_what_mutes_another_fires_for_long_enough_to_be_sent() -> None:
 
 @pytest.mark.parametrize("names", HELD_TOGETHER)
 def test_what_mutes_one_another_ends_together(names: tuple[str, ...]) -> None:
-    held = {rule["alert"]: rule["keep_firing_for"] for rule in RULES if rule["alert"] in names}
+    keep_times = {rule["alert"]: rule["keep_firing_for"] for rule in RULES if rule["alert"] in names}
 
-    assert set(held) == set(names)
-    assert len(set(held.values())) == 1, f"what outlasts is sent late, what ends before never closes: {held}"
+    assert set(keep_times) == set(names)
+    assert len(set(keep_times.values())) == 1, (
+        f"what outlasts is sent late, what ends before never closes: {keep_times}"
+    )

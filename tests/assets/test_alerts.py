@@ -88,11 +88,11 @@ def test_a_text_keeps_no_threshold_that_a_value_of_the_chart_changes(subtests: p
     for alert in ALERTS:
         with subtests.test(alert.name):
             written = " ".join(alert.annotations.values())
-            said = re.findall(r"\d[\d.]*", re.sub(r"\{\{.*?\}\}", "", written)) + re.findall(
+            figures = re.findall(r"\d[\d.]*", re.sub(r"\{\{.*?\}\}", "", written)) + re.findall(
                 r"[<>]=? ([\d.]+)", written
             )
 
-            assert not set(re.findall(r"[<>=] ([^#<>=\n]+?) # \w+", alert.expr)) & set(said)
+            assert not set(re.findall(r"[<>=] ([^#<>=\n]+?) # \w+", alert.expr)) & set(figures)
 
 
 def test_an_alert_names_only_flags_that_vllm_has(subtests: pytest.Subtests) -> None:
@@ -105,7 +105,7 @@ def test_an_alert_names_only_flags_that_vllm_has(subtests: pytest.Subtests) -> N
 
 def test_every_alert_is_seen_to_fire_and_to_keep_quiet() -> None:
     expected = list(alerts.expectations())
-    played = {name for each in ILL for name in each.fires}
+    played = {name for situation in ILL for name in situation.fires}
 
     assert {name for name, firing in expected if firing} | played == NAMES
     assert {name for name, firing in expected if not firing} | played == NAMES, "what is played is silent elsewhere"

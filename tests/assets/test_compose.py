@@ -33,15 +33,17 @@ def composing() -> tuple[list[str], bool]:
 def test_compose_accepts_the_file(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for profile in PROFILES:
         with subtests.test(profile=profile):
-            command, first = composing()
+            command, is_first = composing()
             text = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
             file = tmp_path / "compose.yaml"
-            file.write_text(re.sub(r"^name: .*\n", "", text, flags=re.MULTILINE) if first else text, encoding="utf-8")
+            file.write_text(
+                re.sub(r"^name: .*\n", "", text, flags=re.MULTILINE) if is_first else text, encoding="utf-8"
+            )
             place = ("--project-directory", str(FOLDER), "--file", str(file), "--profile", profile)
             done = run(*command, *place, "config", "--services")
 
             assert (done.returncode, done.stderr) == (0, "")
-            assert set(done.stdout.split()) == set(SERVICES if first else started(profile))
+            assert set(done.stdout.split()) == set(SERVICES if is_first else started(profile))
 
 
 def test_a_profile_starts_the_engine_or_the_demo_beside_the_same_monitoring() -> None:

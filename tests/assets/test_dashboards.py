@@ -45,11 +45,11 @@ def test_nothing_is_wrong_but_what_has_a_reason(subtests: pytest.Subtests) -> No
     for name in NAMES:
         for check in CHECKS:
             with subtests.test(name=name, check=check):
-                found = list(CHECKS[check](load(name)))
+                faults = list(CHECKS[check](load(name)))
                 excused = {where for dashboard, rule, where in EXCEPTIONS if (dashboard, rule) == (name, check)}
 
-                assert [fault for fault in found if fault.where not in excused] == []
-                assert excused <= {fault.where for fault in found}, "an exception that nothing needs any more"
+                assert [fault for fault in faults if fault.where not in excused] == []
+                assert excused <= {fault.where for fault in faults}, "an exception that nothing needs any more"
 
 
 def test_an_exception_is_of_a_dashboard_and_a_check_that_there_are() -> None:
@@ -79,13 +79,13 @@ def test_the_config_maps_are_what_the_generator_makes(golden: Golden) -> None:
 
 
 def test_the_config_maps_hold_the_dashboards() -> None:
-    made = list(yaml.safe_load_all((FOLDER / CONFIG_MAPS).read_text(encoding="utf-8")))
-    held = {file: json.loads(text) for each in made for file, text in each["data"].items()}
+    config_maps = list(yaml.safe_load_all((FOLDER / CONFIG_MAPS).read_text(encoding="utf-8")))
+    boards = {file: json.loads(text) for rendered_map in config_maps for file, text in rendered_map["data"].items()}
 
-    assert held == {f"{name}.json": load(name) for name in NAMES}
-    for each in made:
-        assert each["metadata"]["labels"] == {"grafana_dashboard": "1"}
-        assert len(json.dumps(each)) < APPLY_BYTES
+    assert boards == {f"{name}.json": load(name) for name in NAMES}
+    for config_map in config_maps:
+        assert config_map["metadata"]["labels"] == {"grafana_dashboard": "1"}
+        assert len(json.dumps(config_map)) < APPLY_BYTES
 
 
 def test_an_alert_opens_a_dashboard_with_variables_it_has() -> None:
@@ -101,19 +101,19 @@ def test_for_grafana_com_the_data_source_is_asked_for_and_all_else_is_the_same(
     for name in DASHBOARDS:
         with subtests.test(name):
             main(["--export", str(tmp_path / "new")])
-            made = json.loads((tmp_path / "new" / f"{name}.json").read_text(encoding="utf-8"))
-            (asked,) = made.pop("__inputs")
-            needed = made.pop("__requires")
-            chosen = made["templating"]["list"][0].pop("current")
+            board = json.loads((tmp_path / "new" / f"{name}.json").read_text(encoding="utf-8"))
+            (asked_source,) = board.pop("__inputs")
+            needed = board.pop("__requires")
+            chosen = board["templating"]["list"][0].pop("current")
 
-            assert (asked["type"], asked["pluginId"], chosen["value"]) == (
+            assert (asked_source["type"], asked_source["pluginId"], chosen["value"]) == (
                 "datasource",
                 "prometheus",
-                f"${{{asked['name']}}}",
+                f"${{{asked_source['name']}}}",
             )
             assert {name["id"] for name in needed if name["type"] == "panel"} == {
-                panel["type"] for panel in panels(made)
+                panel["type"] for panel in panels(board)
             }
-            assert made.pop("__elements") == {}
-            made["templating"]["list"][0]["current"] = {}
-            assert made == load(name)
+            assert board.pop("__elements") == {}
+            board["templating"]["list"][0]["current"] = {}
+            assert board == load(name)

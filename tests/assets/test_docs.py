@@ -93,10 +93,10 @@ def test_a_link_leads_somewhere(subtests: pytest.Subtests) -> None:
     for page in LINKING:
         with subtests.test(str(page.relative_to(ROOT))):
             for target, anchor in _LINK.findall(page.read_text(encoding="utf-8")):
-                found = page.parent / target if target else page
+                target_file = page.parent / target if target else page
 
-                assert found.exists(), target
-                assert not anchor or anchor in _anchors(found), anchor
+                assert target_file.exists(), target
+                assert not anchor or anchor in _anchors(target_file), anchor
 
 
 def test_a_page_names_files_that_there_are(subtests: pytest.Subtests) -> None:
@@ -158,8 +158,8 @@ def _typed(text: str) -> list[tuple[str, str]]:
     commands = [re.search(r"vllm-headroom(?: ([a-z]+))?((?: [^|&#]*)?)", line) for line in lines]
     # Behind " -- " stands the command line of another program.
     return [
-        (found[1] or "run", option)
-        for found in commands
-        if found
-        for option in _OPTION.findall(re.split("`| -- ", found[2])[0])
+        (match[1] or "run", option)
+        for match in commands
+        if match
+        for option in _OPTION.findall(re.split("`| -- ", match[2])[0])
     ]

@@ -49,28 +49,28 @@ def test_a_command_says_what_the_page_shows(block: Block, tmp_path: Path, reques
         pytest.skip("promtool is not on the PATH: install Prometheus (Debian: prometheus)")
     with SCENES[block.scene or "empty folder"](tmp_path) as scene, terminal.opened(tmp_path, scene) as typed:
         for step in block.steps:
-            said = _said(typed, step)
-            if request.config.getoption("--update-golden") and not step.agrees(said.text):
-                console.show(block, step, said.text)
+            answer = _said(typed, step)
+            if request.config.getoption("--update-golden") and not step.agrees(answer.text):
+                console.show(block, step, answer.text)
             else:
-                assert step.agrees(said.text), f"$ {step.command}\n{said.text}"
-            assert step.shown or not said.status, f"$ {step.command}\n{said.text}"
+                assert step.agrees(answer.text), f"$ {step.command}\n{answer.text}"
+            assert step.shown or not answer.status, f"$ {step.command}\n{answer.text}"
 
 
 @pytest.mark.parametrize("block", BESIDE_VLLM, ids=str)
 def test_a_command_that_is_not_run_beside_vllm_takes_its_options(block: Block, tmp_path: Path) -> None:
     with terminal.opened(tmp_path, Scene(real={ENGINE: NOBODY})) as typed:
         for step in block.steps:
-            said = typed.says(step.command).text
+            printed = typed.says(step.command).text
 
-            assert "Connection refused" in said, said
+            assert "Connection refused" in printed, printed
 
 
 def _said(typed: Terminal, step: Step) -> Said:
     """Type a command once; again and again until it says what is shown where a daemon runs, which takes its time."""
     ends = time.monotonic() + DEADLINE_SECONDS
-    said = typed.says(step.command)
-    while typed.serves and not step.agrees(said.text) and time.monotonic() < ends:
+    answer = typed.says(step.command)
+    while typed.serves and not step.agrees(answer.text) and time.monotonic() < ends:
         time.sleep(PAUSE_SECONDS)
-        said = typed.says(step.command)
-    return said
+        answer = typed.says(step.command)
+    return answer

@@ -32,7 +32,7 @@ def pages(nav: Any) -> list[str]:
     """Return the pages of a part of the site's navigation."""
     if isinstance(nav, str):
         return [nav]
-    return [page for each in (nav.values() if isinstance(nav, dict) else nav) for page in pages(each)]
+    return [page for nav_part in (nav.values() if isinstance(nav, dict) else nav) for page in pages(nav_part)]
 
 
 def test_the_site_has_every_page_once() -> None:
@@ -92,6 +92,6 @@ def test_the_scrape_configuration_scrapes_and_the_queries_find_the_sidecar(tmp_p
 
 def _wait_for_one(prometheus: Prometheus, expr: str) -> None:
     def is_one() -> bool:
-        return [each["value"][1] for each in prometheus.ask("query", query=expr)["result"]] == ["1"]
+        return [series["value"][1] for series in prometheus.ask("query", query=expr)["result"]] == ["1"]
 
     eventually(is_one, expr)

@@ -58,8 +58,8 @@ def test_a_lost_model_pages_in_time(pages: Mapping[str, Sequence[Fired]]) -> Non
     late = {}
     for loss in LOSSES:
         minutes = [alert.first - EVENT for alert in pages[loss.situation.namespace] if alert.last >= EVENT]
-        first = min(minutes, default=None)
-        if first is None or first > loss.within:
-            late[loss.situation.name] = first
+        first_minute = min(minutes, default=None)
+        if first_minute is None or first_minute > loss.within:
+            late[loss.situation.name] = first_minute
 
     assert len(late) <= FOR_ALL_BUT, late

@@ -61,7 +61,7 @@ LOOPBACK: Final = ("127.0.0.1", "127.1", "::1", "0:0:0:0:0:0:0:1", "::ffff:127.0
 NO_SIDECARS: Final[tuple[dict[str, Any], ...]] = (
     *({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"}, {"evict": "yes"}),
     *({"extraVolumes": {}}, {"extraVolumeMounts": [{"name": "files"}]}),
-    *({"env": {"HEADROOM_LISTEN_HOST": each}} for each in LOOPBACK),
+    *({"env": {"HEADROOM_LISTEN_HOST": host}} for host in LOOPBACK),
 )
 OWN: Final = ("engines", "state_dir", "role", "probe_dir", "evict", "runbooks_url", "listen_port")
 """Settings that the chart sets itself, or that its port would not follow."""
@@ -85,8 +85,8 @@ def read_rendered(case: str) -> str:
 
 def container(case: str) -> dict[str, Any]:
     pod = find(documents(read_rendered(case)), "Deployment")["spec"]["template"]["spec"]
-    (found,) = pod["initContainers"]
-    return dict(found)
+    (init_container,) = pod["initContainers"]
+    return dict(init_container)
 
 
 @each_case
@@ -132,9 +132,9 @@ def test_the_charts_have_an_icon_that_is_here() -> None:
         assert (REPOSITORY / icon.partition("/main/")[2]).is_file()
 
 
-def rules(found: list[Document]) -> dict[str, Any]:
+def rules(manifests: list[Document]) -> dict[str, Any]:
     """Return the alerts by their names."""
-    groups = find(found, "PrometheusRule")["spec"]["groups"]
+    groups = find(manifests, "PrometheusRule")["spec"]["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
 
@@ -154,15 +154,17 @@ def test_the_rules_and_the_dashboards_arrive_whole() -> None:
 
 @pytest.mark.parametrize("runbooks", ["https://git.your.org/runbooks/{alert}.md", "https://docs.your.org"])
 def test_an_address_gives_every_alert_its_link(runbooks: str) -> None:
-    made = helm.render(helm.CLUSTER, {"addresses": {"runbooks": runbooks, "grafana": "http://grafana.your.org/g/"}})
+    rendered_text = helm.render(
+        helm.CLUSTER, {"addresses": {"runbooks": runbooks, "grafana": "http://grafana.your.org/g/"}}
+    )
     source = (REPOSITORY / "alerts" / "rules" / "headroom.yaml").read_text()
     wanted = with_links(source, runbooks=runbooks, dashboards="http://grafana.your.org/g")
 
-    assert find(documents(made), "PrometheusRule")["spec"] == read_yaml(wanted)
+    assert find(documents(rendered_text), "PrometheusRule")["spec"] == read_yaml(wanted)
 
 
 def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -> None:
-    before = rules(documents(helm.render(helm.CLUSTER, {})))
+    rules_before = rules(documents(helm.render(helm.CLUSTER, {})))
     mine = {
         "HeadroomGpuMemoryGrowing": {"enabled": False},
         "HeadroomGpuMemoryLeak": {
@@ -171,14 +173,14 @@ def test_an_alert_is_left_out_or_has_what_its_value_says_and_the_others_stay() -
             "thresholds": {"seconds": 43200},
         },
     }
-    after = rules(documents(helm.render(helm.CLUSTER, {"prometheusRule": {"alerts": mine}})))
-    leak = before["HeadroomGpuMemoryLeak"]
+    rules_after = rules(documents(helm.render(helm.CLUSTER, {"prometheusRule": {"alerts": mine}})))
+    leak = rules_before["HeadroomGpuMemoryLeak"]
     wanted = leak | {"for": "30m", "labels": leak["labels"] | {"severity": "warning", "team": "serving"}}
     wanted["expr"] = leak["expr"].replace("86400 # seconds\n", "43200 # seconds\n")
     assert wanted["expr"] != leak["expr"]
-    kept = {name: rule for name, rule in before.items() if name != "HeadroomGpuMemoryGrowing"}
+    remaining_rules = {name: rule for name, rule in rules_before.items() if name != "HeadroomGpuMemoryGrowing"}
 
-    assert after == kept | {"HeadroomGpuMemoryLeak": wanted}
+    assert rules_after == remaining_rules | {"HeadroomGpuMemoryLeak": wanted}
 
 
 def test_helm_refuses_values_that_there_are_not(subtests: pytest.Subtests) -> None:
@@ -207,24 +209,26 @@ def test_the_sidecar_listens_where_a_kubelet_reaches_it(subtests: pytest.Subtest
 def test_helm_says_in_one_line_which_value_is_missing(subtests: pytest.Subtests) -> None:
     for chart, name in NO_VALUES:
         with subtests.test(chart=chart.name, name=name):
-            first, _, rest = name.partition(".")
+            section, _, key = name.partition(".")
 
-            assert f"missing property '{rest or first}'" in helm.refusal(chart, {first: {rest: None} if rest else None})
+            assert f"missing property '{key or section}'" in helm.refusal(
+                chart, {section: {key: None} if key else None}
+            )
 
 
 def test_the_environment_takes_every_setting_that_the_chart_does_not_set_itself() -> None:
     schema = json.loads((helm.CHART / "values.schema.json").read_text())
-    taken = schema["properties"]["sidecar"]["properties"]["env"]["propertyNames"]["enum"]
+    allowed_names = schema["properties"]["sidecar"]["properties"]["env"]["propertyNames"]["enum"]
 
-    assert taken == sorted(name_variable(name) for name in {*Settings.model_fields, CONFIG} - set(OWN))
+    assert allowed_names == sorted(name_variable(name) for name in {*Settings.model_fields, CONFIG} - set(OWN))
 
 
 @pytest.mark.parametrize(("gpus", "limit"), [("0", "64GiB"), ("", "")], ids=["set", "empty"])
 def test_a_setting_of_the_environment_replaces_the_charts(parent: Path, gpus: str, limit: str) -> None:
     own = {"HEADROOM_GPUS": gpus, "HEADROOM_HOST_MEMORY_LIMIT_BYTES": limit}
     values = {"sidecar": {"gpu": "dra", "memoryLimitOf": "vllm", "env": own}}
-    made = find(documents(helm.render(parent, {"vllm-headroom": values})), "Deployment")
-    (sidecar,) = made["spec"]["template"]["spec"]["initContainers"]
+    deployment = find(documents(helm.render(parent, {"vllm-headroom": values})), "Deployment")
+    (sidecar,) = deployment["spec"]["template"]["spec"]["initContainers"]
 
     assert [variable for variable in sidecar["env"] if variable["name"] in own] == [
         {"name": name, "value": value} for name, value in own.items()
@@ -254,8 +258,8 @@ def test_the_readmes_files_are_mounted_and_a_web_configuration_changes_the_probe
 @pytest.mark.parametrize("resources", [None, {"requests": None, "limits": None}], ids=["null", "empty"])
 def test_a_sidecar_without_requests_and_limits_still_claims_its_gpu(resources: Any, parent: Path) -> None:
     values = {"sidecar": {"gpu": "dra", "resources": resources}}
-    made = find(documents(helm.render(parent, {"vllm-headroom": values})), "Deployment")
-    (sidecar,) = made["spec"]["template"]["spec"]["initContainers"]
+    deployment = find(documents(helm.render(parent, {"vllm-headroom": values})), "Deployment")
+    (sidecar,) = deployment["spec"]["template"]["spec"]["initContainers"]
 
     assert sidecar["resources"] == {"claims": [{"name": "gpu"}]}
 
@@ -320,7 +324,7 @@ def test_what_may_evict_is_what_the_component_grants() -> None:
     text = (COMPONENTS / "evict" / "rbac.yaml").read_text().replace("name: vllm-headroom", "name: headroom-headroom")
     granted = documents(text)
     granted[-1]["subjects"][0]["namespace"] = "vllm"
-    kinds = [each["kind"] for each in granted]
+    kinds = [manifest["kind"] for manifest in granted]
 
     assert [find(documents(read_rendered("amd")), kind) for kind in kinds] == granted
     assert not any(document["kind"] in kinds for document in documents(read_rendered("dra")))
@@ -394,30 +398,34 @@ def test_the_values_are_what_their_schema_says_and_every_one_is_in_it(subtests: 
 
 
 def unknown(values: dict[str, Any], schema: dict[str, Any]) -> list[str]:
-    found: list[str] = []
+    unknown_names: list[str] = []
     for name, value in values.items():
-        known = schema["properties"].get(name)
-        if known is None:
-            found.append(name)
-        elif "properties" in known:
-            found += unknown(value, known)
-    return found
+        property_schema = schema["properties"].get(name)
+        if property_schema is None:
+            unknown_names.append(name)
+        elif "properties" in property_schema:
+            unknown_names += unknown(value, property_schema)
+    return unknown_names
 
 
 def test_a_chart_is_of_this_version_and_has_what_artifact_hub_shows(subtests: pytest.Subtests) -> None:
     for chart in CHARTS:
         with subtests.test(chart.name):
             version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-            found = yaml.safe_load((chart / "Chart.yaml").read_text())
-            notes = found["annotations"]
+            chart_document = yaml.safe_load((chart / "Chart.yaml").read_text())
+            notes = chart_document["annotations"]
 
-            assert (found["apiVersion"], found["name"], found["type"]) == ("v2", chart.name, "application")
-            assert found["version"] == found["appVersion"] == version
-            assert found["kubeVersion"] == ">=1.29.0-0"
+            assert (chart_document["apiVersion"], chart_document["name"], chart_document["type"]) == (
+                "v2",
+                chart.name,
+                "application",
+            )
+            assert chart_document["version"] == chart_document["appVersion"] == version
+            assert chart_document["kubeVersion"] == ">=1.29.0-0"
             assert notes["artifacthub.io/license"] == "Apache-2.0"
             assert all(
-                each["image"].endswith(f":{version}")
-                for each in yaml.safe_load(notes.get("artifacthub.io/images", "[]"))
+                image["image"].endswith(f":{version}")
+                for image in yaml.safe_load(notes.get("artifacthub.io/images", "[]"))
             )
 
 
@@ -432,7 +440,7 @@ def test_what_the_charts_link_to_is_there() -> None:
 def test_the_mode_node_is_the_component_node() -> None:
     manifests = documents(helm.render(helm.CHART, {"mode": "node"}))
     component = documents(read_node())
-    pods = [find(each, "DaemonSet")["spec"]["template"]["spec"] for each in (manifests, component)]
+    pods = [find(manifest_list, "DaemonSet")["spec"]["template"]["spec"] for manifest_list in (manifests, component)]
     (endpoint,) = find(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
     daemon = find(manifests, "DaemonSet")
 

@@ -24,8 +24,8 @@ VALUES: Final = {"sidecar": {"probe": True}}
 
 
 def pod() -> dict[str, Any]:
-    found: dict[str, Any] = find(documents(WRITTEN.read_text()), "Deployment")["spec"]["template"]["spec"]
-    return found
+    pod_spec: dict[str, Any] = find(documents(WRITTEN.read_text()), "Deployment")["spec"]["template"]["spec"]
+    return pod_spec
 
 
 def test_what_helm_made_of_it_is_written_down(tmp_path: Path, golden: Golden) -> None:
@@ -41,17 +41,17 @@ def test_it_is_what_the_component_adds(tmp_path: Path) -> None:
     components = [COMPONENTS / name for name in ("sidecar", "gpu-runtime-class", "probe")]
     folder = kustomization(tmp_path, resource=HERE / "workloads" / "statefulset", components=components)
     expected = find(documents(rendered(folder)), "StatefulSet", "engine")["spec"]["template"]["spec"]
-    installer, sidecar = sorted(expected["initContainers"], key=lambda each: str(each["name"]) == "headroom")
-    for each in (installer, sidecar):
-        each["imagePullPolicy"] = "IfNotPresent"
-    found = {container["name"]: container for container in pod()["initContainers"]}
+    installer, sidecar = sorted(expected["initContainers"], key=lambda container: str(container["name"]) == "headroom")
+    for init_container in (installer, sidecar):
+        init_container["imagePullPolicy"] = "IfNotPresent"
+    rendered_containers = {container["name"]: container for container in pod()["initContainers"]}
 
-    assert leaves(found["headroom-probe"]) == leaves(installer)
-    assert leaves(found["headroom"]) == leaves(sidecar)
+    assert leaves(rendered_containers["headroom-probe"]) == leaves(installer)
+    assert leaves(rendered_containers["headroom"]) == leaves(sidecar)
     ours = [volume for volume in expected["volumes"] if volume["name"].startswith("headroom")]
     assert leaves(pod()["volumes"]) == leaves(ours)
     (vllm,) = pod()["containers"]
-    (theirs,) = (each for each in expected["containers"] if each["name"] == "vllm")
+    (theirs,) = (container for container in expected["containers"] if container["name"] == "vllm")
     assert [variable for variable in theirs["env"] if variable["name"] in {"PYTHONPATH", "HEADROOM_PROBE_DIR"}] == vllm[
         "env"
     ]

@@ -21,9 +21,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return helm.parent(tmp_path_factory.mktemp("engine"), probe=True)
 
 
-def ours(found: list[Document]) -> list[Document]:
+def ours(manifests: list[Document]) -> list[Document]:
     """Return the objects without the Deployment, whose name is its own chart's."""
-    return [each for each in found if each["kind"] != "Deployment"]
+    return [manifest for manifest in manifests if manifest["kind"] != "Deployment"]
 
 
 def key(document: Document) -> tuple[str, str]:
@@ -36,7 +36,11 @@ def owner(document: Document) -> str:
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    absent = [each["key"] for each in selector.get("matchExpressions", []) if each["operator"] == "DoesNotExist"]
+    absent = [
+        expression["key"]
+        for expression in selector.get("matchExpressions", [])
+        if expression["operator"] == "DoesNotExist"
+    ]
     return selector["matchLabels"].items() <= labels.items() and not any(name in labels for name in absent)
 
 
@@ -71,36 +75,42 @@ def test_a_monitor_selects_the_pods_of_its_release_alone(engine: Path) -> None:
         for document in done["objects"]
         if document["kind"] == "PodMonitor"
     }
-    policies = {owner(each): each["spec"]["podSelector"] for each in done["objects"] if each["kind"] == "NetworkPolicy"}
+    policies = {
+        owner(manifest): manifest["spec"]["podSelector"]
+        for manifest in done["objects"]
+        if manifest["kind"] == "NetworkPolicy"
+    }
 
     assert policies.items() <= selectors.items()
     assert {
-        release: [each for each, labels in pods.items() if selects(selector, labels)]
+        release: [pod_owner for pod_owner, labels in pods.items() if selects(selector, labels)]
         for release, selector in selectors.items()
-    } == {each: [each] for each in (*RELEASES, "alone")}
+    } == {release_name: [release_name] for release_name in (*RELEASES, "alone")}
 
 
 def test_an_upgrade_and_the_end_of_a_release_leave_the_others(engine: Path) -> None:
-    less = {"vllm-headroom": {**EVERYTHING, "networkPolicy": {"enabled": False}, "podMonitor": {"interval": "30s"}}}
-    first = helm.run(*installed(engine))
-    upgraded = helm.run(*installed(engine), helm.step("upgrade", "a", engine, **less))
-    ended = helm.run(*installed(engine), helm.step("uninstall", "a"))
+    fewer_values = {
+        "vllm-headroom": {**EVERYTHING, "networkPolicy": {"enabled": False}, "podMonitor": {"interval": "30s"}}
+    }
+    first_run = helm.run(*installed(engine))
+    upgraded = helm.run(*installed(engine), helm.step("upgrade", "a", engine, **fewer_values))
+    uninstalled = helm.run(*installed(engine), helm.step("uninstall", "a"))
 
     def of_others(done: dict[str, Any]) -> list[Document]:
         return [rule for rule in ours(done["objects"]) if owner(rule) != "a"]
 
-    assert not any("error" in answer for answer in (*upgraded["answers"], *ended["answers"]))
-    assert of_others(upgraded) == of_others(ended) == of_others(first)
+    assert not any("error" in answer for answer in (*upgraded["answers"], *uninstalled["answers"]))
+    assert of_others(upgraded) == of_others(uninstalled) == of_others(first_run)
     mine = {key(entry)[0]: entry for entry in ours(upgraded["objects"]) if owner(entry) == "a"}
     assert "NetworkPolicy" not in mine
     assert mine["PodMonitor"]["spec"]["podMetricsEndpoints"][0]["interval"] == "30s"
-    assert [owner(document) for document in ended["objects"] if owner(document) == "a"] == []
+    assert [owner(document) for document in uninstalled["objects"] if owner(document) == "a"] == []
 
 
 def test_a_second_cluster_chart_in_a_namespace_is_refused_and_one_beside_engines_is_not() -> None:
     steps = [helm.step("install", "boards", helm.CLUSTER), helm.step("install", "a"), helm.step("install", "b")]
     *fine, refused = helm.run(*steps, helm.step("install", "again", helm.CLUSTER))["answers"]
 
-    assert [each.get("error") for each in fine] == [None] * 3
+    assert [answer.get("error") for answer in fine] == [None] * 3
     assert "invalid ownership metadata" in refused["error"]
     assert 'current value is "boards"' in refused["error"]

@@ -96,7 +96,7 @@ def test_a_field_that_is_not_there_is_a_fault(subtests: pytest.Subtests) -> None
         ("example-dra", "ResourceClaimTemplate", ("spec", "spec", "devices", "requests", 0, "count"), 2),
     ]:
         with subtests.test(case, way=way):
-            (path,) = (each for each in CASES if each.name == case)
+            (path,) = (case_path for case_path in CASES if case_path.name == case)
             broken = copy.deepcopy(find(documents(rendered(path)), kind))
             part: Any = broken
             for step in way[:-1]:
@@ -119,9 +119,9 @@ def test_dra_is_of_1_34() -> None:
 def test_the_sidecar_is_given_the_memory_limit_of_a_container_that_there_is(subtests: pytest.Subtests) -> None:
     for case, containers in [("example", "initContainers"), ("example-plain", "containers")]:
         with subtests.test(case=case, containers=containers):
-            (path,) = (each for each in CASES if each.name == case)
+            (path,) = (case_path for case_path in CASES if case_path.name == case)
             pod = find(documents(rendered(path)), "Deployment")["spec"]["template"]["spec"]
-            (sidecar,) = (each for each in pod[containers] if each["name"] == "headroom")
+            (sidecar,) = (container for container in pod[containers] if container["name"] == "headroom")
 
             (limit,) = (
                 variable["valueFrom"]
@@ -166,9 +166,13 @@ def test_the_monitor_finds_the_sidecars_port_and_is_called_as_the_alerts_have_it
 @needs_kustomize
 def test_the_examples_vllm_has_time_to_load_and_to_end() -> None:
     pod, container = vllm()
-    startup, readiness, liveness = (container[f"{which}Probe"] for which in ("startup", "readiness", "liveness"))
+    startup, readiness, liveness = (
+        container[f"{probe_name}Probe"] for probe_name in ("startup", "readiness", "liveness")
+    )
     waits = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
-    (drains,) = (int(each.partition("=")[2]) for each in container["args"] if each.startswith("--shutdown-timeout="))
+    (drains,) = (
+        int(argument.partition("=")[2]) for argument in container["args"] if argument.startswith("--shutdown-timeout=")
+    )
 
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
     assert readiness["periodSeconds"] * readiness["failureThreshold"] <= 30
@@ -202,13 +206,17 @@ def test_the_policy_closes_the_sidecars_port_and_no_other() -> None:
     (case,) = (case for case in CASES if case.name == "example-keda")
     policy = find(documents(rendered(case)), "NetworkPolicy")["spec"]
     prometheus, everyone = policy["ingress"]
-    ranges = [(each["port"], each.get("endPort", each["port"])) for each in everyone["ports"] if "port" in each]
+    ranges = [
+        (port_rule["port"], port_rule.get("endPort", port_rule["port"]))
+        for port_rule in everyone["ports"]
+        if "port" in port_rule
+    ]
     port = Settings.model_fields["listen_port"].default
-    closed = [each for each in range(1, 65536) if not any(low <= each <= high for low, high in ranges)]
+    closed = [free_port for free_port in range(1, 65536) if not any(low <= free_port <= high for low, high in ranges)]
 
     assert closed == [port]
     assert (8000, 8000) in ranges
-    assert [each["protocol"] for each in everyone["ports"] if "port" not in each] == ["UDP", "SCTP"]
+    assert [port_rule["protocol"] for port_rule in everyone["ports"] if "port" not in port_rule] == ["UDP", "SCTP"]
     assert "from" not in everyone
     assert (prometheus["ports"], len(prometheus["from"])) == ([{"protocol": "TCP", "port": port}], 1)
     assert policy["policyTypes"] == ["Ingress"]
@@ -219,7 +227,8 @@ def test_the_policy_closes_the_sidecars_port_and_no_other() -> None:
 def test_one_address_gives_every_alert_its_link(tmp_path: Path, linked: tuple[str, ...]) -> None:
     addresses = {"runbook": "https://git.your.org/main/runbooks", "dashboard": "http://grafana.your.org:3000/g"}
     folder = kustomization(
-        tmp_path, components=[COMPONENTS / each for each in ("prometheusrule", *(f"{name}-links" for name in linked))]
+        tmp_path,
+        components=[COMPONENTS / component for component in ("prometheusrule", *(f"{name}-links" for name in linked))],
     )
     keys = {"runbooks": addresses["runbook"], "grafana": addresses["dashboard"]}
     local = {"annotations": {"config.kubernetes.io/local-config": "true"}}
@@ -227,13 +236,13 @@ def test_one_address_gives_every_alert_its_link(tmp_path: Path, linked: tuple[st
     with (folder / "kustomization.yaml").open("a") as file:
         yaml.safe_dump({"configMapGenerator": [{**generator, "options": local}]}, file)
 
-    (made,) = documents(rendered(folder))
+    (rule_object,) = documents(rendered(folder))
     wanted = with_links(
         (REPOSITORY / "alerts" / "rules" / "headroom.yaml").read_text(),
         runbooks=f"{addresses['runbook']}/{{alert}}.md" if "runbook" in linked else RUNBOOKS_URL,
         dashboards=addresses["dashboard"] if "dashboard" in linked else None,
     )
-    assert by_name(made["spec"]["groups"]) == by_name(read_yaml(wanted)["groups"])
+    assert by_name(rule_object["spec"]["groups"]) == by_name(read_yaml(wanted)["groups"])
 
 
 def by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -242,10 +251,10 @@ def by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 @needs_kustomize
 def test_the_local_example_runs_an_image_that_one_has_built_and_needs_no_operator() -> None:
-    found = documents(rendered(DEPLOY / "example-local"))
-    (sidecar,) = find(found, "Deployment")["spec"]["template"]["spec"]["initContainers"]
+    manifests = documents(rendered(DEPLOY / "example-local"))
+    (sidecar,) = find(manifests, "Deployment")["spec"]["template"]["spec"]["initContainers"]
     lines = (DEPLOY / "example-local" / "kustomization.yaml").read_text()
 
-    assert {document["apiVersion"].partition("/")[0] for document in found} == {"v1", "apps"}
+    assert {document["apiVersion"].partition("/")[0] for document in manifests} == {"v1", "apps"}
     assert f"docker build --tag {sidecar['image']} ." in lines
     assert sidecar.get("imagePullPolicy", "IfNotPresent") == "IfNotPresent"

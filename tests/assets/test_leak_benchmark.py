@@ -90,7 +90,7 @@ def test_the_alarm_comes_before_much_has_leaked() -> None:
 
 def test_the_rate_is_right_and_its_interval_covers_the_truth() -> None:
     judged = [verdict(name, seed, hours=STEADY_HOURS) for name in STEADY for seed in MORE_SEEDS]
-    covered = [judgement[f"{which}_covered"] for judgement in judged for which in ("first", "last")]
+    covered = [judgement[f"{moment}_covered"] for judgement in judged for moment in ("first", "last")]
 
     assert median(judgement["first_error"] for judgement in judged) <= 0.07
     assert median(judgement["last_error"] for judgement in judged) <= 0.07
@@ -118,11 +118,11 @@ def test_what_an_allocator_does_by_itself_is_no_leak(name: str) -> None:
 
 
 def test_files_that_were_split_and_joined_are_judged_as_one() -> None:
-    whole = write_recording()
-    middle = len(whole) // 2
-    joined = [*whole[:middle], whole[0], *whole[middle:]]
+    recording = write_recording()
+    middle = len(recording) // 2
+    joined = [*recording[:middle], recording[0], *recording[middle:]]
 
-    (course,), (again,) = (replay_lines(lines).gpus for lines in (whole, joined))
+    (course,), (again,) = (replay_lines(lines).gpus for lines in (recording, joined))
 
     assert course[2].leaking
     assert (again[2].leaking, again[2].growing) == (course[2].leaking, course[2].growing)
@@ -140,10 +140,10 @@ def test_an_engine_that_never_answers_gets_no_verdict() -> None:
 
 
 def test_the_simulator_is_the_same_for_the_same_seed_and_keeps_a_third_out_of_tuning() -> None:
-    first, again = (traces.simulated("leak_each_minute", 3) for _ in range(2))
+    first_simulation, again = (traces.simulated("leak_each_minute", 3) for _ in range(2))
 
-    assert first == again
-    assert first.samples != traces.simulated("leak_each_minute", 4).samples
+    assert first_simulation == again
+    assert first_simulation.samples != traces.simulated("leak_each_minute", 4).samples
     names = traces.NAMES["mechanisms"]
     assert len(names) >= 60
     assert sum(map(traces.is_held_out, names)) == len(names) // 3

@@ -71,25 +71,25 @@ def test_a_program_that_cannot_be_scored_is_named_in_one_line(copy: Path, progra
     assert message in done.stderr
 
 
-def report(leaking: list[list[float | None]], last: tuple[float, float] | None = None) -> oncall.Report:
+def report(leaking: list[list[float | None]], last_leaking: tuple[float, float] | None = None) -> oncall.Report:
     entry: dict[str, Any] = {"gpu": 0, "leaking_intervals": leaking}
-    if last is not None:
-        entry["last_leaking"] = {"t": last[0], "time_to_oom_seconds": last[1]}
+    if last_leaking is not None:
+        entry["last_leaking"] = {"t": last_leaking[0], "time_to_oom_seconds": last_leaking[1]}
     return oncall.read_report({"data": {"gpus": [entry]}}, "gpu")
 
 
 def test_the_page_begins_where_less_than_an_hour_is_left() -> None:
     times = [60.0 * number for number in range(400)]
-    asked = []
+    asked_numbers = []
 
     def report_until(number: int) -> oncall.Report:
-        asked.append(number)
+        asked_numbers.append(number)
         return report([[6000.0, None]], (times[number], 24_000.0 - times[number]))
 
     pages = oncall.find_pages(report([[6000.0, None]]), times, report_until)
 
     assert pages == [(20_460.0, float("inf"))], "the first sample with less than an hour"
-    assert len(asked) <= 10
+    assert len(asked_numbers) <= 10
 
 
 TRUTH: Final = {
@@ -156,7 +156,7 @@ def test_a_simple_rule_is_tuned_to_find_leaks_without_false_alarms() -> None:
     leak = [(float(at), min(50e9 + at * 2e6, full), full) for at in times]
     cases = [tune.Case(cache, is_leak=False, onset=0.0), tune.Case(leak, is_leak=True, onset=0.0)]
 
-    settings, (score, found, false) = tune.choose("threshold", cases)
+    settings, (score, found_count, false) = tune.choose("threshold", cases)
 
     assert settings == {"share": 0.97, "lasting": 600.0}
-    assert (score, found, false) == (1.0, 1, 0)
+    assert (score, found_count, false) == (1.0, 1, 0)

@@ -25,9 +25,9 @@ def last_command(*words: str) -> list[str]:
     return shlex.split(dry.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("given", "scenario"), [((), "healthy"), (("SCENARIO=leak",), "leak")])
-def test_run_plays_the_scenario_that_is_asked_for(given: tuple[str, ...], scenario: str) -> None:
-    program, *options = last_command("run", *given)
+@pytest.mark.parametrize(("variables", "scenario"), [((), "healthy"), (("SCENARIO=leak",), "leak")])
+def test_run_plays_the_scenario_that_is_asked_for(variables: tuple[str, ...], scenario: str) -> None:
+    program, *options = last_command("run", *variables)
 
     assert program.endswith("/vllm-headroom")
     assert options[:3] == ["demo", "--scenario", scenario]

@@ -51,28 +51,28 @@ def test_a_verdict_is_vllms(subtests: pytest.Subtests) -> None:
 
 
 def test_weights_are_what_vllm_loaded(subtests: pytest.Subtests) -> None:
-    for found in SIZED:
-        with subtests.test(found.shape.name):
-            is_near = found.weights_error is None or abs(found.weights_error) <= WEIGHTS_PERCENT
+    for measured_plan in SIZED:
+        with subtests.test(measured_plan.shape.name):
+            is_near = measured_plan.weights_error is None or abs(measured_plan.weights_error) <= WEIGHTS_PERCENT
 
-            assert is_near is (found.shape.name not in WEIGHTS_MISSED)
+            assert is_near is (measured_plan.shape.name not in WEIGHTS_MISSED)
 
 
 def test_the_peak_of_activations_is_within_the_range(subtests: pytest.Subtests) -> None:
-    for found in SIZED:
-        with subtests.test(found.shape.name):
-            assert found.holds("activation_bytes", "activations_gib") in {
+    for measured_plan in SIZED:
+        with subtests.test(measured_plan.shape.name):
+            assert measured_plan.holds("activation_bytes", "activations_gib") in {
                 None,
-                found.shape.name not in ACTIVATIONS_MISSED,
+                measured_plan.shape.name not in ACTIVATIONS_MISSED,
             }
 
 
 def test_the_cache_is_within_the_range_and_its_tokens_are_a_lower_bound(subtests: pytest.Subtests) -> None:
-    for found in SIZED:
-        with subtests.test(found.shape.name):
-            assert found.holds("kv_cache_bytes", "available_gib") is not False
-            if found.tokens_error is not None:
-                assert -TOKENS_PERCENT <= found.tokens_error <= 0
+    for measured_plan in SIZED:
+        with subtests.test(measured_plan.shape.name):
+            assert measured_plan.holds("kv_cache_bytes", "available_gib") is not False
+            if measured_plan.tokens_error is not None:
+                assert -TOKENS_PERCENT <= measured_plan.tokens_error <= 0
 
 
 def test_the_table_of_releases_is_that_of_the_record(golden: Golden) -> None:
@@ -87,9 +87,9 @@ def test_at_least_three_releases_are_measured_with_the_newest() -> None:
 
 
 def test_each_release_keeps_what_is_planned_for_it(subtests: pytest.Subtests) -> None:
-    for found in OTHER_RELEASES:
-        with subtests.test(f"{found.shape.name}, {found.shape.release}"):
-            assert found.holds("kv_cache_bytes", "available_gib") is True
-            assert found.holds("activation_bytes", "activations_gib") is not False
-            assert found.tokens_error is not None
-            assert found.tokens_error <= 0
+    for measured_plan in OTHER_RELEASES:
+        with subtests.test(f"{measured_plan.shape.name}, {measured_plan.shape.release}"):
+            assert measured_plan.holds("kv_cache_bytes", "available_gib") is True
+            assert measured_plan.holds("activation_bytes", "activations_gib") is not False
+            assert measured_plan.tokens_error is not None
+            assert measured_plan.tokens_error <= 0

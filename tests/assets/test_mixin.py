@@ -21,8 +21,8 @@ def find(base: str, name: str) -> tuple[str, bytes]:
 
 def evaluate(snippet: str) -> dict[str, Any]:
     shown = f"local m = {{}} + ({snippet}); {{ a: m.prometheusAlerts, r: m.prometheusRules, d: m.grafanaDashboards }}"
-    found: dict[str, Any] = json.loads(_jsonnet.evaluate_snippet("", shown, import_callback=find))
-    return found
+    evaluated: dict[str, Any] = json.loads(_jsonnet.evaluate_snippet("", shown, import_callback=find))
+    return evaluated
 
 
 def test_the_mixin_has_every_group_once_and_every_board() -> None:
@@ -45,10 +45,10 @@ def test_the_example_changes_one_alert() -> None:
     severities = {
         rule.get("alert"): rule["labels"]["severity"] for g in changed for rule in g["rules"] if "alert" in rule
     }
-    before = {
+    severities_before = {
         rule["alert"]: rule["labels"]["severity"] for g in RULES["groups"] for rule in g["rules"] if "alert" in rule
     }
     assert len(example) == 1
     names = {"page": "critical", "critical": "warning"}
-    mapped = {alert: names.get(severity, severity) for alert, severity in before.items()}
-    assert severities == mapped | {"HeadroomGpuHot": "info"} != before
+    mapped = {alert: names.get(severity, severity) for alert, severity in severities_before.items()}
+    assert severities == mapped | {"HeadroomGpuHot": "info"} != severities_before

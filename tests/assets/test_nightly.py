@@ -37,7 +37,7 @@ def steps() -> Iterator[dict[str, Any]]:
 def commands(script: str) -> Iterator[Sequence[str]]:
     """Yield the words of each command of ours in a shell script."""
     for line in re.sub(r"\\\n\s*", " ", script).splitlines():
-        replaced = re.sub(r"\$(\w+)", lambda found: str(ENVIRONMENT.get(found[1], found[0])), line)
+        replaced = re.sub(r"\$(\w+)", lambda match: str(ENVIRONMENT.get(match[1], match[0])), line)
         words = shlex.split(replaced)
         if words[:1] == ["vllm-headroom"]:
             yield words[1:]

@@ -29,13 +29,13 @@ TWIN: Final = "-twin"
 
 def build_known() -> promql.Vocabulary:
     """Return the labels of each metric on the node, where those of an engine have its container."""
-    known = {
+    metric_labels = {
         metric: labels | {"container"} if metric.startswith("headroom_") else labels
         for metric, labels in promql.vocabulary().items()
     }
     for name, expr in promql.recorded():
-        known[name] = promql.labels(promql.parsed(expr), known)[0] or frozenset()
-    return known
+        metric_labels[name] = promql.labels(promql.parsed(expr), metric_labels)[0] or frozenset()
+    return metric_labels
 
 
 KNOWN: Final = build_known()

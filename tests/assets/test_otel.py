@@ -77,7 +77,7 @@ def test_each_gets_the_unit_and_the_kind_of_its_new_name() -> None:
 
     for name, semantic in carried().items():
         kind, unit = SEMANTIC[semantic]
-        assert [found["to"] for found in units if name in meant(found)] == [unit], name
+        assert [unit_statement["to"] for unit_statement in units if name in meant(unit_statement)] == [unit], name
         assert CATALOGUE[name].kind == ("counter" if kind == "counter" else "gauge")
         assert (name in sums) == (kind == "sum")
 
@@ -91,11 +91,13 @@ def test_the_condition_takes_what_gets_a_new_name_and_no_more() -> None:
 
 
 def test_attributes_are_made_of_labels_that_are_there_and_go_then() -> None:
-    found = [read(statement) for statement in STATEMENTS]
+    statements = [read(statement) for statement in STATEMENTS]
     labels = vocabulary()
 
-    assert {each["attribute"] for each in found if each["attribute"]} == ATTRIBUTES
-    assert [each["label"] for each in found if each["label"]] == [each["deleted"] for each in found if each["deleted"]]
+    assert {statement["attribute"] for statement in statements if statement["attribute"]} == ATTRIBUTES
+    assert [statement["label"] for statement in statements if statement["label"]] == [
+        statement["deleted"] for statement in statements if statement["deleted"]
+    ]
     assert all("uuid" in labels[name] for name in carried())
     assert "xid" in labels["headroom_gpu_xid_errors_total"]
     assert "$" not in "".join(STATEMENTS)

@@ -76,8 +76,8 @@ def test_the_rules_use_only_what_the_operator_knows() -> None:
     for group in groups:
         assert group.keys() == {"name", "rules"}
         for rule in group["rules"]:
-            known = {"alert", "expr", "for", "keep_firing_for", "labels", "annotations"}
-            assert rule.keys() <= (known if "alert" in rule else {"record", "expr", "labels"})
+            rule_keys = {"alert", "expr", "for", "keep_firing_for", "labels", "annotations"}
+            assert rule.keys() <= (rule_keys if "alert" in rule else {"record", "expr", "labels"})
             texts = {**rule.get("labels", {}), **rule.get("annotations", {}), "expr": rule["expr"]}
             assert all(isinstance(text, str) for text in texts.values())
             assert all(DURATION.fullmatch(rule.get(name, "1m")) for name in ("for", "keep_firing_for"))
@@ -109,9 +109,9 @@ def links(*arguments: str, name: str) -> dict[str, str | None]:
     ],
 )
 def test_each_alert_leads_to_its_runbook(url: str, runbook: str) -> None:
-    found = links("--runbooks-url", url, name="runbook_url")
+    alert_links = links("--runbooks-url", url, name="runbook_url")
 
-    assert found == {alert: runbook.replace("{alert}", alert) for alert in found}
+    assert alert_links == {alert: runbook.replace("{alert}", alert) for alert in alert_links}
     assert f'labels: {{address: "{runbook}"}}\n' in printed("--runbooks-url", url), "the boards ask for it"
     assert set(links("--runbooks-url", url, name="dashboard_url").values()) == {None}
 
@@ -213,7 +213,7 @@ def test_values_replace_thresholds_severities_and_durations(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "refusal"),
     [
         (
             "HeadroomGpuHot: {kelvin: 300}",
@@ -227,10 +227,10 @@ def test_values_replace_thresholds_severities_and_durations(tmp_path: Path) -> N
         ("1", "no mapping of alerts"),
     ],
 )
-def test_a_value_that_there_is_not_is_refused(wrong: str, said: str, tmp_path: Path) -> None:
+def test_a_value_that_there_is_not_is_refused(wrong: str, refusal: str, tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(wrong)
     process = generate("--values", str(values))
 
     assert (process.returncode, process.stdout, process.stderr.count("\n")) == (2, "", 1)
-    assert said in process.stderr
+    assert refusal in process.stderr

@@ -39,8 +39,8 @@ def verdict(name: str) -> dict[str, Any]:
     if truth["ends"] - truth["started"] > LONG_SECONDS:
         trace = traces.Labelled(trace.samples[::2], truth)
     row = judge.judge(trace)
-    found = {"leaking_at_mb": None if row.get("mb") is None else round(row["mb"])} if truth["leak"] else {}
-    return found | {"false_leaking": row["false"], "false_growing": row["early_false"]}
+    leaking_figures = {"leaking_at_mb": None if row.get("mb") is None else round(row["mb"])} if truth["leak"] else {}
+    return leaking_figures | {"false_leaking": row["false"], "false_growing": row["early_false"]}
 
 
 def test_the_corpus_is_large_enough_and_small_enough() -> None:

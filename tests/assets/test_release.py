@@ -114,11 +114,11 @@ def test_a_dry_run_does_everything_but_publish() -> None:
 
 
 def test_what_leaves_is_what_was_built_and_is_signed_by_its_digest() -> None:
-    said = texts("publish-image")
+    steps_text = texts("publish-image")
 
-    assert "skopeo copy --all --digestfile digest oci-archive:image.tar" in said
-    assert 'cosign sign --yes "$IMAGE@$DIGEST"' in said
-    assert "build" not in said.replace("attest-build-provenance", "")
+    assert "skopeo copy --all --digestfile digest oci-archive:image.tar" in steps_text
+    assert 'cosign sign --yes "$IMAGE@$DIGEST"' in steps_text
+    assert "build" not in steps_text.replace("attest-build-provenance", "")
     assert "attest-build-provenance" in texts("publish-package")
 
 

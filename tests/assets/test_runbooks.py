@@ -25,12 +25,17 @@ OF_AMD: Final = re.compile(r"amd-smi|/dev/kfd|amdgpu|AMD")
 
 
 def test_the_record_is_put_together_in_its_order_and_without_what_was_set_aside(tmp_path: Path) -> None:
-    told = {match for page in RUNBOOKS.values() for match in re.findall(r"&& (cat [^']+)'", page) if FLIGHT in match}
+    commands = {
+        match for page in RUNBOOKS.values() for match in re.findall(r"&& (cat [^']+)'", page) if FLIGHT in match
+    }
     for name in (FLIGHT, f"{FLIGHT}.1", SPOILED):
         (tmp_path / name).write_text(f"{name}\n")
-    said = [subprocess.run(["sh", "-c", each], cwd=tmp_path, capture_output=True, check=True).stdout for each in told]
+    outputs = [
+        subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=True).stdout
+        for command in commands
+    ]
 
-    assert said == [f"{FLIGHT}.1\n{FLIGHT}\n".encode()]
+    assert outputs == [f"{FLIGHT}.1\n{FLIGHT}\n".encode()]
 
 
 def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
@@ -68,11 +73,11 @@ def test_a_runbook_asks_for_metrics_labels_and_words_that_there_are(subtests: py
 def test_what_a_command_takes_from_the_shell_is_set_on_the_page(subtests: pytest.Subtests) -> None:
     for page in RUNBOOKS:
         with subtests.test(page):
-            told = re.sub(r"^```promql\n.*?^```", "", RUNBOOKS[page], flags=re.DOTALL | re.MULTILINE)
+            page_text = re.sub(r"^```promql\n.*?^```", "", RUNBOOKS[page], flags=re.DOTALL | re.MULTILINE)
             explained = {"HEADROOM_PROBE_DIR", "HEADROOM_STATE_DIR", "KEY", "NF", "PID", "USER"}
-            taken = set(re.findall(r"\$([A-Z_]+)", told)) - explained
+            shell_variables = set(re.findall(r"\$([A-Z_]+)", page_text)) - explained
 
-            assert page == OVERVIEW or taken <= set(re.findall(r"\b([A-Z_]+)=", told))
+            assert page == OVERVIEW or shell_variables <= set(re.findall(r"\b([A-Z_]+)=", page_text))
 
 
 def test_what_kubectl_does_has_a_form_for_a_bare_machine(subtests: pytest.Subtests) -> None:
@@ -105,11 +110,15 @@ def test_a_command_of_nvidia_s_has_amd_s_beside_it(subtests: pytest.Subtests) ->
             if page == "HeadroomGpuXid":
                 assert "Only NVIDIA's driver has XIDs" in RUNBOOKS[page]
                 continue
-            told = [
+            page_lines = [
                 line for line in RUNBOOKS[page].splitlines() if not line.startswith("# Without Kubernetes")
             ]  # said above it
-            near = ["\n".join(told[place - 1 : place + 2]) for place, line in enumerate(told) if OF_NVIDIA.search(line)]
-            assert [each for each in near if not OF_AMD.search(each)] == []
+            near = [
+                "\n".join(page_lines[place - 1 : place + 2])
+                for place, line in enumerate(page_lines)
+                if OF_NVIDIA.search(line)
+            ]
+            assert [passage for passage in near if not OF_AMD.search(passage)] == []
 
 
 @pytest.mark.parametrize(
@@ -126,12 +135,12 @@ def test_a_drain_is_over_when_nothing_runs_or_waits_whatever_the_model_is_called
 
     assert waits
     for wait in waits:
-        ended = subprocess.run(["sh", "-c", wait], input=page, text=True, check=False)
-        assert (ended.returncode == 0) is drained, wait
+        completed = subprocess.run(["sh", "-c", wait], input=page, text=True, check=False)
+        assert (completed.returncode == 0) is drained, wait
 
 
 @pytest.mark.parametrize(
-    ("page", "found"),
+    ("page", "expected_flags"),
     [
         ("lower `--max-num-seqs`, then run `kubectl logs --previous`", []),
         ("set `--max-sequences 4`", ["--max-sequences"]),
@@ -139,14 +148,14 @@ def test_a_drain_is_over_when_nothing_runs_or_waits_whatever_the_model_is_called
         ("use --disable-prefix-cache", ["--disable-prefix-cache"]),
     ],
 )
-def test_a_flag_that_vllm_does_not_have_is_found(page: str, found: list[str]) -> None:
-    assert flag_faults(page) == found
+def test_a_flag_that_vllm_does_not_have_is_found(page: str, expected_flags: list[str]) -> None:
+    assert flag_faults(page) == expected_flags
 
 
 def test_a_name_in_a_page_that_is_no_metric_is_found() -> None:
-    known = "`headroom_gpu_up`, headroom_gpu_*, namespace_model:headroom_gpus:sum, vllm_headroom"
+    known_text = "`headroom_gpu_up`, headroom_gpu_*, namespace_model:headroom_gpus:sum, vllm_headroom"
 
-    assert unknown_metrics(f"{known}, headroom_gone, headroom_no*") == {"headroom_gone", "headroom_no"}
+    assert unknown_metrics(f"{known_text}, headroom_gone, headroom_no*") == {"headroom_gone", "headroom_no"}
 
 
 def test_a_pattern_that_finds_no_metric_is_found() -> None:

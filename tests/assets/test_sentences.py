@@ -49,13 +49,17 @@ SAME: Final = (
     # an increase is extrapolated to what lies before the first and after the last scrape: half an end less is requested
     (CRASH_LOOP_EXITS, 3, "HeadroomEngineCrashLoop", "> 2.5"),
     (CRASH_LOOP_SECONDS, 90 * 60, "HeadroomEngineCrashLoop", "[90m]"),
-    *((HOUR_SECONDS, 3600, alert, "< 3600") for each in (GPU_ALERTS, HOST_ALERTS) for alert in (each.hour, each.day)),
-    *((DAY_SECONDS, 86_400, each.day, "< 86400") for each in (GPU_ALERTS, HOST_ALERTS)),
+    *(
+        (HOUR_SECONDS, 3600, alert, "< 3600")
+        for alert_names in (GPU_ALERTS, HOST_ALERTS)
+        for alert in (alert_names.hour, alert_names.day)
+    ),
+    *((DAY_SECONDS, 86_400, alert_names.day, "< 86400") for alert_names in (GPU_ALERTS, HOST_ALERTS)),
 )
 
 
 def test_a_sentence_warns_where_its_alert_does(subtests: pytest.Subtests) -> None:
-    for said, value, alert, written in SAME:
+    for sentence_value, value, alert, written in SAME:
         with subtests.test(alert):
-            assert said == value
+            assert sentence_value == value
             assert re.search(rf"{re.escape(written)}(?![\w.])", RULES[alert])

@@ -68,10 +68,10 @@ def muted_pairs(configuration: dict[str, Any], names: dict[str, str]) -> set[tup
 def test_the_same_alerts_mute_each_other_under_your_names(capsys: pytest.CaptureFixture[str]) -> None:
     shipped = yaml.safe_load(generate(capsys, "--format", "alertmanager"))
     mapped = yaml.safe_load(generate(capsys, *OPTION, "--format", "alertmanager"))
-    before = muted_pairs(shipped, {name: labels["severity"] for name, labels in SHIPPED.items()})
+    muted_before = muted_pairs(shipped, {name: labels["severity"] for name, labels in SHIPPED.items()})
 
-    assert before
-    assert muted_pairs(mapped, MAPPED) == before
+    assert muted_before
+    assert muted_pairs(mapped, MAPPED) == muted_before
 
 
 def test_only_what_was_a_page_rings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,11 +117,11 @@ def test_alertmanager_takes_the_configuration(capsys: pytest.CaptureFixture[str]
 def test_a_map_that_cannot_be_is_refused_in_one_line(
     names: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main(["--severity", names])
 
     error = capsys.readouterr().err
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert message in error
     assert error.count("\n") == 1
 
@@ -155,11 +155,11 @@ def test_rules_whose_severities_cannot_be_mapped_are_refused_in_one_line(
     rules = tmp_path / "rules.yaml"
     rules.write_text(f"groups:\n- name: mine\n  rules:\n  - {rule}\n")
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main(["--rules", str(rules), *OPTION, "--format", *options])
 
     error = capsys.readouterr().err
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert message in error
     assert error.count("\n") == 1
 

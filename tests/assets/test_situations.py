@@ -19,8 +19,8 @@ GRACE: Final = 2
 """Minutes by which an alert may be late: groups of rules are evaluated in any order."""
 
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="apt-get install prometheus")
-each_ill = pytest.mark.parametrize("situation", ILL, ids=lambda each: each.name)
-each_well = pytest.mark.parametrize("situation", [*WELL, *WEEK], ids=lambda each: each.name)
+each_ill = pytest.mark.parametrize("situation", ILL, ids=lambda situation: situation.name)
+each_well = pytest.mark.parametrize("situation", [*WELL, *WEEK], ids=lambda situation: situation.name)
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +29,13 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     turns = ((ILL, 60 * HOURS, 2), (WELL, 60 * HOURS, 2), (WEEK, DAYS * 24 * 60, 30))
     with ThreadPoolExecutor(2) as pool:
         plays = [
-            pool.submit(play, each, tmp_path_factory.mktemp("play"), minutes=minutes, interval=interval)
-            for each, minutes, interval in turns
+            pool.submit(play, batch, tmp_path_factory.mktemp("play"), minutes=minutes, interval=interval)
+            for batch, minutes, interval in turns
         ]
-    fired = [each for done in plays for each in done.result()]
-    namespaces = {engine.namespace: each.name for each in (*ILL, *WELL, *WEEK) for engine in each.located()}
+    fired = [alert for done in plays for alert in done.result()]
+    namespaces = {
+        engine.namespace: situation.name for situation in (*ILL, *WELL, *WEEK) for engine in situation.located()
+    }
     return {
         name: [alert for alert in fired if namespaces[alert.labels["namespace"]] == name]
         for name in namespaces.values()
@@ -44,11 +46,16 @@ def test_a_hundred_situations_and_more_are_played_and_none_is_another() -> None:
     everything = (*ILL, *WELL, *WEEK)
 
     assert len(everything) >= 100
-    assert len({each.namespace for each in everything}) == len(everything)
-    for each in everything:
-        lengths = {sum(phase.minutes for phase in engine.phases) for engine in each.engines}
-        assert lengths == {DAYS * 24 * 60 if each in WEEK else 60 * HOURS}, each.name
-    names = {series for each in everything for engine in each.located() for series, _ in engine.series()}
+    assert len({listed_situation.namespace for listed_situation in everything}) == len(everything)
+    for situation in everything:
+        lengths = {sum(phase.minutes for phase in engine.phases) for engine in situation.engines}
+        assert lengths == {DAYS * 24 * 60 if situation in WEEK else 60 * HOURS}, situation.name
+    names = {
+        series
+        for listed_situation in everything
+        for engine in listed_situation.located()
+        for series, _ in engine.series()
+    }
     ours = sorted(series for series in names if not series.startswith("kube_"))
     assert [fault for series in ours for fault in series_faults(series)] == []
 
@@ -56,7 +63,7 @@ def test_a_hundred_situations_and_more_are_played_and_none_is_another() -> None:
 @needs_promtool
 @each_well
 def test_of_the_healthy_nobody_hears(situation: Situation, played: Played) -> None:
-    assert {each.name: (each.first, each.labels.get("pod")) for each in played[situation.name]} == {}
+    assert {alert.name: (alert.first, alert.labels.get("pod")) for alert in played[situation.name]} == {}
 
 
 @needs_promtool
@@ -66,9 +73,9 @@ def test_an_ill_one_fires_what_it_should_in_time_and_as_often(situation: Situati
 
     assert {alert.name for alert in fired} == set(situation.fires)
     for name, (latest, times) in situation.fires.items():
-        found = [alert for alert in fired if alert.name == name]
-        assert min(each.first for each in found) <= latest + GRACE, name
-        assert max(each.times for each in found) <= times, name
+        same_alerts = [alert for alert in fired if alert.name == name]
+        assert min(alert.first for alert in same_alerts) <= latest + GRACE, name
+        assert max(alert.times for alert in same_alerts) <= times, name
 
 
 @needs_promtool

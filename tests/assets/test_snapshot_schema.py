@@ -64,7 +64,7 @@ def schema() -> dict[str, Any]:
     }
     incident = {"t": {"type": "number"}, "what": TEXT, "reason": MAYBE, "sentence": MAYBE}
     incident |= {"file": TEXT, "command": TEXT}
-    whole = {
+    snapshot_properties = {
         "headroom_snapshot": {"const": 1},
         "version": TEXT,
         "t": {**NUMBER, "description": "seconds since the epoch"},
@@ -78,7 +78,7 @@ def schema() -> dict[str, Any]:
         "history": closed(history),
     }
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "/snapshot.json of vllm-headroom"}
-    return {**head, "description": "null is what is not known, and never 0", **closed(whole)}
+    return {**head, "description": "null is what is not known, and never 0", **closed(snapshot_properties)}
 
 
 def test_the_schema_is_that_of_the_code(golden: Golden) -> None:

@@ -36,7 +36,7 @@ Minutes = Mapping[tuple[str, str, str], int]
 @pytest.fixture(scope="module")
 def minutes(tmp_path_factory: pytest.TempPathFactory) -> Minutes:
     """Play all events."""
-    found: dict[tuple[str, str, str], int] = {}
+    first_minutes: dict[tuple[str, str, str], int] = {}
     for is_long, length, interval in ((False, MINUTES, 1), (True, LONG_MINUTES, 10)):
         played = {
             event.situation(key, box).namespace: (key, box, event.situation(key, box))
@@ -48,9 +48,9 @@ def minutes(tmp_path_factory: pytest.TempPathFactory) -> Minutes:
         for alert in play(situations, tmp_path_factory.mktemp("walk"), minutes=length, interval=interval):
             key, box, _ = played[alert.labels["namespace"]]
             place = (key, box.name, alert.name)
-            after = alert.first - EVENTS[key].minute
-            found[place] = min(after, found.get(place, after))
-    return found
+            delay_minutes = alert.first - EVENTS[key].minute
+            first_minutes[place] = min(delay_minutes, first_minutes.get(place, delay_minutes))
+    return first_minutes
 
 
 def test_every_alert_is_walked_through_once() -> None:
@@ -69,9 +69,12 @@ def test_every_alert_fires_in_its_event_and_before_the_card_is_full(minutes: Min
         event = EVENTS[step.event]
         fired = [minutes.get((step.event, box.name, step.alert)) for box in event.boxes]
 
-        assert any(after is not None and after >= 0 for after in fired), step.alert
+        assert any(delay_minutes is not None and delay_minutes >= 0 for delay_minutes in fired), step.alert
         if event.full is not None:
-            assert all(after is not None and after < event.full for after in fired), (step.alert, fired)
+            assert all(delay_minutes is not None and delay_minutes < event.full for delay_minutes in fired), (
+                step.alert,
+                fired,
+            )
 
 
 def write_table(minutes: Minutes) -> str:
@@ -90,8 +93,8 @@ def write_table(minutes: Minutes) -> str:
 
 
 def _cell(minutes: Minutes, event: str, alert: str, box: Box) -> str:
-    after = minutes.get((event, box.name, alert))
-    return "-" if after is None else str(after)
+    delay_minutes = minutes.get((event, box.name, alert))
+    return "-" if delay_minutes is None else str(delay_minutes)
 
 
 def _row(cells: list[str] | tuple[str, ...]) -> str:

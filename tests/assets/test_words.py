@@ -70,9 +70,9 @@ def words_to_avoid(text: str) -> list[str]:
     """Return each word of the list in a text, with what is around it and what is written instead."""
     flat = _BREAK.sub(" ", _NAME.sub("`...`", text))
     return [
-        f"...{flat[max(0, found.start() - 40) : found.end() + 20]}... : {WORDS[pattern]}"
+        f"...{flat[max(0, word_match.start() - 40) : word_match.end() + 20]}... : {WORDS[pattern]}"
         for pattern, word in _WORD.items()
-        for found in word.finditer(flat)
+        for word_match in word.finditer(flat)
     ]
 
 
@@ -89,7 +89,11 @@ def read_text(path: Path) -> str:
 def read_remarks(path: Path) -> str:
     """Return the docstrings and comments of a file of tests."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-    return "\n".join(each.string for each in tokens if each.type == token.COMMENT or each.string.startswith('"""'))
+    return "\n".join(
+        lexed_token.string
+        for lexed_token in tokens
+        if lexed_token.type == token.COMMENT or lexed_token.string.startswith('"""')
+    )
 
 
 def test_a_text_for_users_has_none_of_the_words_that_had_to_be_read_twice() -> None:

@@ -33,11 +33,13 @@ _LINE: Final = re.compile(rf"^(vllm:({'|'.join(_MOVES)})\{{.*\}}) \S+$", re.MULT
 
 def pages(recorded: str) -> Callable[[int], str]:
     """Return a function that gives the page of a step."""
-    first, *rest = _LINE.split(recorded)
-    moving = [(head, _MOVES[name], after) for head, name, after in zip(rest[::3], rest[1::3], rest[2::3], strict=True)]
+    first_text, *pieces = _LINE.split(recorded)
+    moving = [
+        (head, _MOVES[name], tail) for head, name, tail in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True)
+    ]
 
     def page(step: int) -> str:
-        return first + "".join(f"{head} {float(move(step))}{after}" for head, move, after in moving)
+        return first_text + "".join(f"{head} {float(move(step))}{tail}" for head, move, tail in moving)
 
     return page
 

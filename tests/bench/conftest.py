@@ -31,7 +31,7 @@ def nvml(tmp_path: Path) -> FakeNvml:
 
 def quiet_nvml(folder: Path, gpus: int) -> FakeNvml:
     """Return the C library with busy GPUs, with one process each."""
-    made = [
+    fake_gpus = [
         FakeGpu(
             uuid=f"GPU-{index}",
             used_bytes=70 * GIB,
@@ -42,7 +42,7 @@ def quiet_nvml(folder: Path, gpus: int) -> FakeNvml:
         )
         for index in range(gpus)
     ]
-    return QuietNvml(folder, made)
+    return QuietNvml(folder, fake_gpus)
 
 
 class QuietNvml(FakeNvml):

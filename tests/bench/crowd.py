@@ -24,13 +24,13 @@ async def main(port: int, connections: int, per_second: float, seconds: float) -
     began = time.monotonic()
     await asyncio.gather(*clients)
     took.sort()
-    found = {
+    figures = {
         "seconds": time.monotonic() - began,
         "scrapes": len(took),
         "median": took[len(took) // 2],
         "p99": took[len(took) * 99 // 100],
     }
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps(figures))
 
 
 async def _client(port: int, per_second: float, ends: float, chance: random.Random, took: list[float]) -> None:

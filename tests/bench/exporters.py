@@ -63,8 +63,14 @@ def runtime() -> Path | None:
 @contextmanager
 def ours(python: Path, engine_url: str, nvml: FakeNvml, **settings: str) -> Iterator[Exporter]:
     port = find_free_port()
-    said = {"ENGINE_URL": engine_url, "LISTEN_HOST": LOOPBACK, "LISTEN_PORT": str(port), "GPUS": "all", **settings}
-    variables = {f"HEADROOM_{name}": value for name, value in said.items()}
+    all_settings = {
+        "ENGINE_URL": engine_url,
+        "LISTEN_HOST": LOOPBACK,
+        "LISTEN_PORT": str(port),
+        "GPUS": "all",
+        **settings,
+    }
+    variables = {f"HEADROOM_{name}": value for name, value in all_settings.items()}
     command = [str(python / "vllm-headroom"), "run"]
     with _running(command, port, nvml, "headroom_engine_requests_running", **variables) as exporter:
         yield exporter
@@ -74,8 +80,8 @@ def ours(python: Path, engine_url: str, nvml: FakeNvml, **settings: str) -> Iter
 def ours_on_node(python: Path, nvml: FakeNvml, **settings: str) -> Iterator[Exporter]:
     """Watch every engine of the machine."""
     port = find_free_port()
-    said = {"ENGINES": "node", "LISTEN_HOST": LOOPBACK, "LISTEN_PORT": str(port), **settings}
-    variables = {f"HEADROOM_{name}": value for name, value in said.items()}
+    all_settings = {"ENGINES": "node", "LISTEN_HOST": LOOPBACK, "LISTEN_PORT": str(port), **settings}
+    variables = {f"HEADROOM_{name}": value for name, value in all_settings.items()}
     with _running([str(python / "vllm-headroom"), "run"], port, nvml, "headroom_engines", **variables) as exporter:
         yield exporter
 

@@ -42,9 +42,9 @@ class EightGpus(SimulatedGpus):
 
     async def read(self, timeout_seconds: float) -> GpuReadings:
         """Return one reading of each."""
-        one = await super().read(timeout_seconds)
-        devices = tuple(replace(one.devices[0], index=index, uuid=f"GPU-{index}") for index in range(GPUS))
-        return replace(one, devices=devices)
+        readings = await super().read(timeout_seconds)
+        devices = tuple(replace(readings.devices[0], index=index, uuid=f"GPU-{index}") for index in range(GPUS))
+        return replace(readings, devices=devices)
 
 
 @contextmanager
@@ -77,7 +77,9 @@ def _lines(pages: Mapping[str, list[Metric]], now: float) -> Iterator[str]:
         for number in range(SIDECARS):
             for sample in samples["leak" if number % LEAKS_EVERY == 0 else "healthy"]:
                 own = _labels(number) | sample.labels
-                own |= {label: f"{own[label]}-{number % many}" for label, many in OWN.items() if label in own}
+                own |= {
+                    label: f"{own[label]}-{number % label_count}" for label, label_count in OWN.items() if label in own
+                }
                 written = ",".join(f'{label}="{value}"' for label, value in own.items())
                 yield f"{sample.name}{{{written}}} {sample.value!r} {now:.3f}\n"
     yield "# EOF\n"

@@ -43,15 +43,15 @@ class Naive(Collector):
 def _gpus() -> Iterator[GaugeMetricFamily]:
     used = GaugeMetricFamily("naive_gpu_memory_used_bytes", "Used.", labels=GPU)
     busy = GaugeMetricFamily("naive_gpu_utilization_ratio", "Busy.", labels=GPU)
-    held = GaugeMetricFamily("naive_gpu_process_bytes", "Held.", labels=(*GPU, "pid"))
+    held_gauge = GaugeMetricFamily("naive_gpu_process_bytes", "Held.", labels=(*GPU, "pid"))
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         labels = [str(index), str(pynvml.nvmlDeviceGetUUID(handle))]
         used.add_metric(labels, pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         busy.add_metric(labels, pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            held.add_metric([*labels, str(process.pid)], process.usedGpuMemory or 0)
-    return iter((used, busy, held))
+            held_gauge.add_metric([*labels, str(process.pid)], process.usedGpuMemory or 0)
+    return iter((used, busy, held_gauge))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def cpu_seconds(pid: int) -> float:
 
     Children count once they ended, to a hundredth of a second: ours reads its settings in one.
     """
-    told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    children = sum(map(int, told[13:15])) / os.sysconf("SC_CLK_TCK")
+    stat_fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = sum(map(int, stat_fields[13:15])) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(~pid << 3 | 2) + children
 
 

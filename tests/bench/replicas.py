@@ -22,8 +22,8 @@ HEAD: Final = (
 )
 
 
-def of_four(**how: object) -> Situation:
-    return Situation(replicas=4, speed=1000, seconds=46, near_hours=7, **how)  # type: ignore[arg-type]
+def of_four(**situation_fields: object) -> Situation:
+    return Situation(replicas=4, speed=1000, seconds=46, near_hours=7, **situation_fields)  # type: ignore[arg-type]
 
 
 SITUATIONS: Final = {
@@ -68,12 +68,12 @@ def list_rows() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     lines = [*HEAD, *list_rows()]
     sys.stdout.write("\n".join(lines) + "\n")
-    if given.write is not None:
-        (before, rest), (begin, end) = given.write.read_text().split(MARKS[0]), MARKS
-        given.write.write_text("\n".join((before + begin, *lines, end)) + rest.split(end)[1])
+    if arguments.write is not None:
+        (text_before, text_after), (begin, end) = arguments.write.read_text().split(MARKS[0]), MARKS
+        arguments.write.write_text("\n".join((text_before + begin, *lines, end)) + text_after.split(end)[1])
 
 
 if __name__ == "__main__":

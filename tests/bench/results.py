@@ -32,22 +32,22 @@ class Results:
 
     rows: list[Row] = field(default_factory=list)
 
-    def note(self, what: str, measured: str) -> None:
+    def note(self, title: str, measured: str) -> None:
         """Add a measurement without a limit."""
-        self.rows.append(Row(what=what, measured=measured))
+        self.rows.append(Row(what=title, measured=measured))
 
-    def at_most(self, limit: float, what: str, value: float, unit: str) -> None:
+    def at_most(self, limit: float, title: str, value: float, unit: str) -> None:
         """Add a measurement with its upper limit."""
-        self._limited(what, value, unit, f"≤ {limit:g}{unit}", met=value <= limit)
-        assert value <= GENEROUS * limit, f"{what}: {value:.3g}{unit}"
+        self._limited(title, value, unit, f"≤ {limit:g}{unit}", met=value <= limit)
+        assert value <= GENEROUS * limit, f"{title}: {value:.3g}{unit}"
 
-    def at_least(self, limit: float, what: str, value: float, unit: str) -> None:
+    def at_least(self, limit: float, title: str, value: float, unit: str) -> None:
         """Add a measurement with its lower limit."""
-        self._limited(what, value, unit, f"≥ {limit:g}{unit}", met=value >= limit)
-        assert value >= limit / GENEROUS, f"{what}: {value:.3g}{unit}"
+        self._limited(title, value, unit, f"≥ {limit:g}{unit}", met=value >= limit)
+        assert value >= limit / GENEROUS, f"{title}: {value:.3g}{unit}"
 
-    def _limited(self, what: str, value: float, unit: str, limit: str, *, met: bool) -> None:
-        self.rows.append(Row(what=what, measured=f"{value:.3g}{unit}", limit=limit, met=met))
+    def _limited(self, title: str, value: float, unit: str, limit: str, *, met: bool) -> None:
+        self.rows.append(Row(what=title, measured=f"{value:.3g}{unit}", limit=limit, met=met))
 
     def table(self) -> str:
         """Return everything as Markdown, the machine first."""
@@ -57,7 +57,7 @@ class Results:
 
 def _machine() -> str:
     cores = len(os.sched_getaffinity(0))
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return f"{_cpu_model()}, {cores} cores, Linux, {python}; load average at the end: {load}"
 

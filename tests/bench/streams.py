@@ -55,14 +55,14 @@ class Httpx:
         self._gaps = 0
 
     async def ask(self) -> None:
-        last = None
+        last_seconds = None
         await self._connecting.acquire()
         async with self._client.stream("POST", self._url, content=BODY, headers=HEADERS) as answer:
             self._connecting.release()
             async for line in answer.aiter_lines():
                 if line.startswith("data: {") and json.loads(line[6:])["choices"]:
-                    self._gaps += last is not None
-                    last = time.monotonic()
+                    self._gaps += last_seconds is not None
+                    last_seconds = time.monotonic()
 
     async def close(self) -> int:
         await self._client.aclose()
@@ -71,15 +71,15 @@ class Httpx:
 
 async def main(kind: str, port: int, streams: int) -> dict[str, float]:
     """Hold the streams once; return CPU, events and memory."""
-    before = resident_bytes()
+    bytes_before = resident_bytes()
     client = Ours(port, streams) if kind == "ours" else Httpx(port, streams)
-    most, began = [before], time.process_time()
-    looking = asyncio.create_task(_look(lambda: most.append(resident_bytes())))
+    resident_samples, began = [bytes_before], time.process_time()
+    looking = asyncio.create_task(_look(lambda: resident_samples.append(resident_bytes())))
     await asyncio.gather(*(client.ask() for _ in range(streams)))
     looking.cancel()
     cpu = time.process_time() - began
     events = await client.close()
-    return {"cpu_seconds": cpu, "events": events, "bytes": max(most) - before}
+    return {"cpu_seconds": cpu, "events": events, "bytes": max(resident_samples) - bytes_before}
 
 
 async def _look(step: Callable[[], object]) -> None:

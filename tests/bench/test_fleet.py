@@ -27,21 +27,21 @@ def test_a_look_at_the_fleet(tmp_path: Path, results: Results) -> None:
         looks = [_look(prometheus) for _ in range(3)]
 
     took, cpu = (min(figures) for figures in zip(*looks, strict=True))
-    what = f"every query of the fleet's dashboard, {SIDECARS} sidecars of 8 GPUs"
-    results.at_most(1, f"CPU of {what}", cpu, " s")
-    results.note(f"{what}, one after the other", f"{took:.3g} s")
+    title = f"every query of the fleet's dashboard, {SIDECARS} sidecars of 8 GPUs"
+    results.at_most(1, f"CPU of {title}", cpu, " s")
+    results.note(f"{title}, one after the other", f"{took:.3g} s")
 
 
 def _look(prometheus: Prometheus) -> tuple[float, float]:
     """Return how long it takes to ask everything once, one query after the other, and the CPU that Prometheus takes."""
     now, began, cpu = time.time(), time.monotonic(), cpu_seconds(prometheus.pid)
     shown = [query for panel in panels(DASHBOARD) for query in queries(panel)]
-    found = [_ask(prometheus, query, now) for query in shown]
+    answers = [_ask(prometheus, query, now) for query in shown]
     for query in every_query(DASHBOARD):
         if query.where in ALL:
             form = {"match[]": filled(query.expr, ALL), "start": str(now - SIX_HOURS), "end": str(now)}
             prometheus.ask("series", **form)
-    assert sum(map(bool, found)) > len(found) / 2, "there is nothing to find"
+    assert sum(map(bool, answers)) > len(answers) / 2, "there is nothing to find"
     return time.monotonic() - began, cpu_seconds(prometheus.pid) - cpu
 
 

@@ -49,11 +49,11 @@ def test_the_cost_of_a_sample_and_the_size_of_the_state(name: str, results: Resu
     written = len(STATE.encode(make_state(day.memory, day.last))) - len(
         STATE.encode(make_state(without_gpus(day.memory), day.last))
     )
-    held = size(day.memory.gpus) - size({})
+    state_bytes = size(day.memory.gpus) - size({})
 
     results.at_most(60, f"leak detector, per sample and GPU: {name}, 24 h", 1e6 * day.seconds_per_sample, " µs")
     results.at_most(64, f"its state per GPU in the file: {name}, 24 h", written / 1024, " KiB")
-    results.at_most(64, f"its state per GPU in memory: {name}, 24 h", held / 1024, " KiB")
+    results.at_most(64, f"its state per GPU in memory: {name}, 24 h", state_bytes / 1024, " KiB")
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -73,15 +73,15 @@ def lines(name: str) -> list[bytes]:
 
 def stepped(past: Sequence[Snapshot]) -> Day:
     """Return the fastest of three passes: what it takes when nothing else runs."""
-    past = [replace(each, engine_status=EngineStatus(state=EngineState.SERVING)) for each in past]
+    past = [replace(day_snapshot, engine_status=EngineStatus(state=EngineState.SERVING)) for day_snapshot in past]
     detector = next(derivation for derivation in build_derivations() if derivation.name == "leak")
     best = float("inf")
     for _ in range(3):
         state, seconds = detector.initial, 0.0
         for begin in range(0, len(past), STRETCH):
             began = time.process_time()
-            for each in past[begin : begin + STRETCH]:
-                state, _samples = answer(detector, state, each)
+            for day_snapshot in past[begin : begin + STRETCH]:
+                state, _samples = answer(detector, state, day_snapshot)
             seconds += time.process_time() - began
         best = min(best, seconds)
     return Day(seconds_per_sample=best / len(past), memory=state, last=past[-1])
@@ -103,21 +103,21 @@ def without_gpus(memory: LeakMemory) -> LeakMemory:
     return replace(memory, gpus={})
 
 
-def size(thing: Any, seen: set[int] | None = None) -> int:
+def size(target: Any, seen_ids: set[int] | None = None) -> int:
     """Return the bytes of an object and of everything it alone refers to, each counted once."""
-    seen = set() if seen is None else seen
-    if id(thing) in seen:
+    seen_ids = set() if seen_ids is None else seen_ids
+    if id(target) in seen_ids:
         return 0
-    seen.add(id(thing))
-    return sys.getsizeof(thing) + sum(size(part, seen) for part in parts(thing))
+    seen_ids.add(id(target))
+    return sys.getsizeof(target) + sum(size(part, seen_ids) for part in parts(target))
 
 
-def parts(thing: Any) -> list[Any]:
-    if isinstance(thing, Struct):
-        return [getattr(thing, field.name) for field in fields(thing)]
-    if isinstance(thing, Mapping):
-        return [*thing.keys(), *thing.values()]
-    return list(thing) if isinstance(thing, list | tuple | set | frozenset) else []
+def parts(target: Any) -> list[Any]:
+    if isinstance(target, Struct):
+        return [getattr(target, field.name) for field in fields(target)]
+    if isinstance(target, Mapping):
+        return [*target.keys(), *target.values()]
+    return list(target) if isinstance(target, list | tuple | set | frozenset) else []
 
 
 def elapsed(work: Callable[[], object]) -> float:

@@ -78,8 +78,8 @@ def test_ten_thousand_streams(results: Results, tmp_path: Path) -> None:
         data = read_data(output)
         server.end()
 
-    counts, asked = server.counts, data["requests"]
-    assert asked["began"] == asked["succeeded"] == counts["requests"] == counts["finished"]
+    counts, requests = server.counts, data["requests"]
+    assert requests["began"] == requests["succeeded"] == counts["requests"] == counts["finished"]
     assert sum(step["generation_tokens"] for step in data["steps"]) == counts["generation_tokens"]
     assert max(step["streams_most"] for step in data["steps"]) == counts["most_open"]
     results.at_least(

@@ -39,5 +39,5 @@ def test_resident_memory(nvml: FakeNvml, results: Results) -> None:
     results.at_most(55, f"resident memory of `run` after {seconds / 60:.0f} min", resident / MIB, " MiB")
     results.note("CPU of `run` with default settings, one scrape in 5 s", f"{100 * share:.2g} % of a core")
     growth = max(0, grown["end"] - grown["settled"])
-    what = f"growth of resident memory from tick {SETTLED_TICKS:,} to tick {TICKS:,}"
-    results.at_most(1, what, growth / MIB, " MiB")
+    title = f"growth of resident memory from tick {SETTLED_TICKS:,} to tick {TICKS:,}"
+    results.at_most(1, title, growth / MIB, " MiB")

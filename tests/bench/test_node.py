@@ -60,9 +60,9 @@ def test_one_daemon_for_all_engines_of_a_machine(tmp_path: Path, results: Result
                 cpu_ratios[count] = node_seconds / sidecar_seconds
                 resident_bytes[count] = node.resident_bytes()
                 sidecar_bytes = sidecar.resident_bytes()
-            what = f"one daemon for {count} engines, 8 GPUs"
-            results.note(f"CPU of {what}, by a sidecar's beside it", f"{cpu_ratios[count]:.3g} times")
-            results.note(f"resident memory of {what}", f"{resident_bytes[count] / MIB:.3g} MiB")
+            title = f"one daemon for {count} engines, 8 GPUs"
+            results.note(f"CPU of {title}, by a sidecar's beside it", f"{cpu_ratios[count]:.3g} times")
+            results.note(f"resident memory of {title}", f"{resident_bytes[count] / MIB:.3g} MiB")
 
     further = ENGINES[-1] - ENGINES[0]
     cpu_ratio = (cpu_ratios[ENGINES[-1]] - cpu_ratios[ENGINES[0]]) / further

@@ -33,7 +33,7 @@ def test_a_second_beside_others(situation: str, tmp_path_factory: pytest.TempPat
     Ours also reads the engine's page and /proc, and derives; the peer also reads the host's metrics, and asks NVML for
     clocks, PCIe and NVLink, which this library does not have.
     """
-    gpus, page, most = SITUATIONS[situation]
+    gpus, page, ratio_limit = SITUATIONS[situation]
     own, theirs = runtime(), environment(PEER, PEER)
     if own is None or theirs is None:
         pytest.skip("the package index does not offer what is compared")
@@ -45,16 +45,20 @@ def test_a_second_beside_others(situation: str, tmp_path_factory: pytest.TempPat
             stack.enter_context(naive(own, engine.url, nvml)),
         )
         _scrapes(running, SETTLE_SECONDS)
-        before = [exporter.cpu_seconds() for exporter in running]
+        cpu_before = [exporter.cpu_seconds() for exporter in running]
         _scrapes(running, SECONDS)
-        cpu = [1e3 * (one.cpu_seconds() - was) / SECONDS for one, was in zip(running, before, strict=True)]
+        cpu = [
+            1e3 * (exporter.cpu_seconds() - was) / SECONDS for exporter, was in zip(running, cpu_before, strict=True)
+        ]
         memory = [exporter.resident_bytes() / MIB for exporter in running]
 
-    shown = " / ".join(f"{each:.3g}" for each in cpu)
+    shown = " / ".join(f"{milliseconds:.3g}" for milliseconds in cpu)
     results.note(f"CPU per second, {situation}: ours / {PEER} / naive", f"{shown} ms")
-    results.at_most(most, f"CPU of ours over the peer's, {situation}", cpu[0] / cpu[1], " times")
+    results.at_most(ratio_limit, f"CPU of ours over the peer's, {situation}", cpu[0] / cpu[1], " times")
     results.note(f"CPU of the naive one over ours, {situation}", f"{cpu[2] / cpu[0]:.3g} times")
-    results.note(f"memory, {situation}: ours / {PEER} / naive", " / ".join(f"{each:.3g}" for each in memory) + " MiB")
+    results.note(
+        f"memory, {situation}: ours / {PEER} / naive", " / ".join(f"{mebibytes:.3g}" for mebibytes in memory) + " MiB"
+    )
 
 
 def _scrapes(running: tuple[Exporter, ...], seconds: int) -> None:

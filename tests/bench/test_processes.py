@@ -33,9 +33,9 @@ def test_a_host_with_many_processes(tmp_path: Path, results: Results) -> None:
         for pid in range(20_000, 20_000 + NEW):
             tree.add(pid, 1, "sh", "-c", "true", started_ticks=reading)
         began = time.thread_time()
-        found = processes._read(None)
-        assert not isinstance(found, Failure)
-        assert len(found.engine) == 2
+        readings = processes._read(None)
+        assert not isinstance(readings, Failure)
+        assert len(readings.engine) == 2
         took.append(time.thread_time() - began)
         now += INTERVAL_SECONDS
 

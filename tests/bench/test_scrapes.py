@@ -49,21 +49,24 @@ def test_a_crowd_costs_no_tick(nvml: FakeNvml, results: Results) -> None:
 
 def _crowd(running: Daemon, engine: EngineServer, results: Results, *, connections: int, per_second: int) -> float:
     """Return the p99 of a crowd's scrapes, as seen by it, in seconds."""
-    before, cpu = len(engine.requests), cpu_seconds(running.process.pid)
-    found = findings(start("crowd", str(URL(running.url).port), str(connections), str(per_second), str(SECONDS)))
-    ticks, cpu = len(engine.requests) - before, cpu_seconds(running.process.pid) - cpu
-    what = f"{connections} connections"
-    results.at_least(found["seconds"] - 2, f"ticks in {found['seconds']:.0f} s, {what}", ticks, "")
-    shown = f"{found['scrapes'] / found['seconds']:.0f} scrapes/s, median {1e3 * found['median']:.2g} ms"
-    results.note(f"CPU per scrape, all included, {what} ({shown})", f"{1e6 * cpu / found['scrapes']:.3g} us")
-    return float(found["p99"])
+    requests_before, cpu = len(engine.requests), cpu_seconds(running.process.pid)
+    crowd_figures = findings(
+        start("crowd", str(URL(running.url).port), str(connections), str(per_second), str(SECONDS))
+    )
+    ticks, cpu = len(engine.requests) - requests_before, cpu_seconds(running.process.pid) - cpu
+    title = f"{connections} connections"
+    results.at_least(crowd_figures["seconds"] - 2, f"ticks in {crowd_figures['seconds']:.0f} s, {title}", ticks, "")
+    scrapes_per_second = crowd_figures["scrapes"] / crowd_figures["seconds"]
+    shown = f"{scrapes_per_second:.0f} scrapes/s, median {1e3 * crowd_figures['median']:.2g} ms"
+    results.note(f"CPU per scrape, all included, {title} ({shown})", f"{1e6 * cpu / crowd_figures['scrapes']:.3g} us")
+    return float(crowd_figures["p99"])
 
 
 def _measure(running: Daemon, results: Results, situation: str) -> None:
     url = URL(running.url)
     took = scrape(url.host, url.port or 80, SECONDS)
     middle, high = took[len(took) // 2], took[len(took) * 99 // 100]
-    what = (
+    title = (
         f"/metrics at 50 scrapes/s from 4 clients, {situation}: p99 (median {1e3 * middle:.2g} ms, {len(took)} scrapes)"
     )
-    results.at_most(10, what, 1e3 * high, " ms")
+    results.at_most(10, title, 1e3 * high, " ms")

@@ -24,13 +24,13 @@ def test_start_to_the_first_complete_page(nvml: FakeNvml, results: Results) -> N
         pytest.skip("the package index does not offer what is compared")
     with EngineServer(busy(ONE_ENGINE)) as engine:
         pairs = [(_start(ours(own, engine.url, nvml)), _start(peer(theirs, nvml, 7))) for _ in range(STARTS)]
-    seconds, cpu = (median(one[which] for one, _ in pairs) for which in (0, 1))
-    their_seconds, their_cpu = (median(other[which] for _, other in pairs) for which in (0, 1))
+    seconds, cpu = (median(own_pair[position] for own_pair, _ in pairs) for position in (0, 1))
+    their_seconds, their_cpu = (median(peer_pair[position] for _, peer_pair in pairs) for position in (0, 1))
 
-    what = f"start to the first complete /metrics, live engine, median of {STARTS}"
-    results.at_most(0.45, f"{what}: CPU", cpu, " s")
+    title = f"start to the first complete /metrics, live engine, median of {STARTS}"
+    results.at_most(0.45, f"{title}: CPU", cpu, " s")
     results.note(f"CPU of {PEER} until its first page", f"{their_cpu:.3g} s")
-    results.note(f"{what}: ours / {PEER}, with all that runs beside them", f"{seconds:.3g} / {their_seconds:.3g} s")
+    results.note(f"{title}: ours / {PEER}, with all that runs beside them", f"{seconds:.3g} / {their_seconds:.3g} s")
 
 
 def _start(exporter: AbstractContextManager[Exporter]) -> tuple[float, float]:

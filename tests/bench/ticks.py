@@ -55,12 +55,12 @@ async def main(urls: list[str]) -> None:
     await gpus.close()
     for engine in engines:
         await engine.close()
-    found = {
+    costs = {
         "tick": [median(values[WARM_UP:]) for values in ticks],
         "parse": [median(values) for values in parses],
         "whole": [median(values) for values in wholes],
     }
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps(costs))
 
 
 def _sampler(sources: Sources, clock: SystemClock) -> Sampler:

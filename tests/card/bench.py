@@ -47,14 +47,14 @@ class Bench:
         return httpx.post(self.engine.url + path, json=body or None, timeout=120, verify=NO_TLS)
 
     def complete(self, tokens: int = 4, prompt: str | list[list[int]] = "w300 w301", **body: Any) -> httpx.Response:
-        asked = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        return self.post("/v1/completions", **asked | body)
+        request_fields = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        return self.post("/v1/completions", **request_fields | body)
 
     def abort(self, prompt: str, tokens: int) -> None:
         """Ask for tokens and hang up at the first one."""
-        asked = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        request_fields = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
         url = f"{self.engine.url}/v1/completions"
-        with httpx.stream("POST", url, json=asked, timeout=120, verify=NO_TLS) as answer:
+        with httpx.stream("POST", url, json=request_fields, timeout=120, verify=NO_TLS) as answer:
             next(answer.iter_lines())
 
     def order(self, word: str, amount: int = 0) -> dict[str, Any]:
@@ -106,11 +106,11 @@ def watch(
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         **(variables or {}),
     }
-    seen = cards.environment() | {"PROBE_DIR": str(place / "probe"), "STATE_DIR": str(place / "state")}
-    del seen["CARD_LEDGER"]
+    daemon_settings = cards.environment() | {"PROBE_DIR": str(place / "probe"), "STATE_DIR": str(place / "state")}
+    del daemon_settings["CARD_LEDGER"]
     with (
         serve(cards, model, port, place / "vllm.log", options, **inside) as engine,
-        daemon(ENGINE_URL=engine.url, **seen | settings) as watching,
+        daemon(ENGINE_URL=engine.url, **daemon_settings | settings) as watching,
     ):
         yield Bench(cards, engine, watching, place)
 

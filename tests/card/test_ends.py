@@ -75,12 +75,14 @@ def let_neighbour_take_the_rest(bench: Bench) -> None:
 def read_postmortem(bench: Bench) -> dict[str, Any]:
     bench.daemon.sees(lambda page: page.has("last_incident_timestamp_seconds"), "an incident", LOOK_SECONDS, 1)
     command = [sys.executable, "-m", "vllm_headroom", "postmortem", str(bench.place / "state"), "--json"]
-    found: dict[str, Any] = read_data(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    postmortem: dict[str, Any] = read_data(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     sys.stdout.write(
-        json.dumps({key: found[key] for key in ("what", "cause", "sure", "sentence", "evidence") if key in found})
+        json.dumps(
+            {key: postmortem[key] for key in ("what", "cause", "sure", "sentence", "evidence") if key in postmortem}
+        )
         + "\n"
     )
-    return found
+    return postmortem
 
 
 @pytest.mark.parametrize(

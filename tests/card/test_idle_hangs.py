@@ -46,7 +46,9 @@ def test_an_idle_core_that_is_stopped(tmp_path: Path, *, with_probe: bool) -> No
                 return last_look(bench.daemon.page()) > began + 150
 
             eventually(scrape, "minutes of scrapes on one connection", PATIENCE_SECONDS, 1)
-        assert [each for at, each in replay(trace) if at > began and each is not EngineState.SERVING] == []
+        assert [
+            engine_state for at, engine_state in replay(trace) if at > began and engine_state is not EngineState.SERVING
+        ] == []
 
         core = {int(pid) for pid in cards.read_holders()}.pop()
         os.kill(core, signal.SIGSTOP)
@@ -55,11 +57,11 @@ def test_an_idle_core_that_is_stopped(tmp_path: Path, *, with_probe: bool) -> No
         client = threading.Thread(target=lambda: answers.append(bench.complete()))
         client.start()
         stalled = wait_for(bench, "stalled")
-        after = [each for at, each in replay(trace) if at > stopped]
+        later_states = [engine_state for at, engine_state in replay(trace) if at > stopped]
         os.kill(core, signal.SIGCONT)
         client.join(PATIENCE_SECONDS)
 
         assert stalled.value("engine_requests_running") == 0
-        assert EngineState.STALLED in after[:TWO_MINUTES_OF_TICKS]
+        assert EngineState.STALLED in later_states[:TWO_MINUTES_OF_TICKS]
         assert [answer.status_code for answer in answers] == [200]
         wait_for(bench, "serving")

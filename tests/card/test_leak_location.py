@@ -24,8 +24,8 @@ def leak(bench: Bench, word: str) -> Page:
     """Leak at a steady rate with requests between, until the page says where; fail when the card is nearly full."""
     while True:
         began = time.monotonic()
-        held = sum(bench.cards.read_holders().values())
-        assert held < bench.cards.total_bytes - GIB, "an alarm before the card is full"
+        held_bytes = sum(bench.cards.read_holders().values())
+        assert held_bytes < bench.cards.total_bytes - GIB, "an alarm before the card is full"
         bench.order(word, STEP_BYTES)
         bench.complete()
         page = bench.daemon.page()
@@ -42,15 +42,15 @@ def test_a_leak_is_located(tmp_path: Path, word: str) -> None:
     cards = Cards(folder=tmp_path / "cards", total_bytes=24 * GIB)
     with watch(tmp_path, *OPTIONS, cards=cards, TRACE_FILE=str(tmp_path / "trace.jsonl")) as bench:
         wait_until_served(bench).complete()
-        began, before = time.time(), sum(cards.read_holders().values())
+        began, bytes_before = time.time(), sum(cards.read_holders().values())
         page = leak(bench, word)
-        seconds, after = time.time() - began, sum(cards.read_holders().values())
-        room = cards.total_bytes - cards.reserved_bytes - after
-        expected = room / ((after - before) / seconds)
+        seconds, bytes_after = time.time() - began, sum(cards.read_holders().values())
+        room = cards.total_bytes - cards.reserved_bytes - bytes_after
+        expected = room / ((bytes_after - bytes_before) / seconds)
 
-    (other,) = set(LOCATIONS.values()) - {LOCATIONS[word]}
-    sys.stdout.write(f"{word}: after {seconds:.0f} s and {(after - before) / MIB:.0f} MiB; time to OOM")
+    (other_location,) = set(LOCATIONS.values()) - {LOCATIONS[word]}
+    sys.stdout.write(f"{word}: after {seconds:.0f} s and {(bytes_after - bytes_before) / MIB:.0f} MiB; time to OOM")
     sys.stdout.write(f" {page.value('time_to_oom_seconds'):.0f} s, by the ledger {expected:.0f} s\n")
     assert page.value("leak_location", location=LOCATIONS[word]) == 1
-    assert page.value("leak_location", location=other) == 0
+    assert page.value("leak_location", location=other_location) == 0
     assert page.value("time_to_oom_seconds") == pytest.approx(expected, rel=0.5)

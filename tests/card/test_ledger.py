@@ -13,10 +13,10 @@ from tests.card.card import GIB, HEADER, HOLDER, MAX_CARDS, MIB, Cards, name_uui
 from tests.fakes.nvml.library import FakeNvml
 
 
-def write_holder(cards: Cards, row: int, pid: int, *held: int) -> None:
+def write_holder(cards: Cards, row: int, pid: int, *held_bytes: int) -> None:
     with cards.ledger.open("r+b") as file:
         file.seek(HEADER.size + row * HOLDER.size)
-        file.write(HOLDER.pack(pid, 0, 0, *held, *[0] * (MAX_CARDS - len(held))))
+        file.write(HOLDER.pack(pid, 0, 0, *held_bytes, *[0] * (MAX_CARDS - len(held_bytes))))
 
 
 def load(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,14 +45,14 @@ def test_each_card_has_its_own_holders(tmp_path: Path, monkeypatch: pytest.Monke
     assert pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(1)) == name_uuid(1)
 
 
-@pytest.mark.parametrize(("seconds", "left"), [(0, 0), (3600, GIB)])
+@pytest.mark.parametrize(("seconds", "left_bytes"), [(0, 0), (3600, GIB)])
 def test_a_dead_process_gives_back_after_the_set_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int, left: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int, left_bytes: int
 ) -> None:
     cards = Cards(folder=tmp_path / "cards", reclaim_seconds=seconds).create()
     load(cards, monkeypatch)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    write_holder(cards, 0, ended.pid, GIB)
+    dead_process = subprocess.Popen(["true"])
+    dead_process.wait()
+    write_holder(cards, 0, dead_process.pid, GIB)
 
-    assert read(0)[0] == left
+    assert read(0)[0] == left_bytes

@@ -42,8 +42,8 @@ def make_png(side: int) -> str:
 
 def complete(bench: Bench, tokens: int, model: str, **body: Any) -> None:
     prompt = [3 + (number * 7 + tokens) % 900 for number in range(tokens)]
-    asked = {"model": model, "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "temperature": 0}
-    assert bench.post("/v1/completions", **asked | body).is_success
+    request_fields = {"model": model, "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "temperature": 0}
+    assert bench.post("/v1/completions", **request_fields | body).is_success
 
 
 def use_all_but_adapters(bench: Bench) -> None:
@@ -57,8 +57,14 @@ def use_all_but_adapters(bench: Bench) -> None:
     for side in (112, 336, 672):
         content = [{"type": "image_url", "image_url": {"url": make_png(side)}}, {"type": "text", "text": "w300"}]
         messages = [{"role": "user", "content": content}]
-        asked = {"model": "seeing", "messages": messages, "max_tokens": 2, "ignore_eos": True, "temperature": 0}
-        assert bench.post("/v1/chat/completions", **asked).is_success
+        request_fields = {
+            "model": "seeing",
+            "messages": messages,
+            "max_tokens": 2,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        assert bench.post("/v1/chat/completions", **request_fields).is_success
 
 
 def use_adapters(bench: Bench) -> None:
@@ -115,11 +121,11 @@ def test_the_highest_peak_of_each_kind_is_torchs_own(
     model = write_model(tmp_path)
     with watch(tmp_path, *OPTIONS, *options, cards=cards, model=model, variables=VARIABLES) as bench:
         use(wait_until_served(bench))
-        found = read_kinds(bench)
+        tables = read_kinds(bench)
         steps = bench.order("peaks")["steps"]
 
-    assert kinds <= found.keys()
-    for kind, table in found.items():
+    assert kinds <= tables.keys()
+    for kind, table in tables.items():
         highest = table["highest"]
         # The probe reads the clock a moment before: the step is the first that began since, but for rounding.
         later = [step for step in steps if step[0] > highest["t"] - 0.001]

@@ -60,16 +60,16 @@ def read_peaks(bench: Bench) -> PeakReadings:
     """The peaks in the file of the core, which has every step of before the call."""
 
     def read() -> PeakReadings | None:
-        found = parse_probe(json.dumps(bench.read_reports().get("EngineCore", {})).encode())
-        is_new = not isinstance(found, str) and found[0].written_at_seconds > began
-        return found[0].peaks if is_new and not isinstance(found, str) else None
+        parsed = parse_probe(json.dumps(bench.read_reports().get("EngineCore", {})).encode())
+        is_new = not isinstance(parsed, str) and parsed[0].written_at_seconds > began
+        return parsed[0].peaks if is_new and not isinstance(parsed, str) else None
 
     began = time.time()
     return eventually(read, "the probe writes its peaks", LOOK_SECONDS, 1)
 
 
 def find_work(peaks: PeakReadings, work: Work) -> WorkPeaks:
-    return next(found for found in peaks.works if found.work is work)
+    return next(peak_work for peak_work in peaks.works if peak_work.work is work)
 
 
 def test_peaks_are_predicted_at_twice_the_size_and_one_request_ends_the_engine(bench: Bench) -> None:
@@ -103,9 +103,9 @@ def test_peaks_are_predicted_at_twice_the_size_and_one_request_ends_the_engine(b
     ask(bench, int(0.98 * safe), prompt_logprobs=1)
     ask_in_vain(bench, prompt=[3] * 8000, prompt_logprobs=1)
     wait_until_ended(bench)
-    found = read_postmortem(bench)
-    assert "8,000 prompt tokens with prompt logprobs of one request" in found["sentence"]
-    assert found["sure"] == "sure"
+    postmortem = read_postmortem(bench)
+    assert "8,000 prompt tokens with prompt logprobs of one request" in postmortem["sentence"]
+    assert postmortem["sure"] == "sure"
     assert page.value("engine_peak_room_bytes") > 256 * MIB
 
 
@@ -148,9 +148,9 @@ def test_a_step_of_decode_that_verifies_drafts_ends_the_engine(drafting_bench: B
         time.sleep(HOLD_SECONDS / 4)
         ask_in_vain(bench, prompt=prompts, max_tokens=2 * DRAFTED_TOKENS)
     wait_until_ended(bench)
-    found = read_postmortem(bench)
+    postmortem = read_postmortem(bench)
 
     drafted = REQUESTS * DRAFTED_TOKENS
     words = f"{REQUESTS + drafted:,} tokens of {REQUESTS} requests, {drafted:,} of them drafted"
-    assert f"an allocation of torch failed in a step of {words}." in found["sentence"]
-    assert found["sure"] == "sure"
+    assert f"an allocation of torch failed in a step of {words}." in postmortem["sentence"]
+    assert postmortem["sure"] == "sure"

@@ -50,10 +50,10 @@ def read_settled(bench: Bench) -> tuple[dict[str, float], dict[str, Any]]:
 
 def test_the_parts_sum_to_what_the_card_holds(bench: Bench) -> None:
     parts, stats = read_settled(bench)
-    held = sum(bench.cards.read_holders().values())
+    held_bytes = sum(bench.cards.read_holders().values())
 
-    assert sum(parts.values()) == held
-    assert parts["outside_torch"] == held - stats["reserved_bytes.all.current"] == bench.cards.context_bytes
+    assert sum(parts.values()) == held_bytes
+    assert parts["outside_torch"] == held_bytes - stats["reserved_bytes.all.current"] == bench.cards.context_bytes
     assert parts["fragmented"] == stats["inactive_split_bytes.all.current"]
     assert parts["weights"] + parts["kv_cache"] + parts["other_tensors"] == stats["allocated_bytes.all.current"]
     tokens = int(bench.find_in_log(r"KV cache size: ([\d,]+) tokens").replace(",", ""))
@@ -72,23 +72,23 @@ def test_each_process_and_the_daemon_name_one_card(bench: Bench) -> None:
 
 
 def test_memory_past_torch_is_outside_and_holes_are_fragmented(bench: Bench) -> None:
-    before, _ = read_settled(bench)
+    parts_before, _ = read_settled(bench)
     assert bench.order("outside", 512 * MIB) == {"error": 0}
     bench.order("fragments", 400 * MIB)
 
     def moved() -> dict[str, float] | None:
         parts, _ = read_settled(bench)
-        return parts if parts["outside_torch"] > before["outside_torch"] else None
+        return parts if parts["outside_torch"] > parts_before["outside_torch"] else None
 
-    after = eventually(moved, "the page has both", LOOK_SECONDS, 1)
+    parts_after = eventually(moved, "the page has both", LOOK_SECONDS, 1)
     bench.order("free", 1)
-    assert after["outside_torch"] - before["outside_torch"] == 512 * MIB
-    assert after["fragmented"] - before["fragmented"] >= 200 * MIB
+    assert parts_after["outside_torch"] - parts_before["outside_torch"] == 512 * MIB
+    assert parts_after["fragmented"] - parts_before["fragmented"] >= 200 * MIB
 
 
 def test_retries_and_errors_are_counted_when_they_happen(bench: Bench) -> None:
-    first = bench.daemon.page()
-    retries, ooms = (first.value(f"allocator_{name}_total") for name in ("retries", "ooms"))
+    first_page = bench.daemon.page()
+    retries, ooms = (first_page.value(f"allocator_{name}_total") for name in ("retries", "ooms"))
     answer = bench.order("fail", 100 * GIB)
 
     assert "CUDA out of memory. Tried to allocate 100.00 GiB" in answer["error"]
@@ -140,8 +140,10 @@ def record(bench: Bench, seconds: str, *options: str) -> Iterator[subprocess.Pop
     command = [sys.executable, "-m", "vllm_headroom", "probe", "record", "--for", seconds, "--json", *options]
     variables = os.environ | {"HEADROOM_PROBE_DIR": str(bench.place / "probe")}
     recording = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
-    before = bench.read_reports()["EngineCore"]["sequence"]
-    eventually(lambda: bench.read_reports()["EngineCore"]["sequence"] > before + 1, "it has begun", LOOK_SECONDS, 1)
+    sequence_before = bench.read_reports()["EngineCore"]["sequence"]
+    eventually(
+        lambda: bench.read_reports()["EngineCore"]["sequence"] > sequence_before + 1, "it has begun", LOOK_SECONDS, 1
+    )
     yield recording
     if recording.returncode is None:
         recording.communicate(timeout=LOOK_SECONDS)

@@ -33,9 +33,9 @@ def set_up(place: Path, *, without: str = "", fails: str = "nothing", versions: 
     for name in (*TOOLS, "cat", "chmod"):
         (tools / name).symlink_to(str(shutil.which(name)))
     (tools / "df").unlink()
-    made = {"python3.11": VENV.format(fails=fails, versions=versions), "df": f"#!/bin/sh\necho {free}\n"}
-    made |= dict.fromkeys(("gcc", "nm", "readelf"), "#!/bin/sh\n")
-    for name, text in made.items():
+    programs = {"python3.11": VENV.format(fails=fails, versions=versions), "df": f"#!/bin/sh\necho {free}\n"}
+    programs |= dict.fromkeys(("gcc", "nm", "readelf"), "#!/bin/sh\n")
+    for name, text in programs.items():
         if name != without:
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
@@ -62,7 +62,7 @@ def test_with_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fails", "said"),
+    ("fails", "message"),
     [
         ("install vllm", "pip cannot install vllm 0.32.0: ERROR: No matching distribution found"),
         (
@@ -71,8 +71,8 @@ def test_with_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_index_that_lacks_a_distribution(tmp_path: Path, fails: str, said: str) -> None:
-    assert set_up(tmp_path, fails=fails) == f"card-test: {said}"
+def test_an_index_that_lacks_a_distribution(tmp_path: Path, fails: str, message: str) -> None:
+    assert set_up(tmp_path, fails=fails) == f"card-test: {message}"
 
 
 def test_another_version_in_the_folder(tmp_path: Path) -> None:

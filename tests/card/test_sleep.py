@@ -68,13 +68,13 @@ def test_it_wakes_up_by_tags(bench: Bench) -> None:
 
 def test_aborts_and_a_reset_cache_leave_nothing(bench: Bench) -> None:
     bench.complete(8)
-    before = read_held(bench)
+    held_before = read_held(bench)
     for _ in range(20):
         bench.abort("w300 w301 " * 40, 400)
     bench.post("/reset_prefix_cache")
     bench.complete(8)
 
-    assert read_held(bench) - before <= 64 * MIB
+    assert read_held(bench) - held_before <= 64 * MIB
     bench.daemon.sees(lambda page: page.value("engine_requests_running") == 0, "nothing runs", LOOK_SECONDS, 1)
 
 
@@ -82,10 +82,10 @@ def test_a_wake_that_does_not_fit_is_reported(bench: Bench) -> None:
     bench.post("/sleep?level=1")
     with take(bench.cards, OTHER):
         assert bench.post("/wake_up").status_code >= 500
-        held = read_held(bench)
+        held_bytes = read_held(bench)
         page = bench.daemon.sees(
             lambda page: (
-                sum(page.value("gpu_memory_held_bytes", holder=holder) for holder in HOLDERS) == held
+                sum(page.value("gpu_memory_held_bytes", holder=holder) for holder in HOLDERS) == held_bytes
                 and page.has("engine_awake")
             ),
             "the page has what is held now",

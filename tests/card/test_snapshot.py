@@ -48,7 +48,7 @@ def test_an_engine_that_runs_out_leaves_a_snapshot(tmp_path: Path, monkeypatch: 
         wait_until_served(bench).complete()
         bench.daemon.sees(lambda page: page.has("allocator_ooms_total"), "the probe is read", LOOK_SECONDS, 1)
         bench.order("tensors", 64 * MIB)
-        (asked,) = call_probe(bench, "snapshot")["snapshots"]
+        (snapshot,) = call_probe(bench, "snapshot")["snapshots"]
         bench.order("free")
         request_prompt_logprobs(bench)
         wait_until_ended(bench)
@@ -56,13 +56,13 @@ def test_an_engine_that_runs_out_leaves_a_snapshot(tmp_path: Path, monkeypatch: 
 
     lines = (INSIDE / "card_orders.py").read_text().splitlines()
     number = next(number for number, text in enumerate(lines, 1) if text.strip().startswith(LEAKING_LINE))
-    kept = [line for line in asked["largest"] if line["file"].endswith("card_orders.py")]
-    assert [(line["line"], line["bytes"], line["count"]) for line in kept] == [(number, 64 * MIB, 64)]
-    assert kept[0]["since"] is not None
+    kept_lines = [line for line in snapshot["largest"] if line["file"].endswith("card_orders.py")]
+    assert [(line["line"], line["bytes"], line["count"]) for line in kept_lines] == [(number, 64 * MIB, 64)]
+    assert kept_lines[0]["since"] is not None
 
     (requested,) = snapshots.glob("requested-rank0-*.pickle")
     (oom,) = snapshots.glob("oom-rank0-*.pickle")
-    assert asked["file"] == str(requested)
+    assert snapshot["file"] == str(requested)
     (named,) = postmortem["known"]["snapshots"]
     assert named["file"] == str(oom)
     again = call_probe(bench, "snapshot", str(oom))
@@ -71,7 +71,7 @@ def test_an_engine_that_runs_out_leaves_a_snapshot(tmp_path: Path, monkeypatch: 
     ]
     for file in (requested, oom):
         assert re.search(r"total_reserved: [1-9]", read_with_torch(file))
-    sys.stdout.write(f"{oom.stat().st_size} bytes, paused {asked['pause_seconds']} s\n")
+    sys.stdout.write(f"{oom.stat().st_size} bytes, paused {snapshot['pause_seconds']} s\n")
     sys.stdout.write(f"{json.dumps(named['largest'], indent=1)}\n")
 
 

@@ -62,9 +62,9 @@ def serve_many(bench: Bench) -> None:
 def test_it_starts_and_its_parts_sum_to_the_cards(
     tmp_path: Path, options: tuple[str, ...], cards: int, use: Callable[[Bench], None]
 ) -> None:
-    held = Cards(folder=tmp_path / "cards", count=cards, total_bytes=24 * GIB)
+    fake_cards = Cards(folder=tmp_path / "cards", count=cards, total_bytes=24 * GIB)
     began = time.monotonic()
-    with watch(tmp_path, *options, cards=held, SAMPLE_INTERVAL_SECONDS="1") as bench:
+    with watch(tmp_path, *options, cards=fake_cards, SAMPLE_INTERVAL_SECONDS="1") as bench:
         wait_until_served(bench)
         sys.stdout.write(f"{time.monotonic() - began:.0f} s to serve\n")
         use(bench)
@@ -72,7 +72,7 @@ def test_it_starts_and_its_parts_sum_to_the_cards(
 
             def agree(card: int = card) -> bool:
                 parts = bench.read_parts(card)
-                return "outside_torch" in parts and sum(parts.values()) == sum(held.read_holders(card).values())
+                return "outside_torch" in parts and sum(parts.values()) == sum(fake_cards.read_holders(card).values())
 
             eventually(agree, f"the parts of card {card} sum to what it holds", LOOK_SECONDS, 1)
             parts = {part: round(size / MIB) for part, size in bench.read_parts(card).items()}

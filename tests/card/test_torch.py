@@ -40,11 +40,11 @@ ledger = __import__("pynvml"); ledger.nvmlInit()
 free, total = torch.cuda.mem_get_info()
 found = [torch.cuda.memory_reserved(), torch.cuda.memory_allocated(), process.usedGpuMemory, total - free]
 """
-    reserved, allocated, held, used = run(cards, body, PYTORCH_CUDA_ALLOC_CONF=options)
+    reserved, allocated, held_bytes, used = run(cards, body, PYTORCH_CUDA_ALLOC_CONF=options)
 
     assert allocated == 734 * MIB
     assert reserved >= allocated
-    assert held == used == reserved + cards.context_bytes
+    assert held_bytes == used == reserved + cards.context_bytes
     assert cards.read_holders() == {}, "it gave everything back at its end"
 
 

@@ -132,7 +132,7 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 """
 
 
-def kubectl(*words: str, given: str = "", check: bool = True) -> str:
+def kubectl(*words: str, input_text: str = "", check: bool = True) -> str:
     """Return what kubectl prints; fail where it does, unless `check` is False; wait for an API server that is away.
 
     What applies objects is also tried again where the API server was too slow.
@@ -141,7 +141,7 @@ def kubectl(*words: str, given: str = "", check: bool = True) -> str:
     while True:
         try:
             done = subprocess.run(
-                [FOLDER / "kubectl", *words], input=given, capture_output=True, text=True, check=False, timeout=300
+                [FOLDER / "kubectl", *words], input=input_text, capture_output=True, text=True, check=False, timeout=300
             )
         except subprocess.TimeoutExpired:
             if check:
@@ -193,8 +193,8 @@ class Workload:
     def model(self) -> str:
         return "$(POD_NAME)" if self.is_model_of_pod else f"{self.namespace}-model"
 
-    def kubectl(self, *words: str, given: str = "", check: bool = True) -> str:
-        return kubectl("--namespace", self.namespace, *words, given=given, check=check)
+    def kubectl(self, *words: str, input_text: str = "", check: bool = True) -> str:
+        return kubectl("--namespace", self.namespace, *words, input_text=input_text, check=check)
 
     def write_overlay(self, folder: Path, replicas: int) -> Path:
         """Write a folder for Kustomize with the example and the stand-in; return the folder."""
@@ -306,7 +306,7 @@ class Workload:
         name = self.pods()[0]["metadata"]["name"]
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": self.namespace}}
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/eviction"
-        kubectl("create", "--raw", path, "--filename=-", given=json.dumps(body))
+        kubectl("create", "--raw", path, "--filename=-", input_text=json.dumps(body))
 
     def drain(self) -> None:
         """Drain the node of the first pod, of these pods alone; then let pods onto it again."""
@@ -334,7 +334,7 @@ class Workload:
             "metadata": {"name": "web-config", "namespace": self.namespace},
             "stringData": {"web.config.yml": text},
         }
-        kubectl("apply", "--filename=-", given=json.dumps(secret))
+        kubectl("apply", "--filename=-", input_text=json.dumps(secret))
 
     def restart_api_server(self) -> None:
         """Kill the API server, and start it again later."""

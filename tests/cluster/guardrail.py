@@ -116,7 +116,7 @@ def list_ready(workload: Workload) -> set[str]:
     """Return the names of the pods that serve."""
     names = set()
     for pod in workload.pods():
-        conditions = {each["type"]: each["status"] for each in pod["status"].get("conditions", ())}
+        conditions = {condition["type"]: condition["status"] for condition in pod["status"].get("conditions", ())}
         if conditions.get("Ready") == "True":
             names.add(pod["metadata"]["name"])
     return names

@@ -103,7 +103,7 @@ def run_keda(folder: Path) -> Iterator[None]:
     (node,) = read("nodes")["items"]
     (node_address,) = (item["address"] for item in node["status"]["addresses"] if item["type"] == "InternalIP")
     for document in build_service(node_address, certificate):
-        kubectl("apply", "--filename=-", given=json.dumps(document))
+        kubectl("apply", "--filename=-", input_text=json.dumps(document))
     with ExitStack() as stack:
         stack.callback(kubectl, "delete", "namespace", "keda", "--wait=false")
         stack.callback(kubectl, "delete", "apiservice", METRICS_API)

@@ -110,13 +110,13 @@ def test_the_commands_of_the_page_for_ones_own_namespace_add_the_sidecar(tmp_pat
     overlay = workload.write_overlay(tmp_path, 1)
     mine = tmp_path / "mine"
     mine.mkdir()
-    others = documents(kubectl("kustomize", str(overlay)))
-    (engine,) = (document for document in others if document["kind"] == "Deployment")
+    manifests = documents(kubectl("kustomize", str(overlay)))
+    (engine,) = (document for document in manifests if document["kind"] == "Deployment")
     del engine["metadata"]["labels"]["vllm-headroom"]
     (mine / "vllm.yaml").write_text(yaml.safe_dump(engine))
     with ExitStack() as stack:
         stack.callback(workload.delete)
-        kubectl("apply", "--filename=-", given=yaml.safe_dump_all(others))
+        kubectl("apply", "--filename=-", input_text=yaml.safe_dump_all(manifests))
         mark, apply, look = list_blocks()[1:]
         (label,) = mark.steps
         run(label.command, mine)

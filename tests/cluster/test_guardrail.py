@@ -39,8 +39,8 @@ VERBS: Final = (
 
 
 def read_lease(workload: Workload) -> dict[str, Any]:
-    found = kubectl("--namespace", workload.namespace, "get", "lease", LEASE, "--output=json", check=False)
-    spec: dict[str, Any] = json.loads(found)["spec"] if found.startswith("{") else {}
+    output = kubectl("--namespace", workload.namespace, "get", "lease", LEASE, "--output=json", check=False)
+    spec: dict[str, Any] = json.loads(output)["spec"] if output.startswith("{") else {}
     return spec
 
 
@@ -81,7 +81,7 @@ def take_verb_away(workload: Workload, missing: str) -> None:
         if rule["resources"] == [resource]:
             rule["verbs"].remove(verb)
     role["rules"] = [rule for rule in role["rules"] if rule["verbs"]]
-    workload.kubectl("replace", "--filename=-", given=json.dumps(role))
+    workload.kubectl("replace", "--filename=-", input_text=json.dumps(role))
 
 
 def find_refusals(workload: Workload) -> set[str]:
@@ -104,7 +104,7 @@ def test_a_verb_that_is_missing_gives_one_clear_line(tmp_path: Path) -> None:
                     "kind": "Lease",
                     "metadata": {"name": LEASE, "namespace": workload.namespace},
                 }
-                kubectl("create", "--filename=-", given=json.dumps(lease))
+                kubectl("create", "--filename=-", input_text=json.dumps(lease))
 
         for missing, workload in workloads.items():
             has_refusal = partial(find_refusals, workload)

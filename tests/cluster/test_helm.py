@@ -79,7 +79,10 @@ def run_helm(helm: str, namespace: str, *words: str, values: dict[str, Any] | No
 def list_objects(namespace: str) -> dict[str, Any]:
     """Return what Helm installed in a namespace, by kind and name, without what the API server adds."""
     objects = read(KINDS, "--namespace", namespace)["items"]
-    return {f"{each['kind']}/{each['metadata']['name']}": each.get("spec", each.get("rules")) for each in objects}
+    return {
+        f"{installed['kind']}/{installed['metadata']['name']}": installed.get("spec", installed.get("rules"))
+        for installed in objects
+    }
 
 
 @pytest.mark.parametrize("helm", HELMS)
@@ -102,9 +105,9 @@ def test_a_release_is_installed_upgraded_tested_rolled_back_and_removed_and_its_
     for namespace in namespaces:
         for release, (chart, _, values, _) in charts.items():
             run_helm(helm, namespace, "install", release, str(chart), values=values)
-    own, other = namespaces
+    own, other_namespace = namespaces
     installed = list_objects(own)
-    neighbour = list_objects(other)
+    neighbour = list_objects(other_namespace)
     assert installed.keys() == neighbour.keys()
     assert {key.partition("/")[0] for key in installed} >= {"Deployment", "DaemonSet", "PodMonitor", "PrometheusRule"}
 
@@ -121,4 +124,4 @@ def test_a_release_is_installed_upgraded_tested_rolled_back_and_removed_and_its_
     for release in charts:
         run_helm(helm, own, "uninstall", release)
     assert list_objects(own) == {}
-    assert list_objects(other) == neighbour
+    assert list_objects(other_namespace) == neighbour

@@ -97,7 +97,7 @@ def apply_scaled_object(
             trigger["metadata"]["threshold"] = room_threshold
     divide_waiting_times(scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"])
     scaled["spec"]["minReplicaCount"] = fewest_replicas
-    workload.kubectl("apply", "--server-side", "--filename=-", given=json.dumps(scaled))
+    workload.kubectl("apply", "--server-side", "--filename=-", input_text=json.dumps(scaled))
 
 
 def count_replicas(workload: Workload) -> int:

@@ -99,7 +99,7 @@ def dry_run(folder: Path, namespace: str, kinds: set[str]) -> tuple[str, set[str
             metadata = {"name": name, "namespace": namespace, "labels": labels}
             items.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
-    return kubectl("apply", "--server-side", "--dry-run=server", "--filename=-", given=text), unknown
+    return kubectl("apply", "--server-side", "--dry-run=server", "--filename=-", input_text=text), unknown
 
 
 def warns_of_sidecar(report: str) -> bool:
@@ -146,7 +146,7 @@ def test_a_field_that_a_definition_does_not_have_is_refused(namespace: str, kind
         spoiled: dict[str, Any] = document | {"spec": document["spec"] | {"notAField": 1}}
         spoiled["metadata"]["namespace"] = namespace
         report = kubectl(
-            "apply", "--server-side", "--dry-run=server", "--filename=-", given=json.dumps(spoiled), check=False
+            "apply", "--server-side", "--dry-run=server", "--filename=-", input_text=json.dumps(spoiled), check=False
         )
 
         assert "notAField" in report

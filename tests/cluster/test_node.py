@@ -153,10 +153,10 @@ class NodeCard:
     @contextmanager
     def run(self) -> Iterator[None]:
         """Keep the file up to date until the end."""
-        ended = threading.Event()
+        has_ended = threading.Event()
 
         def follow() -> None:
-            while not ended.wait(1.0):
+            while not has_ended.wait(1.0):
                 try:
                     self.update()
                 except (OSError, AssertionError):  # a pod ended meanwhile
@@ -167,7 +167,7 @@ class NodeCard:
         try:
             yield
         finally:
-            ended.set()
+            has_ended.set()
             follower.join()
 
 
@@ -234,7 +234,7 @@ class Sidecar:
 
     def allow_evictions(self, workload: Workload) -> None:
         """Let the sidecar ask for evictions in the namespace of a workload, as the component says."""
-        workload.kubectl("apply", "--filename=-", given=BUDGET)
+        workload.kubectl("apply", "--filename=-", input_text=BUDGET)
         account = f"--serviceaccount={self.namespace}:vllm-headroom"
         workload.kubectl("create", "rolebinding", "evict", "--clusterrole=vllm-headroom-evict", account)
 
@@ -331,11 +331,11 @@ def cause_chaos(workloads: list[Workload], sidecar: Sidecar, ends_seconds: float
             pods = workload.pods()
             if pods:
                 name = chance.choice(pods)["metadata"]["name"]
-                how = chance.choice(("delete", "delete at once", "kill"))
-                report.append(f"{how} {name}")
-                if how == "kill":
+                way = chance.choice(("delete", "delete at once", "kill"))
+                report.append(f"{way} {name}")
+                if way == "kill":
                     kill_containers(find_containers(workload.namespace, name, "vllm"))
-                elif how == "delete":
+                elif way == "delete":
                     workload.kubectl("delete", "pod", name, "--wait=false", check=False)
                 else:
                     workload.kubectl("delete", "pod", name, "--wait=false", "--grace-period=0", "--force", check=False)

@@ -62,7 +62,7 @@ def find_folders() -> list[str]:
     done = subprocess.run([PYTHON, "-P", "-c", FIND_FOLDERS], capture_output=True, text=True, check=True)
     folders: list[str] = []
     for folder in sorted({str(ENGINE), *json.loads(done.stdout)}):
-        is_inside = any(folder == other or folder.startswith(f"{other}/") for other in folders)
+        is_inside = any(folder == other_folder or folder.startswith(f"{other_folder}/") for other_folder in folders)
         if Path(folder).is_dir() and not is_inside:
             folders.append(folder)
     return folders

@@ -271,7 +271,7 @@ def apply(situation: Situation, folder: Path) -> Workload:
         simulation=build_simulation(situation),
     )
     if situation.then == "want_one_more":
-        workload.kubectl("apply", "--filename=-", given=json.dumps(build_autoscaler(situation.replicas)))
+        workload.kubectl("apply", "--filename=-", input_text=json.dumps(build_autoscaler(situation.replicas)))
     return workload
 
 

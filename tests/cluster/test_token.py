@@ -32,5 +32,5 @@ def test_the_guardrail_goes_on_with_the_token_that_the_kubelet_renews(tmp_path: 
         )
         (pod,) = workload.pods()
         time.sleep(TOKEN_SECONDS + 60)
-        kubectl("apply", "--namespace", workload.namespace, "--filename=-", given=BUDGET)
+        kubectl("apply", "--namespace", workload.namespace, "--filename=-", input_text=BUDGET)
         eventually(lambda: pod["metadata"]["name"] not in list_ready(workload), "it is evicted", START_SECONDS, 2.0)

@@ -13,10 +13,10 @@ def data_parallel_page(engines: int, version: str = "0.32.0") -> str:
     `num_gpu_blocks` becomes the sum over all engines on each of them, process_* and `_created` go.
     """
     page = (FOLDER / f"vllm-{version}" / "load-waiting.prom").read_text()
-    page = re.sub(r'num_gpu_blocks="(\d+)"', lambda found: f'num_gpu_blocks="{int(found[1]) * engines}"', page)
-    kept = (line for line in page.splitlines() if not re.match(r"process_|\S+_created", line))
+    page = re.sub(r'num_gpu_blocks="(\d+)"', lambda match: f'num_gpu_blocks="{int(match[1]) * engines}"', page)
+    kept_lines = (line for line in page.splitlines() if not re.match(r"process_|\S+_created", line))
     return "".join(
-        line.replace('engine="0"', f'engine="{rank}"') + "\n" for line in kept for rank in _ranks(line, engines)
+        line.replace('engine="0"', f'engine="{rank}"') + "\n" for line in kept_lines for rank in _ranks(line, engines)
     )
 
 

@@ -60,5 +60,5 @@ CAPTURES: Final = {
 
 def total(page: EnginePage, field: str) -> float | None:
     """Return the field summed over the engines; None when no engine shows it."""
-    known = [value for engine in page.engines if (value := getattr(engine, field)) is not None]
-    return sum(known) if known else None
+    known_values = [value for engine in page.engines if (value := getattr(engine, field)) is not None]
+    return sum(known_values) if known_values else None

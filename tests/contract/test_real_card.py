@@ -20,34 +20,38 @@ BYTES_PER_SECOND: Final = 14 * MIB
 
 def test_the_leak_is_forecast_and_located() -> None:
     course = watch_recording(LEAK).course(UUID)
-    first = course.first_alarm
+    first_alarm = course.first_alarm
 
-    assert first is not None
-    assert BEGAN < first.seconds < FULL
-    assert first.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.05)
+    assert first_alarm is not None
+    assert BEGAN < first_alarm.seconds < FULL
+    assert first_alarm.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.05)
     # After five minutes of growth; the engine ended at a peak of its use, before all of the room was leaked.
-    assert first.time_to_oom_seconds == pytest.approx(FULL - first.seconds, rel=0.4)
-    assert first.time_to_oom_seconds_lower is not None
-    assert first.time_to_oom_seconds_lower < ENDED - first.seconds
-    assert first.location is LeakLocation.TENSORS
-    assert course.leaking == [(first.seconds, None)], "one alarm, which is not taken back"
+    assert first_alarm.time_to_oom_seconds == pytest.approx(FULL - first_alarm.seconds, rel=0.4)
+    assert first_alarm.time_to_oom_seconds_lower is not None
+    assert first_alarm.time_to_oom_seconds_lower < ENDED - first_alarm.seconds
+    assert first_alarm.location is LeakLocation.TENSORS
+    assert course.leaking == [(first_alarm.seconds, None)], "one alarm, which is not taken back"
     assert course.growing == []
 
 
 def test_what_grew_beside_torch_is_what_was_allocated_there() -> None:
     """512 MiB past torch before the leak; while tensors were kept, what is outside stayed as it was."""
-    gpus = [(each.time_seconds, each.gpus[0]) for each in read_recording(LEAK) if not isinstance(each.gpus, Failure)]
+    gpus = [
+        (read_snapshot.time_seconds, read_snapshot.gpus[0])
+        for read_snapshot in read_recording(LEAK)
+        if not isinstance(read_snapshot.gpus, Failure)
+    ]
     outside = [
         (seconds, dict(gpu.inside.parts)[MemoryPart.OUTSIDE_TORCH])
         for seconds, gpu in gpus
         if gpu.inside and {MemoryPart.KV_CACHE, MemoryPart.OUTSIDE_TORCH} <= dict(gpu.inside.parts).keys()
     ]
-    before = outside[0][1]
-    later = [held for seconds, held in outside if seconds > BEGAN + 10]
+    bytes_before = outside[0][1]
+    later = [held_bytes for seconds, held_bytes in outside if seconds > BEGAN + 10]
 
     assert len(later) > 400
-    assert min(later) >= before + 512 * MIB
-    assert max(later) <= before + 700 * MIB
+    assert min(later) >= bytes_before + 512 * MIB
+    assert max(later) <= bytes_before + 700 * MIB
 
 
 def test_a_sleep_is_no_leak() -> None:

@@ -20,8 +20,8 @@ BYTES_PER_SECOND: Final = 128_000
 
 
 def truth(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
-    return found
+    document: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return document
 
 
 LEAKS: Final = [(name, Role(role)) for name in NAMES for role in truth(name)["leaks"]]
@@ -38,14 +38,14 @@ def replay_leaks(name: str) -> LeakReplay:
 
 def list_memory(name: str, role: Role) -> list[tuple[float, float, float]]:
     """Return times, finished requests and a role's own memory, without files, of the later half of a recording."""
-    found = []
+    memory_points = []
     for snapshot in read_snapshots(name):
         if isinstance(snapshot.engines, EnginePage) and not isinstance(snapshot.processes, Failure):
             processes = [process for process in snapshot.processes if process.role is role]
             held_bytes = sum(process.rss_bytes - (process.file_bytes or 0) for process in processes)
             finished = sum(engine.finished_total or 0.0 for engine in snapshot.engines.engines)
-            found.append((snapshot.time_seconds, finished, float(held_bytes)))
-    return found[len(found) // 2 :]
+            memory_points.append((snapshot.time_seconds, finished, float(held_bytes)))
+    return memory_points[len(memory_points) // 2 :]
 
 
 def newest(course: LeakCourse) -> Moment:
@@ -85,31 +85,33 @@ def test_a_leak_is_found_and_stays_found(subtests: pytest.Subtests) -> None:
 def test_the_rate_is_what_the_memory_of_its_process_grows_by(subtests: pytest.Subtests) -> None:
     for name, role in LEAKS:
         with subtests.test(name=name, role=role):
-            said, measured = newest(replay_leaks(name).course(role)), list_memory(name, role)
-            seconds, requests, grown = (after - before for before, after in zip(measured[0], measured[-1], strict=True))
+            alarm, measured = newest(replay_leaks(name).course(role)), list_memory(name, role)
+            seconds, requests, grown = (
+                last_figure - first_figure for first_figure, last_figure in zip(measured[0], measured[-1], strict=True)
+            )
 
-            assert said.bytes_per_second == pytest.approx(grown / seconds, rel=0.1)
-            assert said.bytes_per_request == pytest.approx(grown / requests, rel=0.1)
+            assert alarm.bytes_per_second == pytest.approx(grown / seconds, rel=0.1)
+            assert alarm.bytes_per_request == pytest.approx(grown / requests, rel=0.1)
 
 
 def test_the_rate_is_what_was_leaked(subtests: pytest.Subtests) -> None:
     """The core's memory grows by nothing else; the worker's does, by a third as much, as it keeps kernels."""
     for name, role in [(name, role) for name, role in LEAKS if role is Role.ENGINE_CORE]:
         with subtests.test(name=name, role=role):
-            said = newest(replay_leaks(name).course(role))
+            alarm = newest(replay_leaks(name).course(role))
 
             if truth(name)["leaks"][role]["way"] == "time":
-                assert said.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.1)
+                assert alarm.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.1)
             else:
-                assert said.bytes_per_request == pytest.approx(BYTES_PER_REQUEST, rel=0.1)
+                assert alarm.bytes_per_request == pytest.approx(BYTES_PER_REQUEST, rel=0.1)
 
 
 def test_the_kernel_kills_when_it_was_forecast() -> None:
     """Files that are mapped are taken back first: resident memory fell while the leak went on."""
     course, (_, killed) = replay_leaks("leak-to-death").course(Role.ENGINE_CORE), replay_leaks("leak-to-death").span
-    said = course.first_alarm
+    alarm = course.first_alarm
 
-    assert said is not None
-    assert said.time_to_oom_seconds == pytest.approx(killed - said.seconds, rel=0.05)
-    assert said.time_to_oom_seconds_lower is not None
-    assert said.time_to_oom_seconds_lower < killed - said.seconds
+    assert alarm is not None
+    assert alarm.time_to_oom_seconds == pytest.approx(killed - alarm.seconds, rel=0.05)
+    assert alarm.time_to_oom_seconds_lower is not None
+    assert alarm.time_to_oom_seconds_lower < killed - alarm.seconds

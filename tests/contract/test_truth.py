@@ -137,13 +137,13 @@ def test_the_model_is_the_first_served_name(subtests: pytest.Subtests) -> None:
     for capture in CAPTURES.values():
         with subtests.test(capture.name):
             names = {engine.model_name for engine in capture.read().engines}
-            first = capture.option("served-model-name") or "tiny"
+            first_name = capture.option("served-model-name") or "tiny"
             nothing_served_yet = capture.is_v0 and IN_FLIGHT_DIFFERS.get(capture.name, ("", ""))[1] == NOT_TOLD
 
             if "disable-log-stats" in capture.name:
                 assert names == set()
             else:
-                assert names == {"" if nothing_served_yet else first}
+                assert names == {"" if nothing_served_yet else first_name}
 
 
 def test_preemptions_show_where_the_kv_cache_was_too_small(subtests: pytest.Subtests) -> None:
@@ -162,16 +162,16 @@ def test_a_sleeping_engine_is_not_awake() -> None:
 
 
 def test_a_restart_shows_in_the_start_time() -> None:
-    (before,) = CAPTURES["vllm-0.32.0-series/t026"].read().engines
-    (after,) = CAPTURES["vllm-0.32.0-series/t030"].read().engines
+    (engine_before,) = CAPTURES["vllm-0.32.0-series/t026"].read().engines
+    (engine_after,) = CAPTURES["vllm-0.32.0-series/t030"].read().engines
 
-    assert before.started_at_seconds is not None
-    assert after.started_at_seconds is not None
-    assert after.started_at_seconds > before.started_at_seconds
+    assert engine_before.started_at_seconds is not None
+    assert engine_after.started_at_seconds is not None
+    assert engine_after.started_at_seconds > engine_before.started_at_seconds
 
 
 def test_disabled_statistics_are_no_failure_and_offer_nothing() -> None:
     page = CAPTURES["vllm-0.32.0-disable-log-stats/idle"].read()
 
     assert page.engines == ()
-    assert not any(found for _, found in page.inputs)
+    assert not any(is_available for _, is_available in page.inputs)

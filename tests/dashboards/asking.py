@@ -58,14 +58,16 @@ def _query_variables(
         if variable["type"] == "query":
             name, (series, label) = variable["name"], label_values(variable)
             if is_answer(variable):
-                offered[name] = [each["metric"][label] for each in prometheus.instant(filled(series, put_in))]
+                offered[name] = [
+                    found_series["metric"][label] for found_series in prometheus.instant(filled(series, put_in))
+                ]
             else:
                 offered[name] = prometheus.label_values(filled(series, put_in), label)
             if variable["regex"].startswith("/^"):
                 offered[name] = re.findall(variable["regex"].strip("/"), "\n".join(offered[name]), re.MULTILINE)
-            first = offered[name][0] if is_ranked(variable) else ALL
+            first_value = offered[name][0] if is_ranked(variable) else ALL
             assert chosen.get(name) in {None, *offered[name]}, f"{name} offers {offered[name]}"
-            put_in[name] = interpolated(variable, [chosen.get(name, first)], offered[name])
+            put_in[name] = interpolated(variable, [chosen.get(name, first_value)], offered[name])
         if variable["type"] == "custom":
             put_in[variable["name"]] = interpolated(variable, [chosen.get(variable["name"], ALL)], [])
     return offered, put_in

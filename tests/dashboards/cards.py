@@ -19,17 +19,17 @@ SMALL: Final = 0.3
 class SeveralGpus(SimulatedGpus):
     """What is made of the world's GPU as it began and as it is now."""
 
-    first: GpuReading | None = None
+    first_reading: GpuReading | None = None
 
     async def read(self, timeout_seconds: float) -> GpuReadings:
         """Return one reading of the devices."""
-        found = await super().read(timeout_seconds)
-        (now,) = found.devices
-        self.first = self.first or now
-        return replace(found, devices=self.devices(self.first, now))
+        readings = await super().read(timeout_seconds)
+        (now,) = readings.devices
+        self.first_reading = self.first_reading or now
+        return replace(readings, devices=self.devices(self.first_reading, now))
 
     @abstractmethod
-    def devices(self, first: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
+    def devices(self, first_reading: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
         """Return the devices."""
 
 
@@ -46,8 +46,10 @@ class MigInstances(SeveralGpus):
 
     def devices(self, reading: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
         """Return the instances."""
-        each = (now, reading, replace(reading, processes=()))
-        return tuple(replace(device, index=1, uuid=uuid) for device, uuid in zip(each, INSTANCES, strict=True))
+        instance_readings = (now, reading, replace(reading, processes=()))
+        return tuple(
+            replace(device, index=1, uuid=uuid) for device, uuid in zip(instance_readings, INSTANCES, strict=True)
+        )
 
 
 class SmallCard(SimulatedGpus):
@@ -55,8 +57,8 @@ class SmallCard(SimulatedGpus):
 
     async def read(self, timeout_seconds: float) -> GpuReadings:
         """Return one reading of the device."""
-        found = await super().read(timeout_seconds)
-        return replace(found, devices=tuple(_shrunk(device) for device in found.devices))
+        readings = await super().read(timeout_seconds)
+        return replace(readings, devices=tuple(_shrunk(device) for device in readings.devices))
 
 
 def numbered_uuid(gpu: int) -> str:
@@ -74,7 +76,7 @@ def _shrunk(device: GpuReading) -> GpuReading:
     assert memory.reserved_bytes is not None
     assert device.used_peak_bytes is not None
     used, total, reserved = (
-        int(SMALL * each) for each in (memory.used_bytes, memory.total_bytes, memory.reserved_bytes)
+        int(SMALL * memory_bytes) for memory_bytes in (memory.used_bytes, memory.total_bytes, memory.reserved_bytes)
     )
     small = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=total - used - reserved, reserved_bytes=reserved)
     assert device.processes is not None

@@ -62,8 +62,8 @@ def metrics(engine: str) -> frozenset[str]:
 
 def told(engine: str) -> frozenset[str]:
     """Return the metrics that doctor says to be absent: they are made of what this engine does not tell."""
-    (profile,) = (each for each in PROFILES if each.product == engine)
-    return frozenset(made.name for name, _ in profile.absent for made in SERIES.get(name, ()))
+    (profile,) = (engine_profile for engine_profile in PROFILES if engine_profile.product == engine)
+    return frozenset(metric.name for name, _ in profile.absent for metric in SERIES.get(name, ()))
 
 
 @cache
@@ -104,7 +104,7 @@ def rules_without(engine: str) -> set[str]:
 def queries_without(engine: str, board: str) -> set[tuple[str, str]]:
     """Return the queries of a board's panels, by title and name, that never have a result of this engine."""
     every = [query for panel in panels(load(board)) for query in queries(panel)]
-    return {(each.where, each.name) for each in every if not answers(parsed(plain(each.expr)), lost(engine))}
+    return {(query.where, query.name) for query in every if not answers(parsed(plain(query.expr)), lost(engine))}
 
 
 def table() -> str:
@@ -121,17 +121,17 @@ def table() -> str:
 
 def _panels_without(engine: str) -> tuple[list[str], list[str]]:
     """Return the panels that stay empty, and those that lack a part."""
-    found: tuple[list[str], list[str]] = [], []
+    panel_lists: tuple[list[str], list[str]] = [], []
     for board in NAMES:
         without = queries_without(engine, board)
         for panel in panels(load(board)):
-            asked = {(query.where, query.name) for query in queries(panel)}
-            if asked & without:
+            panel_queries = {(query.where, query.name) for query in queries(panel)}
+            if panel_queries & without:
                 where = "" if board == "headroom" else f" ({board})"
-                found[0 if asked <= without else 1].append(f"{panel['title']}{where}")
-    return found
+                panel_lists[0 if panel_queries <= without else 1].append(f"{panel['title']}{where}")
+    return panel_lists
 
 
 def plain(expr: str) -> str:
     """Return a board's expression with something for each variable."""
-    return VARIABLE.sub(lambda found: "1m" if "__" in found[0] else ".*", expr)
+    return VARIABLE.sub(lambda match: "1m" if "__" in match[0] else ".*", expr)

@@ -222,14 +222,14 @@ EMPTY: Final = (
 
 def expected_empty(dashboard: Json, target: str) -> set[tuple[str, str]]:
     """Return the places and names of the queries that have no data over a target."""
-    return {place for each in EMPTY if target in each.over for place in places(each, dashboard)}
+    return {place for empty in EMPTY if target in empty.over for place in places(empty, dashboard)}
 
 
 def places(empty: Empty, dashboard: Json) -> Iterator[tuple[str, str]]:
     """Yield what is in a line of the table, by place and name; what is not on the dashboard fails."""
     there = [(query.where, query.name) for query in every_query(dashboard)]
     for where, names in empty.queries.get(dashboard["uid"], {}).items():
-        meant = [(where, name) for name in names] or [place for place in there if place[0] == where]
-        assert meant, f"there is no panel {where}"
-        assert set(meant) <= set(there), f"{where} has not all of {names}"
-        yield from meant
+        meant_places = [(where, name) for name in names] or [place for place in there if place[0] == where]
+        assert meant_places, f"there is no panel {where}"
+        assert set(meant_places) <= set(there), f"{where} has not all of {names}"
+        yield from meant_places

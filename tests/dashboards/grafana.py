@@ -56,7 +56,7 @@ def load(name: str) -> Json:
 
 def panels(dashboard: Json) -> list[Json]:
     """Return the panels, those in collapsed rows too, without the rows."""
-    every = [each for panel in dashboard["panels"] for each in (panel, *panel.get("panels", ()))]
+    every = [shown_panel for panel in dashboard["panels"] for shown_panel in (panel, *panel.get("panels", ()))]
     return [panel for panel in every if panel["type"] != "row"]
 
 
@@ -105,8 +105,12 @@ def is_answer(variable: Json) -> bool:
 def marked(dashboard: Json) -> list[Query]:
     """Return the annotations' queries; both their texts are the legend."""
     return [
-        Query(where=each["name"], expr=each["expr"], legend=each["titleFormat"] + " " + each["textFormat"])
-        for each in dashboard["annotations"]["list"]
+        Query(
+            where=annotation["name"],
+            expr=annotation["expr"],
+            legend=annotation["titleFormat"] + " " + annotation["textFormat"],
+        )
+        for annotation in dashboard["annotations"]["list"]
     ]
 
 
@@ -122,12 +126,12 @@ def every_query(dashboard: Json) -> Iterator[Query]:
 
 def used(text: str) -> set[str]:
     """Return the names of the variables in a text."""
-    return {found["braced"] or found["plain"] for found in VARIABLE.finditer(text)}
+    return {match["braced"] or match["plain"] for match in VARIABLE.finditer(text)}
 
 
 def filled(expr: str, values: Mapping[str, str]) -> str:
     """Return the expression with what represents each variable; one without a value fails."""
-    return VARIABLE.sub(lambda found: values[found["braced"] or found["plain"]], expr)
+    return VARIABLE.sub(lambda match: values[match["braced"] or match["plain"]], expr)
 
 
 def interpolated(variable: Json, chosen: Sequence[str], options: Sequence[str]) -> str:
@@ -136,5 +140,5 @@ def interpolated(variable: Json, chosen: Sequence[str], options: Sequence[str]) 
         if "allValue" in variable:
             return str(variable["allValue"])
         chosen = options
-    escaped = [SPECIAL.sub(r"\\\\\g<0>", each.replace("\\", 4 * "\\")) for each in chosen]
+    escaped = [SPECIAL.sub(r"\\\\\g<0>", chosen_value.replace("\\", 4 * "\\")) for chosen_value in chosen]
     return escaped[0] if len(escaped) == 1 else f"({'|'.join(escaped)})"

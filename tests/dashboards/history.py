@@ -77,7 +77,7 @@ def open_metrics(
     The format knows no staleness markers: let Prometheus look back for less than two scrapes (--query.lookback-delta).
     """
     families: dict[str, list[str]] = {}
-    for scenario, gpus, page in {each.played: None for each in targets}:
+    for scenario, gpus, page in {played_target.played: None for played_target in targets}:
         played = scrapes(
             scenario, hours, ends_seconds=ends_seconds, scrape_seconds=scrape_seconds, gpus=gpus, page=page
         )

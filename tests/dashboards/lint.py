@@ -34,7 +34,7 @@ class Fault:
     """What is wrong; `where` is a panel's title, or the name of a variable or annotation."""
 
     where: str
-    what: str
+    problem: str
 
 
 Faults = Iterator[Fault]
@@ -47,37 +47,37 @@ def every(value: Any, key: str) -> Iterator[Any]:
             yield value[key]
         value = list(value.values())
     if isinstance(value, list):
-        for each in value:
-            yield from every(each, key)
+        for member in value:
+            yield from every(member, key)
 
 
 def importable(dashboard: Json) -> Faults:
     """A file can be imported, provisioned and mounted as it is: `__inputs` works for the first alone."""
     for key in ("__inputs", "__requires", "__elements"):
         if key in dashboard:
-            yield Fault(where=key, what="not substituted when provisioned")
+            yield Fault(where=key, problem="not substituted when provisioned")
     for key, wanted in {"id": None, "editable": False, "schemaVersion": 39}.items():
         if dashboard.get(key, "") != wanted:
-            yield Fault(where=key, what=f"is not {wanted}")
+            yield Fault(where=key, problem=f"is not {wanted}")
     if not re.fullmatch(r"[a-z-]{1,40}", dashboard.get("uid") or ""):
-        yield Fault(where="uid", what="a link needs one that is fixed")
+        yield Fault(where="uid", problem="a link needs one that is fixed")
     if "vllm-headroom" not in dashboard["tags"]:
-        yield Fault(where="tags", what="the links between the dashboards go by the tag")
+        yield Fault(where="tags", problem="the links between the dashboards go by the tag")
 
 
 def one_data_source(dashboard: Json) -> Faults:
     """The data source is chosen once, at the top."""
     sources = [variable for variable in variables(dashboard) if variable["type"] == "datasource"]
-    found = [(source["name"], source["label"], source["query"]) for source in sources]
-    if found != [("datasource", "Data source", "prometheus")]:
-        yield Fault(where="variables", what=f"the data sources are {found}")
-    for each in every(dashboard, "datasource"):
-        if each != DATASOURCE:
-            yield Fault(where="datasource", what=f"is {each}")
+    source_fields = [(source["name"], source["label"], source["query"]) for source in sources]
+    if source_fields != [("datasource", "Data source", "prometheus")]:
+        yield Fault(where="variables", problem=f"the data sources are {source_fields}")
+    for data_source in every(dashboard, "datasource"):
+        if data_source != DATASOURCE:
+            yield Fault(where="datasource", problem=f"is {data_source}")
     for panel in panels(dashboard):
         for target in (panel, *panel.get("targets", ())):
             if "datasource" not in target:
-                yield Fault(where=panel["title"], what="has no data source")
+                yield Fault(where=panel["title"], problem="has no data source")
 
 
 def choosable(dashboard: Json) -> Faults:
@@ -85,20 +85,20 @@ def choosable(dashboard: Json) -> Faults:
 
     Of those that a query ranks one is chosen.
     """
-    asked = [variable for variable in variables(dashboard) if variable["type"] != "datasource"]
-    for missing in {"job", "instance"} - {each["name"] for each in asked}:
-        yield Fault(where=missing, what="cannot be chosen")
-    for each in asked:
+    asked_variables = [variable for variable in variables(dashboard) if variable["type"] != "datasource"]
+    for missing in {"job", "instance"} - {listed_variable["name"] for listed_variable in asked_variables}:
+        yield Fault(where=missing, problem="cannot be chosen")
+    for asked_variable in asked_variables:
         wanted: Json = {"type": "query", "multi": True, "includeAll": True, "allValue": ".*", "refresh": 2}
-        if each["type"] == "custom":
+        if asked_variable["type"] == "custom":
             wanted = {"multi": True, "includeAll": True, "allValue": ".*"}
-        if each.get("hide") == HIDDEN:
+        if asked_variable.get("hide") == HIDDEN:
             wanted = {"type": "query", "multi": True, "includeAll": False, "refresh": 2}
-        if is_ranked(each):
+        if is_ranked(asked_variable):
             wanted = {"type": "query", "multi": False, "includeAll": False, "refresh": 2, "sort": 0}
         for key, value in wanted.items():
-            if each.get(key) != value:
-                yield Fault(where=each["name"], what=f"{key} is not {value}")
+            if asked_variable.get(key) != value:
+                yield Fault(where=asked_variable["name"], problem=f"{key} is not {value}")
 
 
 def explained(dashboard: Json) -> Faults:
@@ -106,10 +106,10 @@ def explained(dashboard: Json) -> Faults:
     for panel in panels(dashboard):
         for key in ("title", "description"):
             if not panel.get(key, "").strip():
-                yield Fault(where=panel.get("title", ""), what=f"no {key}")
+                yield Fault(where=panel.get("title", ""), problem=f"no {key}")
     for title, count in Counter(panel.get("title") for panel in panels(dashboard)).items():
         if count > 1:
-            yield Fault(where=title or "", what=f"{count} panels have this title")
+            yield Fault(where=title or "", problem=f"{count} panels have this title")
 
 
 def units(dashboard: Json) -> Faults:
@@ -117,10 +117,10 @@ def units(dashboard: Json) -> Faults:
     for panel in panels(dashboard):
         config = panel.get("fieldConfig", {"defaults": {}, "overrides": []})
         properties = [setting for override in config["overrides"] for setting in override["properties"]]
-        changed = [each["value"] for each in properties if each["id"] == "unit"]
+        changed = [field_property["value"] for field_property in properties if field_property["id"] == "unit"]
         for unit in (config["defaults"].get("unit", ""), *changed):
             if unit not in UNITS and not unit.startswith("time:"):
-                yield Fault(where=panel["title"], what=f'"{unit}" is no unit')
+                yield Fault(where=panel["title"], problem=f'"{unit}" is no unit')
 
 
 def identified(dashboard: Json) -> Faults:
@@ -128,11 +128,11 @@ def identified(dashboard: Json) -> Faults:
     rows = [panel for panel in dashboard["panels"] if panel["type"] == "row"]
     for number, count in Counter(panel["id"] for panel in (*rows, *panels(dashboard))).items():
         if count > 1:
-            yield Fault(where="id", what=f"{count} panels are number {number}")
+            yield Fault(where="id", problem=f"{count} panels are number {number}")
     for panel in panels(dashboard):
         refs = [target["refId"] for target in panel.get("targets", ())]
         if not refs or len(refs) != len(set(refs)):
-            yield Fault(where=panel["title"], what=f"the queries are {refs}")
+            yield Fault(where=panel["title"], problem=f"the queries are {refs}")
 
 
 def placed(dashboard: Json) -> Faults:
@@ -140,11 +140,11 @@ def placed(dashboard: Json) -> Faults:
     row: Json = {"collapsed": True}
     for panel in dashboard["panels"]:
         if panel["type"] != "row" and row["collapsed"]:
-            yield Fault(where=panel["title"], what="not in an open row")
+            yield Fault(where=panel["title"], problem="not in an open row")
         if panel["type"] == "row":
             row = panel
             if row["collapsed"] != bool(row["panels"]):
-                yield Fault(where=row["title"], what="a collapsed row has its panels inside, an open one after it")
+                yield Fault(where=row["title"], problem="a collapsed row has its panels inside, an open one after it")
     groups = [dashboard["panels"], *(panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row")]
     for group in groups:
         yield from _apart(group)
@@ -154,12 +154,12 @@ def _apart(group: list[Json]) -> Faults:
     for panel in group:
         place = panel["gridPos"]
         if place["x"] < 0 or place["w"] < 1 or place["h"] < 1 or place["x"] + place["w"] > COLUMNS:
-            yield Fault(where=panel["title"], what="out of the page")
-    for one, other in combinations(group, 2):
-        a, b = one["gridPos"], other["gridPos"]
-        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        if not (beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]):
-            yield Fault(where=one["title"], what=f"overlaps {other['title']}")
+            yield Fault(where=panel["title"], problem="out of the page")
+    for first_panel, second_panel in combinations(group, 2):
+        a, b = first_panel["gridPos"], second_panel["gridPos"]
+        is_beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        if not (is_beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]):
+            yield Fault(where=first_panel["title"], problem=f"overlaps {second_panel['title']}")
 
 
 def colours(dashboard: Json) -> Faults:
@@ -167,17 +167,17 @@ def colours(dashboard: Json) -> Faults:
     for key in ("color", "fixedColor", "iconColor"):
         for colour in every(dashboard, key):
             if isinstance(colour, str) and not COLOUR.fullmatch(colour):
-                yield Fault(where=key, what=f"{colour} is no colour")
+                yield Fault(where=key, problem=f"{colour} is no colour")
 
 
 def linked(dashboard: Json) -> Faults:
     """A link to a dashboard goes to one of these, and sets variables it has: in its address, or in a query's label."""
-    there = {made["uid"]: {variable["name"] for variable in variables(made)} for made in map(load, NAMES)}
+    there = {board["uid"]: {variable["name"] for variable in variables(board)} for board in map(load, NAMES)}
     for panel in panels(dashboard):
         labels = "".join(target["expr"] for target in panel.get("targets", ()) if "var-" in target["expr"])
         for uid, address in re.findall(r'"/d/([\w-]+)([^"]*)"', json.dumps(panel)):
             if uid not in there:
-                yield Fault(where=panel["title"], what=f"there is no dashboard {uid}")
+                yield Fault(where=panel["title"], problem=f"there is no dashboard {uid}")
             by_label = labels if CELL in address else ""
             for name in set(re.findall(r"var-(\w+)=", address + by_label)) - there.get(uid, set()):
-                yield Fault(where=panel["title"], what=f"{uid} has no variable {name}")
+                yield Fault(where=panel["title"], problem=f"{uid} has no variable {name}")

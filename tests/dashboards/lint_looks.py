@@ -39,14 +39,14 @@ def readable(dashboard: Json) -> Faults:
     """Curves have their values in the legend and in a tooltip in their order; no query is finer than the scrapes."""
     for panel in panels(dashboard):
         if panel.get("interval") != "15s":
-            yield Fault(where=panel["title"], what="no least interval")
+            yield Fault(where=panel["title"], problem="no least interval")
         if panel["type"] != "timeseries":
             continue
         legend, tooltip = panel["options"]["legend"], panel["options"]["tooltip"]
         if not legend["showLegend"] or legend["calcs"][-1:] != ["lastNotNull"]:
-            yield Fault(where=panel["title"], what="no values in the legend")
+            yield Fault(where=panel["title"], problem="no values in the legend")
         if (tooltip["mode"], tooltip["sort"]) != ("multi", "desc"):
-            yield Fault(where=panel["title"], what="the tooltip is of one, or not sorted")
+            yield Fault(where=panel["title"], problem="the tooltip is of one, or not sorted")
 
 
 def distinct(dashboard: Json) -> Faults:
@@ -54,10 +54,12 @@ def distinct(dashboard: Json) -> Faults:
     for panel in panels(dashboard):
         if panel["type"] != "timeseries":
             continue
-        for one, other in combinations(sorted(_given(panel)), 2):
+        for first_colour, second_colour in combinations(sorted(_given(panel)), 2):
             for eyes in EYES:
-                if dist(_seen(one, eyes), _seen(other, eyes)) < APART:
-                    yield Fault(where=panel["title"], what=f"{one} and {other} look alike to {eyes}")
+                if dist(_seen(first_colour, eyes), _seen(second_colour, eyes)) < APART:
+                    yield Fault(
+                        where=panel["title"], problem=f"{first_colour} and {second_colour} look alike to {eyes}"
+                    )
 
 
 def _given(panel: Json) -> set[str]:
@@ -78,7 +80,9 @@ def _seen(colour: str, eyes: str) -> tuple[float, ...]:
     x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
     y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
-    fx, fy, fz = (each ** (1 / 3) if each > 0.008856 else 7.787 * each + 16 / 116 for each in (x, y, z))
+    fx, fy, fz = (
+        coordinate ** (1 / 3) if coordinate > 0.008856 else 7.787 * coordinate + 16 / 116 for coordinate in (x, y, z)
+    )
     return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
 
 
@@ -87,9 +91,11 @@ def whole(dashboard: Json) -> Faults:
     for query, expr in trees(query for panel in panels(dashboard) for query in queries(panel)):
         for node in nodes(expr):
             if isinstance(node, promql.AggregateExpr) and str(node.op) == "sum":
-                asked = [selector.name for selector in selectors(node) if "gpu" in KNOWN.get(selector.name or "", ())]
-                if asked and "gpu" not in (labels(node, KNOWN)[0] or ()):
-                    yield Fault(where=query.where, what=f"{asked[0]} is summed over GPUs")
+                summed_names = [
+                    selector.name for selector in selectors(node) if "gpu" in KNOWN.get(selector.name or "", ())
+                ]
+                if summed_names and "gpu" not in (labels(node, KNOWN)[0] or ()):
+                    yield Fault(where=query.where, problem=f"{summed_names[0]} is summed over GPUs")
 
 
 def admitted(dashboard: Json) -> Faults:
@@ -97,18 +103,20 @@ def admitted(dashboard: Json) -> Faults:
     for panel in panels(dashboard):
         defaults = panel["fieldConfig"]["defaults"]
         if not defaults.get("noValue"):
-            yield Fault(where=panel["title"], what="does not say why it is empty")
+            yield Fault(where=panel["title"], problem="does not say why it is empty")
         if panel["type"] != "stat":
             continue
         special = [mapping["options"] for mapping in defaults["mappings"] if mapping["type"] == "special"]
-        said = [(each["match"], each["result"]["text"], each["result"]["color"]) for each in special]
+        special_texts = [
+            (mapping["match"], mapping["result"]["text"], mapping["result"]["color"]) for mapping in special
+        ]
         colour = "#8e8e8e" if defaults.get("noValue") == NOTHING else "text"
-        if said != [("null+nan", defaults.get("noValue"), colour)]:
-            yield Fault(where=panel["title"], what=f"says {said} where there is nothing")
+        if special_texts != [("null+nan", defaults.get("noValue"), colour)]:
+            yield Fault(where=panel["title"], problem=f"says {special_texts} where there is nothing")
 
 
 def single(dashboard: Json) -> Faults:
     """A board of GPUs is of one engine, the worst unless another is chosen: many make one smear."""
     choices = {variable["name"]: variable for variable in variables(dashboard)}
     if "uuid" in choices and not is_ranked(choices["instance"]):
-        yield Fault(where="instance", what="many can be chosen")
+        yield Fault(where="instance", problem="many can be chosen")

@@ -19,10 +19,10 @@ LABEL: Final = re.compile(r"\{\{ *(\w+) *\}\}")
 
 def legends(dashboard: Json) -> Faults:
     """A legend, and the text of an annotation, names labels that the query keeps."""
-    asked = [query for panel in panels(dashboard) for query in queries(panel)]
-    for query, expr in trees(asked + marked(dashboard)):
+    panel_queries = [query for panel in panels(dashboard) for query in queries(panel)]
+    for query, expr in trees(panel_queries + marked(dashboard)):
         for name in sorted(set(LABEL.findall(query.legend)) - (labels(expr, KNOWN)[0] or frozenset())):
-            yield Fault(where=query.where, what=f"its text has {name}, its result has not")
+            yield Fault(where=query.where, problem=f"its text has {name}, its result has not")
 
 
 def overrides(dashboard: Json) -> Faults:
@@ -33,9 +33,9 @@ def overrides(dashboard: Json) -> Faults:
         for override in panel["fieldConfig"]["overrides"]:
             kind, wanted = override["matcher"]["id"], override["matcher"]["options"]
             if kind == "byName" and not any(re.fullmatch(_pattern(name), wanted) for name in names):
-                yield Fault(where=panel["title"], what=f"nothing is called {wanted}")
+                yield Fault(where=panel["title"], problem=f"nothing is called {wanted}")
             if kind == "byRegexp" and not any(re.search(wanted.strip("/"), name) for name in _filled(names)):
-                yield Fault(where=panel["title"], what=f"nothing is called like {wanted}")
+                yield Fault(where=panel["title"], problem=f"nothing is called like {wanted}")
 
 
 def named(panel: Json) -> set[str]:
@@ -67,8 +67,8 @@ def columns(table: Json) -> set[str]:
     """Return the names of a table's columns, after its transformations."""
     names = asked(table)
     for organizer in organizers(table):
-        gone = {name for name, out in organizer.get("excludeByName", {}).items() if out}
-        names = {organizer.get("renameByName", {}).get(name) or name for name in names - gone}
+        excluded = {name for name, out in organizer.get("excludeByName", {}).items() if out}
+        names = {organizer.get("renameByName", {}).get(name) or name for name in names - excluded}
     return names
 
 
@@ -99,7 +99,7 @@ def organized(dashboard: Json) -> Faults:
             for name in organizer.get(part, {})
         }
         for name in sorted(named_here - there):
-            yield Fault(where=table["title"], what=f"there is no column {name}")
+            yield Fault(where=table["title"], problem=f"there is no column {name}")
         for name in sorted(columns(table)):
             if name.startswith(("Time", "Value")):
-                yield Fault(where=table["title"], what=f"a column is called {name}")
+                yield Fault(where=table["title"], problem=f"a column is called {name}")

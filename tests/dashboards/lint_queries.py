@@ -35,9 +35,9 @@ def tree(expr: str) -> promql.Expr | str:
         return str(error)
 
 
-def trees(found: Iterable[Query]) -> Iterator[tuple[Query, promql.Expr]]:
+def trees(all_queries: Iterable[Query]) -> Iterator[tuple[Query, promql.Expr]]:
     """Yield the queries that are valid, each with its tree."""
-    for query in found:
+    for query in all_queries:
         if not isinstance(read := tree(query.expr), str):
             yield query, read
 
@@ -47,22 +47,22 @@ def valid(dashboard: Json) -> Faults:
     there = {variable["name"] for variable in variables(dashboard)} | BUILT_IN.keys()
     for query in every_query(dashboard):
         if isinstance(read := tree(query.expr), str):
-            yield Fault(where=query.where, what=read)
+            yield Fault(where=query.where, problem=read)
         for name in used(query.expr) - there:
-            yield Fault(where=query.where, what=f"there is no variable {name}")
+            yield Fault(where=query.where, problem=f"there is no variable {name}")
 
 
 def known(dashboard: Json) -> Faults:
     """Every metric and label exists: in the catalogue, as a recording rule, or as Prometheus's own."""
     for query, expr in trees(every_query(dashboard)):
-        yield from (Fault(where=query.where, what=fault) for fault in labels(expr, KNOWN)[1])
+        yield from (Fault(where=query.where, problem=fault) for fault in labels(expr, KNOWN)[1])
 
 
 def narrowed(dashboard: Json) -> Faults:
     """A query asks for what is chosen: by every variable that its metric has a label for."""
     names = {variable["name"] for variable in variables(dashboard) if variable["type"] == "query"}
-    asked = [query for panel in panels(dashboard) for query in queries(panel)]
-    for query, expr in trees(asked + marked(dashboard)):
+    panel_queries = [query for panel in panels(dashboard) for query in queries(panel)]
+    for query, expr in trees(panel_queries + marked(dashboard)):
         for selector in selectors(expr):
             there = (
                 TARGET
@@ -71,7 +71,7 @@ def narrowed(dashboard: Json) -> Faults:
             )
             by = {matcher.name for matcher in selector.matchers.matchers if _is_choice(matcher)}
             for name in sorted(names & there - by):
-                yield Fault(where=query.where, what=f'{selector.name} is not narrowed by {name}=~"${name}"')
+                yield Fault(where=query.where, problem=f'{selector.name} is not narrowed by {name}=~"${name}"')
 
 
 def _is_choice(matcher: promql.Matcher) -> bool:
@@ -84,7 +84,7 @@ def rates(dashboard: Json) -> Faults:
     for query, expr in trees(every_query(dashboard)):
         for call in _calls(expr):
             if call.func.name in RATES and getattr(call.args[0], "range", None) != RATE_INTERVAL:
-                yield Fault(where=query.where, what=f"{call.func.name} is not over $__rate_interval")
+                yield Fault(where=query.where, problem=f"{call.func.name} is not over $__rate_interval")
 
 
 def counters(dashboard: Json) -> Faults:
@@ -93,7 +93,7 @@ def counters(dashboard: Json) -> Faults:
         inside = [str(selector) for call in _calls(expr) if call.func.name in COUNTS for selector in selectors(call)]
         for bare in Counter(str(vector_selector) for vector_selector in selectors(expr)) - Counter(inside):
             if re.match(r"\w+_total\b", bare):
-                yield Fault(where=query.where, what=f"{bare.partition('{')[0]} is not inside rate or the like")
+                yield Fault(where=query.where, problem=f"{bare.partition('{')[0]} is not inside rate or the like")
 
 
 def _calls(expr: promql.Expr) -> list[Any]:
@@ -106,4 +106,4 @@ def fresh(dashboard: Json) -> Faults:
         if panel["type"] in {"stat", "table"}:
             for query in queries(panel):
                 if not query.instant:
-                    yield Fault(where=query.where, what=f"{query.legend} is the last of a range: ask for an instant")
+                    yield Fault(where=query.where, problem=f"{query.legend} is the last of a range: ask for an instant")

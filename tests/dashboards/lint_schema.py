@@ -27,19 +27,19 @@ def dashboard_schema(dashboard: Json) -> Faults:
     """Everything outside of panels' own options is as Grafana writes it."""
     document = json.loads(json.dumps(dashboard))
     for part in ("annotations", "templating"):
-        document[part]["list"] = [_without(each, MORE[part]) for each in document[part]["list"]]
+        document[part]["list"] = [_without(element, MORE[part]) for element in document[part]["list"]]
     for variable in document["templating"]["list"]:
         if variable["current"] == {}:  # nothing chosen yet: Grafana takes the default data source
             del variable["current"]
     for error in Draft7Validator(DASHBOARD).iter_errors(document):
-        yield Fault(where=error.json_path, what=_told(error))
+        yield Fault(where=error.json_path, problem=_told(error))
 
 
 def panels_schema(dashboard: Json) -> Faults:
     """A panel's options, and what only its fields have, are those of its kind."""
     for panel in panels(dashboard):
         if panel["type"] not in PANELS:
-            yield Fault(where=panel["title"], what=f"no schema of {panel['type']} was kept")
+            yield Fault(where=panel["title"], problem=f"no schema of {panel['type']} was kept")
             continue
         config = panel["fieldConfig"]
         drawn = config["defaults"].get("custom", {})
@@ -55,7 +55,7 @@ def _property(panel: Json, name: str, value: Any) -> Faults:
         return
     fields = {"$ref": "#/definitions/FieldConfig", "definitions": DASHBOARD["definitions"]}
     for error in Draft7Validator(fields).iter_errors({name: value}):
-        yield Fault(where=panel["title"], what=_told(error))
+        yield Fault(where=panel["title"], problem=_told(error))
 
 
 def _panel(panel: Json, configured: Json) -> Faults:
@@ -66,11 +66,11 @@ def _panel(panel: Json, configured: Json) -> Faults:
         configured = {**configured, "custom": _without(configured["custom"], MORE.get(panel["type"], frozenset()))}
     for error in Draft7Validator(PANELS[panel["type"]]).iter_errors(configured):
         if error.validator != "required":
-            yield Fault(where=panel["title"], what=_told(error))
+            yield Fault(where=panel["title"], problem=_told(error))
 
 
 def _without(value: Json, keys: Iterable[str]) -> Json:
-    return {key: each for key, each in value.items() if key not in set(keys)}
+    return {key: field_value for key, field_value in value.items() if key not in set(keys)}
 
 
 def _told(error: ValidationError) -> str:

@@ -30,7 +30,7 @@ def inlined() -> Iterator[tuple[str, str]]:
     """Yield the recording rules with what earlier ones mean in place of their names: nothing is recorded yet."""
     earlier: dict[str, str] = {}
     for name, expr in recorded():
-        earlier[name] = _NAME.sub(lambda found: _meant(found, earlier), f"({expr})")
+        earlier[name] = _NAME.sub(lambda match: _meant(match, earlier), f"({expr})")
         yield name, earlier[name]
 
 
@@ -62,21 +62,23 @@ def _alerts(rule: Mapping[str, Any], series: Series, times: Sequence[float]) -> 
         labels |= {**written, "alertname": rule["alert"]}
         states = list(_states({float(at) for at, _ in a_series["values"]}, times, wait, keep))
         for state in ("pending", "firing"):
-            values = [(at, 1) for at, found, _ in states if found == state]
+            values = [(at, 1) for at, held_state, _ in states if held_state == state]
             alerts.append({"metric": {**labels, "alertstate": state}, "values": values})
-        active_since.append({"metric": labels, "values": [(at, since) for at, found, since in states if found]})
+        active_since.append(
+            {"metric": labels, "values": [(at, since) for at, held_state, since in states if held_state]}
+        )
     return alerts, active_since
 
 
 def _states(active: set[float], times: Sequence[float], wait: float, keep: float) -> Iterator[tuple[float, str, float]]:
     """Yield the state at each time, and since when: pending for `for`, then firing, and `keep_firing_for` longer."""
-    since = last = NEVER
+    since = last_active = NEVER
     state = ""
     for at in times:
         if at in active:
-            since, last = (since if state else at), at
+            since, last_active = (since if state else at), at
             state = "firing" if state == "firing" or at - since >= wait else "pending"
-        elif state != "firing" or at - last >= keep:
+        elif state != "firing" or at - last_active >= keep:
             state = ""
         yield at, state, since
 

@@ -72,11 +72,11 @@ def _pod(
     number: int,
     answers_hours: float = HOURS,
     gpus: type[SimulatedGpus] = SimulatedGpus,
-    **more: str,
+    **extra_labels: str,
 ) -> Target:
     name = f"vllm-{scenario.name}-{number}"
     labels = {"namespace": f"team-{number}", "job": f"team-{number}/vllm-headroom", "pod": name}
-    labels |= {"instance": f"10.1.0.{number}:9839", **more}
+    labels |= {"instance": f"10.1.0.{number}:9839", **extra_labels}
     return Target(scenario=scenario, labels=labels, answers_hours=answers_hours, gpus=gpus)
 
 
@@ -108,14 +108,14 @@ class Prometheus:
 
     def ask(self, path: str, **form: str) -> Any:
         answer = self._client.post(f"/api/v1/{path}", data=form)
-        told = answer.json()
-        assert told["status"] == "success", f"{form}: {told.get('error')}"
-        return told["data"]
+        reply = answer.json()
+        assert reply["status"] == "success", f"{form}: {reply.get('error')}"
+        return reply["data"]
 
     def instant(self, expr: str) -> list[dict[str, Any]]:
         """Return the series that the expression has now, each with its one value."""
         answer = self.ask("query", query=expr, time=str(NOW))["result"]
-        return [{"metric": each["metric"], "values": [each["value"]]} for each in answer]
+        return [{"metric": series["metric"], "values": [series["value"]]} for series in answer]
 
     def over_time(self, expr: str, step_seconds: float) -> list[dict[str, Any]]:
         """Return the series that the expression has at any time."""
@@ -125,7 +125,7 @@ class Prometheus:
     def label_values(self, series: str, label: str) -> list[str]:
         """Return the values that a label of these series has had."""
         form = {"match[]": series, "start": str(BEGIN), "end": str(NOW)}
-        return sorted({each[label] for each in self.ask("series", **form) if each.get(label)})
+        return sorted({found_series[label] for found_series in self.ask("series", **form) if found_series.get(label)})
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the groups of rules, with how each fared."""

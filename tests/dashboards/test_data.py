@@ -29,16 +29,16 @@ def test_over_all_targets_only_that_has_no_data_which_never_has(
             dashboard = load(name)
             never = set.intersection(*(expected_empty(dashboard, target) for target in TARGETS))
 
-            found = without_data(prometheus, dashboard, {})
-            assert found <= never or any(
+            empty_queries = without_data(prometheus, dashboard, {})
+            assert empty_queries <= never or any(
                 is_ranked(variable) for variable in variables(dashboard) if variable["type"] == "query"
             )
 
 
 def without_data(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) -> set[tuple[str, str]]:
     put_in = values(prometheus, dashboard, chosen)
-    found = [(query, answer(prometheus, query, put_in)) for query in every_query(dashboard)]
-    return {(query.where, query.name) for query, series in found if not series}
+    answers = [(query, answer(prometheus, query, put_in)) for query in every_query(dashboard)]
+    return {(query.where, query.name) for query, series in answers if not series}
 
 
 def test_no_table_has_a_column_of_metrics_names(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
@@ -47,12 +47,14 @@ def test_no_table_has_a_column_of_metrics_names(prometheus: Prometheus, subtests
             dashboard = load(name)
             put_in = values(prometheus, dashboard, {})
             tables = [panel for panel in panels(dashboard) if panel["type"] == "table"]
-            found = [
+            results = [
                 result for panel in tables for query in queries(panel) for result in answer(prometheus, query, put_in)
             ]
 
-            assert found
-            assert [each["metric"]["__name__"] for each in found if "__name__" in each["metric"]] == []
+            assert results
+            assert [
+                found_series["metric"]["__name__"] for found_series in results if "__name__" in found_series["metric"]
+            ] == []
 
 
 def test_all_offers_every_target_with_the_labels_it_has(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
@@ -72,11 +74,13 @@ def test_a_target_that_is_chosen_is_shown_alone(prometheus: Prometheus, subtests
             labels = TARGETS[target].labels
             dashboard = load("headroom")
             put_in = values(prometheus, dashboard, labels)
-            asked = [query for panel in panels(dashboard) for query in queries(panel)]
-            shown = [result["metric"] for query in asked for result in answer(prometheus, query, put_in)]
+            panel_queries = [query for panel in panels(dashboard) for query in queries(panel)]
+            shown = [result["metric"] for query in panel_queries for result in answer(prometheus, query, put_in)]
 
-            assert {each["instance"] for each in shown if "instance" in each} == {labels["instance"]}
-            assert {each["pod"] for each in shown if "pod" in each} == ({labels["pod"]} if target != BARE else set())
+            assert {metric["instance"] for metric in shown if "instance" in metric} == {labels["instance"]}
+            assert {metric["pod"] for metric in shown if "pod" in metric} == (
+                {labels["pod"]} if target != BARE else set()
+            )
 
 
 def test_of_engines_the_worst_is_shown_first(prometheus: Prometheus) -> None:

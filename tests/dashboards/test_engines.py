@@ -87,10 +87,10 @@ def test_a_panel_has_data_where_vllm_s_has_unless_docs_say_that_it_cannot(
     for board in NAMES:
         for engine in ENGINES:
             with subtests.test(board=board, engine=engine):
-                there, said = with_data(prometheus, engine, board), queries_without(engine, board)
-                unsaid = with_data(prometheus, VLLM, board) - there - said
+                there, documented = with_data(prometheus, engine, board), queries_without(engine, board)
+                unsaid = with_data(prometheus, VLLM, board) - there - documented
 
-                assert not there & said
+                assert not there & documented
                 assert all(OF_LEAKS.search(query.expr) for query in shown(board) if (query.where, query.name) in unsaid)
                 assert not unsaid or engine in WITHOUT_LOAD
 

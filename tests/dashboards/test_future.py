@@ -27,19 +27,21 @@ def ahead(prometheus: Prometheus, target: str, name: str, states: str = GROWS) -
     form = {"start": str(BEGIN), "end": str(NOW + AHEAD_SECONDS), "step": "60"}
     expr = filled(query(ENGINE, HERO, name).expr, put_in).replace(GROWS, states)
     answer = prometheus.ask("query_range", query=expr, **form)["result"]
-    return [(float(at), float(value)) for each in answer for at, value in each["values"]]
+    return [(float(at), float(value)) for found_series in answer for at, value in found_series["values"]]
 
 
 def test_what_a_leak_will_leave_is_drawn_from_now_to_zero(prometheus: Prometheus) -> None:
-    expected, least = (ahead(prometheus, "leak", f"GPU {{{{gpu}}}} {name}") for name in ("expected", "at the earliest"))
-    left, earliest = (
+    expected, earliest_line = (
+        ahead(prometheus, "leak", f"GPU {{{{gpu}}}} {name}") for name in ("expected", "at the earliest")
+    )
+    likely_seconds, earliest = (
         float(read_tile(prometheus, "leak", name)) for name in ("Likely out of memory", "Out of memory at the earliest")
     )
     (free,) = ask_panel(prometheus, "leak", "Free now")
 
     assert NOW < expected[0][0] < NOW + 240
     assert expected[0][1] == pytest.approx(float(free["values"][-1][1]), rel=0.02)
-    for line, seconds in ((expected, left), (least, earliest)):
+    for line, seconds in ((expected, likely_seconds), (earliest_line, earliest)):
         assert line == sorted(line, key=lambda point: -point[1])
         assert next(at for at, value in line if value == 0) == pytest.approx(NOW + seconds, abs=90)
 
@@ -56,7 +58,7 @@ def test_a_leak_that_was_seen_before_and_is_none_now_has_no_future(prometheus: P
 def test_what_is_of_now_stays_of_now_where_the_time_shown_ends_in_the_future() -> None:
     of_now = [panel for panel in panels(ENGINE) if panel["type"] in {"stat", "table"}]
 
-    assert {each["timeFrom"] for each in of_now} == {ENGINE["time"]["from"].removeprefix("now-")}
+    assert {panel["timeFrom"] for panel in of_now} == {ENGINE["time"]["from"].removeprefix("now-")}
     assert [link["url"] for link in ENGINE["links"] if link["title"] == "Look ahead"] == [
         "/d/headroom?from=now-6h&to=now%2B6h"
     ]
@@ -83,9 +85,9 @@ def test_a_card_that_is_empty_for_want_of_an_engine_is_no_headroom(prometheus: P
 def test_where_no_sidecar_looks_nothing_is_known(prometheus: Prometheus, title: str) -> None:
     (panel,) = (panel for panel in panels(ENGINE) if panel["title"] == title)
 
-    assert [ask_panel(prometheus, "sidecar down", title, each.name) for each in queries(panel)] == [[]] * len(
-        queries(panel)
-    )
+    assert [ask_panel(prometheus, "sidecar down", title, panel_query.name) for panel_query in queries(panel)] == [
+        []
+    ] * len(queries(panel))
     assert panel["fieldConfig"]["defaults"]["noValue"] == NOTHING
 
 
@@ -103,29 +105,32 @@ def test_what_a_neighbour_holds_is_a_warning(prometheus: Prometheus) -> None:
 
 def test_of_eight_gpus_the_one_that_leaks_stands_out(prometheus: Prometheus) -> None:
     lines = ask_panel(prometheus, "eight GPUs", HERO, "GPU {{gpu}}")
-    first = {
+    first_gpus = {
         title: series(prometheus, "eight GPUs", title)["metric"]["gpu"]
         for title in ("Likely out of memory", "Out of memory at the earliest", "Free now")
     }
     rows = ask_panel(prometheus, "eight GPUs", "Each GPU, and when it will be full", "D")
 
     assert {line["metric"]["gpu"] for line in lines} == {str(gpu) for gpu in range(8)}
-    assert set(first.values()) == {str(LEAKING)}
+    assert set(first_gpus.values()) == {str(LEAKING)}
     assert [row["metric"]["gpu"] for row in rows] == [str(LEAKING)]
 
 
 def series(prometheus: Prometheus, target: str, title: str) -> dict[str, Any]:
-    found: dict[str, Any] = ask_panel(prometheus, target, title)[0]
-    return found
+    first_series: dict[str, Any] = ask_panel(prometheus, target, title)[0]
+    return first_series
 
 
 @pytest.mark.parametrize("address", ["https://wiki/{alert}", "https://git/{alert}.md", ""])
 def test_an_alert_leads_to_its_runbook_where_the_address_is_known(prometheus: Prometheus, address: str) -> None:
     fleet = load("headroom-fleet")
     (table,) = (panel for panel in panels(fleet) if panel["title"] == "Firing alerts")
-    given = f'label_replace(vector(1), "address", "{address}", "", "")' if address else "vector(1) > 1"
+    address_query = f'label_replace(vector(1), "address", "{address}", "", "")' if address else "vector(1) > 1"
     expr = filled(queries(table)[0].expr, values(prometheus, fleet, {}))
-    rows = [each["metric"] for each in prometheus.instant(expr.replace("headroom:runbooks:info", f"({given})"))]
+    rows = [
+        found_series["metric"]
+        for found_series in prometheus.instant(expr.replace("headroom:runbooks:info", f"({address_query})"))
+    ]
 
     assert {row["alertname"]: row.get("runbook", "") for row in rows} == {
         row["alertname"]: address.replace("{alert}", row["alertname"]) for row in rows

@@ -58,7 +58,7 @@ def test_a_version_of_the_sidecar_is_marked_when_it_comes_beside_another(tmp_pat
 def expect(folder: Path, mark: str, series: dict[str, str], labels: list[str]) -> None:
     """Check which series a mark has when the sixth minute begins, and that it has none in the minute after."""
     (expr,) = (query.expr for query in marked(load("headroom")) if query.where == mark)
-    asked = [
+    expression_tests = [
         {
             "expr": filled(expr, PUT_IN),
             "eval_time": "5m",
@@ -69,7 +69,7 @@ def expect(folder: Path, mark: str, series: dict[str, str], labels: list[str]) -
     test = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": asked,
+        "promql_expr_test": expression_tests,
     }
     (folder / "test.yaml").write_text(json.dumps({"evaluation_interval": "1m", "tests": [test]}), encoding="utf-8")
     command = ["promtool", "test", "rules", str(folder / "test.yaml")]

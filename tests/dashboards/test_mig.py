@@ -28,7 +28,12 @@ def test_no_two_series_of_a_panel_have_one_name(prometheus: Prometheus, name: st
 @each_board
 def test_a_gpu_is_called_as_in_the_alerts(prometheus: Prometheus, name: str) -> None:
     board = load(name)
-    shown = {each for panel in panels(board) for each in names(prometheus, board, panel) if each.startswith("GPU")}
+    shown = {
+        shown_name
+        for panel in panels(board)
+        for shown_name in names(prometheus, board, panel)
+        if shown_name.startswith("GPU")
+    }
 
     assert {"GPU 1 MIG-aaaaaaaa", "GPU 1 MIG-bbbbbbbb"} <= shown
     assert "GPU 1" not in shown
@@ -43,10 +48,10 @@ def names(prometheus: Prometheus, board: Json, panel: Json, *, twice: bool = Fal
     """Return what the series of a panel are called, or those names that more than one has."""
     chosen = {**TARGETS["MIG"].labels, **({"uuid": MINE} if "repeat" in panel else {})}
     put_in = values(prometheus, board, chosen)
-    found = Counter(
+    name_counts = Counter(
         LABEL.sub(lambda label, series=result: series["metric"].get(label[1], ""), query.legend)  # type: ignore[misc]
         for query in queries(panel)
         if panel["type"] != "table" and query.legend != AUTO
         for result in answer(prometheus, query, put_in)
     )
-    return {name for name, count in found.items() if count > twice}
+    return {name for name, count in name_counts.items() if count > twice}

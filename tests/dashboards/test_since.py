@@ -25,10 +25,14 @@ ANY: Final = dict.fromkeys(("cluster", "namespace", "job", "pod", "instance", "u
 def test_leaking_since_is_of_the_alarm_that_is_on(tmp_path: Path, values: str, since_minutes: int | None) -> None:
     (panel,) = (panel for panel in panels(load("headroom")) if panel["title"] == "Leaked")
     (expr,) = (query.expr for query in queries(panel) if query.name == "leaking since")
-    found = [] if since_minutes is None else [{"labels": "{}", "value": 60_000 * since_minutes}]
+    expected_samples = [] if since_minutes is None else [{"labels": "{}", "value": 60_000 * since_minutes}]
     series = {"series": 'headroom_leak_state{instance="a",gpu="0",uuid="u",state="leaking"}', "values": values}
-    asked = {"expr": filled(expr, {**ANY, "__range": "2h"}), "eval_time": "2h", "exp_samples": found}
-    test = {"interval": "1m", "input_series": [series], "promql_expr_test": [asked]}
+    expression_test = {
+        "expr": filled(expr, {**ANY, "__range": "2h"}),
+        "eval_time": "2h",
+        "exp_samples": expected_samples,
+    }
+    test = {"interval": "1m", "input_series": [series], "promql_expr_test": [expression_test]}
     (tmp_path / "test.yaml").write_text(json.dumps({"evaluation_interval": "1m", "tests": [test]}), encoding="utf-8")
 
     command = ["promtool", "test", "rules", str(tmp_path / "test.yaml")]

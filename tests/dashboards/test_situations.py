@@ -42,7 +42,7 @@ WINDOW_SECONDS: Final = 600.0
 
 
 def alerts(situation: Situation) -> set[str]:
-    return {f"Headroom{each}" for each in ALERTS[situation].split()}
+    return {f"Headroom{alert}" for alert in ALERTS[situation].split()}
 
 
 def test_every_shipped_alert_belongs_to_a_situation() -> None:
@@ -53,22 +53,22 @@ def test_every_shipped_alert_belongs_to_a_situation() -> None:
 
 
 def test_the_alert_of_a_sentence_is_one_of_its_situation() -> None:
-    said = {row.alert: row.situation for row in ENGINE_SENTENCES.values() if row.alert}
-    said |= dict.fromkeys(astuple(GPU_ALERTS), Situation.LEAKING)
-    said |= dict.fromkeys(astuple(HOST_ALERTS), Situation.HOST_LEAK)
+    situation_of = {row.alert: row.situation for row in ENGINE_SENTENCES.values() if row.alert}
+    situation_of |= dict.fromkeys(astuple(GPU_ALERTS), Situation.LEAKING)
+    situation_of |= dict.fromkeys(astuple(HOST_ALERTS), Situation.HOST_LEAK)
 
-    assert [(alert, situation) for alert, situation in said.items() if alert not in alerts(situation)] == []
+    assert [(alert, situation) for alert, situation in situation_of.items() if alert not in alerts(situation)] == []
 
 
 def runs(prometheus: Prometheus, labels: Mapping[str, str]) -> Iterator[tuple[Situation, list[float]]]:
     """Yield the situations of a target one after another, each with its times."""
     chosen = ",".join(f'{name}="{value}"' for name, value in labels.items())
-    held = {
-        float(at): Situation(each["metric"]["situation"])
-        for each in prometheus.over_time(f"headroom_situation{{{chosen}}} == 1", SCRAPE_SECONDS)
-        for at, _ in each["values"]
+    situations_by_time = {
+        float(at): Situation(series["metric"]["situation"])
+        for series in prometheus.over_time(f"headroom_situation{{{chosen}}} == 1", SCRAPE_SECONDS)
+        for at, _ in series["values"]
     }
-    for situation, times in groupby(sorted(held), key=held.__getitem__):
+    for situation, times in groupby(sorted(situations_by_time), key=situations_by_time.__getitem__):
         yield situation, list(times)
 
 
@@ -89,9 +89,9 @@ def test_a_situation_that_lasts_has_an_alert_that_fires(prometheus: Prometheus, 
             labels = TARGETS[target].labels
             chosen = ",".join(f'{name}="{value}"' for name, value in labels.items())
             firing = [
-                (each["metric"]["alertname"], float(at))
-                for each in prometheus.over_time(f'ALERTS{{alertstate="firing",{chosen}}}', SCRAPE_SECONDS)
-                for at, _ in each["values"]
+                (series["metric"]["alertname"], float(at))
+                for series in prometheus.over_time(f'ALERTS{{alertstate="firing",{chosen}}}', SCRAPE_SECONDS)
+                for at, _ in series["values"]
             ]
             waits = {rule["alert"]: rule.get("for", "0s") for rule in alerting()}
 

@@ -47,7 +47,11 @@ ALIVE: Final = [target for target in TARGETS if not target.endswith("down")]
 
 
 def query(board: Json, where: str, name: str) -> Query:
-    return next(each for each in every_query(board) if each.where == where and name in {"", each.name})
+    return next(
+        panel_query
+        for panel_query in every_query(board)
+        if panel_query.where == where and name in {"", panel_query.name}
+    )
 
 
 def ask_panel(
@@ -180,16 +184,18 @@ def test_a_request_fits_where_it_fits_on_every_gpu(prometheus: Prometheus) -> No
 
 def test_a_long_name_keeps_its_end(prometheus: Prometheus) -> None:
     long = 'label_replace(vector(1), "pod", "vllm-llama-3-70b-instruct-7c9f8d6b5-x2k4p", "", "")'
-    (found,) = prometheus.instant(shortened(long))
+    (series,) = prometheus.instant(shortened(long))
 
-    assert found["metric"]["pod"] == "…struct-7c9f8d6b5-x2k4p"
+    assert series["metric"]["pod"] == "…struct-7c9f8d6b5-x2k4p"
 
 
 def test_nothing_is_drawn_of_an_engine_that_does_not_answer(prometheus: Prometheus) -> None:
     answers = ask_panel(prometheus, "restart", "Sources")
-    (engine,) = [each["values"] for each in answers if each["metric"]["source"] == "engine"]
-    silent = {at for (_, before), (at, value) in pairwise(engine) if before == value == "0"}
-    running = {at for each in ask_panel(prometheus, "restart", HERO, "running requests") for at, _ in each["values"]}
+    (engine,) = [series["values"] for series in answers if series["metric"]["source"] == "engine"]
+    silent = {at for (_, value_before), (at, value) in pairwise(engine) if value_before == value == "0"}
+    running = {
+        at for series in ask_panel(prometheus, "restart", HERO, "running requests") for at, _ in series["values"]
+    }
 
     assert silent
     assert not silent & running
@@ -199,13 +205,13 @@ def test_nothing_is_drawn_of_an_engine_that_does_not_answer(prometheus: Promethe
 def test_another_holder_is_seen_only_where_there_is_one(prometheus: Prometheus, subtests: pytest.Subtests) -> None:
     for target in TARGETS:
         with subtests.test(target=target):
-            other = [
+            other_bytes = [
                 float(value)
-                for each in ask_panel(prometheus, target, HELD, "GPU {{gpu}}")
-                for _, value in each["values"]
+                for series in ask_panel(prometheus, target, HELD, "GPU {{gpu}}")
+                for _, value in series["values"]
             ]
 
-            assert (max(other, default=0.0) > 0) == (target == "neighbour")
+            assert (max(other_bytes, default=0.0) > 0) == (target == "neighbour")
 
 
 def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, subtests: pytest.Subtests) -> None:

@@ -40,10 +40,10 @@ def test_a_panel_warns_where_its_alert_does(subtests: pytest.Subtests) -> None:
 def test_no_other_panel_of_numbers_or_lines_warns_at_a_figure_of_its_own() -> None:
     named = {(name, title) for name, title, *_ in SAME}
     own = {
-        (name, each["title"])
+        (name, board_panel["title"])
         for name in ("headroom", "headroom-fleet", "headroom-incident")
-        for each in panels(load(name))
-        if any(value not in {0, 1} for value in steps(each))
+        for board_panel in panels(load(name))
+        if any(value not in {0, 1} for value in steps(board_panel))
     }
 
     # A day's leak and an hour's are reported by the same rules, by model.

@@ -47,8 +47,8 @@ def another_port() -> int:
 def start(tmp_path: Path, nvml: FakeNvml, port: int) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def begin(name: str = "first", *, port: int = port, **how: Any) -> Vllm:
-            vllm = Vllm(tmp_path / name, nvml, port, **how)
+        def begin(name: str = "first", *, port: int = port, **vllm_options: Any) -> Vllm:
+            vllm = Vllm(tmp_path / name, nvml, port, **vllm_options)
             stack.callback(vllm.end)
             return vllm
 

@@ -43,9 +43,9 @@ class PodClock(run.ScaledClock):
         self._ahead_seconds += float(os.environ["CLOCK_APART"])
 
 
-async def run_with_guardrail(demo: Any, settings: Settings, **how: Any) -> int:
+async def run_with_guardrail(demo: Any, settings: Settings, **run_options: Any) -> int:
     vars(run)["Parts"] = partial(Parts, evictor=build_real_evictor(settings, SystemClock()))
-    return int(await demo(settings, **how))
+    return int(await demo(settings, **run_options))
 
 
 async def run_replica(settings: Settings, *, speed: float, **_: Any) -> int:

@@ -37,8 +37,8 @@ def closed(pagerduty: PagerDuty, opened: Event) -> None:
     events = history(pagerduty, opened)
     assert [event.notifies for event in events] == [True] + [False] * (len(events) - 1)
     assert [event.action for event in events].count("resolve") == 1
-    told = [event.payload["custom_details"]["firing"] for event in events]
-    assert len(told) == len(set(told)), "the same is not told twice"
+    firing_lists = [event.payload["custom_details"]["firing"] for event in events]
+    assert len(firing_lists) == len(set(firing_lists)), "the same is not told twice"
     assert {event.routing_key for event in events} == {opened.routing_key}
 
 

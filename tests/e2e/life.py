@@ -13,13 +13,13 @@ STATES = ("unknown", "down", "starting", "serving", "stalled", "asleep")
 Start = Callable[..., Vllm]
 
 
-def settings(port: int, nvml: FakeNvml, **more: str) -> dict[str, str]:
-    return {"ENGINE_URL": f"http://127.0.0.1:{port}", **HURRIED, **nvml.environment(), **more}
+def settings(port: int, nvml: FakeNvml, **variables: str) -> dict[str, str]:
+    return {"ENGINE_URL": f"http://127.0.0.1:{port}", **HURRIED, **nvml.environment(), **variables}
 
 
 def state(page: Page) -> str:
-    (found,) = (state for state in STATES if page.value("engine_state", state=state) == 1)
-    return found
+    (seen_state,) = (state for state in STATES if page.value("engine_state", state=state) == 1)
+    return seen_state
 
 
 def last_look(page: Page) -> float:

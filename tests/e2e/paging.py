@@ -65,8 +65,8 @@ class Alertmanager:
 
     def post(self, *alerts: Mapping[str, str]) -> None:
         """Let alerts with these labels fire that Prometheus knows nothing of."""
-        found = [{"labels": labels} for labels in alerts]
-        httpx.post(self._url, json=found, timeout=60, verify=NO_TLS).raise_for_status()
+        payload = [{"labels": labels} for labels in alerts]
+        httpx.post(self._url, json=payload, timeout=60, verify=NO_TLS).raise_for_status()
 
     def alerts(self) -> list[dict[str, Any]]:
         """Return all alerts."""
@@ -77,8 +77,8 @@ class Alertmanager:
         return self._ask("/groups")
 
     def _ask(self, path: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = httpx.get(f"{self._url}{path}", timeout=60, verify=NO_TLS).json()
-        return found
+        reply: list[dict[str, Any]] = httpx.get(f"{self._url}{path}", timeout=60, verify=NO_TLS).json()
+        return reply
 
     def muted(self, **labels: str) -> set[str]:
         """Return the names of the alerts that mute the one with these labels now."""
@@ -140,8 +140,11 @@ def run_alertmanager(address: str, folder: Path, *more_options: str) -> Iterator
 
 
 def free_addresses() -> tuple[str, str]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return f"127.0.0.1:{one.getsockname()[1]}", f"127.0.0.1:{other.getsockname()[1]}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first_socket,
+        socket.create_server(("127.0.0.1", 0)) as second_socket,
+    ):
+        return f"127.0.0.1:{first_socket.getsockname()[1]}", f"127.0.0.1:{second_socket.getsockname()[1]}"
 
 
 @contextmanager
@@ -183,7 +186,7 @@ def hurried_rules(text: str) -> str:
     """
     text = re.sub(
         r"^( +(?:for|keep_firing_for): )(\d+)([smh])$",
-        lambda found: f"{found[1]}{max(1, int(found[2]) * {'s': 1, 'm': 60, 'h': 3600}[found[3]] // 300)}s",
+        lambda match: f"{match[1]}{max(1, int(match[2]) * {'s': 1, 'm': 60, 'h': 3600}[match[3]] // 300)}s",
         text,
         flags=re.MULTILINE,
     )
@@ -192,8 +195,8 @@ def hurried_rules(text: str) -> str:
 
 def grouped_by_engine(text: str) -> str:
     """Return the configuration with the `group_by` that is in it as a comment."""
-    (other,) = re.findall(r"^ +# (group_by: .+)\n", text, re.MULTILINE)
-    return re.sub(r"^( +)group_by: .+$", rf"\1{other}", text, count=1, flags=re.MULTILINE)
+    (group_line,) = re.findall(r"^ +# (group_by: .+)\n", text, re.MULTILINE)
+    return re.sub(r"^( +)group_by: .+$", rf"\1{group_line}", text, count=1, flags=re.MULTILINE)
 
 
 def hurried_alertmanager(text: str, folder: Path, pagerduty_url: str) -> str:

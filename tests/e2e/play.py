@@ -280,11 +280,11 @@ def shorten_lead(situation: Situation) -> Situation:
         return situation
     engines = []
     for engine in situation.engines:
-        first = replace(engine.phases[0], minutes=engine.phases[0].minutes - lost_minutes)
-        engines.append(replace(engine, phases=(first, *engine.phases[1:])))
+        first_phase = replace(engine.phases[0], minutes=engine.phases[0].minutes - lost_minutes)
+        engines.append(replace(engine, phases=(first_phase, *engine.phases[1:])))
     lost_samples = int(lost_minutes // MORE_STEP_MINUTES)
-    more = [(name, write_samples(expand(values)[lost_samples:])) for name, values in situation.more]
-    return replace(situation, engines=engines, more=more)
+    more_samples = [(name, write_samples(expand(values)[lost_samples:])) for name, values in situation.more]
+    return replace(situation, engines=engines, more=more_samples)
 
 
 def expand(values: str) -> list[float | None]:
@@ -296,8 +296,8 @@ def expand(values: str) -> list[float | None]:
         elif part.startswith("_"):
             samples += [None] * int(part.removeprefix("_x") or 1)
         elif match := RUN.fullmatch(part):
-            first, step = float(match[1]), float(match[2] or 0)
-            samples += [first + step * turn for turn in range(int(match[3]) + 1)]
+            first_value, step = float(match[1]), float(match[2] or 0)
+            samples += [first_value + step * turn for turn in range(int(match[3]) + 1)]
         else:
             samples.append(float(part))
     return samples
@@ -416,7 +416,7 @@ def describe(event: Event, situations: Sequence[Situation], minute: float) -> No
     namespace = payload["group"].rpartition("/")[2]
     situation = max(
         (situation for situation in situations if namespace.startswith(situation.namespace)),
-        key=lambda each: len(each.namespace),
+        key=lambda candidate: len(candidate.namespace),
     )
     return Notification(
         situation=situation,
@@ -434,7 +434,7 @@ def write_table(situations: Sequence[Situation], notifications: Sequence[Notific
         "| --- | --- | --- | --- | --- |",
     ]
     for situation in situations:
-        arrived = [each for each in notifications if each.situation is situation]
+        arrived = [arrival for arrival in notifications if arrival.situation is situation]
         if not arrived:
             lines.append(f"| {situation.name} | nobody | | | |")
         for notification in arrived:
@@ -450,8 +450,8 @@ def choose(names: Sequence[str]) -> list[Situation]:
     """Return the rows and situations in whose names one of these is."""
     if not names:
         return list(ROWS)
-    everything = {each.name: each for each in (*map(shorten_lead, SITUATIONS), *ROWS)}
-    return [each for each in everything.values() if any(name in each.name for name in names)]
+    everything = {situation.name: situation for situation in (*map(shorten_lead, SITUATIONS), *ROWS)}
+    return [situation for situation in everything.values() if any(name in situation.name for name in names)]
 
 
 def batch_situations(situations: Sequence[Situation]) -> list[list[Situation]]:

@@ -55,10 +55,11 @@ def main() -> None:
         pids = end(ours)
         ours.hold(0)
         stranger = with_pids(pids, folder, nvml)
-        seen = running.sees(lambda page: page.value("gpu_memory_used_bytes") > 20 * 2**30, "the stranger's memory")
-        before = seen.value("source_last_success_timestamp_seconds", source="process")
+        seen_page = running.sees(lambda page: page.value("gpu_memory_used_bytes") > 20 * 2**30, "the stranger's memory")
+        success_seconds = seen_page.value("source_last_success_timestamp_seconds", source="process")
         running.sees(
-            lambda page: page.value("source_last_success_timestamp_seconds", source="process") > before + 10, "a look"
+            lambda page: page.value("source_last_success_timestamp_seconds", source="process") > success_seconds + 10,
+            "a look",
         )
         sys.stdout.write(running.get("/metrics").text)
         end(stranger)

@@ -83,17 +83,25 @@ class LeakingCluster(Cluster):
     @property
     def nobody_seconds(self) -> float:
         """For how long no replica served."""
-        return sum(after - at for (at, after), ready in zip(pairwise(self.at), self.counts, strict=False) if not ready)
+        return sum(
+            next_seconds - at
+            for (at, next_seconds), ready in zip(pairwise(self.at), self.counts, strict=False)
+            if not ready
+        )
 
     @property
     def restart_seconds(self) -> float:
         """How long one restart takes at most, as it is seen."""
-        return self.load_seconds + self.grace_seconds + 2 * max(after - at for at, after in pairwise(self.at))
+        return (
+            self.load_seconds
+            + self.grace_seconds
+            + 2 * max(next_seconds - at for at, next_seconds in pairwise(self.at))
+        )
 
-    def fewer_than(self, other: LeakingCluster) -> float:
+    def fewer_than(self, other_cluster: LeakingCluster) -> float:
         """Return for how long at a stretch fewer replicas served than in another cluster with the same times."""
         longest, since = 0.0, math.inf
-        for at, mine, theirs in zip(self.at, self.counts, other.counts, strict=True):
+        for at, mine, theirs in zip(self.at, self.counts, other_cluster.counts, strict=True):
             since = min(since, at) if mine < theirs else math.inf
             longest = max(longest, at - since)
         return longest
@@ -136,8 +144,8 @@ class Kubelets:
 
     def sync(self, pods: Sequence[Pod], *, restart: bool = False) -> None:
         """Stop the daemons of pods that are gone, or all, and start those that are missing."""
-        gone = [uid for uid in self._running if restart or uid not in {pod.uid for pod in pods}]
-        ending = [self._running.pop(uid) for uid in gone]
+        gone_uids = [uid for uid in self._running if restart or uid not in {pod.uid for pod in pods}]
+        ending = [self._running.pop(uid) for uid in gone_uids]
         for process in ending:
             process.terminate()
         for process in ending:

@@ -65,6 +65,6 @@ def test_a_leaking_demo_is_advised_a_restart_and_no_option(tmp_path: Path) -> No
         of_page = advise("--headroom-url", running.url)
     of_trace = advise(str(file))
 
-    for status, found in (of_page, of_trace):
-        assert (status, causes(found)) == (1, ["gpu_leak"])
-        assert [change["flag"] for change in found["advice"][0]["changes"]] == [None, None]
+    for status, advice in (of_page, of_trace):
+        assert (status, causes(advice)) == (1, ["gpu_leak"])
+        assert [change["flag"] for change in advice["advice"][0]["changes"]] == [None, None]

@@ -19,11 +19,11 @@ def test_what_the_daemon_recorded_is_judged_and_a_leak_that_it_could_not_show_is
     with daemon("demo", "--scenario", "healthy", "--speed", "200", TRACE_FILE=str(file)) as running:
         eventually(lambda: file.exists() and file.read_bytes().count(b"\n") > SAMPLES, "enough samples are recorded")
         running.stop()
-    kept = check("--trace", str(file), "--max-discrepancy", "10%", "--gpu-memory-utilization", "0.9", "--json")
+    checked = check("--trace", str(file), "--max-discrepancy", "10%", "--gpu-memory-utilization", "0.9", "--json")
     unclear = check("--trace", str(file), "--max-leak-per-thousand-requests", "1MB", "--junit", str(report))
 
-    assert (kept.returncode, kept.stderr) == (0, "")
-    data = read_data(kept.stdout)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    data = read_data(checked.stdout)
     assert data["outcome"] == "passed"
     assert [limit["limit"] for limit in data["limits"]] == ["engine restarts", "discrepancy"]
     assert (unclear.returncode, unclear.stderr) == (2, "")

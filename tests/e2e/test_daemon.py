@@ -50,14 +50,14 @@ def nvml(tmp_path: Path) -> FakeNvml:
 
 def test_both_sides_are_on_one_page(nvml: FakeNvml) -> None:
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **FAST, **nvml.environment()) as running:
-        seen = running.sees(both_are_up, "both sides answer")
+        seen_page = running.sees(both_are_up, "both sides answer")
 
-        assert seen.value("engine_requests_running", model_name="tiny", engine="0") == 8
-        assert seen.value("engine_requests_waiting") == 16
-        assert seen.value("gpu_memory_used_bytes", uuid="GPU-3") == 3 * GIB
-        assert seen.value("sample_skew_seconds") < 1
-        assert seen.value("sample_age_seconds") < 60
-        assert not seen.has("memory_reported_bytes"), "none of three GPUs may be taken for the engine's by a guess"
+        assert seen_page.value("engine_requests_running", model_name="tiny", engine="0") == 8
+        assert seen_page.value("engine_requests_waiting") == 16
+        assert seen_page.value("gpu_memory_used_bytes", uuid="GPU-3") == 3 * GIB
+        assert seen_page.value("sample_skew_seconds") < 1
+        assert seen_page.value("sample_age_seconds") < 60
+        assert not seen_page.has("memory_reported_bytes"), "none of three GPUs may be taken for the engine's by a guess"
         assert "cannot tell which GPUs the engine uses" in running.log()
 
 
@@ -65,16 +65,16 @@ def test_gpus_named_by_the_operator_are_compared(nvml: FakeNvml) -> None:
     budget_page = RECORDED.replace('kv_cache_memory_bytes="1073741824"', 'kv_cache_memory_bytes="None"')
     settings = {"GPUS": "GPU-2,0", **FAST, **nvml.environment()}
     with EngineServer(page(budget_page)) as engine, daemon(ENGINE_URL=engine.url, **settings) as running:
-        seen = running.sees(lambda page: page.has("memory_reported_bytes"), "the budget is known")
+        seen_page = running.sees(lambda page: page.has("memory_reported_bytes"), "the budget is known")
 
-        assert seen.value("memory_reported_bytes", uuid="GPU-2", basis="budget") == 0.92 * 80 * GIB
-        assert seen.value("memory_discrepancy_bytes", uuid="GPU-1") == GIB - 0.92 * 80 * GIB
-        assert not seen.has("memory_reported_bytes", uuid="GPU-3")
+        assert seen_page.value("memory_reported_bytes", uuid="GPU-2", basis="budget") == 0.92 * 80 * GIB
+        assert seen_page.value("memory_discrepancy_bytes", uuid="GPU-1") == GIB - 0.92 * 80 * GIB
+        assert not seen_page.has("memory_reported_bytes", uuid="GPU-3")
 
 
 def test_an_engine_that_appears_late_is_found() -> None:
-    with EngineServer(page(RECORDED)) as first:
-        port = first.port
+    with EngineServer(page(RECORDED)) as first_server:
+        port = first_server.port
     with daemon(ENGINE_URL=f"http://127.0.0.1:{port}", **PATIENT) as running:
         running.sees(engine_is(up=False), "nothing listens yet")
         with EngineServer(page(RECORDED), port=port):
@@ -106,13 +106,13 @@ def test_a_broken_page_costs_the_engines_half_only(answer: Answer, reason: str, 
             running.sees(engine_is(up=True), "the engine answers")
 
             engine.answer = answer
-            seen = running.sees(engine_is(up=False), "the engine fails")
+            seen_page = running.sees(engine_is(up=False), "the engine fails")
 
-            assert not seen.names("headroom_engine_") - OF_ITS_LIFE, "stale is gone"
-            assert not seen.has("input_available")
-            assert seen.value("source_failures_total", source="engine", reason=reason) >= 1
-            assert seen.has("source_last_success_timestamp_seconds", source="engine")
-            assert seen.value("gpu_memory_used_bytes", uuid="GPU-1") == GIB
+            assert not seen_page.names("headroom_engine_") - OF_ITS_LIFE, "stale is gone"
+            assert not seen_page.has("input_available")
+            assert seen_page.value("source_failures_total", source="engine", reason=reason) >= 1
+            assert seen_page.has("source_last_success_timestamp_seconds", source="engine")
+            assert seen_page.value("gpu_memory_used_bytes", uuid="GPU-1") == GIB
             assert running.get("/healthz").status_code == 200
 
             engine.answer = page(RECORDED)
@@ -126,9 +126,9 @@ def test_an_engine_that_restarts_counts_from_zero() -> None:
         running.sees(lambda page: page.value("engine_prompt_tokens_total") == 512, "the first life")
 
         engine.answer = page((FOLDER / "vllm-0.32.0" / "first-scrape-ever.prom").read_text())
-        seen = running.sees(lambda page: page.value("engine_prompt_tokens_total") == 0, "the second life")
+        seen_page = running.sees(lambda page: page.value("engine_prompt_tokens_total") == 0, "the second life")
 
-        assert not seen.has("engine_prefix_cache_hit_ratio")
+        assert not seen_page.has("engine_prefix_cache_hit_ratio")
 
 
 def test_scrapes_are_served_at_once_while_the_engine_hangs(nvml: FakeNvml) -> None:
@@ -170,17 +170,17 @@ def test_a_signal_ends_it_with_status_0_while_a_client_does_not_read() -> None:
 
 
 def test_a_signal_ends_it_with_status_0_while_the_resolver_hangs(tmp_path: Path) -> None:
-    source, library, asked = tmp_path / "resolver.c", tmp_path / "resolver.so", tmp_path / "asked"
+    source, library, asked_file = tmp_path / "resolver.c", tmp_path / "resolver.so", tmp_path / "asked"
     source.write_text(
         "#include <stdio.h>\n#include <unistd.h>\n"
         "int getaddrinfo(const char *node, const char *service, const void *hints, void *result) {"
-        f' fclose(fopen("{asked}", "w")); sleep(20); return -3; }}\n'
+        f' fclose(fopen("{asked_file}", "w")); sleep(20); return -3; }}\n'
     )
     if not (compiler := shutil.which("cc")):
         pytest.skip("no C compiler named cc: the resolver that hangs cannot be built")
     subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, source], check=True)
     with daemon(ENGINE_URL="http://engine.example:8000", LD_PRELOAD=str(library), **FAST) as running:
-        eventually(asked.exists, "the resolver is asked")
+        eventually(asked_file.exists, "the resolver is asked")
 
         status, seconds = running.stop()
 
@@ -194,18 +194,18 @@ def test_a_gpu_that_is_lost_costs_only_itself(nvml: FakeNvml) -> None:
 
         nvml.gpus[1].errors["all"] = 15
         nvml.write()
-        seen = running.sees(lambda page: page.value("gpu_up", uuid="GPU-2") == 0, "the GPU is lost")
+        seen_page = running.sees(lambda page: page.value("gpu_up", uuid="GPU-2") == 0, "the GPU is lost")
 
-        assert not seen.has("gpu_memory_used_bytes", uuid="GPU-2")
-        assert seen.value("gpu_memory_used_bytes", uuid="GPU-3") == 3 * GIB
-        assert seen.value("source_up", source="nvml") == 1
+        assert not seen_page.has("gpu_memory_used_bytes", uuid="GPU-2")
+        assert seen_page.value("gpu_memory_used_bytes", uuid="GPU-3") == 3 * GIB
+        assert seen_page.value("source_up", source="nvml") == 1
 
 
 def test_without_the_library_the_engines_half_works() -> None:
     if Path("/proc/driver/nvidia").exists():
         pytest.skip("this machine has an NVIDIA driver")
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **FAST) as running:
-        seen = running.sees(
+        seen_page = running.sees(
             lambda page: (
                 page.value("source_failures_total", source="nvml", reason="library_missing") >= 1
                 and page.value("source_up", source="engine") == 1
@@ -213,8 +213,8 @@ def test_without_the_library_the_engines_half_works() -> None:
             "NVML has failed and the engine answers",
         )
 
-        assert seen.value("source_up", source="nvml") == 0
-        assert not seen.names("headroom_gpu_")
+        assert seen_page.value("source_up", source="nvml") == 0
+        assert not seen_page.names("headroom_gpu_")
 
 
 @pytest.mark.parametrize("code", [18, 999])
@@ -238,11 +238,13 @@ def test_the_engines_processes_are_found_and_their_gpu_is_taken(nvml: FakeNvml, 
             nvml.write()
             try:
                 with daemon(ENGINE_URL=engine.url, **FAST, **nvml.environment()) as running:
-                    seen = running.sees(lambda page: page.has("gpu_info", attribution="process"), "the GPU is taken")
-                    assert seen.value("gpu_info", uuid="GPU-2", attribution="process") == 1
-                    assert seen.value("gpu_memory_held_bytes", uuid="GPU-2", holder="engine") == GIB
-                    assert seen.value("gpu_memory_held_bytes", uuid="GPU-2", holder="unattributed") == GIB
-                    assert seen.value("host_memory_bytes", process="engine_core") > 0
+                    seen_page = running.sees(
+                        lambda page: page.has("gpu_info", attribution="process"), "the GPU is taken"
+                    )
+                    assert seen_page.value("gpu_info", uuid="GPU-2", attribution="process") == 1
+                    assert seen_page.value("gpu_memory_held_bytes", uuid="GPU-2", holder="engine") == GIB
+                    assert seen_page.value("gpu_memory_held_bytes", uuid="GPU-2", holder="unattributed") == GIB
+                    assert seen_page.value("host_memory_bytes", process="engine_core") > 0
             finally:
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -265,9 +267,9 @@ def test_an_address_in_use_ends_it_with_status_2(nvml: FakeNvml) -> None:
 
 def test_the_demo_says_that_it_is_one() -> None:
     with daemon("demo", "--scenario", "healthy", "--speed", "60") as running:
-        seen = running.sees(lambda page: page.has("engine_prefix_cache_hit_ratio"), "the demo samples")
+        seen_page = running.sees(lambda page: page.has("engine_prefix_cache_hit_ratio"), "the demo samples")
 
-        assert 'model_name="simulated' in seen.text
+        assert 'model_name="simulated' in seen_page.text
         assert "simulated" in running.get("/").text
         assert "simulated" in running.log()
         assert running.stop()[0] == 0
@@ -276,11 +278,11 @@ def test_the_demo_says_that_it_is_one() -> None:
 def test_the_demos_fleet_has_the_series_of_every_engine_on_one_page() -> None:
     with daemon("demo", "--scenario", "fleet", "--speed", "60") as running:
         readable = {f"vllm-{name}-{place}" for place, name in enumerate(FLEET_SCENARIOS) if name != "blind"}
-        seen = running.sees(
+        seen_page = running.sees(
             lambda page: readable <= set(re.findall(r'headroom_engine_awake\{.*?pod="(.*?)"', page.text)),
             "all are sampled but the one whose page fails",
         )
-        families = list(text_string_to_metric_families(seen.text))
+        families = list(text_string_to_metric_families(seen_page.text))
         listed = running.get("/").text
         assert f"{len(FLEET_SCENARIOS)} engines on the simulated fleet" in listed
         (way,) = re.findall(r'<a href="(/\?engine=[^"]*vllm-leak-0)"', listed)
@@ -302,10 +304,10 @@ def test_the_demos_fleet_has_the_series_of_every_engine_on_one_page() -> None:
 def test_the_demos_leak_reaches_the_alarm_with_its_rate() -> None:
     demo = ("demo", "--scenario", "leak", "--speed", "500", "--sample-interval-seconds", "60")
     with daemon(*demo) as running:
-        seen = running.sees(
+        seen_page = running.sees(
             lambda page: page.value("leak_state", state="leaking") == 1, "the leak is found", deadline_seconds=180
         )
 
-        assert 6_000 < seen.value("leak_bytes_per_request") < 26_000  # 12,800; a first alarm is rough
-        assert seen.value("leak_bytes_per_second_lower") < seen.value("leak_bytes_per_second")
-        assert seen.has("time_to_oom_seconds")
+        assert 6_000 < seen_page.value("leak_bytes_per_request") < 26_000  # 12,800; a first alarm is rough
+        assert seen_page.value("leak_bytes_per_second_lower") < seen_page.value("leak_bytes_per_second")
+        assert seen_page.has("time_to_oom_seconds")

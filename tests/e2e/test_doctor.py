@@ -57,7 +57,7 @@ def test_with_everything_there_it_ends_with_status_0(nvml: FakeNvml, tmp_path: P
     with Vllm() as engine, serving(tmp_path, engine.port) as core, daemon(**nvml.environment()) as running:
         nvml.gpus[1].processes = {core: GIB}
         nvml.write()
-        given = {
+        doctor_settings = {
             "ENGINE_URL": engine.url,
             "KV_BYTES_PER_TOKEN": "131072",
             "STATE_DIR": str(tmp_path / "state"),
@@ -65,7 +65,7 @@ def test_with_everything_there_it_ends_with_status_0(nvml: FakeNvml, tmp_path: P
             "LISTEN_PORT": running.url.rpartition(":")[2],
             **nvml.environment(),
         }
-        answer, words = doctor("--json", **given), doctor(**given)
+        answer, words = doctor("--json", **doctor_settings), doctor(**doctor_settings)
 
     assert (answer.returncode, answer.stderr) == (0, "")
     assert read_data(answer.stdout)["ok"] is True

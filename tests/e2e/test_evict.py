@@ -63,10 +63,10 @@ def test_of_two_daemons_one_evicts_its_pod_and_the_other_waits(tmp_path: Path) -
     cluster = Cluster(replicas=2, grace_seconds=1e6, budgets=(both,))
     with (
         ApiServer(cluster, tmp_path) as api,
-        leaking(api, tmp_path) as one,
-        leaking(api, tmp_path, place=1) as other,
+        leaking(api, tmp_path) as first_sidecar,
+        leaking(api, tmp_path, place=1) as second_sidecar,
     ):
-        sidecars = (one, other)
+        sidecars = (first_sidecar, second_sidecar)
         eventually(lambda: sum(requests(sidecar, "accepted") for sidecar in sidecars) == 1, "one evicts its pod")
         eventually(lambda: any("holds Lease" in sidecar.log() for sidecar in sidecars), "the other waits")
         open_gates = sum(sidecar.page().value("gate_open", gate="ready") for sidecar in sidecars)
@@ -79,9 +79,9 @@ def test_an_api_server_that_hangs_holds_nothing_up(api: ApiServer, cluster: Clus
     api.fault = lambda _: "hang"
     with leaking(api, tmp_path) as sidecar:
         leaks = sidecar.sees(lambda page: page.value("leak_state", state="leaking") == 1, "it leaks")
-        before = leaks.value("source_last_success_timestamp_seconds", source="engine")
+        success_seconds = leaks.value("source_last_success_timestamp_seconds", source="engine")
         sidecar.sees(
-            lambda page: page.value("source_last_success_timestamp_seconds", source="engine") > before + 600,
+            lambda page: page.value("source_last_success_timestamp_seconds", source="engine") > success_seconds + 600,
             "it samples on",
         )
         assert sidecar.get("/healthz").status_code == 200

@@ -29,11 +29,13 @@ def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(
         becomes(running, "serving")
         assert running.get("/snapshot.json").json()["last_incident"] is None
         vllm.kill(vllm.core)
-        last = eventually(lambda: running.get("/snapshot.json").json()["last_incident"], "an incident is told")
+        last_incident = eventually(lambda: running.get("/snapshot.json").json()["last_incident"], "an incident is told")
 
-        assert last["command"] == f"vllm-headroom postmortem {last['file']}"
-        assert last["file"] in running.get("/").text
-        running.sees(lambda page: page.value("last_incident_timestamp_seconds") == last["t"], "the page says when")
+        assert last_incident["command"] == f"vllm-headroom postmortem {last_incident['file']}"
+        assert last_incident["file"] in running.get("/").text
+        running.sees(
+            lambda page: page.value("last_incident_timestamp_seconds") == last_incident["t"], "the page says when"
+        )
         process = subprocess.run(
             [sys.executable, "-m", "vllm_headroom", "postmortem", str(state), "--json"],
             capture_output=True,
@@ -43,8 +45,8 @@ def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(
         data = read_data(process.stdout)
         assert data["cause"] == "crash"
         assert data["sure"] != "sure"
-        assert data["file"] == last["file"]
-        assert any("engine is serving" in each for each in data["known"]["log"])
+        assert data["file"] == last_incident["file"]
+        assert any("engine is serving" in line for line in data["known"]["log"])
         assert "an incident was set aside" in running.log()
 
 
@@ -54,15 +56,15 @@ def test_a_daemon_that_is_killed_loses_one_interval_at_most_and_goes_on_in_its_r
     state = tmp_path / "state"
     start()
     with daemon(**settings(port, nvml, STATE_DIR=str(state))) as running:
-        least = last_look(becomes(running, "serving")) - 5.0 - 1.0  # an interval, and the time of a look
-        eventually(lambda: last_recorded(state) >= least, "what was seen is on the disk")
+        expected_seconds = last_look(becomes(running, "serving")) - 5.0 - 1.0  # an interval, and the time of a look
+        eventually(lambda: last_recorded(state) >= expected_seconds, "what was seen is on the disk")
         running.stop(signal.SIGKILL)
-    assert last_recorded(state) >= least
+    assert last_recorded(state) >= expected_seconds
 
-    before = sum(1 for _ in read_trace(str(state / "flight.jsonl")))
+    record_count = sum(1 for _ in read_trace(str(state / "flight.jsonl")))
     with daemon(**settings(port, nvml, STATE_DIR=str(state))) as running:
         becomes(running, "serving")
-        eventually(lambda: sum(1 for _ in read_trace(str(state / "flight.jsonl"))) > before, "the record goes on")
+        eventually(lambda: sum(1 for _ in read_trace(str(state / "flight.jsonl"))) > record_count, "the record goes on")
     assert list_incidents(state / "incidents") == []
 
 
@@ -76,8 +78,8 @@ def test_a_state_directory_that_vanishes_costs_no_sample(
         shutil.rmtree(state)
         state.write_text("in its place")
         eventually(lambda: "flight record not written" in running.log(), "it is told")
-        before = last_look(running.page())
-        running.sees(lambda page: last_look(page) > before + 10, "the samples go on")
+        looked_before = last_look(running.page())
+        running.sees(lambda page: last_look(page) > looked_before + 10, "the samples go on")
 
         state.unlink()
         eventually(lambda: "flight record written again" in running.log(), "it is written again")

@@ -37,8 +37,8 @@ def test_an_end_while_the_volume_hangs_is_set_aside_when_it_answers(
         eventually(lambda: "the file system does not answer" in running.log(), "it is told")
         vllm.end()
         vllm.hold(0)
-        before = last_look(becomes(running, "down"))
-        running.sees(lambda page: last_look(page) > before + 60, "the samples go on")
+        looked_before = last_look(becomes(running, "down"))
+        running.sees(lambda page: last_look(page) > looked_before + 60, "the samples go on")
         assert not running.page().has("last_incident_timestamp_seconds")
 
         stuck.unlink()
@@ -59,17 +59,17 @@ def test_an_end_while_the_volume_is_full_is_set_aside_when_there_is_room(
         eventually(
             lambda: record.exists() and record.stat().st_size > ENOUGH_BYTES, "the record is larger than the log"
         )
-        pid, (_, most) = running.process.pid, resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (record.stat().st_size + 10, most))
+        pid, (_, hard_limit) = running.process.pid, resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (record.stat().st_size + 10, hard_limit))
         eventually(lambda: "flight record not written" in running.log(), "it is told")
         vllm.end()
         vllm.hold(0)
-        before = last_look(becomes(running, "down"))
-        running.sees(lambda page: last_look(page) > before + 60, "the samples go on")
-        assert recorded_seconds(record) < before
+        looked_before = last_look(becomes(running, "down"))
+        running.sees(lambda page: last_look(page) > looked_before + 60, "the samples go on")
+        assert recorded_seconds(record) < looked_before
 
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
-        running.sees(lambda _: recorded_seconds(record) > before, "the record goes on")
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
+        running.sees(lambda _: recorded_seconds(record) > looked_before, "the record goes on")
         running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
         assert running.stop()[0] == 0
     (incident,) = list_incidents(state / "incidents")
@@ -82,11 +82,11 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
 ) -> None:
     state, vllm, stepped = tmp_path / "state", start(), tmp_path / "stepped"
     with daemon(**settings(port, nvml, STATE_DIR=str(state), STEPPED=str(stepped))) as running:
-        before = last_look(becomes(running, "serving"))
-        running.sees(lambda page: last_look(page) > before + 60, "it is seen for a while")
+        looked_before = last_look(becomes(running, "serving"))
+        running.sees(lambda page: last_look(page) > looked_before + 60, "it is seen for a while")
         (tmp_path / "new").write_text(str(step_seconds))
         (tmp_path / "new").rename(stepped)
-        running.sees(lambda page: abs(last_look(page) - before - step_seconds) < 1800, "the clock is set")
+        running.sees(lambda page: abs(last_look(page) - looked_before - step_seconds) < 1800, "the clock is set")
         vllm.kill(vllm.core)
         running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
     (incident,) = list_incidents(state / "incidents")
@@ -95,7 +95,7 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
     assert postmortem.answer.cause is EndCause.CRASH
     assert postmortem.ending is not None
     assert postmortem.ending.observed_seconds >= (60 if step_seconds < 0 else 7200)
-    assert abs(postmortem.ending.seconds - before - step_seconds) < 1800
+    assert abs(postmortem.ending.seconds - looked_before - step_seconds) < 1800
 
 
 def recorded_seconds(record: Path) -> float:

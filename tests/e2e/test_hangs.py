@@ -47,16 +47,16 @@ def test_an_idle_core_that_is_stopped_is_stalled_once_a_request_waits(
         assert kept_alive.recv(4096).startswith(b"HTTP/1.1 200")
         began = last_look(becomes(running, "serving"))
         running.sees(lambda page: last_look(page) > began + 180, "minutes with connections and without a request")
-        assert {each for _, each in replay(trace)} <= {EngineState.STARTING, EngineState.SERVING}
+        assert {engine_state for _, engine_state in replay(trace)} <= {EngineState.STARTING, EngineState.SERVING}
 
         os.kill(vllm.core, signal.SIGSTOP)
-        asked = last_look(becomes(running, "unknown"))
+        asked_seconds = last_look(becomes(running, "unknown"))
         client.sendall(QUESTION)
         stalled = becomes(running, "stalled")
         assert stalled.value("engine_requests_running") == 0
         assert "a request gets no answer" in running.get("/").text
-        after = [each for at, each in replay(trace) if at > asked]
-        assert EngineState.STALLED in after[:TWO_MINUTES_OF_TICKS]
+        later_states = [engine_state for at, engine_state in replay(trace) if at > asked_seconds]
+        assert EngineState.STALLED in later_states[:TWO_MINUTES_OF_TICKS]
 
         os.kill(vllm.core, signal.SIGCONT)
         assert client.recv(4096).startswith(b"HTTP/1.1 200")

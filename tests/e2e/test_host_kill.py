@@ -83,9 +83,9 @@ def until_killed(taker: Taker, world: World, daemon: Sampler, mib: int) -> list[
     while taker.asked("hold", mib):
         world.seconds += STEP_SECONDS
         samples = tick(daemon)
-        left = values(samples, catalog.HOST_TIME_TO_OOM).get(())
-        if left is not None and values(samples, catalog.HOST_LEAK_STATE)["api_server", "leaking"]:
-            foretold.append((world.seconds, left))
+        left_seconds = values(samples, catalog.HOST_TIME_TO_OOM).get(())
+        if left_seconds is not None and values(samples, catalog.HOST_LEAK_STATE)["api_server", "leaking"]:
+            foretold.append((world.seconds, left_seconds))
     taker.process.wait(30)
     world.seconds += STEP_SECONDS
     world.serves = False
@@ -106,15 +106,15 @@ def test_a_leak_is_forecast_before_the_kernel_kills_for_it(tmp_path: Path, mib: 
         assert values(tick(daemon), catalog.HOST_MEMORY_LIMIT) == {(): LIMIT}
 
         foretold = until_killed(taker, world, daemon, mib)
-        after = tick(daemon)
+        later_samples = tick(daemon)
 
     killed = world.seconds
     assert taker.process.returncode == -9
-    near = [seconds for seconds, left in foretold if left < NEAR_SECONDS]
+    near = [seconds for seconds, oom_seconds in foretold if oom_seconds < NEAR_SECONDS]
     assert killed - near[0] > 3 * 60, "the page of two minutes comes before the kill"
-    first, left = foretold[0]
-    assert left == pytest.approx(killed - first, rel=0.15)
-    middle, left = foretold[len(foretold) // 2]
-    assert left == pytest.approx(killed - middle, abs=0.15 * (killed - first))
-    assert values(after, catalog.HOST_OOM_KILLS) == {(): 1.0}
-    assert values(after, catalog.ENGINE_EXITS)["oom_killed",] == 1.0
+    first_seconds, left_seconds = foretold[0]
+    assert left_seconds == pytest.approx(killed - first_seconds, rel=0.15)
+    middle, left_seconds = foretold[len(foretold) // 2]
+    assert left_seconds == pytest.approx(killed - middle, abs=0.15 * (killed - first_seconds))
+    assert values(later_samples, catalog.HOST_OOM_KILLS) == {(): 1.0}
+    assert values(later_samples, catalog.ENGINE_EXITS)["oom_killed",] == 1.0

@@ -28,7 +28,11 @@ KINDS: Final = [
     if rule.is_alert
 ]
 EVERY: Final = list(itertools.combinations(KINDS, 2))
-MUTED: Final = [(one, other) for one, other in EVERY if mutes(one, other) or mutes(other, one)]
+MUTED: Final = [
+    (first_alert, second_alert)
+    for first_alert, second_alert in EVERY
+    if mutes(first_alert, second_alert) or mutes(second_alert, first_alert)
+]
 PAIRS: Final = {
     f"pair-{place}": [{"cluster": f"pair-{place}", **kind} for kind in pair]
     for place, pair in enumerate([*MUTED, *(pair for pair in EVERY[::9] if pair not in MUTED)])
@@ -60,15 +64,15 @@ def test_alertmanager_mutes_and_groups_each_pair_of_alerts_as_the_model_does(tmp
             elif group["receiver"]["name"] != "nobody":
                 heard[labels["cluster"]].add(str(sorted(group["labels"].items())))
     expected = {
-        (name, one["alertname"])
+        (name, first_alert["alertname"])
         for name, pair in PAIRS.items()
-        for one, other in (pair, reversed(pair))
-        if mutes(other, one)
+        for first_alert, second_alert in (pair, reversed(pair))
+        if mutes(second_alert, first_alert)
     }
     fired = {name: [Fired(labels=labels, first=0, last=60, times=1) for labels in pair] for name, pair in PAIRS.items()}
 
     assert muted == expected
     assert len(expected) > 50
-    assert {name: len(each) for name, each in heard.items()} == {
+    assert {name: len(notifications) for name, notifications in heard.items()} == {
         name: count_incidents(pair) for name, pair in fired.items()
     }

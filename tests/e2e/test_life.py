@@ -54,8 +54,8 @@ def test_a_killed_core_is_known_at_once_and_what_it_leaves_is_no_strangers(
     start: Start, nvml: FakeNvml, port: int
 ) -> None:
     def holders(page: Page) -> tuple[float, float]:
-        held = [page.value("gpu_memory_held_bytes", holder=holder) for holder in ("engine", "other")]
-        return held[0] / GIB, held[1] / GIB
+        held_bytes = [page.value("gpu_memory_held_bytes", holder=holder) for holder in ("engine", "other")]
+        return held_bytes[0] / GIB, held_bytes[1] / GIB
 
     vllm = start()
     with daemon(**settings(port, nvml)) as running:
@@ -73,7 +73,7 @@ def test_a_killed_core_is_known_at_once_and_what_it_leaves_is_no_strangers(
         assert down.value("engine_exits_total", reason="gone") == 1
         assert holders(down) == (60, 0)
 
-        after = start("second", held_gib=9)
+        second_run = start("second", held_gib=9)
         again = running.sees(lambda page: state(page) == "serving" and holders(page)[0] == 69, "a second life")
         assert again.value("engine_restarts_total") == 1
         assert holders(again) == (69, 0)
@@ -83,7 +83,7 @@ def test_a_killed_core_is_known_at_once_and_what_it_leaves_is_no_strangers(
         alone = running.sees(lambda page: page.value("gpu_memory_used_bytes") == 9 * GIB, "the leftover has gone")
         assert holders(alone) == (9, 0)
         assert "another process" not in running.log()
-        assert after.process.poll() is None
+        assert second_run.process.poll() is None
 
 
 def test_a_slow_start_is_starting_however_long_and_no_leak(start: Start, nvml: FakeNvml, port: int) -> None:
@@ -94,9 +94,9 @@ def test_a_slow_start_is_starting_however_long_and_no_leak(start: Start, nvml: F
         for gib in range(2, 41):
             vllm.hold(gib)
             until = began + 45 * gib
-            seen = running.sees(lambda page, until=until: last_look(page) > until, "the load goes on")  # type: ignore[misc]
-            assert state(seen) == "starting"
-            assert seen.value("leak_state", state="warming_up") == 1
+            seen_page = running.sees(lambda page, until=until: last_look(page) > until, "the load goes on")  # type: ignore[misc]
+            assert state(seen_page) == "starting"
+            assert seen_page.value("leak_state", state="warming_up") == 1
         vllm.become_ready()
 
         becomes(running, "serving")
@@ -144,9 +144,9 @@ def test_a_proc_that_does_not_answer_is_no_end_of_an_engine(
 
 
 def test_runs_are_counted_over_restarts_of_the_daemon(start: Start, nvml: FakeNvml, port: int, tmp_path: Path) -> None:
-    kept = settings(port, nvml, STATE_DIR=str(tmp_path / "state"))
+    daemon_settings = settings(port, nvml, STATE_DIR=str(tmp_path / "state"))
     vllm = start()
-    with daemon(**kept) as running:
+    with daemon(**daemon_settings) as running:
         becomes(running, "serving")
         for pid in (vllm.server, vllm.core, vllm.worker):
             vllm.kill(pid)
@@ -155,14 +155,14 @@ def test_runs_are_counted_over_restarts_of_the_daemon(start: Start, nvml: FakeNv
         running.stop()
 
     second = start("second", ready=False, held_gib=5)
-    with daemon(**kept) as running:
+    with daemon(**daemon_settings) as running:
         loading = becomes(running, "starting")
         assert loading.value("engine_restarts_total") == 1
         assert loading.value("engine_exits_total", reason="gone") == 1
         running.stop()
 
     second.become_ready()
-    with daemon(**kept) as running:
+    with daemon(**daemon_settings) as running:
         assert becomes(running, "serving").value("engine_restarts_total") == 1
         assert time.time() - running.page().value("engine_start_timestamp_seconds") < 600
 
@@ -182,7 +182,7 @@ def test_a_daemon_that_sees_no_process_but_its_own_says_so(tmp_path: Path) -> No
             process.kill()
             process.wait(30)
 
-    said = log.read_text()
-    assert "source=process reason=unavailable" in said
-    assert "shareProcessNamespace" in said
-    assert 'event="engine is serving"' in said
+    log_text = log.read_text()
+    assert "source=process reason=unavailable" in log_text
+    assert "shareProcessNamespace" in log_text
+    assert 'event="engine is serving"' in log_text

@@ -25,7 +25,7 @@ ENOUGH_SCRAPES: Final = 6
 
 def living(state: str, *, exits: int = 0, out_of_memory: int = 0, running: int = 0) -> Answer:
     """Return the page of a sidecar whose engine is in this state, runs so many requests, and has exited so often."""
-    lines = [f'headroom_engine_state{{state="{each}"}} {int(each == state)}' for each in STATES]
+    lines = [f'headroom_engine_state{{state="{listed_state}"}} {int(listed_state == state)}' for listed_state in STATES]
     lines += [f'headroom_engine_exits_total{{reason="gone"}} {exits}']
     lines += [f'headroom_engine_exits_total{{reason="out_of_memory"}} {out_of_memory}']
     if state == "serving":
@@ -71,11 +71,11 @@ def test_an_engine_that_is_down_is_paged_once_and_closed_when_one_serves_again(b
     opened = first(pagerduty, source="prod/down", severity="critical")
     replica.answer = living("starting", exits=1)
     scraped(replica, ENOUGH_SCRAPES)
-    told = [event.action for event in history(pagerduty, opened)]
+    actions = [event.action for event in history(pagerduty, opened)]
     replica.answer = living("serving", exits=1)
     closed(pagerduty, opened)
 
-    assert "resolve" not in told, "to load is not to serve"
+    assert "resolve" not in actions, "to load is not to serve"
     assert opened.routing_key == KEYS["ml-platform"]
     assert opened.payload["summary"] == "llama is down. prod/down"
     assert opened.body["links"][0]["href"] == "https://runbooks.example/HeadroomEngineDown"
@@ -117,7 +117,9 @@ def test_one_bad_release_on_twenty_replicas_is_one_incident_of_the_model(tmp_pat
     with (
         PagerDuty(KEYS.values()) as pagerduty,
         EngineServer(living("serving")) as engine,
-        paging(tmp_path, pagerduty.url, [target(engine, f"{each}") for each in range(REPLICAS)], by_workload=True),
+        paging(
+            tmp_path, pagerduty.url, [target(engine, f"{replica}") for replica in range(REPLICAS)], by_workload=True
+        ),
     ):
         scraped(engine, ENOUGH_SCRAPES * REPLICAS)
         engine.answer = living("down", exits=1)

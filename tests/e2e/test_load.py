@@ -69,10 +69,10 @@ class Load:
 
     def found(self, status: int) -> dict[str, Any]:
         """Return the one object that was printed, after an end with this status."""
-        ended, output = self.end()
-        assert ended == status, output + self.error
-        found: dict[str, Any] = read_data(output)
-        return found
+        exit_status, output = self.end()
+        assert exit_status == status, output + self.error
+        document: dict[str, Any] = read_data(output)
+        return document
 
 
 def samples(trace: Path) -> list[dict[str, Any]]:
@@ -102,26 +102,28 @@ def stopped_at_the_end() -> Iterator[list[Load]]:
 def test_a_healthy_server_is_loaded_in_four_steps(nvml: FakeNvml, trace: Path, api: str) -> None:
     with StreamingServer() as server:
         load = Load(server.url, trace, "--json", "--api", api, *BRIEF, environment=nvml.environment())
-        found = load.found(0)
+        document = load.found(0)
 
-        assert found["requests"]["began"] == found["requests"]["succeeded"] == server.finished == server.ways.total()
-        assert total(found, "prompt_tokens") == server.prompt_tokens
-        assert total(found, "generation_tokens") == server.generation_tokens == 4 * server.finished
-    assert [step["clients"] for step in found["steps"]] == [5, 8, 10, 12]
-    assert all(1 <= step["streams_most"] <= step["clients"] for step in found["steps"])
-    assert (found["faults"], found["model"], found["interrupted"]) == ([], "tiny", False)
+        assert (
+            document["requests"]["began"] == document["requests"]["succeeded"] == server.finished == server.ways.total()
+        )
+        assert total(document, "prompt_tokens") == server.prompt_tokens
+        assert total(document, "generation_tokens") == server.generation_tokens == 4 * server.finished
+    assert [step["clients"] for step in document["steps"]] == [5, 8, 10, 12]
+    assert all(1 <= step["streams_most"] <= step["clients"] for step in document["steps"])
+    assert (document["faults"], document["model"], document["interrupted"]) == ([], "tiny", False)
     assert {request["model"] for request in server.requests} == {"tiny"}
     assert 8 * server.finished <= server.prompt_tokens <= 64 * server.finished
-    assert found["samples"] == len(samples(trace)) >= 8
+    assert document["samples"] == len(samples(trace)) >= 8
     assert samples(trace)[-1]["engines"][0]["finished_total"] == server.finished
-    assert (found["gpus"][0]["delta_bytes"], found["gpus"][0]["requests_finished"]) == (0, server.finished)
+    assert (document["gpus"][0]["delta_bytes"], document["gpus"][0]["requests_finished"]) == (0, server.finished)
     assert "up to 12 streams at once; " in load.error
     assert "step 4/4: 120%, 12 clients, 0.5 s" in load.error
 
 
 def test_the_trace_can_be_replayed(nvml: FakeNvml, trace: Path) -> None:
     with StreamingServer() as server:
-        status, told = Load(server.url, trace, *BRIEF, environment=nvml.environment()).end()
+        status, output = Load(server.url, trace, *BRIEF, environment=nvml.environment()).end()
     replayed = subprocess.run(
         [sys.executable, "-m", "vllm_headroom", "replay", str(trace), "--json"],
         capture_output=True,
@@ -131,29 +133,29 @@ def test_the_trace_can_be_replayed(nvml: FakeNvml, trace: Path) -> None:
     )
 
     assert status == 0
-    assert f"vllm-headroom replay {trace}" in told
+    assert f"vllm-headroom replay {trace}" in output
     assert [gpu["uuid"] for gpu in read_data(replayed.stdout)["gpus"]] == ["GPU-a"]
-    assert "Cannot tell whether it leaks: " in told
+    assert "Cannot tell whether it leaks: " in output
 
 
 def test_every_failure_is_counted_as_the_server_did_it(nvml: FakeNvml, trace: Path) -> None:
     ways = [Way.STREAM, Way.STREAM, *IS]
     with StreamingServer(lambda number: ways[number % len(ways)]) as server:
         load = Load(server.url, trace, "--json", "--grace", "1.5s", *BRIEF, environment=nvml.environment())
-        found = load.found(1)
+        document = load.found(1)
 
         truth: Counter[str] = Counter()
         for way, count in server.ways.items():
             truth[IS[way]] += count
-    assert {name: count for name, count in found["requests"].items() if count and name != "began"} == truth
-    assert found["requests"]["began"] == server.ways.total()
-    assert total(found, "generation_tokens") == server.generation_tokens
+    assert {name: count for name, count in document["requests"].items() if count and name != "began"} == truth
+    assert document["requests"]["began"] == server.ways.total()
+    assert total(document, "generation_tokens") == server.generation_tokens
     unserved = truth.total() - truth["succeeded"] - truth["out_of_memory"]
-    assert found["faults"] == [
+    assert document["faults"] == [
         f"{truth['out_of_memory']} answers were out of memory",
         f"{unserved} of {truth.total()} requests were not served",
     ]
-    assert {said["outcome"] for said in found["said"]} == {"failed", "out_of_memory", "rejected"}
+    assert {complaint["outcome"] for complaint in document["said"]} == {"failed", "out_of_memory", "rejected"}
 
 
 def test_memory_and_its_cost_are_reported_of_what_ran(
@@ -170,11 +172,11 @@ def test_memory_and_its_cost_are_reported_of_what_ran(
             lambda: any(sample["gpus"][0]["used"] == 75 * GIB for sample in samples(trace)), "a sample of more memory"
         )
         load.process.send_signal(signal.SIGINT)
-        found = load.found(2)
+        document = load.found(2)
 
-    (step,), (gpu,) = found["steps"], found["gpus"]
-    assert found["interrupted"] is True
-    assert found["requests"]["unfinished"] == found["requests"]["began"] == 5
+    (step,), (gpu,) = document["steps"], document["gpus"]
+    assert document["interrupted"] is True
+    assert document["requests"]["unfinished"] == document["requests"]["began"] == 5
     assert (gpu["before_bytes"], gpu["most_bytes"], gpu["after_bytes"]) == (70 * GIB, 75 * GIB, 75 * GIB)
     assert step["gpus"][0]["held_most_bytes"] == 75 * GIB
     assert 0.99 * 70 * GIB / 5 <= step["gpus"][0]["bytes_per_running_request"] <= 75 * GIB  # to three digits
@@ -188,14 +190,14 @@ def test_an_engine_that_dies_is_not_good(trace: Path, stopped_at_the_end: list[L
         load = Load(server.url, trace, "--json", "--duration", "1h")
         stopped_at_the_end.append(load)
         eventually(lambda: server.finished, "a request is served")
-    found = load.found(1)
+    document = load.found(1)
 
-    assert len(found["steps"]) == 1, "it does not go on without the engine"
-    assert found["interrupted"] is False
-    assert found["faults"][0].startswith("the engine is gone: its page refuses connections")
-    assert found["requests"]["succeeded"] == server.finished
-    assert found["requests"]["refused"] > 0
-    assert "engine in " in " ".join(found["unread"])
+    assert len(document["steps"]) == 1, "it does not go on without the engine"
+    assert document["interrupted"] is False
+    assert document["faults"][0].startswith("the engine is gone: its page refuses connections")
+    assert document["requests"]["succeeded"] == server.finished
+    assert document["requests"]["refused"] > 0
+    assert "engine in " in " ".join(document["unread"])
 
 
 def test_a_token_is_sent_and_its_lack_is_reported(trace: Path, tmp_path: Path) -> None:
@@ -204,15 +206,15 @@ def test_a_token_is_sent_and_its_lack_is_reported(trace: Path, tmp_path: Path) -
     with StreamingServer(token="secret") as server:
         without = Load(server.url, trace, *BRIEF)
         refused = without.end()
-        status, told = Load(
+        status, output = Load(
             server.url, trace, "--engine-bearer-token-file", str(file), "--max-requests", "1", *BRIEF
         ).end()
 
     assert refused == (2, "")
     assert without.error.splitlines()[-1].startswith(f"vllm-headroom load: {server.url}/v1/models answers 401")
     assert status == 0
-    assert "The load ended at --max-requests, before the other steps." in told
-    assert "GOOD: 1 of 1 requests succeeded, none was out of memory." in told
+    assert "The load ended at --max-requests, before the other steps." in output
+    assert "GOOD: 1 of 1 requests succeeded, none was out of memory." in output
 
 
 def test_what_cannot_be_loaded_is_one_line_and_nothing_is_asked(trace: Path, tmp_path: Path) -> None:
@@ -231,10 +233,10 @@ def test_what_cannot_be_loaded_is_one_line_and_nothing_is_asked(trace: Path, tmp
             assert load.error.splitlines()[-1].endswith(problem)
 
         assert server.ways.total() == 0
-    gone = Load(server.url, trace, *BRIEF)
-    assert gone.end() == (2, "")
+    refused_load = Load(server.url, trace, *BRIEF)
+    assert refused_load.end() == (2, "")
     refused = f"vllm-headroom load: no connection to {server.url} (Connection refused): "
-    assert gone.error.splitlines()[-1].startswith(refused)
+    assert refused_load.error.splitlines()[-1].startswith(refused)
     assert not trace.exists()
 
 

@@ -19,16 +19,22 @@ def test_bytes_of_the_kv_cache_come_from_the_models_configuration() -> None:
     with EngineServer(page(RECORDED)) as engine:
         settings = {"ENGINE_URL": engine.url, "SAMPLE_INTERVAL_SECONDS": "1", "MODEL_CONFIG": str(MODELS / "tiny.json")}
         with daemon(**settings) as running:
-            seen = running.sees(lambda seen: seen.has("engine_kv_cache_capacity_bytes"), "the size is known")
+            seen_page = running.sees(
+                lambda shown_page: shown_page.has("engine_kv_cache_capacity_bytes"), "the size is known"
+            )
 
-            assert seen.value("engine_kv_cache_capacity_bytes") == 2**30
-            assert seen.value("input_available", input="kv_cache_dtype") == 1
+            assert seen_page.value("engine_kv_cache_capacity_bytes") == 2**30
+            assert seen_page.value("input_available", input="kv_cache_dtype") == 1
 
             engine.answer = page(RECORDED.replace('cache_dtype="auto"', 'cache_dtype="fp8"', 1))
-            running.sees(lambda seen: seen.value("engine_kv_cache_capacity_bytes") == 2**29, "half as many with FP8")
+            running.sees(
+                lambda shown_page: shown_page.value("engine_kv_cache_capacity_bytes") == 2**29, "half as many with FP8"
+            )
 
             engine.answer = page(RECORDED.replace('cache_dtype="auto"', 'cache_dtype="of tomorrow"', 1))
-            running.sees(lambda seen: not seen.has("engine_kv_cache_capacity_bytes"), "a dtype that is not known")
+            running.sees(
+                lambda shown_page: not shown_page.has("engine_kv_cache_capacity_bytes"), "a dtype that is not known"
+            )
 
 
 def test_a_model_with_windows_is_known_in_tokens_only_and_the_log_says_so() -> None:
@@ -39,9 +45,11 @@ def test_a_model_with_windows_is_known_in_tokens_only_and_the_log_says_so() -> N
             "MODEL_CONFIG": str(MODELS / "gemma-2-9b.json"),
         }
         with daemon(**settings) as running:
-            seen = running.sees(lambda seen: seen.has("engine_kv_cache_capacity_tokens"), "the engine is read")
+            seen_page = running.sees(
+                lambda shown_page: shown_page.has("engine_kv_cache_capacity_tokens"), "the engine is read"
+            )
 
-            assert not seen.has("engine_kv_cache_capacity_bytes")
+            assert not seen_page.has("engine_kv_cache_capacity_bytes")
             assert running.log().count("KV cache known in tokens only") == 1
 
 

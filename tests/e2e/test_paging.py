@@ -90,17 +90,17 @@ def test_a_leak_opens_an_incident_and_its_end_closes_it(tmp_path: Path) -> None:
 
 
 def test_a_page_notifies_though_the_warning_is_open_and_mutes_what_is_less(bench: Bench) -> None:
-    pagerduty, engine, other = bench.pagerduty, bench.engines["llama-0"], bench.engines["llama-1"]
+    pagerduty, engine, other_engine = bench.pagerduty, bench.engines["llama-0"], bench.engines["llama-1"]
 
     engine.answer = serve(*leak("growing", 80_000))
     warning = first(pagerduty, source="prod/llama-0", told="warning")
     engine.answer = serve(*leak("leaking", 1_800))
-    other.answer = serve(*leak("leaking", 36_000))
+    other_engine.answer = serve(*leak("leaking", 36_000))
     paged = first(pagerduty, source="prod/llama-0", severity="critical")
     compared = first(pagerduty, source="prod/llama-1", told="critical")
     for name in ("HeadroomGpuMemoryLeak", "HeadroomGpuMemoryGrowing"):
         mutes(bench.alertmanager, "HeadroomOutOfMemorySoon", alertname=name, pod="llama-0")
-    engine.answer = other.answer = serve()
+    engine.answer = other_engine.answer = serve()
     closed(pagerduty, paged)
     closed(pagerduty, compared)
 
@@ -131,29 +131,29 @@ def test_each_kind_of_problem_reaches_its_team(bench: Bench) -> None:
         'headroom_source_up{source="nvml"} 0',
     )
 
-    told = {
+    events_by_area = {
         area: first(bench.pagerduty, source="prod/qwen-0", **{"class": area})
         for area in ("memory", "engine", "gpu", "sidecar")
     }
 
-    assert {area: event.routing_key for area, event in told.items()} == {
+    assert {area: event.routing_key for area, event in events_by_area.items()} == {
         "memory": KEYS["ml-platform"],
         "engine": KEYS["ml-platform"],
         "gpu": KEYS["infrastructure"],
         "sidecar": KEYS["observability"],
     }
-    assert len({event.dedup_key for event in told.values()}) == 4
+    assert len({event.dedup_key for event in events_by_area.values()}) == 4
 
 
 def test_an_alert_with_few_labels_and_no_annotations_is_reported_too(bench: Bench) -> None:
     bench.alertmanager.post({"alertname": "HeadroomDown", "severity": "warning", "area": "sidecar"})
 
-    told = first(bench.pagerduty, source="vllm-headroom", severity="warning")
+    event = first(bench.pagerduty, source="vllm-headroom", severity="warning")
 
-    assert told.routing_key == KEYS["observability"]
-    assert told.payload["summary"] == "HeadroomDown"
-    assert not told.body.get("links")
-    assert "<no value>" not in str(told.body)
+    assert event.routing_key == KEYS["observability"]
+    assert event.payload["summary"] == "HeadroomDown"
+    assert not event.body.get("links")
+    assert "<no value>" not in str(event.body)
 
 
 def test_an_information_reaches_nobody(bench: Bench) -> None:

@@ -61,14 +61,14 @@ def test_no_go_ends_with_status_1_and_names_the_process(nvml: FakeNvml) -> None:
     nvml.write()
 
     process = preflight("--json", **nvml.environment())
-    found = document(process)
+    report = document(process)
 
     assert process.returncode == 1
-    assert found["highest_gpu_memory_utilization"] == 0.61
-    assert found["gpus"][1]["free_bytes"] == 50 * GIB - nvml.gpus[1].reserved_bytes
-    (process_on_it,) = found["gpus"][1]["processes"]
+    assert report["highest_gpu_memory_utilization"] == 0.61
+    assert report["gpus"][1]["free_bytes"] == 50 * GIB - nvml.gpus[1].reserved_bytes
+    (process_on_it,) = report["gpus"][1]["processes"]
     assert process_on_it["pid"] == os.getpid()
-    assert [(finding["kind"], finding["verdict"], finding["gpu"]) for finding in found["findings"]] == [
+    assert [(finding["kind"], finding["verdict"], finding["gpu"]) for finding in report["findings"]] == [
         ("memory", "not_good", 1)
     ]
 
@@ -167,8 +167,8 @@ def test_a_vllm_that_sleeps_is_asked_whether_it_could_wake(nvml: FakeNvml, tmp_p
 
         process = preflight("--engine-url", server.url, "--json", **nvml.environment())
 
-    found = document(process)
-    assert (process.returncode, [gpu["gpu"] for gpu in found["gpus"]]) == (1, [1])
+    report = document(process)
+    assert (process.returncode, [gpu["gpu"] for gpu in report["gpus"]]) == (1, [1])
     assert (
-        "the engine sleeps and holds 2.00 GiB; to wake takes about 71.06 GiB, and only" in found["findings"][0]["text"]
+        "the engine sleeps and holds 2.00 GiB; to wake takes about 71.06 GiB, and only" in report["findings"][0]["text"]
     )

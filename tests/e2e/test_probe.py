@@ -47,17 +47,17 @@ def test_what_the_probe_says_is_on_the_page_and_goes_with_its_folder(tmp_path: P
     nvml = FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a", used_bytes=14 * GIB)])
     settings = {"GPUS": "GPU-a", "PROBE_DIR": str(folder), **OFTEN, **nvml.environment()}
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as running:
-        running.sees(lambda seen: seen.value("source_up", source="probe") == 0, "no probe has written yet")
+        running.sees(lambda shown_page: shown_page.value("source_up", source="probe") == 0, "no probe has written yet")
 
         write(folder, 12)
-        seen = running.sees(lambda seen: seen.has("engine_memory_bytes"), "the probe is read")
+        seen_page = running.sees(lambda shown_page: shown_page.has("engine_memory_bytes"), "the probe is read")
 
         parts = ("weights", "kv_cache", "other_tensors", "fragmented", "cached", "outside_torch")
-        assert [seen.value("engine_memory_bytes", part=part) / GIB for part in parts] == [4, 5, 1, 1, 1, 2]
-        assert seen.value("memory_reported_bytes", uuid="GPU-a", basis="probe") == 12 * GIB
-        assert seen.value("memory_discrepancy_bytes", uuid="GPU-a", basis="probe") == 2 * GIB
-        assert seen.value("allocator_retries_total") == 3
+        assert [seen_page.value("engine_memory_bytes", part=part) / GIB for part in parts] == [4, 5, 1, 1, 1, 2]
+        assert seen_page.value("memory_reported_bytes", uuid="GPU-a", basis="probe") == 12 * GIB
+        assert seen_page.value("memory_discrepancy_bytes", uuid="GPU-a", basis="probe") == 2 * GIB
+        assert seen_page.value("allocator_retries_total") == 3
         shutil.rmtree(folder)
-        gone = running.sees(lambda seen: not seen.has("engine_memory_bytes"), "the folder is gone")
-        assert gone.value("source_failures_total", source="probe", reason="unavailable") >= 1
-        assert gone.value("source_up", source="engine") == 1
+        gone_page = running.sees(lambda shown_page: not shown_page.has("engine_memory_bytes"), "the folder is gone")
+        assert gone_page.value("source_failures_total", source="probe", reason="unavailable") >= 1
+        assert gone_page.value("source_up", source="engine") == 1

@@ -43,10 +43,10 @@ BAD: Final = {
 
 @pytest.fixture
 def promtool() -> str:
-    found = shutil.which("promtool")
-    if found is None:
+    path = shutil.which("promtool")
+    if path is None:
         pytest.skip("no promtool on the PATH")
-    return found
+    return path
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def fetched(promtool: str, folder: Path, url: str) -> str | None:
     subprocess.run(
         [promtool, "debug", "metrics", url], cwd=folder, env={**os.environ, **trust}, capture_output=True, check=False
     )
-    with tarfile.open(archive) as found:
-        page = found.extractfile("metrics.txt") if "metrics.txt" in found.getnames() else None
+    with tarfile.open(archive) as tar_file:
+        page = tar_file.extractfile("metrics.txt") if "metrics.txt" in tar_file.getnames() else None
         return None if page is None else page.read().decode()
 
 

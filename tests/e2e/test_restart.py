@@ -40,12 +40,12 @@ def metrics(started_at: float = STARTED, finished: int = ALARM_STEPS * REQUESTS_
 
 def is_in(page: Page) -> str | None:
     """Return the leak state on a page; None before there is one."""
-    found = [
+    leak_states = [
         state
         for state in ("unknown", "warming_up", "unsettled", "stable", "growing", "leaking", "asleep")
         if page.has("leak_state", state=state) and page.value("leak_state", state=state) == 1
     ]
-    return found[0] if found else None
+    return leak_states[0] if leak_states else None
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ def engine() -> Iterator[EngineServer]:
         yield server
 
 
-def first_state(engine: EngineServer, nvml: FakeNvml, folder: Path, **more: str) -> tuple[str | None, str, int]:
+def first_state(engine: EngineServer, nvml: FakeNvml, folder: Path, **variables: str) -> tuple[str | None, str, int]:
     """Return the first leak state that a new process shows, its log and its exit status."""
-    settings = {"ENGINE_URL": engine.url, "STATE_DIR": str(folder), **FAST, **nvml.environment(), **more}
+    settings = {"ENGINE_URL": engine.url, "STATE_DIR": str(folder), **FAST, **nvml.environment(), **variables}
     with daemon(**settings) as running:
-        seen = running.sees(is_in, "a leak state")
+        seen_page = running.sees(is_in, "a leak state")
         status, _ = running.stop()
-        return is_in(seen), running.log(), status
+        return is_in(seen_page), running.log(), status
 
 
 def test_the_verdict_survives_restarts_of_the_sidecar(engine: EngineServer, nvml: FakeNvml, folder: Path) -> None:
@@ -187,5 +187,7 @@ def test_a_gpu_that_was_lost_before_the_sidecar_began_is_the_engines_still(
     nvml.write()
 
     with daemon(**settings) as running:
-        seen = running.sees(lambda page: page.has("gpu_info", uuid="GPU-b", attribution="process"), "it is known again")
-        assert seen.value("gpu_up", uuid="GPU-b") == 0
+        seen_page = running.sees(
+            lambda page: page.has("gpu_info", uuid="GPU-b", attribution="process"), "it is known again"
+        )
+        assert seen_page.value("gpu_up", uuid="GPU-b") == 0

@@ -42,9 +42,9 @@ def connected(running: Daemon) -> socket.socket:
 
 def answered(client: socket.socket) -> tuple[int, int] | None:
     """Read an answer of one packet; return when it came, in seconds and nanoseconds, None where nobody knows."""
-    data, told, _, _ = client.recvmsg(2**16, 1024)
+    data, ancillary, _, _ = client.recvmsg(2**16, 1024)
     assert data.startswith(b"HTTP/1.1 ")
-    stamps = (value for level, kind, value in told if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS))
+    stamps = (value for level, kind, value in ancillary if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS))
     return next((struct.unpack("ll", stamp) for stamp in stamps), None)
 
 
@@ -66,9 +66,9 @@ def test_a_kubelet_does_not_wait_for_a_crowd_of_scrapers_that_came_before_it(pat
 
         at = answered(kubelet)
         assert at is not None
-        before = sum((answered(client) or at) < at for client in crowd)
+        late_count = sum((answered(client) or at) < at for client in crowd)
 
-    assert before < SCRAPERS / 2, "one each is answered in turn"
+    assert late_count < SCRAPERS / 2, "one each is answered in turn"
 
 
 def cpu_seconds(running: Daemon) -> float:

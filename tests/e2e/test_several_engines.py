@@ -11,8 +11,8 @@ from tests.process import Daemon, Page, daemon, eventually
 
 def state(page: Page, url: str) -> str:
     states = ("unknown", "down", "starting", "serving", "stalled", "asleep")
-    (found,) = (state for state in states if page.value("engine_state", state=state, engine_url=url) == 1)
-    return found
+    (seen_state,) = (state for state in states if page.value("engine_state", state=state, engine_url=url) == 1)
+    return seen_state
 
 
 def count_exits(page: Page, url: str) -> float:
@@ -29,31 +29,36 @@ def become(running: Daemon, *wanted: tuple[str, str]) -> Page:
 def test_an_engine_that_crashes_is_down_alone_and_its_exit_is_still_counted_after_a_restart_of_the_daemon(
     start: Start, nvml: FakeNvml, tmp_path: Path, port: int, another_port: int
 ) -> None:
-    first = start("first")
+    first_vllm = start("first")
     start("second", port=another_port)
-    one, other = (f"http://127.0.0.1:{number}/metrics" for number in (port, another_port))
-    settings = {"ENGINES": f"{one},{other}", "STATE_DIR": str(tmp_path / "state"), **HURRIED, **nvml.environment()}
+    first_url, second_url = (f"http://127.0.0.1:{number}/metrics" for number in (port, another_port))
+    settings = {
+        "ENGINES": f"{first_url},{second_url}",
+        "STATE_DIR": str(tmp_path / "state"),
+        **HURRIED,
+        **nvml.environment(),
+    }
     with daemon(**settings) as running:
-        become(running, (one, "serving"), (other, "serving"))
-        first.end()
-        page = become(running, (one, "down"), (other, "serving"))
-        assert (count_exits(page, one), count_exits(page, other)) == (1, 0)
+        become(running, (first_url, "serving"), (second_url, "serving"))
+        first_vllm.end()
+        page = become(running, (first_url, "down"), (second_url, "serving"))
+        assert (count_exits(page, first_url), count_exits(page, second_url)) == (1, 0)
         # An incident is written after the sample that shows the exit.
         page = running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "the incident is written")
-        assert not page.has("last_incident_timestamp_seconds", engine_url=other)
+        assert not page.has("last_incident_timestamp_seconds", engine_url=second_url)
         assert page.value("engines", kind="watched") == 2
         assert running.get("/readyz").status_code == 200
         engines = running.get("/snapshot.json").json()["engines"]
         assert [(engine["engine"], engine["snapshot"]["engine_state"]) for engine in engines] == [
-            (one, "down"),
-            (other, "serving"),
+            (first_url, "down"),
+            (second_url, "serving"),
         ]
         status, _ = running.stop()
         assert status == 0
     assert len(list((tmp_path / "state").glob("engine-*/incidents/*.jsonl"))) == 1
 
     with daemon(**settings) as running:
-        page = become(running, (other, "serving"))
-        page = running.sees(lambda page: count_exits(page, one) == 1, "the exit is remembered")
-        assert count_exits(page, other) == 0
+        page = become(running, (second_url, "serving"))
+        page = running.sees(lambda page: count_exits(page, first_url) == 1, "the exit is remembered")
+        assert count_exits(page, second_url) == 0
         assert eventually(lambda: "saved state taken up" in running.log(), "the second engine's state is taken up")

@@ -44,8 +44,10 @@ def test_what_the_daemon_recorded_can_be_replayed(tmp_path: Path) -> None:
 def test_a_daemon_that_cannot_record_says_so_once_and_runs_on(tmp_path: Path) -> None:
     with daemon("demo", "--speed", "100", TRACE_FILE=str(tmp_path / "missing" / "trace")) as running:
         first_page = running.sees(lambda page: page.value("engine_requests_finished_total"), "the first sample")
-        before = first_page.value("engine_requests_finished_total")
-        running.sees(lambda page: page.value("engine_requests_finished_total") > before + 1000, "it samples on")
+        finished_before = first_page.value("engine_requests_finished_total")
+        running.sees(
+            lambda page: page.value("engine_requests_finished_total") > finished_before + 1000, "it samples on"
+        )
 
         assert running.log().count("trace not written") == 1
         assert running.get("/healthz").status_code == 200
@@ -64,12 +66,12 @@ def test_the_trace_has_what_the_engine_and_the_gpu_said(tmp_path: Path) -> None:
 
 def test_a_trace_whose_last_line_is_cut_off_is_read_up_to_it_by_each_command(tmp_path: Path) -> None:
     file = tmp_path / "trace"
-    *whole, last = wait_for_samples(file, 10)
-    file.write_bytes(b"".join(whole) + last[: len(last) // 2])
+    *complete_lines, last_line = wait_for_samples(file, 10)
+    file.write_bytes(b"".join(complete_lines) + last_line[: len(last_line) // 2])
 
     limit = ("--max-leak-per-thousand-requests", "1MiB")
     for words in (("replay", str(file)), ("check", "--trace", str(file), *limit), ("advise", str(file))):
         process = command(*words, "--json")
 
-        assert process.stderr == f"{file}: line {len(whole) + 1}, the last, is cut off and left out\n", words
+        assert process.stderr == f"{file}: line {len(complete_lines) + 1}, the last, is cut off and left out\n", words
         assert read_data(process.stdout)

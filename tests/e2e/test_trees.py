@@ -57,25 +57,25 @@ def test_one_of_several_workers_that_dies_stalls_the_engine_at_once(
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("beside", [0, 10], ids=["alone", "beside-another"])
+@pytest.mark.parametrize("neighbour_gib", [0, 10], ids=["alone", "beside-another"])
 def test_an_api_server_that_outlives_the_process_that_began_it_is_the_engine(
-    start: Start, nvml: FakeNvml, port: int, another_port: int, beside: int
+    start: Start, nvml: FakeNvml, port: int, another_port: int, neighbour_gib: int
 ) -> None:
     vllm = start(part="root")
-    if beside:
-        start("another", port=another_port, held_gib=beside)
+    if neighbour_gib:
+        start("another", port=another_port, held_gib=neighbour_gib)
     with daemon(**settings(port, nvml)) as running:
-        serves_its_first_life(running, 60, beside)
+        serves_its_first_life(running, 60, neighbour_gib)
 
         vllm.kill(vllm.server)
         alone = looked_again(running)
-        assert (state(alone), read_held_bytes(alone), ends(alone)) == ("serving", (60, beside), 0)
+        assert (state(alone), read_held_bytes(alone), ends(alone)) == ("serving", (60, neighbour_gib), 0)
         assert alone.has("host_memory_bytes", process="engine_core")
         assert not alone.has("gpu_memory_left_behind_bytes")
 
         vllm.kill(vllm.page_server)
         down = becomes(running, "down")
-        assert (read_held_bytes(down), down.value("engine_exits_total", reason="gone")) == ((60, beside), 1)
+        assert (read_held_bytes(down), down.value("engine_exits_total", reason="gone")) == ((60, neighbour_gib), 1)
         assert down.has("gpu_memory_left_behind_bytes")
 
 
@@ -84,12 +84,12 @@ def test_an_api_server_that_outlives_the_process_that_began_it_is_the_engine(
 def test_the_core_that_a_server_left_is_no_engine_for_a_daemon_that_starts_later(
     start: Start, nvml: FakeNvml, port: int, tmp_path: Path, *, keeps: bool
 ) -> None:
-    vllm, kept = start(), {"STATE_DIR": str(tmp_path / "state")} if keeps else {}
-    with daemon(**settings(port, nvml), **kept) as running:
+    vllm, daemon_settings = start(), {"STATE_DIR": str(tmp_path / "state")} if keeps else {}
+    with daemon(**settings(port, nvml), **daemon_settings) as running:
         serves_its_first_life(running, 60, 0)
     vllm.kill(vllm.server)
 
-    with daemon(**settings(port, nvml), **kept) as running:
+    with daemon(**settings(port, nvml), **daemon_settings) as running:
         down = looked_again(running)
         assert (state(down), down.value("engine_restarts_total")) == ("down", 0)
         assert not down.has("host_memory_bytes")
@@ -140,9 +140,9 @@ def test_a_stranger_that_gets_all_the_pids_of_a_dead_engine_is_not_it() -> None:
     if subprocess.run([*alone, "sh", "-c", f"echo 9 > {LAST_PID}"], capture_output=True, check=False).returncode:
         pytest.skip("this machine gives out no namespaces, or no pids of one's choice")
     recycled = [*alone, sys.executable, "-m", "tests.e2e.recycling"]
-    told = subprocess.run(recycled, capture_output=True, text=True, check=True, timeout=100).stdout
+    printed = subprocess.run(recycled, capture_output=True, text=True, check=True, timeout=100).stdout
 
-    page = Page(told)
+    page = Page(printed)
     assert state(page) == "down"
     assert (ends(page), page.value("engine_restarts_total")) == (1, 0)
     assert read_held_bytes(page) == (0, 30)

@@ -24,8 +24,8 @@ OTHERS = "another daemon keeps its state here"
 def test_the_second_keeps_nothing_until_the_first_has_ended(number: int, tmp_path: Path) -> None:
     state = tmp_path / "state"
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "0.2"}
-    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as first:
-        first.sees(engine_answers, "the engine answers")
+    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as first_daemon:
+        first_daemon.sees(engine_answers, "the engine answers")
         eventually((state / FLIGHT).exists, "the first keeps a record")
         with daemon(ENGINE_URL=engine.url, **settings) as passing:
             passing.sees(engine_answers, "it exports all the same")
@@ -35,30 +35,30 @@ def test_the_second_keeps_nothing_until_the_first_has_ended(number: int, tmp_pat
 
         with daemon(ENGINE_URL=engine.url, **settings) as second:
             eventually(lambda: OTHERS in second.log(), "it is told")
-            first.stop(number)
+            first_daemon.stop(number)
             eventually(lambda: "state is kept from now on" in second.log(), "it takes over")
-            before = (state / FLIGHT).stat().st_size
-            eventually(lambda: (state / FLIGHT).stat().st_size > before, "it goes on with the record")
+            record_bytes = (state / FLIGHT).stat().st_size
+            eventually(lambda: (state / FLIGHT).stat().st_size > record_bytes, "it goes on with the record")
             assert second.stop()[0] == 0
             assert second.log().count(OTHERS) == 1
-        assert OTHERS not in first.log()
+        assert OTHERS not in first_daemon.log()
     assert STATE.read(state) is not None
 
 
 def test_the_first_no_longer_has_a_folder_that_was_deleted_and_made_again(tmp_path: Path) -> None:
     state = tmp_path / "state"
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "0.2"}
-    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as first:
-        first.sees(engine_answers, "the engine answers")
+    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as first_daemon:
+        first_daemon.sees(engine_answers, "the engine answers")
         eventually((state / FLIGHT).exists, "the first keeps a record")
         state.rename(tmp_path / "deleted")
         with daemon(ENGINE_URL=engine.url, **settings) as second:
             eventually(lambda: (state / FLIGHT).exists() and second.page().has("source_up"), "the second has begun")
             assert OTHERS not in second.log()
 
-            assert first.stop()[0] == 0
+            assert first_daemon.stop()[0] == 0
 
-            assert OTHERS in first.log()
+            assert OTHERS in first_daemon.log()
             assert not (state / STATE.name).exists(), "it has kept nothing at its end"
             assert second.stop()[0] == 0
     assert STATE.read(state) is not None

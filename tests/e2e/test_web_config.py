@@ -28,13 +28,13 @@ scrape_configs:
 
 
 def test_who_has_certificate_and_password_comes_in_and_nobody_else(folder: Path) -> None:
-    with guarded(folder) as running, client(folder, running) as known:
-        answer = known.get("/healthz", auth=("prometheus", PASSWORD))
+    with guarded(folder) as running, client(folder, running) as trusted_client:
+        answer = trusted_client.get("/healthz", auth=("prometheus", PASSWORD))
 
         assert answer.status_code == 200
         assert answer.headers["strict-transport-security"] == "max-age=31536000"
         for auth in (None, ("prometheus", "guess"), ("nobody", PASSWORD), ("", "")):
-            refused = known.get("/metrics", auth=auth)
+            refused = trusted_client.get("/metrics", auth=auth)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Basic")
         with client(folder, running, certified=False) as stranger, pytest.raises(httpx.TransportError):
             stranger.get("/healthz", auth=("prometheus", PASSWORD))
@@ -45,8 +45,8 @@ def test_who_has_certificate_and_password_comes_in_and_nobody_else(folder: Path)
 
 def test_a_certificate_with_another_name_does_not_come_in(folder: Path) -> None:
     write(folder, san="elsewhere")
-    with guarded(folder) as running, client(folder, running) as known, pytest.raises(httpx.TransportError):
-        known.get("/healthz", auth=("prometheus", PASSWORD))
+    with guarded(folder) as running, client(folder, running) as trusted_client, pytest.raises(httpx.TransportError):
+        trusted_client.get("/healthz", auth=("prometheus", PASSWORD))
 
 
 def served_certificate(folder: Path, running: Daemon) -> bytes | None:
@@ -56,13 +56,13 @@ def served_certificate(folder: Path, running: Daemon) -> bytes | None:
 
 def test_a_renewed_certificate_is_shown_and_a_broken_one_is_not(folder: Path) -> None:
     with guarded(folder) as running:
-        first = served_certificate(folder, running)
+        first_certificate = served_certificate(folder, running)
         (folder / "server.key").write_text("broken")
         eventually(lambda: "not read again" in running.log(), "the broken key is found")
-        assert served_certificate(folder, running) == first
+        assert served_certificate(folder, running) == first_certificate
 
         write_self_signed(folder, "server")
-        eventually(lambda: served_certificate(folder, running) != first, "the renewed certificate is shown")
+        eventually(lambda: served_certificate(folder, running) != first_certificate, "the renewed certificate is shown")
 
 
 def test_a_file_that_cannot_be_used_ends_it_with_status_2_and_a_line_each(tmp_path: Path) -> None:
@@ -94,11 +94,11 @@ def test_a_real_prometheus_scrapes_over_mutual_tls(folder: Path, tmp_path: Path)
             [*command, f"--web.listen-address={LOOPBACK}:{own}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as process:
             try:
-                found = eventually(lambda: scraped(own), "Prometheus has the page")
+                series = eventually(lambda: scraped(own), "Prometheus has the page")
             finally:
                 process.kill()
 
-    assert found[0]["metric"]["__name__"] == "headroom_build_info"
+    assert series[0]["metric"]["__name__"] == "headroom_build_info"
 
 
 def scraped(own: int) -> list[dict[str, dict[str, str]]]:
@@ -106,5 +106,5 @@ def scraped(own: int) -> list[dict[str, dict[str, str]]]:
         answer = httpx.get(f"http://{LOOPBACK}:{own}/api/v1/query", params={"query": "headroom_build_info"}).json()
     except (httpx.TransportError, ValueError):
         return []
-    found: list[dict[str, dict[str, str]]] = answer.get("data", {}).get("result", [])
-    return found
+    series: list[dict[str, dict[str, str]]] = answer.get("data", {}).get("result", [])
+    return series

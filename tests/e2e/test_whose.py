@@ -22,8 +22,8 @@ ELSEWHERE = ("unshare", "--user", "--map-root-user", "--net")
 
 def read_held_bytes(page: Page) -> tuple[float, float]:
     """Return what is reported to be the engine's and another's, in GiB."""
-    engine, other = (page.value("gpu_memory_held_bytes", holder=holder) / GIB for holder in ("engine", "other"))
-    return engine, other
+    engine, other_gib = (page.value("gpu_memory_held_bytes", holder=holder) / GIB for holder in ("engine", "other"))
+    return engine, other_gib
 
 
 def ends(page: Page) -> float:
@@ -32,8 +32,8 @@ def ends(page: Page) -> float:
 
 def looked_again(running: Daemon) -> Page:
     """Return a page of which every source was read after now, twice."""
-    before = last_look(running.sees(lambda page: page.has("engine_state"), "a first look"))
-    return running.sees(lambda page: last_look(page) > before + 10, "two more looks")
+    looked_before = last_look(running.sees(lambda page: page.has("engine_state"), "a first look"))
+    return running.sees(lambda page: last_look(page) > looked_before + 10, "two more looks")
 
 
 def is_down(running: Daemon) -> None:
@@ -44,12 +44,12 @@ def is_down(running: Daemon) -> None:
     assert not alone.has("gpu_memory_held_bytes", holder="engine")
 
 
-def serves_its_first_life(running: Daemon, engine: float, other: float) -> None:
+def serves_its_first_life(running: Daemon, engine: float, other_gib: float) -> None:
     becomes(running, "serving")
-    told = running.sees(
-        lambda page: read_held_bytes(page) == (engine, other), "the engine's memory is told from the other's"
+    seen_page = running.sees(
+        lambda page: read_held_bytes(page) == (engine, other_gib), "the engine's memory is told from the other's"
     )
-    assert (ends(told), told.value("engine_restarts_total")) == (0, 0)
+    assert (ends(seen_page), seen_page.value("engine_restarts_total")) == (0, 0)
     assert "engine exited" not in running.log()
 
 
@@ -137,17 +137,17 @@ def test_behind_a_mapping_the_start_on_the_page_tells_which_it_is(
 def test_a_neighbour_is_not_the_next_run_of_a_dead_engine_nor_for_the_next_daemon(
     start: Start, nvml: FakeNvml, port: int, another_port: int, tmp_path: Path
 ) -> None:
-    kept = settings(port, nvml, STATE_DIR=str(tmp_path / "state"))
+    daemon_settings = settings(port, nvml, STATE_DIR=str(tmp_path / "state"))
     ours = start("ours")
     start("another", port=another_port, held_gib=5)
-    with daemon(**kept) as running:
+    with daemon(**daemon_settings) as running:
         becomes(running, "serving")
         for pid in (ours.server, ours.core, ours.worker):
             ours.kill(pid)
         becomes(running, "down")
         running.stop()
 
-    with daemon(**kept) as running:
+    with daemon(**daemon_settings) as running:
         down = looked_again(running)
         assert (state(down), ends(down), down.value("engine_restarts_total")) == ("down", 1, 0)
 
@@ -157,13 +157,13 @@ def test_each_of_two_daemons_tells_its_own_of_two_engines(
 ) -> None:
     start("one", held_gib=20)
     two = start("two", port=another_port, held_gib=30)
-    with daemon(**settings(port, nvml)) as first, daemon(**settings(another_port, nvml)) as second:
-        serves_its_first_life(first, 20, 30)
+    with daemon(**settings(port, nvml)) as first_daemon, daemon(**settings(another_port, nvml)) as second:
+        serves_its_first_life(first_daemon, 20, 30)
         serves_its_first_life(second, 30, 20)
 
         for pid in (two.server, two.core):
             two.kill(pid)
         becomes(second, "down")
-        left = looked_again(second)
-        assert read_held_bytes(left) == (30, 20), "what it left is its own"
-        assert (state(first.page()), read_held_bytes(first.page())) == ("serving", (20, 30))
+        left_page = looked_again(second)
+        assert read_held_bytes(left_page) == (30, 20), "what it left is its own"
+        assert (state(first_daemon.page()), read_held_bytes(first_daemon.page())) == ("serving", (20, 30))

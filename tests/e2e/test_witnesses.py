@@ -11,8 +11,8 @@ from vllm_headroom.vocabulary import Situation
 
 
 def situation(page: Page) -> str:
-    (found,) = (situation for situation in Situation if page.value("situation", situation=situation) == 1)
-    return found
+    (shown_situation,) = (situation for situation in Situation if page.value("situation", situation=situation) == 1)
+    return shown_situation
 
 
 def headline(running: Daemon) -> str:

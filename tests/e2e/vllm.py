@@ -47,18 +47,18 @@ class Vllm:
         program.write_text((ROOT / "tests" / "fakes" / "working_vllm.py").read_text())
         if ready:
             self.become_ready()
-        said = ("m", "--port") if tells_port else ("--config", "c.yaml")
+        arguments = ("m", "--port") if tells_port else ("--config", "c.yaml")
         self.process = subprocess.Popen(
-            [*launcher, sys.executable, str(program), "serve", *said, str(port)],
+            [*launcher, sys.executable, str(program), "serve", *arguments, str(port)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), "WORKERS": str(workers), "PART": part},
             start_new_session=True,
         )
-        told = [folder / name for name in (("pids", "server") if part else ("pids",))]
-        eventually(lambda: all(each.exists() for each in told), "the processes run")
-        self.server, self.core, *self.workers = map(int, told[0].read_text().split())
+        pid_files = [folder / name for name in (("pids", "server") if part else ("pids",))]
+        eventually(lambda: all(pid_file.exists() for pid_file in pid_files), "the processes run")
+        self.server, self.core, *self.workers = map(int, pid_files[0].read_text().split())
         self.worker = self.workers[0]
         if part:
-            self.page_server = int(told[1].read_text())
+            self.page_server = int(pid_files[1].read_text())
         self.hold(held_gib)
 
     def become_ready(self) -> None:
@@ -76,7 +76,7 @@ class Vllm:
         self._nvml.gpus[0].processes = {**self._nvml.gpus[0].processes, self.worker: gib * GIB}
         if not gib:
             del self._nvml.gpus[0].processes[self.worker]
-        self._nvml.gpus[0].used_bytes = sum(held or 0 for held in self._nvml.gpus[0].processes.values())
+        self._nvml.gpus[0].used_bytes = sum(held_bytes or 0 for held_bytes in self._nvml.gpus[0].processes.values())
         self._nvml.write()
 
     def kill(self, pid: int) -> None:

@@ -31,23 +31,23 @@ VIDEO = {"shortest_edge": 4096, "longest_edge": 25165824}
 
 def info(kind: type, config: Any) -> Any:
     """Return vLLM's way to see a model's inputs, without a checkpoint."""
-    made: Any = object.__new__(kind)
+    processing_info: Any = object.__new__(kind)
     no_limits = Settings(limit_per_prompt={})
-    made.ctx = Settings(
+    processing_info.ctx = Settings(
         get_merged_mm_kwargs=dict, model_config=Settings(get_multimodal_config=lambda: no_limits, max_model_len=0)
     )
-    made.get_hf_config = lambda: config
-    made._merge_and_resolve_mm_processor_kwargs = dict
-    return made
+    processing_info.get_hf_config = lambda: config
+    processing_info._merge_and_resolve_mm_processor_kwargs = dict
+    return processing_info
 
 
 def gemma3(config: Any) -> dict[str, int]:
     """One image without crops, as the published processor has it."""
-    seen = info(Gemma3ProcessingInfo, config)
-    seen.get_num_crops = lambda **_: 0
+    processing_info = info(Gemma3ProcessingInfo, config)
+    processing_info.get_num_crops = lambda **_: 0
     processor = Settings(image_seq_length=config.mm_tokens_per_image)
-    told = {"image_width": 896, "image_height": 896, "processor": processor, "mm_kwargs": {}}
-    return {"image": seen.get_num_image_tokens(**told)}
+    call_fields = {"image_width": 896, "image_height": 896, "processor": processor, "mm_kwargs": {}}
+    return {"image": processing_info.get_num_image_tokens(**call_fields)}
 
 
 def gemma4(config: Any) -> dict[str, int]:
@@ -59,11 +59,14 @@ def gemma4(config: Any) -> dict[str, int]:
 
 def qwen(config: Any) -> dict[str, int]:
     """What its own function says, of processors as published."""
-    seen = info(Qwen3VLProcessingInfo, config)
+    processing_info = info(Qwen3VLProcessingInfo, config)
     video = Qwen3VLVideoProcessor.__new__(Qwen3VLVideoProcessor)
     video.__dict__ |= {"size": VIDEO, "temporal_patch_size": 2}
-    seen.get_image_processor, seen.get_video_processor = (lambda: Settings(size=IMAGE)), (lambda: video)
-    return dict(seen.get_mm_max_tokens_per_item(131072, {"image": 1, "video": 1}))
+    processing_info.get_image_processor, processing_info.get_video_processor = (
+        (lambda: Settings(size=IMAGE)),
+        (lambda: video),
+    )
+    return dict(processing_info.get_mm_max_tokens_per_item(131072, {"image": 1, "video": 1}))
 
 
 def mistral3(config: Any) -> dict[str, int]:

@@ -53,7 +53,7 @@ def write_model(path: Path) -> None:
 def shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors' sizes by their names in GGUF."""
     keys = WIDTH // HEADS * KV_HEADS
-    found: dict[str, tuple[int, ...]] = {
+    tensor_shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (vocabulary, WIDTH),
         "output_norm.weight": (WIDTH,),
         "output.weight": (vocabulary, WIDTH),
@@ -70,8 +70,8 @@ def shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
         "ffn_down": (WIDTH, INNER),
     }
     for number in range(LAYERS):
-        found |= {f"blk.{number}.{name}.weight": shape for name, shape in layer.items()}
-    return found
+        tensor_shapes |= {f"blk.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return tensor_shapes
 
 
 def serve(port: int, model: Path) -> xllamacpp.Server:

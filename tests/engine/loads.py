@@ -30,8 +30,8 @@ async def level(client: httpx.AsyncClient, seconds: float) -> None:
 async def swinging(client: httpx.AsyncClient, seconds: float) -> None:
     """Sixteen requests a second and four in turn, five minutes each."""
     ends = time.monotonic() + seconds
-    while (left := ends - time.monotonic()) > 0:
-        await _clients(client, MANY, min(left, SWING_SECONDS))
+    while (left_seconds := ends - time.monotonic()) > 0:
+        await _clients(client, MANY, min(left_seconds, SWING_SECONDS))
         await _clients(client, FEW, min(max(0.0, ends - time.monotonic()), SWING_SECONDS))
 
 

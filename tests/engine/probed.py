@@ -24,8 +24,8 @@ Document = dict[str, Any]
 
 def read_reports(folder: Path) -> dict[str, Document]:
     """Return the newest of what each process with a probe says, by name."""
-    found = [json.loads(path.read_text()) for path in folder.glob("*-*[0-9].json")]
-    return {each["process_name"]: each for each in sorted(found, key=lambda each: float(each["t"]))}
+    documents = [json.loads(path.read_text()) for path in folder.glob("*-*[0-9].json")]
+    return {document["process_name"]: document for document in sorted(documents, key=lambda report: float(report["t"]))}
 
 
 @dataclass
@@ -42,7 +42,8 @@ class Probed(Engine):
     def after(self, name: str, sequence: int) -> Document:
         """Wait for a later report of a process."""
         return eventually(
-            lambda: found if (found := self.reports()[name])["sequence"] > sequence else None, f"{name} reports on"
+            lambda: later_report if (later_report := self.reports()[name])["sequence"] > sequence else None,
+            f"{name} reports on",
         )
 
     def serves(self) -> bool:
@@ -55,17 +56,17 @@ class Probed(Engine):
 
 @contextmanager
 def probed(
-    place: Path, *options: str, within: tuple[str, ...] = (), path: tuple[Path, ...] = (), **environ: str
+    place: Path, *options: str, command_prefix: tuple[str, ...] = (), path: tuple[Path, ...] = (), **environ: str
 ) -> Iterator[Probed]:
     """Serve until the test has ended; `within` is a command that runs it, `path` what else vLLM finds modules in."""
     install(place / "site")
     (place / "files").mkdir(exist_ok=True)
     port = free_port()
-    found = {"PYTHONPATH": ":".join(map(str, (*path, place / "site"))), "HEADROOM_PROBE_DIR": str(place / "files")}
+    variables = {"PYTHONPATH": ":".join(map(str, (*path, place / "site"))), "HEADROOM_PROBE_DIR": str(place / "files")}
     with (place / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*within, HERE / "serve.sh", FOLDER, str(port), *options],
-            env=os.environ | found | environ,
+            [*command_prefix, HERE / "serve.sh", FOLDER, str(port), *options],
+            env=os.environ | variables | environ,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

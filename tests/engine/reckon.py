@@ -58,17 +58,17 @@ def specs(case: dict[str, Any]) -> dict[str, KVCacheSpec]:
     if shape["stateful_layers"]:
         state = ((shape["state_bytes"] // case["ranks"] // 2,),)
         padded = full.page_size_bytes
-        kept = {"page_size_padded": padded, "num_prefill_checkpoint_blocks": shape["state_checkpoints"]}
-        mamba = MambaSpec(block, shapes=state, dtypes=(dtype,), mamba_cache_mode="align", **kept)
+        mamba_fields = {"page_size_padded": padded, "num_prefill_checkpoint_blocks": shape["state_checkpoints"]}
+        mamba = MambaSpec(block, shapes=state, dtypes=(dtype,), mamba_cache_mode="align", **mamba_fields)
         layers += [mamba] * shape["stateful_layers"]
     return {f"layer.{number}": spec for number, spec in enumerate(layers)}
 
 
 def needed_bytes(case: dict[str, Any]) -> int:
     """Return vLLM's own figure for one sequence on one GPU."""
-    told = settings(case)
-    groups = kv_cache_utils.get_kv_cache_groups(told, specs(case))
-    return int(kv_cache_utils._max_memory_usage_bytes_from_groups(told, groups))
+    vllm_config = settings(case)
+    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, specs(case))
+    return int(kv_cache_utils._max_memory_usage_bytes_from_groups(vllm_config, groups))
 
 
 json.dump([needed_bytes(case) for case in json.load(sys.stdin)], sys.stdout)

@@ -92,10 +92,10 @@ def record(folder: Path, loads: list[str]) -> None:
 
 def describe(folder: Path, loads: list[str]) -> None:
     """Write down what is recorded."""
-    asked = (PYTHON, "-c", "import importlib.metadata as found; print(found.version('vllm'))")
-    release = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-    told = {"release": release, "loads": loads, "leaks": os.environ.get("LEAKS", "")}
-    (folder / "plan.json").write_text(json.dumps(told))
+    command = (PYTHON, "-c", "import importlib.metadata as found; print(found.version('vllm'))")
+    release = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    plan = {"release": release, "loads": loads, "leaks": os.environ.get("LEAKS", "")}
+    (folder / "plan.json").write_text(json.dumps(plan))
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def serving(port: int, log: Path, *options: str, **environment: str) -> Iterator
         process.wait(30)
 
 
-def words(first: int, count: int) -> str:
-    return " ".join(f"w{300 + (first + step) % 1000}" for step in range(count))
+def words(first_word: int, count: int) -> str:
+    return " ".join(f"w{300 + (first_word + step) % 1000}" for step in range(count))
 
 
 def is_answering(url: str) -> bool:

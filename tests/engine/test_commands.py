@@ -56,40 +56,40 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def steps(found: Any) -> dict[str, str]:
-    return {step["name"]: step["state"] for step in found["steps"]}
+def steps(document: Any) -> dict[str, str]:
+    return {step["name"]: step["state"] for step in document["steps"]}
 
 
 def test_smoke_waits_while_the_model_loads(starting: Engine) -> None:
-    status, found, said = smoke("--engine-url", starting.url, "--deadline", "5m")
+    status, document, stderr_text = smoke("--engine-url", starting.url, "--deadline", "5m")
 
-    assert (status, steps(found)["health"]) == (0, "ok")
-    assert said.startswith("waiting, 5 min 0 s left: ")
+    assert (status, steps(document)["health"]) == (0, "ok")
+    assert stderr_text.startswith("waiting, 5 min 0 s left: ")
 
 
 def test_smoke_makes_one_request_and_finds_it_counted(engine: Engine) -> None:
-    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="2") as beside:
-        earlier_page = beside.sees(lambda page: page.has("engine_requests_finished_total"), "the engine is found")
+    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="2") as sidecar:
+        earlier_page = sidecar.sees(lambda page: page.has("engine_requests_finished_total"), "the engine is found")
         finished = earlier_page.value("engine_requests_finished_total")
 
-        status, found, said = smoke("--engine-url", engine.url)
+        status, document, stderr_text = smoke("--engine-url", engine.url)
 
-        beside.sees(
+        sidecar.sees(
             lambda page: page.value("engine_requests_finished_total") == finished + 1, "one more request has finished"
         )
 
-    assert (status, said) == (0, "")
-    assert steps(found) == {"health": "ok", "completion": "ok", "metrics": "ok", "discrepancy": "skipped"}
-    completion, metrics = found["steps"][1]["text"], found["steps"][2]["text"]
+    assert (status, stderr_text) == (0, "")
+    assert steps(document) == {"health": "ok", "completion": "ok", "metrics": "ok", "discrepancy": "skipped"}
+    completion, metrics = document["steps"][1]["text"], document["steps"][2]["text"]
     assert completion.startswith("tiny gave ")
     assert metrics.endswith("; finished requests rose by 1")
 
 
 def test_smoke_fails_on_an_engine_that_hangs_while_its_web_server_is_healthy(engine: Engine) -> None:
     with stopped(core_of(engine)):
-        status, found, _ = smoke("--engine-url", engine.url, "--deadline", "1m", "--completion-deadline", "5s")
+        status, document, _ = smoke("--engine-url", engine.url, "--deadline", "1m", "--completion-deadline", "5s")
 
     assert status == 1
-    assert steps(found)["health"] == "ok"
-    assert steps(found)["completion"] == "failed"
-    assert "/v1/completions did not answer within " in found["steps"][1]["text"]
+    assert steps(document)["health"] == "ok"
+    assert steps(document)["completion"] == "failed"
+    assert "/v1/completions did not answer within " in document["steps"][1]["text"]

@@ -88,18 +88,24 @@ def test_a_real_leak_is_forecast_and_reported_before_the_kernel_kills_and_named_
         with daemon(ENGINE_URL=engine.url, STATE_DIR=str(state)) as running, asked(engine):
             killed, foretold = until_killed(folder, running)
             page = running.sees(ended, "the life ended by the kernel's hand")
-            last = eventually(lambda: running.get("/snapshot.json").json()["last_incident"], "an incident is set aside")
+            last_incident = eventually(
+                lambda: running.get("/snapshot.json").json()["last_incident"], "an incident is set aside"
+            )
 
-    first, left = foretold[0]
+    first_seconds, left_seconds = foretold[0]
     middle, later = foretold[len(foretold) // 2]
     near = [at for at, seconds in foretold if seconds < NEAR_SECONDS]
-    print(f"foretold {left:.0f} s, it took {killed - first:.0f}; then {later:.0f}, {killed - middle:.0f}")  # noqa: T201 - the record of a long run
-    found = postmortem(state)
-    print(found["cause"], found["sure"], found["file"])  # noqa: T201 - as above
+    print(  # noqa: T201 - the record of a long run
+        f"foretold {left_seconds:.0f} s, it took {killed - first_seconds:.0f}; then {later:.0f}, {killed - middle:.0f}"
+    )
+    report = postmortem(state)
+    print(report["cause"], report["sure"], report["file"])  # noqa: T201 - as above
 
     assert killed - near[0] > FOR_SECONDS, "the page is sent before"
-    assert left == pytest.approx(killed - first, rel=0.15)
-    assert later == pytest.approx(killed - middle, abs=0.15 * (killed - first) + 30), "it counts down each half minute"
+    assert left_seconds == pytest.approx(killed - first_seconds, rel=0.15)
+    assert later == pytest.approx(killed - middle, abs=0.15 * (killed - first_seconds) + 30), (
+        "it counts down each half minute"
+    )
     assert page.value("host_oom_kills_total") == 1
-    assert (found["cause"], found["sure"]) == ("killed_by_kernel", "sure")
-    assert found["file"] == last["file"]
+    assert (report["cause"], report["sure"]) == ("killed_by_kernel", "sure")
+    assert report["file"] == last_incident["file"]

@@ -62,9 +62,9 @@ def named(running: Daemon, folder: Path) -> dict[str, Any]:
     """Return what postmortem says once an incident was set aside."""
     running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "an incident", PATIENCE_SECONDS, 1.0)
     command = [sys.executable, "-m", "vllm_headroom", "postmortem", str(folder), "--json"]
-    found: dict[str, Any] = read_data(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    print({key: found[key] for key in ("what", "reason", "cause", "sure", "evidence")})  # noqa: T201 - for the record
-    return found
+    report: dict[str, Any] = read_data(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    print({key: report[key] for key in ("what", "reason", "cause", "sure", "evidence")})  # noqa: T201 - for the record
+    return report
 
 
 def test_a_stopped_core_is_a_hang(engine: Engine, tmp_path: Path) -> None:
@@ -72,20 +72,20 @@ def test_a_stopped_core_is_a_hang(engine: Engine, tmp_path: Path) -> None:
     with watched(engine, tmp_path) as running, busy(engine, running):
         os.kill(stopped, signal.SIGSTOP)
         try:
-            found = named(running, tmp_path)
+            report = named(running, tmp_path)
         finally:
             os.kill(stopped, signal.SIGCONT)
 
-    assert (found["what"], found["cause"]) == ("stalled", "hang")
+    assert (report["what"], report["cause"]) == ("stalled", "hang")
 
 
 def test_a_core_that_is_killed_at_work_is_a_crash_and_that_is_not_sure(engine: Engine, tmp_path: Path) -> None:
     with watched(engine, tmp_path) as running, busy(engine, running):
         os.kill(core(engine), signal.SIGKILL)
-        found = named(running, tmp_path)
+        report = named(running, tmp_path)
 
-    assert (found["what"], found["cause"]) == ("ended", "crash")
-    assert found["sure"] != "sure"
+    assert (report["what"], report["cause"]) == ("ended", "crash")
+    assert report["sure"] != "sure"
 
 
 def test_an_engine_that_is_asked_to_end_while_idle_ended_so(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_engine_that_is_asked_to_end_while_idle_ended_so(tmp_path: Path) -> N
         with watched(engine, tmp_path) as running:
             running.sees(lambda page: page.value("engine_requests_running") == 0, "nothing runs", PATIENCE_SECONDS, 1.0)
             os.kill(engine.process.pid, signal.SIGTERM)
-            found = named(running, tmp_path)
+            report = named(running, tmp_path)
 
-    assert (found["what"], found["cause"]) == ("ended", "ended_while_idle")
-    assert found["sure"] != "sure"
+    assert (report["what"], report["cause"]) == ("ended", "ended_while_idle")
+    assert report["sure"] != "sure"

@@ -35,7 +35,7 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> FakeNvml:
 
 
 @pytest.fixture(scope="module")
-def beside(starting: Engine, nvml: FakeNvml, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def sidecar(starting: Engine, nvml: FakeNvml, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """A daemon that starts with vLLM."""
     state: Path = tmp_path_factory.mktemp("state")
     with daemon(
@@ -45,8 +45,8 @@ def beside(starting: Engine, nvml: FakeNvml, tmp_path_factory: pytest.TempPathFa
 
 
 def state(page: Page) -> str:
-    (found,) = (state for state in STATES if page.value("engine_state", state=state) == 1)
-    return found
+    (seen_state,) = (state for state in STATES if page.value("engine_state", state=state) == 1)
+    return seen_state
 
 
 def becomes(running: Daemon, *wanted: str) -> Page:
@@ -58,14 +58,14 @@ def core(engine: Engine) -> int:
     processes = Processes(engine_port=find_port(httpx.URL(engine.url)), monotonic=time.monotonic)
     readings = asyncio.run(processes.read(30))
     assert isinstance(readings, ProcessReadings)
-    (found,) = (process.pid for process in readings.engine if process.role is Role.ENGINE_CORE)
-    return found
+    (core_pid,) = (process.pid for process in readings.engine if process.role is Role.ENGINE_CORE)
+    return core_pid
 
 
 def test_it_is_starting_until_its_page_is_there_and_what_it_loads_is_no_leak(
-    starting: Engine, beside: Daemon, nvml: FakeNvml
+    starting: Engine, sidecar: Daemon, nvml: FakeNvml
 ) -> None:
-    first_page = becomes(beside, "starting")
+    first_page = becomes(sidecar, "starting")
     assert abs(first_page.value("engine_start_timestamp_seconds") - time.time()) < PATIENCE_SECONDS
 
     page = first_page
@@ -74,16 +74,16 @@ def test_it_is_starting_until_its_page_is_there_and_what_it_loads_is_no_leak(
         nvml.write()
         assert page.value("leak_state", state="warming_up") == 1
         time.sleep(1)
-        page = beside.page()
+        page = sidecar.page()
 
     assert state(page) == "serving"
     assert page.value("leak_state", state="warming_up") == 1, "it has not worked yet"
     starting.complete(words(1, 20), 5)
-    assert beside.page().value("engine_restarts_total") == 0
+    assert sidecar.page().value("engine_restarts_total") == 0
 
 
-def test_a_stopped_core_is_stalled_until_it_goes_on(engine: Engine, beside: Daemon) -> None:
-    becomes(beside, "serving")
+def test_a_stopped_core_is_stalled_until_it_goes_on(engine: Engine, sidecar: Daemon) -> None:
+    becomes(sidecar, "serving")
     enough = threading.Event()
 
     def ask() -> None:
@@ -93,27 +93,27 @@ def test_a_stopped_core_is_stalled_until_it_goes_on(engine: Engine, beside: Daem
     client = threading.Thread(target=ask)
     client.start()
     running = (lambda page: page.value("engine_requests_running") > 0, "requests run", PATIENCE_SECONDS, EVERY_SECONDS)
-    beside.sees(*running)
+    sidecar.sees(*running)
     stopped = core(engine)
     os.kill(stopped, signal.SIGSTOP)
     try:
-        stalled = becomes(beside, "stalled")
+        stalled = becomes(sidecar, "stalled")
         assert stalled.value("source_up", source="engine") == 1, "the page answers on"
         assert stalled.value("engine_progress_age_seconds") >= 60
     finally:
         enough.set()
         os.kill(stopped, signal.SIGCONT)
-    becomes(beside, "serving")
+    becomes(sidecar, "serving")
     client.join()
 
 
-def test_a_killed_core_is_stalled_while_the_page_answers_and_then_down(engine: Engine, beside: Daemon) -> None:
-    becomes(beside, "serving")
+def test_a_killed_core_is_stalled_while_the_page_answers_and_then_down(engine: Engine, sidecar: Daemon) -> None:
+    becomes(sidecar, "serving")
 
     os.kill(core(engine), signal.SIGKILL)
 
-    becomes(beside, "stalled", "down")
-    down = becomes(beside, "down")
+    becomes(sidecar, "stalled", "down")
+    down = becomes(sidecar, "down")
     assert down.value("engine_exits_total", reason="gone") == 1
     assert not down.has("engine_prefix_cache_hit_ratio")
     assert down.value("leak_state", state="unknown") == 1

@@ -38,7 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def beside(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def sidecar(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     nvml = FakeNvml(tmp_path_factory.mktemp("nvml"), [FakeGpu(uuid="GPU-a", used_bytes=GIB)])
     with daemon(ENGINE_URL=url, GPUS="0", SAMPLE_INTERVAL_SECONDS="0.2", **nvml.environment()) as running:
         yield running
@@ -59,45 +59,46 @@ def test_the_page_has_the_names_that_were_recorded(url: str) -> None:
     assert names(httpx.get(f"{url}/metrics").text) == names((OTHERS / "llama-cpp-idle.prom").read_text())
 
 
-def test_the_daemon_counts_what_the_client_was_reported(url: str, beside: Daemon) -> None:
+def test_the_daemon_counts_what_the_client_was_reported(url: str, sidecar: Daemon) -> None:
     timings = [complete(url, "the same prompt twice over", 20) for _ in range(2)]
     prompts = sum(timing["prompt_n"] + timing["cache_n"] for timing in timings)
 
-    page = beside.sees(
+    page = sidecar.sees(
         lambda page: page.value("engine_generation_tokens_total", model_name="llama_cpp", engine="0") == 40,
         "both answers are counted",
         PATIENCE_SECONDS,
     )
 
-    one = {"model_name": "llama_cpp", "engine": "0"}
-    assert page.value("engine_info", profile="llama_cpp", **one) == 1
-    assert page.value("engine_prompt_tokens_total", **one) == prompts
-    assert page.value("engine_prefix_cache_queries_total", **one) == prompts
-    assert page.value("engine_prefix_cache_hits_total", **one) == sum(timing["cache_n"] for timing in timings)
+    labels = {"model_name": "llama_cpp", "engine": "0"}
+    assert page.value("engine_info", profile="llama_cpp", **labels) == 1
+    assert page.value("engine_prompt_tokens_total", **labels) == prompts
+    assert page.value("engine_prefix_cache_queries_total", **labels) == prompts
+    assert page.value("engine_prefix_cache_hits_total", **labels) == sum(timing["cache_n"] for timing in timings)
     assert not page.has("engine_requests_finished_total")
     assert not page.has("engine_kv_cache_used_ratio")
 
 
-def test_more_requests_than_slots_wait(url: str, beside: Daemon) -> None:
+def test_more_requests_than_slots_wait(url: str, sidecar: Daemon) -> None:
     def ask() -> None:
-        while not seen.is_set():
+        while not has_seen.is_set():
             complete(url, "a long answer", 500)
 
-    seen = threading.Event()
+    has_seen = threading.Event()
     clients = [threading.Thread(target=ask) for _ in range(4)]
     for client in clients:
         client.start()
     try:
-        one = {"model_name": "llama_cpp", "engine": "0"}
-        beside.sees(
+        labels = {"model_name": "llama_cpp", "engine": "0"}
+        sidecar.sees(
             lambda page: (
-                page.value("engine_requests_running", **one) == 2 and page.value("engine_requests_waiting", **one) >= 1
+                page.value("engine_requests_running", **labels) == 2
+                and page.value("engine_requests_waiting", **labels) >= 1
             ),
             "two run and others wait",
             PATIENCE_SECONDS,
         )
     finally:
-        seen.set()
+        has_seen.set()
         for client in clients:
             client.join(PATIENCE_SECONDS)
 

@@ -57,46 +57,47 @@ def found(process: subprocess.Popen[str], status: int) -> dict[str, Any]:
 
 def test_the_clients_counts_are_the_engines(engine: Engine, tmp_path: Path) -> None:
     names = ("request_success", "prompt_tokens", "generation_tokens", "num_preemptions")
-    before = {name: counter(engine, name) for name in names}
+    counts_before = {name: counter(engine, name) for name in names}
     trace = tmp_path / "trace.jsonl"
 
-    told = found(start(engine, trace, "--concurrency", "20", "--duration", "10s", "--grace", "5m", *LENGTHS), 0)
+    report = found(start(engine, trace, "--concurrency", "20", "--duration", "10s", "--grace", "5m", *LENGTHS), 0)
 
-    counted = {name: counter(engine, name) - before[name] for name in names}
-    steps = told["steps"]
-    assert told["requests"]["began"] == told["requests"]["succeeded"] == counted["request_success"]
+    counted = {name: counter(engine, name) - counts_before[name] for name in names}
+    steps = report["steps"]
+    assert report["requests"]["began"] == report["requests"]["succeeded"] == counted["request_success"]
     assert sum(step["prompt_tokens"] for step in steps) == counted["prompt_tokens"]
     assert sum(step["generation_tokens"] for step in steps) == counted["generation_tokens"]
-    assert told["preemptions"] == counted["num_preemptions"] == 0
+    assert report["preemptions"] == counted["num_preemptions"] == 0
     assert [step["clients"] for step in steps] == [10, 15, 20, 24]
     assert max(step["engine"]["running_most"] for step in steps) == MAX_NUM_SEQS
     assert 0 < steps[-1]["engine"]["kv_used_ratio_most"] < 1
     assert all(step["time_to_first_token_seconds"]["p50"] < step["end_to_end_seconds"]["p50"] for step in steps)
     assert 16 <= counted["prompt_tokens"] / counted["request_success"] <= 256
-    assert {memory["process"] for memory in told["host"]} >= {"api_server", "engine_core"}
+    assert {memory["process"] for memory in report["host"]} >= {"api_server", "engine_core"}
     replay = [sys.executable, "-m", "vllm_headroom", "replay", str(trace), "--json"]
     assert (
-        read_data(subprocess.run(replay, capture_output=True, check=True).stdout.decode())["samples"] == told["samples"]
+        read_data(subprocess.run(replay, capture_output=True, check=True).stdout.decode())["samples"]
+        == report["samples"]
     )
 
 
 def test_words_stand_in_for_tokens(engine: Engine, tmp_path: Path) -> None:
     words = ("--concurrency", "1", "--max-requests", "3", "--prompt-tokens", "100", "--output-tokens", "7")
 
-    told = found(start(engine, tmp_path / "trace", *words, "--duration", "60s"), 0)
+    report = found(start(engine, tmp_path / "trace", *words, "--duration", "60s"), 0)
 
-    (step,) = told["steps"]
-    assert told["requests"]["succeeded"] == 3
+    (step,) = report["steps"]
+    assert report["requests"]["succeeded"] == 3
     assert step["prompt_tokens"] == pytest.approx(300, abs=6)
     assert step["generation_tokens"] == 21
 
 
 def test_what_the_engine_refuses_is_reported_in_its_words(engine: Engine, tmp_path: Path) -> None:
-    told = found(start(engine, tmp_path / "trace", "--concurrency", "2", "--max-requests", "2", "--api", "chat"), 1)
+    report = found(start(engine, tmp_path / "trace", "--concurrency", "2", "--max-requests", "2", "--api", "chat"), 1)
 
-    assert told["requests"]["failed"] == told["requests"]["began"] == 2
-    assert told["faults"] == ["no request succeeded"]
-    assert "chat template" in told["said"][0]["text"]
+    assert report["requests"]["failed"] == report["requests"]["began"] == 2
+    assert report["faults"] == ["no request succeeded"]
+    assert "chat template" in report["said"][0]["text"]
 
 
 def test_a_request_that_is_given_up_leaves_the_engine(engine: Engine, tmp_path: Path) -> None:
@@ -113,9 +114,9 @@ def test_a_request_that_is_given_up_leaves_the_engine(engine: Engine, tmp_path: 
         "2000",
     )
 
-    told = found(start(engine, tmp_path / "trace", *words), 1)
+    report = found(start(engine, tmp_path / "trace", *words), 1)
 
-    assert told["requests"]["unfinished"] == told["requests"]["began"] >= 4
+    assert report["requests"]["unfinished"] == report["requests"]["began"] >= 4
     eventually(lambda: _running(engine) == 0, "the engine has let go of them", PATIENCE_SECONDS, EVERY_SECONDS)
 
 
@@ -124,10 +125,10 @@ def test_an_engine_that_is_killed_is_not_good(engine: Engine, tmp_path: Path) ->
     eventually(lambda: _running(engine) > 0, "requests run", PATIENCE_SECONDS, EVERY_SECONDS)
     os.killpg(engine.process.pid, signal.SIGKILL)
 
-    told = found(process, 1)
+    report = found(process, 1)
 
-    assert told["faults"][0].startswith("the engine is gone: its page refuses connections")
-    assert told["requests"]["refused"] > 0
+    assert report["faults"][0].startswith("the engine is gone: its page refuses connections")
+    assert report["requests"]["refused"] > 0
 
 
 def _running(engine: Engine) -> float:

@@ -64,11 +64,13 @@ def leak(engine: Probed, way: str) -> None:
 async def grow(engine: Probed, way: str) -> list[dict[str, Any]]:
     """Return what the daemon's incident has on the core in an alarm, of which the detector alone is not real."""
     subject, pid = Mappings(lambda pid: read_mappings(Path("/proc"), pid)), engine.reports()["EngineCore"]["pid"]
-    seen = serving().seen
-    assert seen is not None
+    served_snapshot = serving().seen
+    assert served_snapshot is not None
     for step in range(4):
-        now = seen.monotonic_seconds + step * REREAD_SECONDS
-        subject.step(replace(seen, monotonic_seconds=now, processes=(process(pid, Role.ENGINE_CORE),)), GROWING)
+        now = served_snapshot.monotonic_seconds + step * REREAD_SECONDS
+        subject.step(
+            replace(served_snapshot, monotonic_seconds=now, processes=(process(pid, Role.ENGINE_CORE),)), GROWING
+        )
         if subject._running is not None:
             await asyncio.wait([subject._running[1]])
         if step == 1:
@@ -90,19 +92,19 @@ def test_an_alarm_names_the_kind(engine: Probed, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_recording_names_the_kind_and_the_function(engine: Probed, way: str) -> None:
-    asked = subprocess.Popen(
+    recording_process = subprocess.Popen(
         [sys.executable, "-m", "vllm_headroom", "probe", "record", "--for", "30s", "--only", "host", "--json"],
         env=OWN | {"HEADROOM_PROBE_DIR": str(engine.folder)},
         stdout=subprocess.PIPE,
         text=True,
     )
-    before = engine.reports()["EngineCore"]["sequence"]
-    engine.after("EngineCore", before + 1)  # which has seen the request by then
+    sequence_before = engine.reports()["EngineCore"]["sequence"]
+    engine.after("EngineCore", sequence_before + 1)  # which has seen the request by then
     leak(engine, way)
-    out, _ = asked.communicate(timeout=600)
+    out, _ = recording_process.communicate(timeout=600)
 
     data = read_data(out)
-    core = next(each for each in data["processes"] if each["role"] == "engine_core")
+    core = next(engine_process for engine_process in data["processes"] if engine_process["role"] == "engine_core")
     kind, size = next(iter(core["mappings"].items()))
     sys.stdout.write(f"{way}: {size} in {kind}; {json.dumps((core['native'] or [])[:2])} {data['no_native']}\n")
     assert kind == WAYS[way]

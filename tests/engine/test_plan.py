@@ -32,20 +32,24 @@ def test_every_sequence_takes_what_vllm_reckons() -> None:
                 shape, block_tokens=16, in_flight_tokens=IN_FLIGHT_TOKENS, tensor_parallel=ranks, kv_dtype="bfloat16"
             )
             for tokens in LENGTHS:
-                asked = {"ranks": ranks, "tokens": tokens, "in_flight_tokens": IN_FLIGHT_TOKENS}
-                cases.append({"name": name, "block_tokens": layout.block_tokens, **asked, "shape": to_builtins(shape)})
+                layout_fields = {"ranks": ranks, "tokens": tokens, "in_flight_tokens": IN_FLIGHT_TOKENS}
+                cases.append(
+                    {"name": name, "block_tokens": layout.block_tokens, **layout_fields, "shape": to_builtins(shape)}
+                )
                 planned.append(layout.count_blocks(tokens) * layout.block_bytes)
 
-    found = reckoned("reckon.py", cases)
-    wrong = [case for case, ours, theirs in zip(cases, planned, found, strict=True) if ours != theirs]
+    reckoned_cases = reckoned("reckon.py", cases)
+    wrong = [case for case, ours, theirs in zip(cases, planned, reckoned_cases, strict=True) if ours != theirs]
     assert not wrong
 
 
 def test_vllm_profiles_the_encoders_that_were_recorded_of_it() -> None:
-    cases = [{"config": config, **told} for config in encoders.CONFIGS.values() for told in encoders.TOLD]
+    cases = [{"config": config, **call_fields} for config in encoders.CONFIGS.values() for call_fields in encoders.TOLD]
 
     recorded = json.loads(encoders.TRUTH.read_text())
-    assert reckoned("encoders.py", cases) == [each for name in encoders.CONFIGS for each in recorded[name]]
+    assert reckoned("encoders.py", cases) == [
+        recorded_case for name in encoders.CONFIGS for recorded_case in recorded[name]
+    ]
 
 
 def reckoned(script: str, cases: list[dict[str, Any]]) -> list[Any]:
@@ -58,8 +62,8 @@ def reckoned(script: str, cases: list[dict[str, Any]]) -> list[Any]:
         check=True,
         timeout=600,
     )
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    outcomes: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return outcomes
 
 
 def test_vllm_builds_what_was_recorded_of_it() -> None:
@@ -71,9 +75,9 @@ def test_vllm_builds_what_was_recorded_of_it() -> None:
         timeout=3600,
     )
 
-    found = [json.loads(line) for line in built.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == len(CONFIGURATIONS)
-    for each in found:
-        name, refused = each.pop("name"), "refused" in each
-        each.pop("layers", None)
-        assert refused if "refused" in TRUTH[name] else each == TRUTH[name]
+    built_models = [json.loads(line) for line in built.stdout.splitlines() if line.startswith("{")]
+    assert len(built_models) == len(CONFIGURATIONS)
+    for built_model in built_models:
+        name, refused = built_model.pop("name"), "refused" in built_model
+        built_model.pop("layers", None)
+        assert refused if "refused" in TRUTH[name] else built_model == TRUTH[name]

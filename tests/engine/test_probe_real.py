@@ -47,14 +47,14 @@ def parts(engine: Probed, worker: str) -> Document:
 
 
 def test_every_process_has_loaded_it(engine: Probed) -> None:
-    found = eventually(lambda: all_ if len(all_ := engine.reports()) >= 3 else None, "three processes report")
+    reports = eventually(lambda: all_ if len(all_ := engine.reports()) >= 3 else None, "three processes report")
 
-    assert {name: each["role"] for name, each in found.items()} == {
+    assert {name: report["role"] for name, report in reports.items()} == {
         "MainProcess": "api_server",
         "EngineCore": "engine_core",
         "VllmWorker-0": "worker",
     }
-    assert {(value["vllm"], value["torch"]) for value in found.values()} == {("0.32.0", "2.13.0+cpu")}
+    assert {(value["vllm"], value["torch"]) for value in reports.values()} == {("0.32.0", "2.13.0+cpu")}
     assert engine.said() == []
 
 
@@ -72,12 +72,12 @@ def test_the_figures_are_those_of_vllms_log(engine: Probed) -> None:
 
 
 def test_steps_and_blocks_follow_the_work(engine: Probed) -> None:
-    before = engine.reports()["EngineCore"]
+    report_before = engine.reports()["EngineCore"]
     engine.complete("w300 w301", 20)
-    after = engine.after("EngineCore", before["sequence"] + 1)
+    report_after = engine.after("EngineCore", report_before["sequence"] + 1)
 
-    assert after["scheduler"]["steps_total"] >= before["scheduler"]["steps_total"] + 20
-    assert 0 < after["scheduler"]["kv_blocks_free"] <= after["scheduler"]["kv_blocks_total"]
+    assert report_after["scheduler"]["steps_total"] >= report_before["scheduler"]["steps_total"] + 20
+    assert 0 < report_after["scheduler"]["kv_blocks_free"] <= report_after["scheduler"]["kv_blocks_total"]
 
 
 def test_tokens_fill_the_blocks_of_a_request_but_its_last(engine: Probed) -> None:
@@ -96,12 +96,12 @@ def test_tokens_fill_the_blocks_of_a_request_but_its_last(engine: Probed) -> Non
 
 
 def test_it_costs_little(engine: Probed) -> None:
-    first = engine.reports()
-    later = {name: engine.after(name, each["sequence"] + 5) for name, each in first.items()}
+    first_reports = engine.reports()
+    later = {name: engine.after(name, first_report["sequence"] + 5) for name, first_report in first_reports.items()}
 
     for name, report in later.items():
-        seconds = report["t"] - first[name]["t"]
-        used = report["cost"]["cpu_seconds"] - first[name]["cost"]["cpu_seconds"]
+        seconds = report["t"] - first_reports[name]["t"]
+        used = report["cost"]["cpu_seconds"] - first_reports[name]["cost"]["cpu_seconds"]
         sys.stdout.write(
             f"{name}: {used / seconds:.5%} of a core, the longest look {report['cost']['longest_seconds']} s\n"
         )
@@ -109,20 +109,28 @@ def test_it_costs_little(engine: Probed) -> None:
 
 
 def test_a_recording_names_the_line_that_leaks(engine: Probed) -> None:
-    asked = subprocess.Popen(
+    recording_process = subprocess.Popen(
         [sys.executable, "-m", "vllm_headroom", "probe", "record", "--for", "60s", "--json"],
         env=os.environ | {"HEADROOM_PROBE_DIR": str(engine.folder)},
         stdout=subprocess.PIPE,
         text=True,
     )
-    before = engine.reports()["EngineCore"]["sequence"]
-    engine.after("EngineCore", before + 1)  # which has seen the request by then
+    sequence_before = engine.reports()["EngineCore"]["sequence"]
+    engine.after("EngineCore", sequence_before + 1)  # which has seen the request by then
     for _ in range(200):
         engine.complete("w300 w301", 1)
-    out, _ = asked.communicate(timeout=300)
+    out, _ = recording_process.communicate(timeout=300)
 
     processes = {process["role"]: process for process in read_data(out)["processes"]}
-    sys.stdout.write(json.dumps({role: [each["cost"], each["host"][:2]] for role, each in processes.items()}) + "\n")
+    sys.stdout.write(
+        json.dumps(
+            {
+                role: [recorded_process["cost"], recorded_process["host"][:2]]
+                for role, recorded_process in processes.items()
+            }
+        )
+        + "\n"
+    )
     worst = processes["engine_core"]["host"][0]
     assert worst["stack"][0] == f"{LEAKING / 'vllm_leaking.py'}:{LINE}"
     assert worst["bytes"] >= worst["count"] // 2 * 12_800 > 0, "each an object and its memory"
@@ -160,7 +168,7 @@ def test_a_probe_that_raises_everywhere(tmp_path: Path) -> None:
 )
 def test_a_folder_that_takes_no_more(tmp_path: Path, options: str, why: str) -> None:
     mount = f'mount -t tmpfs -o {options} probe {tmp_path / "files"} && exec "$@"'
-    with probed(tmp_path, within=("unshare", "-rm", "sh", "-c", mount, "sh")) as engine:
+    with probed(tmp_path, command_prefix=("unshare", "-rm", "sh", "-c", mount, "sh")) as engine:
         message = eventually(lambda: lines if len(lines := engine.said()) >= 2 else None, "they say so")
         assert all(why in line for line in message)
         assert engine.serves()
@@ -169,8 +177,10 @@ def test_a_folder_that_takes_no_more(tmp_path: Path, options: str, why: str) -> 
 def test_with_two_data_parallel_engines_and_a_kill(tmp_path: Path) -> None:
     with probed(tmp_path, "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as engine:
         expected = {"EngineCore_DP0", "EngineCore_DP1", "VllmWorker-0"}
-        found = eventually(lambda: all_ if expected <= set(all_ := engine.reports()) else None, "all report")
-        ranks = {name: each["data_parallel_rank"] for name, each in found.items() if name.startswith("EngineCore")}
+        reports = eventually(lambda: all_ if expected <= set(all_ := engine.reports()) else None, "all report")
+        ranks = {
+            name: report["data_parallel_rank"] for name, report in reports.items() if name.startswith("EngineCore")
+        }
         assert ranks == {"EngineCore_DP0": 0, "EngineCore_DP1": 1}
         assert engine.serves()
         eventually(lambda: engine.reports()["EngineCore_DP0"]["scheduler"], "the core has a scheduler")
@@ -183,8 +193,8 @@ def test_with_two_data_parallel_engines_and_a_kill(tmp_path: Path) -> None:
 def test_with_two_ranks_of_one_engine(tmp_path: Path) -> None:
     with probed(tmp_path, "--tensor-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as engine:
         expected = {"EngineCore", "VllmWorker-0", "VllmWorker-1"}
-        found = eventually(lambda: all_ if expected <= set(all_ := engine.reports()) else None, "all report")
-        workers = [found["VllmWorker-0"], found["VllmWorker-1"]]
+        reports = eventually(lambda: all_ if expected <= set(all_ := engine.reports()) else None, "all report")
+        workers = [reports["VllmWorker-0"], reports["VllmWorker-1"]]
         core = eventually(lambda: engine.reports()["EngineCore"]["scheduler"], "the core has a scheduler")
 
         assert [(worker["rank"], worker["local_rank"], worker["role"]) for worker in workers] == [
@@ -200,8 +210,8 @@ def test_with_two_ranks_of_one_engine(tmp_path: Path) -> None:
 def test_in_an_older_vllm(tmp_path: Path) -> None:
     """Of 0.27 all is known that is of 0.32."""
     with probed(tmp_path, path=(FOLDER / "older",)) as engine:
-        found = eventually(lambda: all_ if len(all_ := engine.reports()) >= 3 else None, "three processes report")
-        assert {value["vllm"] for value in found.values()} == {"0.27.1"}
+        reports = eventually(lambda: all_ if len(all_ := engine.reports()) >= 3 else None, "three processes report")
+        assert {value["vllm"] for value in reports.values()} == {"0.27.1"}
 
         core = eventually(lambda: engine.reports()["EngineCore"]["scheduler"], "the core has a scheduler")
         worker = parts(engine, "VllmWorker-0")
@@ -211,5 +221,5 @@ def test_in_an_older_vllm(tmp_path: Path) -> None:
         assert worker["weights"] > 500_000
         assert engine.said() == []
         assert engine.serves()
-        after = engine.after("EngineCore", engine.reports()["EngineCore"]["sequence"])
-        assert after["scheduler"]["steps_total"] >= core["steps_total"] + 2
+        report_after = engine.after("EngineCore", engine.reports()["EngineCore"]["sequence"])
+        assert report_after["scheduler"]["steps_total"] >= core["steps_total"] + 2

@@ -27,7 +27,7 @@ def nvml(tmp_path: Path) -> FakeNvml:
 
 
 @pytest.fixture
-def beside(engine: Engine, nvml: FakeNvml) -> Iterator[Daemon]:
+def sidecar(engine: Engine, nvml: FakeNvml) -> Iterator[Daemon]:
     settings = {"ENGINE_URL": engine.url, "GPUS": "0,1", **nvml.environment()}
     with daemon(**settings) as running:
         yield running
@@ -39,7 +39,7 @@ def state(page: Page, uuid: str) -> set[str]:
 
 
 def test_a_gpu_that_grows_with_the_requests_is_growing_and_one_that_does_not_is_stable(
-    engine: Engine, beside: Daemon, nvml: FakeNvml
+    engine: Engine, sidecar: Daemon, nvml: FakeNvml
 ) -> None:
     done, over = [0], threading.Event()
 
@@ -50,25 +50,31 @@ def test_a_gpu_that_grows_with_the_requests_is_growing_and_one_that_does_not_is_
             over.wait(1.0)
 
     clients = [threading.Thread(target=client, args=(number,)) for number in range(3)]
-    for each in clients:
-        each.start()
-    seen: dict[str, list[str]] = {"GPU-flat": [], "GPU-leak": []}
+    for client_thread in clients:
+        client_thread.start()
+    seen_states: dict[str, list[str]] = {"GPU-flat": [], "GPU-leak": []}
     try:
         ends = time.monotonic() + 60 * MINUTES
         while time.monotonic() < ends:
             nvml.gpus[1].used_bytes = BASE + done[0] * BYTES_PER_REQUEST // (2 * MIB) * (2 * MIB)
             nvml.write()
-            page = beside.page()
-            for uuid, states in seen.items():
+            page = sidecar.page()
+            for uuid, states in seen_states.items():
                 if page.has("leak_state", uuid=uuid) and (not states or {states[-1]} != state(page, uuid)):
                     states.extend(state(page, uuid))
             time.sleep(2)
     finally:
         over.set()
-        for each in clients:
-            each.join()
-    print(seen, "requests", done[0], "bytes per request", page.text.split("headroom_leak_bytes_per_request{")[-1][:80])  # noqa: T201 - the record of a long run
+        for client_thread in clients:
+            client_thread.join()
+    print(  # noqa: T201 - the record of a long run
+        seen_states,
+        "requests",
+        done[0],
+        "bytes per request",
+        page.text.split("headroom_leak_bytes_per_request{")[-1][:80],
+    )
 
-    assert not {"growing", "leaking"} & set(seen["GPU-flat"])
-    assert seen["GPU-leak"][-1] in {"growing", "leaking"}
+    assert not {"growing", "leaking"} & set(seen_states["GPU-flat"])
+    assert seen_states["GPU-leak"][-1] in {"growing", "leaking"}
     assert page.value("leak_bytes_per_request", uuid="GPU-leak") == pytest.approx(BYTES_PER_REQUEST, rel=0.15)

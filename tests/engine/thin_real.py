@@ -36,22 +36,22 @@ def samples(trace: Path, most_seconds: float) -> list[dict[str, Any]]:
 
 def kept(path: Path, ends: float) -> list[dict[str, float]]:
     """Return the last that the plugin reported in each five minutes: what it had kept by then."""
-    lines = [each for each in map(json.loads, path.read_text().splitlines()) if each["t"] <= ends]
+    lines = [line for line in map(json.loads, path.read_text().splitlines()) if line["t"] <= ends]
     slots = [int((line["t"] - lines[0]["t"]) / TRUTH_EVERY_SECONDS) for line in lines]
-    last = [place for place, (slot, following) in enumerate(pairwise(slots)) if slot != following]
-    return [{**lines[place], "t": round(lines[place]["t"], 3)} for place in (0, *last, len(lines) - 1)]
+    last_places = [place for place, (slot, following) in enumerate(pairwise(slots)) if slot != following]
+    return [{**lines[place], "t": round(lines[place]["t"], 3)} for place in (0, *last_places, len(lines) - 1)]
 
 
 def thin(folder: Path, name: str, most_seconds: float) -> None:
     """Write both files."""
-    found = samples(folder / "trace.jsonl", most_seconds)
+    kept_samples = samples(folder / "trace.jsonl", most_seconds)
     plan = json.loads((folder / "plan.json").read_text())
     ways = dict(pair.split("=") for pair in plan["leaks"].split())
-    ends = found[-1]["t"]
+    ends = kept_samples[-1]["t"]
     leaks = {role: {"way": way, "kept": kept(folder / f"{role}.jsonl", ends)} for role, way in ways.items()}
     (ASSETS / f"{name}.json").write_text(json.dumps({**plan, "leaks": leaks}, indent=1) + "\n")
     with (ASSETS / f"{name}.jsonl.gz").open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as stream:
-        stream.write(b"".join(encode_line(record) for record in (HEADER, *found)))
+        stream.write(b"".join(encode_line(record) for record in (HEADER, *kept_samples)))
 
 
 if __name__ == "__main__":

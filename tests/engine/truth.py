@@ -74,14 +74,16 @@ def built(path: Path) -> dict[str, Any]:
             model = initialize_model(vllm_config)
         type(current_platform).update_block_size_for_backend(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
-        kept = {
-            n: each.get_kv_cache_spec(vllm_config) for n, each in layers.items() if isinstance(each, AttentionLayerBase)
+        layer_specs = {
+            n: layer.get_kv_cache_spec(vllm_config)
+            for n, layer in layers.items()
+            if isinstance(layer, AttentionLayerBase)
         }
         shared = {
-            n for n, each in layers.items() if getattr(each, "kv_sharing_target_layer_name", None)
+            n for n, layer in layers.items() if getattr(layer, "kv_sharing_target_layer_name", None)
         }  # keep nothing
-        kept = {name: spec for name, spec in kept.items() if spec is not None and name not in shared}
-        groups = kv_cache_utils.get_kv_cache_groups(vllm_config, kept)
+        layer_specs = {name: spec for name, spec in layer_specs.items() if spec is not None and name not in shared}
+        groups = kv_cache_utils.get_kv_cache_groups(vllm_config, layer_specs)
     weights = dict(model.named_parameters())
     return {
         "model_len": vllm_config.model_config.max_model_len,
@@ -89,7 +91,7 @@ def built(path: Path) -> dict[str, Any]:
         "in_flight_tokens": vllm_config.max_in_flight_tokens,
         "parameters": sum(weight.numel() for weight in weights.values()),
         "weights_bytes": sum(value.numel() * value.element_size() for value in weights.values()),
-        "layers": dict(Counter(described(spec) for spec in kept.values())),
+        "layers": dict(Counter(described(spec) for spec in layer_specs.values())),
         "sequence_bytes": {tokens: needed(vllm_config, groups, tokens) for tokens in LENGTHS},
     }
 
@@ -97,28 +99,28 @@ def built(path: Path) -> dict[str, Any]:
 def described(spec: KVCacheSpec) -> str:
     """Return what distinguishes a layer's cache from another's."""
     sizes = ("block_size", "num_kv_heads", "head_size", "head_size_v", "sliding_window", "attention_chunk_size")
-    said = [f"{size}={value}" for size in (*sizes, "shapes") if (value := getattr(spec, size, None)) is not None]
-    return " ".join([type(spec).__name__, *said, f"page={spec.page_size_bytes}"])
+    size_texts = [f"{size}={value}" for size in (*sizes, "shapes") if (value := getattr(spec, size, None)) is not None]
+    return " ".join([type(spec).__name__, *size_texts, f"page={spec.page_size_bytes}"])
 
 
-def needed(told: VllmConfig, groups: list[Any], tokens: int) -> int:
+def needed(vllm_config: VllmConfig, groups: list[Any], tokens: int) -> int:
     """Return vLLM's own figure for one sequence of so many tokens."""
-    told.model_config.max_model_len = tokens
-    return int(kv_cache_utils._max_memory_usage_bytes_from_groups(told, groups))
+    vllm_config.model_config.max_model_len = tokens
+    return int(kv_cache_utils._max_memory_usage_bytes_from_groups(vllm_config, groups))
 
 
 def answer(path: Path) -> None:
     """Print the model's line."""
     try:
-        found = built(path)
+        model_truth = built(path)
     except Exception as error:  # noqa: BLE001 - whatever vLLM refuses it for is the answer
-        found = {"refused": f"{type(error).__name__}: {error}"[-300:]}
-    print(json.dumps({"name": path.stem, **found}), flush=True)
+        model_truth = {"refused": f"{type(error).__name__}: {error}"[-300:]}
+    print(json.dumps({"name": path.stem, **model_truth}), flush=True)
 
 
-for each in sys.argv[1:]:
+for model_path in sys.argv[1:]:
     child = os.fork()  # vLLM keeps what it built in globals
     if child == 0:
-        answer(Path(each))
+        answer(Path(model_path))
         os._exit(0)
     os.waitpid(child, 0)

@@ -66,10 +66,13 @@ def asked(engine: Probed, seconds: float) -> int:
 @contextmanager
 def twins() -> Iterator[dict[str, Probed]]:
     """Serve both; the one without the probe has it on its path as well, where it does nothing."""
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+    with tempfile.TemporaryDirectory() as first_folder, tempfile.TemporaryDirectory() as second:
         quiet = ("--num-gpu-blocks-override", "512", "--disable-uvicorn-access-log")
-        with probed(Path(first), *quiet) as told, probed(Path(second), *quiet, HEADROOM_PROBE_DIR="") as untold:
-            yield {"with": told, "without": untold}
+        with (
+            probed(Path(first_folder), *quiet) as probed_engine,
+            probed(Path(second), *quiet, HEADROOM_PROBE_DIR="") as untold,
+        ):
+            yield {"with": probed_engine, "without": untold}
 
 
 def compare(slices: int, seconds: float) -> None:
@@ -85,9 +88,9 @@ def compare(slices: int, seconds: float) -> None:
             tell(
                 {"twin": name, "requests": requests, "cpu_ms": figures[name][-1][0], "per_second": figures[name][-1][1]}
             )
-    for name, found in figures.items():
-        for what, each in zip(("CPU ms a request", "requests a second"), zip(*found, strict=True), strict=True):
-            tell({"twin": name, "what": what, "mean": statistics.mean(each), "sd": statistics.stdev(each)})
+    for name, rows in figures.items():
+        for title, samples in zip(("CPU ms a request", "requests a second"), zip(*rows, strict=True), strict=True):
+            tell({"twin": name, "what": title, "mean": statistics.mean(samples), "sd": statistics.stdev(samples)})
 
 
 def tell(line: dict[str, object]) -> None:

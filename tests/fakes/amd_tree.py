@@ -69,8 +69,8 @@ class AmdTree:
         """Add a card as DRM's number `card`; KFD does not know it before it has a node."""
         amd_card = AmdCard(self._device(address, "amdgpu", "0x1002", card=card))
         amd_card.sensors.mkdir(parents=True)
-        told = {"unique_id": unique_id, "product_name": product}
-        amd_card.tell(**{name: value for name, value in told.items() if value is not None})
+        card_facts = {"unique_id": unique_id, "product_name": product}
+        amd_card.tell(**{name: value for name, value in card_facts.items() if value is not None})
         amd_card.tell(
             mem_info_vram_total=total_bytes, mem_info_vram_used=used_bytes, gpu_busy_percent=0, device="0x74a1"
         )
@@ -80,27 +80,27 @@ class AmdTree:
 
     def add_node(self, address: str, gpu_id: int, memory_bytes: int | None = MI300X_BYTES, *, part: int = 0) -> Path:
         """Add a compute device on a card; a partition's number lies in the bits of the function."""
-        domain, bus, rest = address.split(":")
-        device, function = rest.split(".")
+        domain, bus, device_function = address.split(":")
+        device, function = device_function.split(".")
         location = int(bus, 16) << 8 | int(device, 16) << 3 | int(function) | part
         facts = {"cpu_cores_count": 0, "simd_count": 304, "vendor_id": 4098, "domain": int(domain, 16)}
         return self._node(gpu_id, {**facts, "location_id": location, "gfx_target_version": 90402}, memory_bytes)
 
-    def hold(self, pid: int, held: dict[int, int]) -> None:
+    def hold(self, pid: int, held_by_node: dict[int, int]) -> None:
         """Let a process hold so many bytes on the nodes of these ids."""
         folder = self.kfd / "proc" / str(pid)
         folder.mkdir(exist_ok=True)
         (folder / "pasid").write_text("32770\n")
-        for gpu_id, held_bytes in held.items():
+        for gpu_id, held_bytes in held_by_node.items():
             (folder / f"vram_{gpu_id}").write_text(f"{held_bytes}\n")
             (folder / f"sdma_{gpu_id}").write_text("0\n")
 
     def remove(self, address: str) -> None:
         """Take a card off the bus, with its names in DRM."""
-        gone = self.path / "devices" / "pci0000:00" / address
-        for link in [link for link in self.drm.iterdir() if (link / "device").resolve() == gone]:
+        device_folder = self.path / "devices" / "pci0000:00" / address
+        for link in [link for link in self.drm.iterdir() if (link / "device").resolve() == device_folder]:
             shutil.rmtree(link)
-        shutil.rmtree(gone)
+        shutil.rmtree(device_folder)
 
     def without_nodes(self) -> None:
         """Take all nodes but the processor's away, as before the card is cut again."""

@@ -39,9 +39,9 @@ def limited(limit_bytes: int, name: str = "") -> Iterator[Path]:
 def leave(folder: Path, room_bytes: int) -> None:
     """Let a cgroup of version 1 take so much more than it holds now and the kernel cannot take back."""
     counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    held = int((folder / "memory.usage_in_bytes").read_text())
-    held -= int(counted["total_active_file"]) + int(counted["total_inactive_file"])
-    (folder / "memory.limit_in_bytes").write_text(str(held + room_bytes))
+    held_bytes = int((folder / "memory.usage_in_bytes").read_text())
+    held_bytes -= int(counted["total_active_file"]) + int(counted["total_inactive_file"])
+    (folder / "memory.limit_in_bytes").write_text(str(held_bytes + room_bytes))
 
 
 def remove(folder: Path) -> None:
@@ -61,8 +61,8 @@ class V2Tree:
         self.path = path
         path.mkdir()
         line = f"30 24 0:26 {root} {path} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate,memory_recursiveprot\n"
-        other = "22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/root rw\n"
-        (proc / "self" / "mountinfo").write_text(other + line)
+        root_mount = "22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/root rw\n"
+        (proc / "self" / "mountinfo").write_text(root_mount + line)
         self._proc = proc
 
     def add(

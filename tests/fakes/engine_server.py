@@ -171,8 +171,8 @@ def _shake_hands(connection: ssl.SSLSocket) -> None:
 def _body(connection: socket.socket, head: str) -> bytes:
     """Return what follows the head of a request, or as much of it as comes before the client hangs up."""
     lengths = [line.partition(":")[2] for line in head.lower().splitlines() if line.startswith("content-length:")]
-    left, body = sum(map(int, lengths)), b""
-    while len(body) < left and (data := connection.recv(left - len(body))):
+    left_bytes, body = sum(map(int, lengths)), b""
+    while len(body) < left_bytes and (data := connection.recv(left_bytes - len(body))):
         body += data
     return body
 

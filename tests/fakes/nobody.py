@@ -15,13 +15,13 @@ NOBODY: Final = 65534
 @contextlib.contextmanager
 def nobody() -> Iterator[None]:
     """Be nobody, where this is root."""
-    before = os.geteuid()
-    if before == 0:
+    previous_user = os.geteuid()
+    if previous_user == 0:
         os.seteuid(NOBODY)
     try:
         yield
     finally:
-        os.seteuid(before)
+        os.seteuid(previous_user)
 
 
 @contextlib.contextmanager

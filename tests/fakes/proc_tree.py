@@ -42,8 +42,12 @@ class ProcTree:
         folder.mkdir(exist_ok=True)
         comm = (name if name is not None else Path(command[0]).name)[:15]
         user, kernel = cpu_ticks
-        before = f"{parent_pid} {group} {group} 0 -1 4194560 183191 125266 260 20 {user} {kernel} 560 178 20 0 9 0"
-        (folder / "stat").write_text(f"{pid} ({comm}) {state} {before} {started_ticks} 1998102528 157408 1844\n")
+        leading_fields = (
+            f"{parent_pid} {group} {group} 0 -1 4194560 183191 125266 260 20 {user} {kernel} 560 178 20 0 9 0"
+        )
+        (folder / "stat").write_text(
+            f"{pid} ({comm}) {state} {leading_fields} {started_ticks} 1998102528 157408 1844\n"
+        )
         (folder / "statm").write_text(f"487818 {rss_pages} 49311 1 0 184404 0\n")
         (folder / "cmdline").write_bytes(b"".join(argument.encode() + b"\0" for argument in command))
 

@@ -75,12 +75,12 @@ class PrometheusServer(LocalServer):
         if len(times) > MOST_POINTS:
             return problem("exceeded maximum resolution of 11,000 points per timeseries.")
         query = form["query"]
-        if found := _LATEST.fullmatch(query):
-            return matrix(self._latest(found["matchers"], int(found["window"]) / 1000, times))
-        if found := _NAMES.fullmatch(query):
-            return matrix(self._names(found["matchers"], int(found["window"]) / 1000, times))
-        if found := _DENSITY.fullmatch(query):
-            return matrix(self._density(found["matchers"], int(found["window"]) / 1000, times))
+        if match := _LATEST.fullmatch(query):
+            return matrix(self._latest(match["matchers"], int(match["window"]) / 1000, times))
+        if match := _NAMES.fullmatch(query):
+            return matrix(self._names(match["matchers"], int(match["window"]) / 1000, times))
+        if match := _DENSITY.fullmatch(query):
+            return matrix(self._density(match["matchers"], int(match["window"]) / 1000, times))
         return problem(f"this stand-in cannot evaluate {query}")
 
     def _latest(self, matchers: str, window: float, times: list[float]) -> Rows:
@@ -108,10 +108,10 @@ class PrometheusServer(LocalServer):
         ]
 
 
-def matrix(rows: Rows, **more: Any) -> Answer:
+def matrix(rows: Rows, **reply_fields: Any) -> Answer:
     """Return a range vector as Prometheus sends it."""
     result = [{"metric": dict(labels), "values": [[at, repr(value)] for at, value in pairs]} for labels, pairs in rows]
-    answer = {"status": "success", "data": {"resultType": "matrix", "result": result}, **more}
+    answer = {"status": "success", "data": {"resultType": "matrix", "result": result}, **reply_fields}
     return 200, {"Content-Type": "application/json"}, json.dumps(answer).encode()
 
 

@@ -102,13 +102,13 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._read += data
-        head, found, rest = self._read.partition(b"\r\n\r\n")
+        head, separator, body = self._read.partition(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
         length = int(headers.get("content-length", 0))
-        if found and len(rest) >= length:
-            self._read = rest[length:]
-            self._server.answer(self, lines[0].split()[1], headers, rest[:length])
+        if separator and len(body) >= length:
+            self._read = body[length:]
+            self._server.answer(self, lines[0].split()[1], headers, body[:length])
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._server.leave(self)
@@ -282,14 +282,14 @@ class StreamingServer:
                 transport.write(chunk(*LAST_EVENTS[way], "[DONE]") + b"0\r\n\r\n")
 
     def _last(self, connection: Connection) -> bytes:
-        asked = connection.asked
-        prompt = asked["prompt"] if "prompt" in asked else asked["messages"][0]["content"]
+        request = connection.asked
+        prompt = request["prompt"] if "prompt" in request else request["messages"][0]["content"]
         usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": connection.sent}
         self.finished += 1
         self.prompt_tokens += usage["prompt_tokens"]
         self.generation_tokens += usage["completion_tokens"]
-        told = asked.get("stream_options", {}).get("include_usage") and connection.way is not Way.WITHOUT_USAGE
-        return chunk(*([{"choices": [], "usage": usage}] if told else []), "[DONE]") + b"0\r\n\r\n"
+        wants_usage = request.get("stream_options", {}).get("include_usage") and connection.way is not Way.WITHOUT_USAGE
+        return chunk(*([{"choices": [], "usage": usage}] if wants_usage else []), "[DONE]") + b"0\r\n\r\n"
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -317,11 +317,11 @@ class StreamingServer:
 
     def _page(self) -> str:
         labels = f'engine="0",model_name="{MODEL}"'
-        held = sum(connection.sent for connection in (*self._open, *self._stalled))
+        held_tokens = sum(connection.sent for connection in (*self._open, *self._stalled))
         values = {
             "vllm:num_requests_running": self.open,
             "vllm:num_requests_waiting": 0,
-            "vllm:kv_cache_usage_perc": min(1.0, held / CAPACITY_TOKENS),
+            "vllm:kv_cache_usage_perc": min(1.0, held_tokens / CAPACITY_TOKENS),
             "vllm:num_preemptions_total": self.preemptions,
             "vllm:prompt_tokens_total": self.prompt_tokens,
             "vllm:generation_tokens_total": self.generation_tokens,

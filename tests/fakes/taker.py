@@ -33,11 +33,11 @@ class Taker:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process, self.pid = process, process.pid
 
-    def asked(self, what: str, mib: int) -> str:
+    def asked(self, order: str, mib: int) -> str:
         """Let it take so many MiB; return what it answers, nothing once it was killed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{what} {mib}\n")
+        self.process.stdin.write(f"{order} {mib}\n")
         self.process.stdin.flush()
         return self.process.stdout.readline().strip()
 

@@ -68,6 +68,6 @@ def test_an_invalid_event_is_refused(pagerduty: PagerDuty, event: object, error:
 
     assert answer.status_code == 400
     assert (answer.json()["status"], answer.json()["message"]) == ("invalid event", "Event object is invalid")
-    assert any(found.startswith(error) for found in answer.json()["errors"])
+    assert any(problem.startswith(error) for problem in answer.json()["errors"])
     assert not pagerduty.events
     assert len(pagerduty.refused) == 1

@@ -39,23 +39,23 @@ def worker() -> Any:
 
 
 def test_the_figures_are_torchs_own_and_the_uuid_is_nvmls(worker: Any) -> None:
-    kept = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:0")
+    kept_tensor = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:0")
     device_facts = WorkerGpu().read_device(worker)
     pynvml.nvmlInit()
     uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(n)) for n in range(pynvml.nvmlDeviceGetCount())]
 
     assert device_facts is not None
     assert device_facts["uuid"] in uuids
-    assert device_facts["allocated"] == torch.cuda.memory_allocated(0) >= kept.nbytes
+    assert device_facts["allocated"] == torch.cuda.memory_allocated(0) >= kept_tensor.nbytes
     assert device_facts["reserved"] == torch.cuda.memory_reserved(0)
     assert device_facts["retries"] is not None
 
 
 def test_a_call_under_load_is_short(worker: Any) -> None:
     gpu, seconds = WorkerGpu(), []
-    one = torch.randn(2048, 2048, device="cuda:0")
+    matrix = torch.randn(2048, 2048, device="cuda:0")
     for _ in range(CALLS):
-        one = (one @ one).tanh()
+        matrix = (matrix @ matrix).tanh()
         gpu.read_device(worker)
         seconds.append(gpu.call_seconds)
     torch.cuda.synchronize()
@@ -73,14 +73,14 @@ def test_a_leak_shows_in_allocated_bytes_long_before_nvml(worker: Any) -> None:
     gpu = WorkerGpu()
     slack = torch.empty(600 * MIB, dtype=torch.uint8, device="cuda:0")
     del slack  # which the allocator keeps, as a server's does after its first requests
-    first, used = gpu.read_device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
-    kept = [torch.empty(2 * MIB, dtype=torch.uint8, device="cuda:0") for _ in range(100)]
-    last, later = gpu.read_device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    first_facts, used = gpu.read_device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    kept_tensors = [torch.empty(2 * MIB, dtype=torch.uint8, device="cuda:0") for _ in range(100)]
+    last_facts, later = gpu.read_device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
 
-    assert first is not None
-    assert last is not None
-    assert len(kept) == 100
-    assert last["allocated"] - first["allocated"] >= 200 * MIB
+    assert first_facts is not None
+    assert last_facts is not None
+    assert len(kept_tensors) == 100
+    assert last_facts["allocated"] - first_facts["allocated"] >= 200 * MIB
     assert later - used < 100 * MIB, "the allocator's slack hides it from NVML"
 
 
@@ -88,11 +88,11 @@ def test_no_context_is_made_on_another_card(worker: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU")
     pynvml.nvmlInit()
-    other = pynvml.nvmlDeviceGetHandleByIndex(1)
-    old_count = len(pynvml.nvmlDeviceGetComputeRunningProcesses(other))
+    other_card = pynvml.nvmlDeviceGetHandleByIndex(1)
+    old_count = len(pynvml.nvmlDeviceGetComputeRunningProcesses(other_card))
     WorkerGpu().read_device(worker)
 
-    assert len(pynvml.nvmlDeviceGetComputeRunningProcesses(other)) == old_count
+    assert len(pynvml.nvmlDeviceGetComputeRunningProcesses(other_card)) == old_count
 
 
 COLLIDE: Final = """
@@ -119,8 +119,8 @@ print("alive")
 """
 
 
-@pytest.mark.parametrize("how", ["guarded", "unguarded"])
-def test_the_guard_of_the_sleep_pool(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["guarded", "unguarded"])
+def test_the_guard_of_the_sleep_pool(way: str, tmp_path: Path) -> None:
     """With the guard the process runs; without it, its threads wait for each other."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     script = tmp_path / "collide.py"
@@ -128,25 +128,25 @@ def test_the_guard_of_the_sleep_pool(how: str, tmp_path: Path) -> None:
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, str(script), how], capture_output=True, text=True, check=False, timeout=60
+            [sys.executable, str(script), way], capture_output=True, text=True, check=False, timeout=60
         )
         alive = done.stdout.endswith("alive\n")
         why = done.stderr[-2000:]
     except subprocess.TimeoutExpired:
         alive, why = False, "it hangs"
-    sys.stdout.write(f"{how}: {'alive' if alive else why} after {time.monotonic() - began:.0f} s\n")
+    sys.stdout.write(f"{way}: {'alive' if alive else why} after {time.monotonic() - began:.0f} s\n")
 
-    assert alive is (how == "guarded"), why
+    assert alive is (way == "guarded"), why
 
 
 def test_the_observer_is_called_before_an_out_of_memory_error() -> None:
-    seen: list[tuple[int, int, int, int]] = []
-    torch._C._cuda_attach_out_of_memory_observer(lambda *what: seen.append(what))
+    seen_errors: list[tuple[int, int, int, int]] = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *figures: seen_errors.append(figures))
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda:0")
 
-    assert seen
-    device, asked, total, free = seen[0]
+    assert seen_errors
+    device, asked_bytes, total, free = seen_errors[0]
     assert device == 0
-    assert asked >= 1 << 50
+    assert asked_bytes >= 1 << 50
     assert 0 < free <= total

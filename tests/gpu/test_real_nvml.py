@@ -58,14 +58,14 @@ def test_nvidia_smi_says_the_same() -> None:
     output = subprocess.run(
         ["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True
     )
-    whole = {gpu.uuid: gpu for gpu in run(devices) if gpu.uuid.startswith("GPU-")}
+    whole_gpus = {gpu.uuid: gpu for gpu in run(devices) if gpu.uuid.startswith("GPU-")}
 
     for index, uuid, name, *mebibytes in csv.reader(output.stdout.splitlines(), skipinitialspace=True):
-        if uuid not in whole:
+        if uuid not in whole_gpus:
             continue  # in MIG mode NVML's instances are read, which this query does not show
-        gpu = whole[uuid]
+        gpu = whole_gpus[uuid]
         assert (str(gpu.index), gpu.name) == (index, name)
         if gpu.memory is not None:
-            seen = (gpu.memory.total_bytes, gpu.memory.reserved_bytes, gpu.memory.used_bytes)
-            for seen_bytes, said in zip(seen, mebibytes, strict=True):
-                assert seen_bytes == pytest.approx(int(said) * MIB, rel=0.05, abs=64 * MIB)
+            figures = (gpu.memory.total_bytes, gpu.memory.reserved_bytes, gpu.memory.used_bytes)
+            for seen_bytes, reported in zip(figures, mebibytes, strict=True):
+                assert seen_bytes == pytest.approx(int(reported) * MIB, rel=0.05, abs=64 * MIB)

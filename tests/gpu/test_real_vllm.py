@@ -82,8 +82,8 @@ def card() -> RealCard:
     return RealCard(folder=Path(), handle=handle, total_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
-def say(*what: object) -> None:
-    sys.stdout.write(f"{time.strftime('%X')} {' '.join(map(str, what))}\n")
+def say(*spoken_words: object) -> None:
+    sys.stdout.write(f"{time.strftime('%X')} {' '.join(map(str, spoken_words))}\n")
     sys.stdout.flush()
 
 
@@ -104,7 +104,7 @@ def bench(card: RealCard, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def test_the_parts_sum_to_what_nvml_says_is_held(card: RealCard, bench: Bench) -> None:
     parts, stats = read_settled(bench)
-    held = card.read_holders()
+    held_bytes = card.read_holders()
     plan = ("plan", "--model-config", str(bench.place / "tiny"), "--gpu-memory", str(card.total_bytes), *SERVES[:4])
     say(
         subprocess.run(
@@ -112,11 +112,11 @@ def test_the_parts_sum_to_what_nvml_says_is_held(card: RealCard, bench: Bench) -
         ).stdout
     )
     say(bench.find_in_log(r"Free memory on device.*"), bench.find_in_log(r"GPU KV cache size.*"))
-    say(parts, "NVML", held, "torch", stats["reserved_bytes.all.current"])
+    say(parts, "NVML", held_bytes, "torch", stats["reserved_bytes.all.current"])
 
-    assert sum(parts.values()) == sum(held.values())
-    assert list(held) == [bench.read_reports()["EngineCore"]["pid"]], "the server makes no context"
-    assert parts["outside_torch"] == sum(held.values()) - stats["reserved_bytes.all.current"]
+    assert sum(parts.values()) == sum(held_bytes.values())
+    assert list(held_bytes) == [bench.read_reports()["EngineCore"]["pid"]], "the server makes no context"
+    assert parts["outside_torch"] == sum(held_bytes.values()) - stats["reserved_bytes.all.current"]
     assert parts["weights"] + parts["kv_cache"] + parts["other_tensors"] == stats["allocated_bytes.all.current"]
     assert float(bench.find_in_log(r"Available KV cache memory: ([\d.]+) GiB")) == pytest.approx(
         parts["kv_cache"] / GIB, abs=0.01
@@ -124,14 +124,14 @@ def test_the_parts_sum_to_what_nvml_says_is_held(card: RealCard, bench: Bench) -
 
 
 def test_memory_past_torch_is_outside(bench: Bench) -> None:
-    before, _ = read_settled(bench)
+    parts_before, _ = read_settled(bench)
     assert bench.order("outside", 512 * MIB) == {"error": 0}
     eventually(
-        lambda: bench.read_parts()["outside_torch"] > before["outside_torch"], "the page has it", every_seconds=1
+        lambda: bench.read_parts()["outside_torch"] > parts_before["outside_torch"], "the page has it", every_seconds=1
     )
-    after, _ = read_settled(bench)
+    parts_after, _ = read_settled(bench)
 
-    assert after["outside_torch"] - before["outside_torch"] == 512 * MIB
+    assert parts_after["outside_torch"] - parts_before["outside_torch"] == 512 * MIB
 
 
 @contextmanager
@@ -157,30 +157,30 @@ def load(bench: Bench) -> Iterator[None]:
 
 def leak_until_full(bench: Bench, card: RealCard) -> list[tuple[float, Page]]:
     """Leak once a second until the card is full; return the pages on which the engine leaks, and their times."""
-    step, found = round(card.read_free() / LASTS_SECONDS / MIB) * MIB, list[tuple[float, Page]]()
+    step, alarms = round(card.read_free() / LASTS_SECONDS / MIB) * MIB, list[tuple[float, Page]]()
     say("room", card.read_free() // MIB, "MiB; MiB a second:", step // MIB)
     while card.read_free() > FULL_BYTES:
         due = time.monotonic() + 1
         bench.order("tensors", step)
         page = bench.daemon.page()
         if page.has("time_to_oom_seconds"):
-            found.append((time.monotonic(), page))
+            alarms.append((time.monotonic(), page))
         time.sleep(max(0.0, due - time.monotonic()))
-    return found
+    return alarms
 
 
 def test_a_leak_is_forecast_until_the_card_is_full(card: RealCard, bench: Bench) -> None:
     with load(bench):
-        found = leak_until_full(bench, card)
+        alarms = leak_until_full(bench, card)
         full = time.monotonic()
         request_prompt_logprobs(bench)
         wait_until_ended(bench)
     verdict = read_postmortem(bench)
-    assert found, "an alarm before the card is full"
-    first, page = found[0]
-    say("first alarm", full - first, "s before it was full; foretold", page.value("time_to_oom_seconds"))
+    assert alarms, "an alarm before the card is full"
+    first_seconds, page = alarms[0]
+    say("first alarm", full - first_seconds, "s before it was full; foretold", page.value("time_to_oom_seconds"))
 
-    assert page.value("time_to_oom_seconds") == pytest.approx(full - first, rel=0.5)
+    assert page.value("time_to_oom_seconds") == pytest.approx(full - first_seconds, rel=0.5)
     assert page.value("leak_state", state="leaking") == 1
     assert page.value("leak_location", location="tensors") == 1
     assert bench.daemon.page().value("engine_exits_total", reason="out_of_memory") == 1

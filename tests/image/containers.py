@@ -53,8 +53,8 @@ class Container:
         self.name = name
 
     def inspect(self) -> dict[str, Any]:
-        (found,) = json.loads(containers("container", "inspect", self.name))
-        facts: dict[str, Any] = found
+        (document,) = json.loads(containers("container", "inspect", self.name))
+        facts: dict[str, Any] = document
         return facts
 
     def log(self) -> str:

@@ -68,9 +68,9 @@ def engine(*joined: str) -> AbstractContextManager[Container]:
 
 def put_engine_on(uuid: str, vllm: Container, driver: ContainerDriver) -> None:
     """Let the driver say what one does from 565.57.01 on: the process's id in the namespace of who asks."""
-    found = eventually(lambda: re.search(r"the engine core is process (\d+)", vllm.log()), "the engine starts")
+    match = eventually(lambda: re.search(r"the engine core is process (\d+)", vllm.log()), "the engine starts")
     (gpu,) = (gpu for gpu in driver.fake.gpus if gpu.uuid == uuid)
-    gpu.processes = {int(found[1]): 40 * GIB}
+    gpu.processes = {int(match[1]): 40 * GIB}
     driver.fake.write()
 
 
@@ -88,5 +88,5 @@ def check_attribution(headroom: Container) -> None:
 
 def attributed(page: Page) -> Page | None:
     holds = page.has("gpu_memory_held_bytes", uuid=GPUS[1], holder="engine")
-    found = holds and page.value("gpu_memory_held_bytes", uuid=GPUS[1], holder="engine") == 40 * GIB
-    return page if found and page.has("engine_requests_running") else None
+    is_attributed = holds and page.value("gpu_memory_held_bytes", uuid=GPUS[1], holder="engine") == 40 * GIB
+    return page if is_attributed and page.has("engine_requests_running") else None

@@ -105,8 +105,8 @@ def nvml_fault(world: World) -> Iterator[None]:
     broken[world.dice.choice([*broken])]()
     world.nvml.write()
     yield
-    for each in (gpu.errors, gpu.hangs, world.nvml.errors, world.nvml.hangs):
-        each.clear()
+    for faults in (gpu.errors, gpu.hangs, world.nvml.errors, world.nvml.hangs):
+        faults.clear()
     world.nvml.write()
 
 
@@ -129,10 +129,10 @@ def probe_fault(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def disk_full(world: World) -> Iterator[None]:
     """Have the kernel refuse to make any file of the daemon's larger than it may be now."""
-    _, most = resource.prlimit(world.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(world.pid, resource.RLIMIT_FSIZE, (world.dice.randint(0, 4096), most))
+    _, hard_limit = resource.prlimit(world.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(world.pid, resource.RLIMIT_FSIZE, (world.dice.randint(0, 4096), hard_limit))
     yield
-    resource.prlimit(world.pid, resource.RLIMIT_FSIZE, (most, most))
+    resource.prlimit(world.pid, resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
 
 
 @contextlib.contextmanager

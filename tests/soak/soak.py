@@ -131,7 +131,7 @@ class Soak:
     def settled(self, *names: str) -> bool:
         """Return whether nothing of this changed lately, nor did the process itself stand still."""
         of_late = (*names, "stall", "starved")
-        return all(time.monotonic() - self.changed.get(each, -math.inf) > GRACE_SECONDS for each in of_late)
+        return all(time.monotonic() - self.changed.get(name, -math.inf) > GRACE_SECONDS for name in of_late)
 
     def notice_starvation(self) -> None:
         """Remember when the machine had no processor for the daemon or for this process."""
@@ -184,10 +184,10 @@ class Soak:
     def is_one_gpu_lost(self, source: str) -> bool:
         return source == "nvml" and bool(self.world.nvml.gpus[0].errors)
 
-    def complain(self, what: str) -> None:
+    def complain(self, problem: str) -> None:
         """Remember what was wrong, and when."""
         hours = (time.monotonic() - self.began) * self.world.speed / 3600
-        self.figures.wrong.append(f"{hours:.1f} h: {what}")
+        self.figures.wrong.append(f"{hours:.1f} h: {problem}")
 
     def run(self, seconds: float) -> None:
         """Play for so many seconds of the machine's time, end every fault and wait until all is well."""
@@ -207,7 +207,8 @@ class Soak:
         """Return when the page says that the engine and the driver are read."""
         assert self.world.running is not None
         self.world.running.sees(
-            lambda seen: all(seen.value("source_up", source=each) == 1 for each in ("engine", "nvml")), "all is well"
+            lambda shown_page: all(shown_page.value("source_up", source=source) == 1 for source in ("engine", "nvml")),
+            "all is well",
         )
 
 
@@ -242,7 +243,7 @@ def report(soak: Soak, *, began: float, hours: float, log: str, trace: Path, sta
         "state_mib": figures.state / MIB,
         "log_kib_per_hour": len(log) / 1024 / hours,
     }
-    kept = sum(path.stat().st_size for path in trace.parent.glob(f"{trace.name}*"))
+    trace_bytes = sum(path.stat().st_size for path in trace.parent.glob(f"{trace.name}*"))
     slowest = f"slowest {figures.slowest_seconds:.2f} s"
     scrapes = f"{figures.scrapes} scrapes ({figures.judged} judged for both sources)"
     print(f"{hours:.1f} hours of the daemon, {scrapes}, {slowest}, exit {status}")
@@ -251,11 +252,11 @@ def report(soak: Soak, *, began: float, hours: float, log: str, trace: Path, sta
         + ", ".join(f"{name} {count}" for name, count in sorted(figures.counts.items()))
     )
     print(", ".join(f"{name} {value:.1f} (at most {limits[name]})" for name, value in values.items()))
-    print(f"trace {kept / MIB:.1f} MiB (at most {2 * TRACE_BYTES / MIB:.0f})")
+    print(f"trace {trace_bytes / MIB:.1f} MiB (at most {2 * TRACE_BYTES / MIB:.0f})")
     samples, gap = longest_gap(trace, began, soak.world.speed, figures.excused)
     print(f"{samples} samples in the trace, none for at most {gap:.2f} s of the machine's time outside such faults")
     wrong = [f"{name}: {value:.1f}" for name, value in values.items() if value > limits[name]]
-    wrong += [f"the trace has {kept} bytes"] if kept > 2 * TRACE_BYTES + MIB else []
+    wrong += [f"the trace has {trace_bytes} bytes"] if trace_bytes > 2 * TRACE_BYTES + MIB else []
     wrong += [f"no sample for {gap:.1f} s"] if gap > GRACE_SECONDS else []
     wrong += [f"it ended with {status}"] if status else []
     # An error that a reader raised on purpose is logged with its traceback.
@@ -275,8 +276,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, EngineServer(hang) as engine:
         folder, began = Path(name), time.time()
         volume, trace = folder / "volume", folder / "volume" / "trace.jsonl"
-        for each in (volume, folder / "probe"):
-            each.mkdir()
+        for directory in (volume, folder / "probe"):
+            directory.mkdir()
         nvml = FakeNvml(folder, [FakeGpu(uuid="GPU-a", used_bytes=60 * GIB)])
         world = World(folder, engine, nvml, args.speed, random.Random(args.seed))
         world.serve()

@@ -57,21 +57,23 @@ class Combination:
     workload: Workload
     sidecar: str
     gpu: str
-    before: Document
-    after: Document
+    workload_before: Document
+    workload_after: Document
     others_before: list[Document]
     others_after: list[Document]
 
     @property
     def pod(self) -> dict[str, Any]:
         """Return the specification of its pods."""
-        spec: dict[str, Any] = self.after["spec"]["template"]["spec"]
+        spec: dict[str, Any] = self.workload_after["spec"]["template"]["spec"]
         return spec
 
     @property
     def headroom(self) -> dict[str, Any]:
         """Return the sidecar's container."""
-        (container,) = (each for each in self.pod[SIDECARS[self.sidecar]] if each["name"] == "headroom")
+        (container,) = (
+            pod_container for pod_container in self.pod[SIDECARS[self.sidecar]] if pod_container["name"] == "headroom"
+        )
         return dict(container)
 
 
@@ -81,16 +83,16 @@ def combined(workload: Workload, sidecar: str, gpu: str, folder: Path) -> Combin
     if workload.label:
         components.insert(0, workload.label)
     manifests = documents(rendered(workload.folder))
-    after = documents(rendered(kustomization(folder, resource=workload.folder, components=components)))
-    mine, theirs = (find(each, workload.kind, workload.name) for each in (manifests, after))
+    manifests_after = documents(rendered(kustomization(folder, resource=workload.folder, components=components)))
+    mine, theirs = (find(manifest_list, workload.kind, workload.name) for manifest_list in (manifests, manifests_after))
     return Combination(
         workload=workload,
         sidecar=sidecar,
         gpu=gpu,
-        before=mine,
-        after=theirs,
+        workload_before=mine,
+        workload_after=theirs,
         others_before=[manifest for manifest in manifests if manifest is not mine],
-        others_after=[each for each in after if each is not theirs],
+        others_after=[manifest for manifest in manifests_after if manifest is not theirs],
     )
 
 
@@ -105,7 +107,7 @@ def build_pairs(component: str, folders: pytest.TempPathFactory) -> list[tuple[D
             kustomization(folders.mktemp("pair"), resource=workload.folder, components=chosen)
             for chosen in (components, [*components, COMPONENTS / component])
         )
-        before = find(documents(rendered(without_it)), workload.kind, workload.name)
-        after = find(documents(rendered(with_it)), workload.kind, workload.name)
-        pairs.append((before, after))
+        workload_before = find(documents(rendered(without_it)), workload.kind, workload.name)
+        workload_after = find(documents(rendered(with_it)), workload.kind, workload.name)
+        pairs.append((workload_before, workload_after))
     return pairs

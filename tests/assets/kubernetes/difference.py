@@ -13,9 +13,9 @@ def leaves(value: Any) -> Leaves:
     return dict(_leaves(value, ()))
 
 
-def differences(before: Any, after: Any) -> dict[tuple[str, ...], tuple[Any, Any]]:
+def differences(old_document: Any, new_document: Any) -> dict[tuple[str, ...], tuple[Any, Any]]:
     """Return what each way leads to before and after where that is not the same; None where it leads nowhere."""
-    old, new = leaves(before), leaves(after)
+    old, new = leaves(old_document), leaves(new_document)
     return {way: (old.get(way), new.get(way)) for way in old.keys() | new.keys() if old.get(way) != new.get(way)}
 
 

@@ -45,7 +45,10 @@ def discovered(path: str) -> dict[str, Any] | None:
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
         versions = [(name.partition("/")[0], {"groupVersion": name, "version": "v1"}) for name in KINDS if "/" in name]
-        groups = [{"name": group, "versions": [each], "preferredVersion": each} for group, each in versions]
+        groups = [
+            {"name": group, "versions": [group_version], "preferredVersion": group_version}
+            for group, group_version in versions
+        ]
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
     version = path.removeprefix("/apis/").removeprefix("/api/")
     if version in KINDS:
@@ -64,9 +67,14 @@ def release(text: str) -> dict[str, Any]:
 
 def secret(text: str) -> dict[str, Any]:
     """Return the Secret that holds a release, with the labels by which Helm finds it."""
-    held = release(text)
-    labels = {"owner": "helm", "name": held["name"], "version": str(held["version"]), "status": held["info"]["status"]}
-    name = f"sh.helm.release.v1.{held['name']}.v{held['version']}"
+    stored_release = release(text)
+    labels = {
+        "owner": "helm",
+        "name": stored_release["name"],
+        "version": str(stored_release["version"]),
+        "status": stored_release["info"]["status"],
+    }
+    name = f"sh.helm.release.v1.{stored_release['name']}.v{stored_release['version']}"
     return {
         "kind": "Secret",
         "apiVersion": "v1",
@@ -86,12 +94,12 @@ class Kept(BaseHTTPRequestHandler):
         """Answer with an object, or with the Secrets that have the labels asked for."""
         url = urlsplit(self.path)
         if url.path.endswith("/secrets"):
-            asked = parse_qs(url.query).get("labelSelector", [""])[0]
-            labels = dict(word.split("=") for word in asked.split(",") if word)
+            selector = parse_qs(url.query).get("labelSelector", [""])[0]
+            labels = dict(word.split("=") for word in selector.split(",") if word)
             items = [
-                each
-                for path, each in self.objects.items()
-                if "/secrets/" in path and labels.items() <= each["metadata"]["labels"].items()
+                stored_object
+                for path, stored_object in self.objects.items()
+                if "/secrets/" in path and labels.items() <= stored_object["metadata"]["labels"].items()
             ]
             self._answer({"kind": "SecretList", "apiVersion": "v1", "items": items})
             return
@@ -99,8 +107,8 @@ class Kept(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Take a new object."""
-        made = self._body()
-        self._keep(f"{urlsplit(self.path).path}/{made['metadata']['name']}", made, 201)
+        new_object = self._body()
+        self._keep(f"{urlsplit(self.path).path}/{new_object['metadata']['name']}", new_object, 201)
 
     def do_PUT(self) -> None:
         """Take an object in place of another; PATCH is server-side apply, whose body is the whole object."""
@@ -118,8 +126,8 @@ class Kept(BaseHTTPRequestHandler):
 
     def _body(self) -> dict[str, Any]:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        found = RELEASE.search(body) if "/secrets" in self.path else None
-        return secret(found[0].decode()) if found else dict(json.loads(body))
+        release_match = RELEASE.search(body) if "/secrets" in self.path else None
+        return secret(release_match[0].decode()) if release_match else dict(json.loads(body))
 
     def _keep(self, path: str, document: dict[str, Any], status: int) -> None:
         self.objects[path] = document
@@ -163,10 +171,13 @@ def take(helm: Any, kubeconfig: Path, step: dict[str, Any]) -> dict[str, Any]:
     except helm.HelmError as error:
         return {"error": str(error)}
     name = f"sh.helm.release.v1.{step['release']}.v"
-    held = [document for document in Kept.objects.values() if document["metadata"]["name"].startswith(name)]
-    newest = max(held, key=lambda each: int(each["metadata"]["labels"]["version"]))
-    made = release(base64.b64decode(newest["data"]["release"]).decode())
-    return {"manifest": made["manifest"], "hooks": [hook["manifest"] for hook in made.get("hooks", ())]}
+    stored_secrets = [document for document in Kept.objects.values() if document["metadata"]["name"].startswith(name)]
+    newest = max(stored_secrets, key=lambda stored_secret: int(stored_secret["metadata"]["labels"]["version"]))
+    newest_release = release(base64.b64decode(newest["data"]["release"]).decode())
+    return {
+        "manifest": newest_release["manifest"],
+        "hooks": [hook["manifest"] for hook in newest_release.get("hooks", ())],
+    }
 
 
 def main() -> None:

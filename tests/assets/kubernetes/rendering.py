@@ -58,7 +58,9 @@ def kustomization(folder: Path, *, resource: Path | None = None, components: Ite
     return folder
 
 
-def find(found: Iterable[Document], kind: str, name: str | None = None) -> Document:
+def find(manifests: Iterable[Document], kind: str, name: str | None = None) -> Document:
     """Return the one document of the kind, and of the name where there are several."""
-    (document,) = (each for each in found if each["kind"] == kind and name in (None, each["metadata"]["name"]))
+    (document,) = (
+        manifest for manifest in manifests if manifest["kind"] == kind and name in (None, manifest["metadata"]["name"])
+    )
     return document

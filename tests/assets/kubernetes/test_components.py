@@ -34,7 +34,7 @@ def test_nothing_of_the_workload_changes_but_what_the_components_say(
 ) -> None:
     for combination in combinations:
         with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
-            changes = differences(combination.before, combination.after)
+            changes = differences(combination.workload_before, combination.workload_after)
             ours = {way for way in changes if way[:3] == POD and way[4:] and way[4].startswith("headroom")}
 
             assert {way: changes[way] for way in changes.keys() - ours} == pod_changes(combination) | gpu_changes(
@@ -58,24 +58,24 @@ def pod_changes(combination: Combination) -> Changes:
 
 
 def gpu_changes(combination: Combination) -> Changes:
-    before = combination.before["spec"]["template"]["spec"]
+    pod_before = combination.workload_before["spec"]["template"]["spec"]
     if combination.gpu == "gpu-amd":
         return {}
     if combination.gpu == "gpu-nri":
         annotation = "nvidia.cdi.k8s.io/container.headroom"
         return {(*TEMPLATE, "metadata", "annotations", annotation): (None, "nvidia.com/gpu=all")}
     if combination.gpu == "gpu-runtime-class":
-        return {} if "runtimeClassName" in before else {(*POD, "runtimeClassName"): (None, "nvidia")}
+        return {} if "runtimeClassName" in pod_before else {(*POD, "runtimeClassName"): (None, "nvidia")}
     vllm = (*POD, "containers", "vllm", "resources")
-    (resources,) = (container["resources"] for container in before["containers"] if container["name"] == "vllm")
-    amounts = {which: resources.get(which, {}) for which in ("limits", "requests")}
-    taken = {which: there["nvidia.com/gpu"] for which, there in amounts.items() if "nvidia.com/gpu" in there}
+    (resources,) = (container["resources"] for container in pod_before["containers"] if container["name"] == "vllm")
+    amounts = {section: resources.get(section, {}) for section in ("limits", "requests")}
+    gpu_counts = {section: there["nvidia.com/gpu"] for section, there in amounts.items() if "nvidia.com/gpu" in there}
     return {
         (*POD, "resourceClaims", "gpu", "name"): (None, "gpu"),
         (*POD, "resourceClaims", "gpu", "resourceClaimTemplateName"): (None, "vllm-gpus"),
         (*vllm, "claims", "gpu", "name"): (None, "gpu"),
-        **{(*vllm, which, "nvidia.com/gpu"): (count, None) for which, count in taken.items()},
-        **{(*vllm, which): (None, {}) for which, there in amounts.items() if not there.keys() - {"nvidia.com/gpu"}},
+        **{(*vllm, section, "nvidia.com/gpu"): (count, None) for section, count in gpu_counts.items()},
+        **{(*vllm, section): (None, {}) for section, there in amounts.items() if not there.keys() - {"nvidia.com/gpu"}},
     }
 
 
@@ -84,8 +84,10 @@ def test_other_documents_are_left_alone(combinations: list[Combination], subtest
         with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
             added = [document for document in combination.others_after if document not in combination.others_before]
 
-            assert [each for each in combination.others_after if each not in added] == combination.others_before
-            assert [each["kind"] for each in added] == (
+            assert [
+                manifest for manifest in combination.others_after if manifest not in added
+            ] == combination.others_before
+            assert [manifest["kind"] for manifest in added] == (
                 ["ResourceClaimTemplate"] if combination.gpu == "gpu-dra" else []
             )
 
@@ -95,15 +97,19 @@ def test_a_native_sidecar_starts_first_and_a_plain_one_is_not_the_default_contai
 ) -> None:
     for combination in combinations:
         with subtests.test(workload=combination.workload.name, sidecar=combination.sidecar, gpu=combination.gpu):
-            before = combination.before["spec"]["template"]["spec"]
-            first = [container["name"] for container in before.get("initContainers", [])]
-            then = [each["name"] for each in before["containers"]]
+            pod_before = combination.workload_before["spec"]["template"]["spec"]
+            first_names = [container["name"] for container in pod_before.get("initContainers", [])]
+            then = [container["name"] for container in pod_before["containers"]]
             if combination.gpu == "gpu-dra":
                 then.sort(key="vllm".__ne__)
             native = combination.sidecar == "sidecar"
 
-            assert [each["name"] for each in combination.pod.get("initContainers", [])] == ["headroom"] * native + first
-            assert [each["name"] for each in combination.pod["containers"]] == then + ["headroom"] * (not native)
+            assert [container["name"] for container in combination.pod.get("initContainers", [])] == [
+                "headroom"
+            ] * native + first_names
+            assert [container["name"] for container in combination.pod["containers"]] == then + ["headroom"] * (
+                not native
+            )
             assert combination.headroom.get("restartPolicy") == ("Always" if native else None)
 
 

@@ -41,17 +41,19 @@ def test_the_sidecar_alone_gets_the_token(pairs: list[tuple[Document, Document]]
         with subtests.test(workload=pair[0]["metadata"]["name"]):
             spec = pod(pair[1])
             every = [*spec.get("initContainers", []), *spec["containers"]]
-            (sidecar,) = [each for each in every if each["name"] == "headroom"]
+            (sidecar,) = [container for container in every if container["name"] == "headroom"]
             with_token = [
-                each["name"]
-                for each in every
-                for mount in each.get("volumeMounts", ())
+                container["name"]
+                for container in every
+                for mount in container.get("volumeMounts", ())
                 if mount["name"] == "headroom-api"
             ]
-            (volume,) = [each for each in spec["volumes"] if each["name"] == "headroom-api"]
+            (volume,) = [pod_volume for pod_volume in spec["volumes"] if pod_volume["name"] == "headroom-api"]
             files = [next(iter(source.values())) for source in volume["projected"]["sources"]]
             paths = {file.get("path") or file["items"][0]["path"] for file in files}
-            (mount,) = [each for each in sidecar["volumeMounts"] if each["mountPath"] == str(ACCOUNT)]
+            (mount,) = [
+                sidecar_mount for sidecar_mount in sidecar["volumeMounts"] if sidecar_mount["mountPath"] == str(ACCOUNT)
+            ]
 
             names = [variable for variable in sidecar["env"] if variable["name"] in {"HEADROOM_EVICT", "POD_NAME"}]
 

@@ -15,7 +15,7 @@ def test_it_is_valid_where_there_are_such_policies() -> None:
     newer = [version for version in schemas.versions() if version != "1.29"]
 
     assert newer
-    assert [fault for each in FOUND for version in newer for fault in schemas.faults(each, version)] == []
+    assert [fault for manifest in FOUND for version in newer for fault in schemas.faults(manifest, version)] == []
 
 
 def test_it_warns_and_refuses_nothing() -> None:

@@ -49,8 +49,8 @@ def test_vllm_finds_the_probe_and_both_find_its_files(
 ) -> None:
     for pair in pairs:
         with subtests.test(workload=pair[0]["metadata"]["name"]):
-            found = containers(pair[1])
-            vllm, sidecar, installer = (found[name] for name in ("vllm", "headroom", "headroom-probe"))
+            pod_containers = containers(pair[1])
+            vllm, sidecar, installer = (pod_containers[name] for name in ("vllm", "headroom", "headroom-probe"))
 
             assert environment(vllm).items() >= {"PYTHONPATH": PATH, "HEADROOM_PROBE_DIR": FOLDER}.items()
             assert environment(sidecar)["HEADROOM_PROBE_DIR"] == FOLDER

@@ -45,14 +45,14 @@ def test_the_kustomization_of_the_page_builds(tmp_path: Path) -> None:
     assert " ".join(label).replace(str(vllm), "vllm.yaml") + " > labelled.yaml" in STEPS
     labelled = subprocess.run(label, capture_output=True, text=True, check=True)
 
-    found = built(tmp_path, yaml.safe_load(labelled.stdout))
+    manifests = built(tmp_path, yaml.safe_load(labelled.stdout))
 
-    headroom, *others = find(found, "Deployment")["spec"]["template"]["spec"]["initContainers"]
+    headroom, *other_containers = find(manifests, "Deployment")["spec"]["template"]["spec"]["initContainers"]
     assert headroom["image"] == "registry.your.org/vllm-headroom:0.1.0"
     assert {"name": "HEADROOM_ENGINE_URL", "value": "http://127.0.0.1:8001/metrics"} in headroom["env"]
     assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in headroom["env"]
-    assert [each["name"] for each in others] == ["wait", "download"]
-    assert [fault for each in found for fault in schemas.faults(each, "1.29")] == []
+    assert [container["name"] for container in other_containers] == ["wait", "download"]
+    assert [fault for manifest in manifests for fault in schemas.faults(manifest, "1.29")] == []
 
 
 def built(folder: Path, workload: Document) -> list[Document]:
@@ -60,7 +60,7 @@ def built(folder: Path, workload: Document) -> list[Document]:
     (folder / "labelled.yaml").write_text(yaml.safe_dump(workload))
     here = os.path.relpath(REPOSITORY, folder)
     (folder / "kustomization.yaml").write_text(
-        REMOTE.sub(lambda found: f"{here}/{found[1]}", yaml.safe_dump(written()))
+        REMOTE.sub(lambda match: f"{here}/{match[1]}", yaml.safe_dump(written()))
     )
     return documents(rendered(folder))
 
@@ -70,8 +70,8 @@ def built(folder: Path, workload: Document) -> list[Document]:
 def test_the_monitor_of_the_page_is_where_it_selects_the_pods(tmp_path: Path, namespace: str | None) -> None:
     workload = yaml.safe_load((HERE / "workloads" / "init-containers" / "deployment.yaml").read_text())
     workload["metadata"] |= {"labels": {"vllm-headroom": "enabled"}} | ({"namespace": namespace} if namespace else {})
-    found = built(tmp_path, workload)
-    monitor, deployment = find(found, "PodMonitor"), find(found, "Deployment")
+    manifests = built(tmp_path, workload)
+    monitor, deployment = find(manifests, "PodMonitor"), find(manifests, "Deployment")
     template = deployment["spec"]["template"]
 
     assert monitor["metadata"]["namespace"] == deployment["metadata"]["namespace"] == "vllm"
@@ -83,7 +83,7 @@ def test_the_monitor_of_the_page_is_where_it_selects_the_pods(tmp_path: Path, na
 def test_the_links_of_the_page_build(tmp_path: Path) -> None:
     (block,) = re.findall(r"```yaml\n(configMapGenerator:\n.*?)```", README, re.DOTALL)
     here = os.path.relpath(REPOSITORY, tmp_path)
-    (tmp_path / "kustomization.yaml").write_text(REMOTE.sub(lambda found: f"{here}/{found[1]}", block))
+    (tmp_path / "kustomization.yaml").write_text(REMOTE.sub(lambda match: f"{here}/{match[1]}", block))
 
     text = rendered(tmp_path)
 
@@ -109,7 +109,7 @@ def test_what_is_named_is_there() -> None:
 
 
 def test_the_page_is_of_this_version() -> None:
-    (version,) = {found[1] for found in REMOTE.findall(README + STEPS)}
+    (version,) = {match[1] for match in REMOTE.findall(README + STEPS)}
     chart = yaml.safe_load((DEPLOY / "helm" / "vllm-headroom" / "Chart.yaml").read_text())
     container = yaml.safe_load((COMPONENTS / "sidecar" / "patch.yaml").read_text())
     image = container["spec"]["template"]["spec"]["initContainers"][0]["image"]

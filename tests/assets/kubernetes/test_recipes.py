@@ -34,11 +34,11 @@ MONITORS: Final = {"PodMonitor", "PodMonitoring"}
 RESTRICTED_VOLUMES: Final = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 
 
-def labelled(found: list[Document]) -> list[tuple[Document, dict[str, str], dict[str, Any]]]:
+def labelled(manifests: list[Document]) -> list[tuple[Document, dict[str, str], dict[str, Any]]]:
     """Return every pod with the label of the sidecar, and the document that describes it."""
     return [
         (document, labels, pod)
-        for document in found
+        for document in manifests
         for labels, pod in pods(document.get("spec"))
         if labels.get("vllm-headroom") == "enabled"
     ]
@@ -46,12 +46,12 @@ def labelled(found: list[Document]) -> list[tuple[Document, dict[str, str], dict
 
 def headroom(pod: dict[str, Any]) -> dict[str, Any]:
     """Return the sidecar's container of a pod."""
-    (found,) = (
+    (sidecar,) = (
         container
         for container in [*pod.get("initContainers", []), *pod["containers"]]
         if container["name"] == "headroom"
     )
-    return dict(found)
+    return dict(sidecar)
 
 
 def built(name: str) -> list[Document]:
@@ -72,7 +72,10 @@ def test_it_is_valid_in_every_version_that_it_is_for(subtests: pytest.Subtests) 
             versions = [version for version in schemas.versions() if version != "1.29" or recipe.name != "gke"]
 
             assert [
-                fault for each in [*native, *inner] for version in versions for fault in schemas.faults(each, version)
+                fault
+                for manifest in [*native, *inner]
+                for version in versions
+                for fault in schemas.faults(manifest, version)
             ] == []
 
 
@@ -160,7 +163,7 @@ def test_a_worker_of_a_group_reads_the_engine_at_its_leader() -> None:
 def test_a_custom_resource_without_the_entries_fails_the_build(tmp_path: Path) -> None:
     text = (FOLDER / "kserve" / "vllm.yaml").read_text().replace("    initContainers: [{name: headroom}]\n", "")
     (tmp_path / "vllm.yaml").write_text(text)
-    components = [COMPONENTS / each for each in ("template", "sidecar", "custom-resource")]
+    components = [COMPONENTS / component for component in ("template", "sidecar", "custom-resource")]
     done = build(kustomization(tmp_path, resource=tmp_path / "vllm.yaml", components=components))
 
     assert done.returncode != 0
@@ -171,7 +174,7 @@ def test_the_daemonset_sees_the_nodes_processes_and_names_and_nothing_more() -> 
     ((_, _, pod),) = labelled(built("daemonset"))
     container = headroom(pod)
     folders = {volume["hostPath"]["path"] for volume in pod["volumes"]}
-    (monitor,) = (each for each in built("daemonset") if each["kind"] == "PodMonitor")
+    (monitor,) = (manifest for manifest in built("daemonset") if manifest["kind"] == "PodMonitor")
 
     assert pod["hostPID"] is True
     assert not {"hostNetwork", "hostIPC", "serviceAccountName"} & pod.keys()
@@ -218,7 +221,7 @@ EPP: Final[dict[str, Any]] = yaml.safe_load((FOLDER / "llm-d" / "epp-config.yaml
 
 def test_the_routers_plugins_are_all_there_and_all_used() -> None:
     named = {plugin.get("name", plugin["type"]) for plugin in EPP["plugins"]}
-    used = {each["pluginRef"] for profile in EPP["schedulingProfiles"] for each in profile["plugins"]}
+    used = {plugin["pluginRef"] for profile in EPP["schedulingProfiles"] for plugin in profile["plugins"]}
     for source in EPP["dataLayer"]["sources"]:
         used |= {source["pluginRef"], *(extractor["pluginRef"] for extractor in source["extractors"])}
 
@@ -230,11 +233,11 @@ def test_the_router_reads_series_that_a_page_has_and_acts_on_the_gate() -> None:
     (engine,) = plugins["headroom-extractor"]["engineConfigs"]
     (gate,) = engine["customMetrics"]
     specs = [value for key, value in engine.items() if key.endswith("Spec")] + [gate["metricSpec"]]
-    found = [SPEC.fullmatch(spec) for spec in specs]
-    assert all(found)
-    series = {each[1]: each[2] for each in found if each}
+    matches = [SPEC.fullmatch(spec) for spec in specs]
+    assert all(matches)
+    series = {match[1]: match[2] for match in matches if match}
     contract = [line.split() for line in (REPOSITORY / "tests" / "assets" / "contract.txt").read_text().splitlines()]
-    labels = {name: labels.split(",") for name, _, labels in (each for each in contract if len(each) == 3)}
+    labels = {name: labels.split(",") for name, _, labels in (row for row in contract if len(row) == 3)}
 
     assert gate["metricSpec"] == "headroom_gate_open{gate=ready}"
     assert plugins["gate"]["attribute"] == plugins["gate-open"]["attributeKey"] == gate["attributeKey"]

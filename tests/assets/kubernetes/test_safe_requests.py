@@ -82,9 +82,9 @@ def answering(backend: Backend) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def backend() -> Backend:
-    made = Backend()
-    made.may_answer.set()
-    return made
+    new_backend = Backend()
+    new_backend.may_answer.set()
+    return new_backend
 
 
 @pytest.fixture
@@ -145,13 +145,13 @@ def test_a_prompt_above_the_limit_of_its_kind_is_turned_away(
 
 
 @pytest.mark.parametrize(
-    ("more", "status"), [({}, 200), ({"echo": True, "top_logprobs": 1}, 413), ({"prompt_logprobs": 1}, 413)]
+    ("request_fields", "status"), [({}, 200), ({"echo": True, "top_logprobs": 1}, 413), ({"prompt_logprobs": 1}, 413)]
 )
-def test_a_chat_is_counted_by_vllm(proxy: Any, backend: Backend, more: dict[str, Any], status: int) -> None:
+def test_a_chat_is_counted_by_vllm(proxy: Any, backend: Backend, request_fields: dict[str, Any], status: int) -> None:
     read(proxy, backend, 100, 40)
     messages = [{"role": "user", "content": "w " * 41}]
 
-    assert post(proxy, "/v1/chat/completions", model="m", messages=messages, **more).status_code == status
+    assert post(proxy, "/v1/chat/completions", model="m", messages=messages, **request_fields).status_code == status
     assert backend.counted == [{"model": "m", "messages": messages}]
 
 

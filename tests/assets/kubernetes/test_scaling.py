@@ -37,10 +37,10 @@ def adapted(rule: dict[str, Any], pods: str) -> str:
         "LabelMatchers": f'namespace="vllm",pod=~"{pods}"',
         "GroupBy": "pod",
     }
-    return re.sub(r"<<\.(\w+)>>", lambda found: parts[found[1]], rule["metricsQuery"])
+    return re.sub(r"<<\.(\w+)>>", lambda match: parts[match[1]], rule["metricsQuery"])
 
 
-KEDA_QUERIES: Final = {name: each["metadata"]["query"] for name, each in TRIGGERS.items()}
+KEDA_QUERIES: Final = {name: trigger["metadata"]["query"] for name, trigger in TRIGGERS.items()}
 HPA_QUERIES: Final = {
     name: adapted(rule, "vllm-a|vllm-b|vllm-c") for name, rule in zip(("queue", "room"), RULES, strict=True)
 }
@@ -58,13 +58,13 @@ def test_a_query_asks_for_load_or_for_time_and_never_for_memory(subtests: pytest
         with subtests.test(query=query):
             metrics = {selector.name for selector in selectors(parsed(query))}
 
-            assert any(metrics <= asked for asked in ASKED)
+            assert any(metrics <= asked_metrics for asked_metrics in ASKED)
 
 
 def test_the_hpa_asks_for_what_the_adapter_is_asked_to_offer() -> None:
-    asked = [metric["pods"]["metric"]["name"] for metric in HPA["spec"]["metrics"]]
+    metric_names = [metric["pods"]["metric"]["name"] for metric in HPA["spec"]["metrics"]]
 
-    assert asked == [rule["name"]["as"] for rule in RULES]
+    assert metric_names == [rule["name"]["as"] for rule in RULES]
 
 
 @needs_kustomize
@@ -162,10 +162,10 @@ def test_an_engine_that_leaks_does_not_count(
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on the PATH: install Prometheus")
 def test_an_engine_about_to_end_has_its_successor_before(tmp_path: Path) -> None:
-    def fleet(*left: int) -> list[dict[str, str]]:
+    def fleet(*left_seconds: int) -> list[dict[str, str]]:
         targets = [f'namespace="vllm",pod="vllm-{place}",gpu="0",uuid="GPU-{place}"' for place in range(4)]
         ups = [{"series": f"headroom_gpu_up{{{target}}}", "values": "1x1"} for target in targets]
-        times = zip(targets, left, strict=False)
+        times = zip(targets, left_seconds, strict=False)
         return ups + [
             {"series": f"headroom_time_to_oom_seconds_lower{{{target}}}", "values": f"{seconds}x1"}
             for target, seconds in times
@@ -173,11 +173,13 @@ def test_an_engine_about_to_end_has_its_successor_before(tmp_path: Path) -> None
 
     cases = ((fleet(), 0.0), (fleet(7200), 0.0), (fleet(600, 7200), 1.25), (fleet(600, 60, 60, 60), 2.0))
     file = tmp_path / "test.yaml"
-    asked = KEDA_QUERIES["leaving"]
+    leaving_query = KEDA_QUERIES["leaving"]
     tests = [
         {
             "input_series": fed,
-            "promql_expr_test": [{"expr": asked, "eval_time": "1m", "exp_samples": list_expected_samples({"": value})}],
+            "promql_expr_test": [
+                {"expr": leaving_query, "eval_time": "1m", "exp_samples": list_expected_samples({"": value})}
+            ],
         }
         for fed, value in cases
     ]

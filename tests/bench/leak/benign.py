@@ -39,8 +39,8 @@ def describe(title: str, rows: list[Row]) -> str:
     return "| " + " | ".join((*cells, f"{longest:.0f}")) + " |"
 
 
-def list_days(generators: list[str], first: int) -> Iterator[tuple[str, str, int]]:
-    for seed in count(first):
+def list_days(generators: list[str], first_seed: int) -> Iterator[tuple[str, str, int]]:
+    for seed in count(first_seed):
         for generator in generators:
             for name in BENIGN[generator]:
                 yield generator, name, seed
@@ -53,18 +53,18 @@ def main() -> None:
     parser.add_argument("--interval", type=float, default=15.0)
     parser.add_argument("--hours", type=float, default=8.0)
     parser.add_argument("--file", type=Path, default=Path(".cache/leak-benign.jsonl"))
-    given = parser.parse_args()
-    given.file.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in given.file.read_text().splitlines()] if given.file.exists() else []
+    arguments = parser.parse_args()
+    arguments.file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in arguments.file.read_text().splitlines()] if arguments.file.exists() else []
     done = {(row["generator"], row["scenario"], row["seed"]) for row in rows}
-    ends = monotonic() + given.hours * 3600
-    with given.file.open("a") as file:
-        for generator, name, seed in list_days(given.generator, given.seed):
+    ends = monotonic() + arguments.hours * 3600
+    with arguments.file.open("a") as file:
+        for generator, name, seed in list_days(arguments.generator, arguments.seed):
             if monotonic() >= ends:
                 break
             if (generator, name, seed) not in done:
-                trace = MAKERS[generator](name, seed, 24.0, given.interval)
-                row = follow(watch(Labelled(thin(trace.samples, given.interval), trace.truth)))
+                trace = MAKERS[generator](name, seed, 24.0, arguments.interval)
+                row = follow(watch(Labelled(thin(trace.samples, arguments.interval), trace.truth)))
                 rows.append(row | {"generator": generator})
                 file.write(json.dumps(rows[-1]) + "\n")
                 file.flush()

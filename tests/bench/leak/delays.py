@@ -41,16 +41,16 @@ def read_memory(rate: float, room: float, interval: float, seed: int) -> Iterato
         demands = rng.gumbel(size=3) + np.log(REQUESTS_PER_SECOND * interval)
         marks = np.maximum(marks, demands)
         leaked = max(0.0, rate * seconds - SLACK_BYTES) // (2 * MIB) * 2 * MIB
-        held = int(70e9 + 40 * MIB * float(marks.sum()) + leaked)
+        held_bytes = int(70e9 + 40 * MIB * float(marks.sum()) + leaked)
         yield Observation(
             seconds=float(seconds),
-            held_bytes=held,
+            held_bytes=held_bytes,
             finished_total=REQUESTS_PER_SECOND * seconds,
             running=30.0,
             run_id="a",
-            room_bytes=int(total - held),
+            room_bytes=int(total - held_bytes),
         )
-        if held >= total - 100 * MIB:
+        if held_bytes >= total - 100 * MIB:
             return
 
 
@@ -77,11 +77,11 @@ def follow(rate: float, room: float, interval: float, seed: int) -> dict[str, fl
 
 def show(values: list[float | None], unit: float, name: str) -> str:
     """Return median and worst; a value that never came is the worst."""
-    known = [value / unit for value in values if value is not None]
-    if not known:
+    known_values = [value / unit for value in values if value is not None]
+    if not known_values:
         return "never"
-    worst = "never" if len(known) < len(values) else f"{max(known):,.0f}"
-    return f"{median(known):,.0f} {name} ({worst})"
+    worst = "never" if len(known_values) < len(values) else f"{max(known_values):,.0f}"
+    return f"{median(known_values):,.0f} {name} ({worst})"
 
 
 def make_row(rate: float, room: int, interval: float, seeds: int) -> str:
@@ -109,11 +109,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
-    rows = (make_row(rate, room, interval, given.seeds) for rate, room, interval in product(RATES, ROOMS, INTERVALS))
+    arguments = parser.parse_args()
+    rows = (
+        make_row(rate, room, interval, arguments.seeds) for rate, room, interval in product(RATES, ROOMS, INTERVALS)
+    )
     lines = [HEAD, *rows]
     print(*lines, sep="\n")
-    write_table(given.write, MARKS, lines)
+    write_table(arguments.write, MARKS, lines)
 
 
 if __name__ == "__main__":

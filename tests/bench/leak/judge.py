@@ -111,9 +111,9 @@ def _measure_false_minutes(
     # The lowest memory from each reading on: what was held then and not given back.
     retained: list[tuple[float, float]] = []
     lowest = inf
-    for seconds, held, _ in reversed(readings):
+    for seconds, held_bytes, _ in reversed(readings):
         if seconds <= end:
-            lowest = min(lowest, held)
+            lowest = min(lowest, held_bytes)
             retained.append((seconds, lowest))
     newest_growth = begin
     for (seconds, retained_bytes), (_, earlier_bytes) in pairwise(retained):

@@ -43,12 +43,12 @@ def _regress(readings: Iterable[Reading]) -> Iterator[tuple[float, float, float,
     window: deque[tuple[float, float]] = deque()
     sums = [0.0] * 6
     origin: tuple[float, float] | None = None
-    for seconds, held, full in _thinned(readings, 60.0):
+    for seconds, held_bytes, full in _thinned(readings, 60.0):
         if origin is None:
-            origin = (seconds, held)
+            origin = (seconds, held_bytes)
         begin_seconds, begin_bytes = origin
         # From the first reading on and in MiB, so that the sums of squares stay exact.
-        _add(sums, window, (seconds - begin_seconds, (held - begin_bytes) / MIB))
+        _add(sums, window, (seconds - begin_seconds, (held_bytes - begin_bytes) / MIB))
         if seconds - begin_seconds < 1800.0:
             continue
         count, x, y, xx, xy, yy = sums
@@ -75,7 +75,7 @@ def _find_lasting(judged: Iterable[tuple[float, bool]], lasting: float) -> float
 
 def exceeding(readings: Iterable[Reading], share: float = 0.98, lasting: float = 600.0) -> float | None:
     """Return when more than this share of the memory has been held for ten minutes."""
-    return _find_lasting(((at, held > share * full) for at, held, full in readings), lasting)
+    return _find_lasting(((at, held_bytes > share * full) for at, held_bytes, full in readings), lasting)
 
 
 FLOOR_SECONDS = 480.0
@@ -95,10 +95,10 @@ def challenge(readings: Iterable[Reading], least_mib: float = 512.0, patience: f
     floors: deque[float] = deque(maxlen=FLOORS)
     begin: float | None = None
     floor = float("inf")
-    for seconds, held, full in _thinned(readings, 0.0):
+    for seconds, held_bytes, full in _thinned(readings, 0.0):
         if begin is None:
             begin = seconds
-        floor = min(floor, held)
+        floor = min(floor, held_bytes)
         if seconds - begin < FLOOR_SECONDS:
             continue
         floors.append(floor)
@@ -107,19 +107,19 @@ def challenge(readings: Iterable[Reading], least_mib: float = 512.0, patience: f
         # What a floor held and no later one gave back.
         retained = list(accumulate(reversed(floors), min))[::-1]
         rises = [later - earlier for earlier, later in pairwise(retained)]
-        room = full - held
+        room = full - held_bytes
         is_even = any(_is_even(rises, count, room, least_mib * MIB, patience) for count in (9, 15, 30, 60))
         if is_even or _has_large_steps(rises, room, 1.5 * least_mib * MIB):
             return seconds
     return None
 
 
-def _is_even(rises: list[float], count: int, room: float, least: float, patience: float) -> bool:
+def _is_even(rises: list[float], count: int, room: float, least_mib: float, patience: float) -> bool:
     """Return whether the newest rises are an even leak that has lasted long enough for the room."""
     newest = rises[-count:]
     grown = sum(newest)
     later_half = sum(newest[count // 2 :])
-    if len(newest) < count or grown < least or later_half < 0.35 * grown:
+    if len(newest) < count or grown < least_mib or later_half < 0.35 * grown:
         return False
     lasted_seconds = count * FLOOR_SECONDS
     left_seconds = max(0.0, room) * lasted_seconds / grown
@@ -128,11 +128,11 @@ def _is_even(rises: list[float], count: int, room: float, least: float, patience
     return rise_count >= 2 * count / 3 and lasted_seconds >= patience_seconds
 
 
-def _has_large_steps(rises: list[float], room: float, least: float) -> bool:
+def _has_large_steps(rises: list[float], room: float, least_mib: float) -> bool:
     """Return whether four large steps took a quarter of the room, enough of it in the later half."""
-    large = sum(rise for rise in rises if rise >= least)
-    step_count = sum(rise >= least for rise in rises)
-    late = sum(rise for rise in rises[len(rises) // 2 :] if rise >= least)
+    large = sum(rise for rise in rises if rise >= least_mib)
+    step_count = sum(rise >= least_mib for rise in rises)
+    late = sum(rise for rise in rises[len(rises) // 2 :] if rise >= least_mib)
     if step_count < 4 or len(rises) < 30:
         return False
     return late >= 0.4 * large >= 0.1 * (room + large)
@@ -155,12 +155,12 @@ def trending(readings: Iterable[Reading], least: int = 24, most: int = 72, sure:
     """Return when Mann-Kendall first says "rising" by so many standard deviations, by readings five minutes apart."""
     window: deque[float] = deque()
     score = 0
-    for seconds, held, _ in _thinned(readings, 300.0):
+    for seconds, held_bytes, _ in _thinned(readings, 300.0):
         if len(window) == most:
             oldest = window.popleft()
             score -= sum((value > oldest) - (value < oldest) for value in window)
-        score += sum((held > value) - (held < value) for value in window)
-        window.append(held)
+        score += sum((held_bytes > value) - (held_bytes < value) for value in window)
+        window.append(held_bytes)
         if len(window) >= least and (score - 1) / sqrt(max(_variance(window), 1.0)) > sure:
             return seconds
     return None

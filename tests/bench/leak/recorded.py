@@ -29,11 +29,11 @@ def read(name: str, apart: float = 0.0) -> tuple[dict[str, Any], list[dict[str, 
     with lzma.open(FOLDER / f"{name}{SUFFIX}") as file:
         header, *lines = file.readlines()
     truth = json.loads(header)["truth"]
-    samples, last = [], float("-inf")
+    samples, last_seconds = [], float("-inf")
     for line in lines:
         seconds = float(line[TIME : line.index(b",")])
-        if seconds - last >= apart or line is lines[-1]:
-            last = seconds
+        if seconds - last_seconds >= apart or line is lines[-1]:
+            last_seconds = seconds
             samples.append(json.loads(line))
     return truth, samples
 

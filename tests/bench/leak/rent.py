@@ -119,11 +119,13 @@ def format_plain_line(title: str, rule: str, rows: list[Row]) -> str:
     """Return the table's line for a plain rule in place of the detector."""
     ordinary, ambiguous = _split_rows(rows)
     leaks = [row for row in ordinary if row["leak"]]
-    found = format_share(leaks, f"{rule}_found")
+    found_share = format_share(leaks, f"{rule}_found")
     found_large = format_share(_list_large_steps(leaks), f"{rule}_found")
     false_traces = sum(row[f"{rule}_false"] for row in ordinary)
     false_ambiguous = sum(row[f"{rule}_false"] for row in ambiguous)
-    return f"| instead: {title} | {found} | {found_large} | | | | on {false_traces} traces | on {false_ambiguous} |"
+    return (
+        f"| instead: {title} | {found_share} | {found_large} | | | | on {false_traces} traces | on {false_ambiguous} |"
+    )
 
 
 def _split_rows(rows: list[Row]) -> tuple[list[Row], list[Row]]:

@@ -33,9 +33,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rule", choices=plain.RULES)
     parser.add_argument("file", type=Path, nargs="?")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        text = sys.stdin.read() if given.file is None else given.file.read_text()
+        text = sys.stdin.read() if arguments.file is None else arguments.file.read_text()
         header, *samples = [json.loads(line) for line in text.splitlines()]
     except (OSError, ValueError) as error:
         print(f"simple.py: no trace: {error}", file=sys.stderr)
@@ -43,9 +43,9 @@ def main() -> int:
     if header != {"headroom_trace": 1}:
         print('simple.py: the first line is not {"headroom_trace": 1}', file=sys.stderr)
         return 2
-    gpu = describe(plain.read_series(samples, "gpu"), given.rule)
+    gpu = describe(plain.read_series(samples, "gpu"), arguments.rule)
     roles = {process["role"] for sample in samples for process in sample.get("processes") or ()}
-    host = [{"process": role} | describe(plain.read_series(samples, role), given.rule) for role in sorted(roles)]
+    host = [{"process": role} | describe(plain.read_series(samples, role), arguments.rule) for role in sorted(roles)]
     print(json.dumps({"samples": len(samples), "gpus": [{"gpu": 0} | gpu], "host": host}))
     return 0
 

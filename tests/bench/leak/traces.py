@@ -45,12 +45,12 @@ def replayed(
 
 
 def thin(samples: list[dict[str, Any]], interval: float) -> list[dict[str, Any]]:
-    kept, last = [], float("-inf")
+    kept_samples, last_seconds = [], float("-inf")
     for sample in samples:
-        if sample["t"] - last >= interval - 0.01 or sample is samples[-1]:
-            kept.append(sample)
-            last = sample["t"]
-    return kept
+        if sample["t"] - last_seconds >= interval - 0.01 or sample is samples[-1]:
+            kept_samples.append(sample)
+            last_seconds = sample["t"]
+    return kept_samples
 
 
 RECORDED = "real allocator"

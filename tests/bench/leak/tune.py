@@ -36,18 +36,18 @@ def read_case(generator: str, name: str, seed: int, interval: float) -> Case | N
 
 def judge(rule: str, settings: dict[str, float], cases: list[Case]) -> tuple[float, int, int]:
     """Return the share of leaks found less the share of traces with a false alarm, and the two counts."""
-    found = 0
+    found_count = 0
     false = 0
     for case in cases:
         alarm = plain.RULES[rule](case.readings, **settings)
         if alarm is None:
             continue
         if case.is_leak and alarm >= case.onset:
-            found += 1
+            found_count += 1
         else:
             false += 1
     leak_count = sum(case.is_leak for case in cases)
-    return found / leak_count - false / len(cases), found, false
+    return found_count / leak_count - false / len(cases), found_count, false
 
 
 def choose(rule: str, cases: list[Case]) -> tuple[dict[str, Any], tuple[float, int, int]]:
@@ -62,17 +62,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=parse_seeds, default=parse_seeds("6151"))
     parser.add_argument("--interval", type=float, default=60.0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     cases = []
     for generator in GENERATORS:
-        for name, seed in product(NAMES[generator], given.seeds):
-            case = read_case(generator, name, seed, given.interval)
+        for name, seed in product(NAMES[generator], arguments.seeds):
+            case = read_case(generator, name, seed, arguments.interval)
             if case is not None:
                 cases.append(case)
     leak_count = sum(case.is_leak for case in cases)
     for rule in plain.RULES:
-        settings, (_, found, false) = choose(rule, cases)
-        print(f"{rule}: {settings}, {found} of {leak_count} leaks, false on {false} of {len(cases)} traces")
+        settings, (_, found_count, false) = choose(rule, cases)
+        print(f"{rule}: {settings}, {found_count} of {leak_count} leaks, false on {false} of {len(cases)} traces")
 
 
 if __name__ == "__main__":

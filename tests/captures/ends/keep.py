@@ -34,9 +34,9 @@ def keep(folder: Path, name: str) -> None:
     """Write the capture."""
     newest = find_newest(folder)
     assert newest is not None, f"{folder} has no incident"
-    known = newest[1]
-    samples = read_samples(folder, known["t"] - BEFORE_SECONDS)
-    lines = b"".join(map(encode_line, ({**HEADER, INCIDENT_KEY: known}, *samples)))
+    incident_facts = newest[1]
+    samples = read_samples(folder, incident_facts["t"] - BEFORE_SECONDS)
+    lines = b"".join(map(encode_line, ({**HEADER, INCIDENT_KEY: incident_facts}, *samples)))
     for pattern, instead in PLACES:
         lines = pattern.sub(instead, lines)
     with (HERE / f"{name}.jsonl.gz").open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as stream:

@@ -68,8 +68,8 @@ def _obey(pipe: Connection, make: Callable[[], Any]) -> None:
         except memory.OUT_OF_MEMORY as error:
             pipe.send({"error": str(error), "lost": process.lost, "retries": memory.read_retries()})
             return
-        known = {"inside": process.inside, "lost": process.lost} if isinstance(process, Engine) else {}
-        pipe.send({"page": page, "retries": memory.read_retries(), **known})
+        engine_fields = {"inside": process.inside, "lost": process.lost} if isinstance(process, Engine) else {}
+        pipe.send({"page": page, "retries": memory.read_retries(), **engine_fields})
 
 
 class Recorder:
@@ -92,25 +92,30 @@ class Recorder:
         for number in range(int(self._day.hours * HOUR / length)):
             seconds = number * length
             self._begin_and_end(seconds)
-            said = self._step(seconds, length)
-            if "error" in said:
-                self._end = {"oom_at": STARTED + seconds, "error": said["error"]}
+            stepped = self._step(seconds, length)
+            if "error" in stepped:
+                self._end = {"oom_at": STARTED + seconds, "error": stepped["error"]}
                 break
             if seconds % self._day.interval == 0:
-                self._samples.append(self._sample(seconds, said))
+                self._samples.append(self._sample(seconds, stepped))
             if seconds % 60 == 0:
-                self._lost.append(said.get("lost", 0))
+                self._lost.append(stepped.get("lost", 0))
         for process in (self._engine, self._neighbour):
             if process is not None:
                 process.kill()
         return self._truth(), self._samples
 
     def _begin_and_end(self, seconds: float) -> None:
-        beside = self._day.neighbour
-        if beside is not None and self._neighbour is None and seconds == beside.comes * HOUR:
-            self._neighbour = Process(partial(Neighbour, beside, self._seed, seconds))
+        neighbour_plan = self._day.neighbour
+        if neighbour_plan is not None and self._neighbour is None and seconds == neighbour_plan.comes * HOUR:
+            self._neighbour = Process(partial(Neighbour, neighbour_plan, self._seed, seconds))
             self._neighbour.step(seconds, 0.0)
-        if self._neighbour is not None and beside is not None and beside.goes and seconds == beside.goes * HOUR:
+        if (
+            self._neighbour is not None
+            and neighbour_plan is not None
+            and neighbour_plan.goes
+            and seconds == neighbour_plan.goes * HOUR
+        ):
             self._neighbour.kill()
         if any(seconds == hour * HOUR for hour in self._day.restarts) and self._engine is not None:
             self._engine.kill()
@@ -120,19 +125,23 @@ class Recorder:
             self._runs, self._began = self._runs + 1, seconds
 
     def _step(self, seconds: float, length: float) -> dict[str, Any]:
-        beside = self._day.neighbour
-        if self._neighbour is not None and beside is not None and not (beside.goes and seconds >= beside.goes * HOUR):
+        neighbour_plan = self._day.neighbour
+        if (
+            self._neighbour is not None
+            and neighbour_plan is not None
+            and not (neighbour_plan.goes and seconds >= neighbour_plan.goes * HOUR)
+        ):
             self._neighbour.step(seconds, length)
-        said = {} if self._engine is None else self._engine.step(seconds, length)
-        self._retries = said.get("retries", self._retries)
-        return said
+        stepped = {} if self._engine is None else self._engine.step(seconds, length)
+        self._retries = stepped.get("retries", self._retries)
+        return stepped
 
     def _sample(self, seconds: float, document: dict[str, Any]) -> dict[str, Any]:
-        held = {
+        holders = {
             process.pid: process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(self._card)
         }
         card = pynvml.nvmlDeviceGetMemoryInfo(self._card, version=pynvml.nvmlMemory_v2)
-        engine = 0 if self._engine is None else held.get(self._engine.pid, 0)
+        engine = 0 if self._engine is None else holders.get(self._engine.pid, 0)
         gpu = {
             "gpu": 0,
             "uuid": pynvml.nvmlDeviceGetUUID(self._card),
@@ -140,15 +149,15 @@ class Recorder:
             "used": card.used,
             "reserved": card.reserved,
             "engine": engine,
-            "other": sum(held.values()) - engine,
-            "processes": len(held),
+            "other": sum(holders.values()) - engine,
+            "processes": len(holders),
         }
         page = document.get("page")
-        known = {"model_name": self._day.model, "engine": "0", "started_at": STARTED + int(self._began)}
+        engine_fields = {"model_name": self._day.model, "engine": "0", "started_at": STARTED + int(self._began)}
         return {
             "t": STARTED + int(seconds) if seconds == int(seconds) else STARTED + seconds,
             "gpus": [gpu if self._day.sleep else gpu | document.get("inside", {})],
-            "engines": None if page is None else [known | page],
+            "engines": None if page is None else [engine_fields | page],
         }
 
     def _truth(self) -> dict[str, Any]:

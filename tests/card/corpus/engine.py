@@ -73,12 +73,14 @@ class Engine:
         self._forward(self._day.batch_tokens, self._day.max_seqs)
         peak = memory.read_peak()
         memory.release_cache()
-        beside = self._day.neighbour
-        others = 0 if beside is None or beside.comes == 0 else int(beside.gib * GIB) + CONTEXT_BYTES
-        if beside is not None and beside.comes == 0 and beside.kind != "steady":
-            others = int(beside.gib * GIB)
+        neighbour_plan = self._day.neighbour
+        neighbour_bytes = (
+            0 if neighbour_plan is None or neighbour_plan.comes == 0 else int(neighbour_plan.gib * GIB) + CONTEXT_BYTES
+        )
+        if neighbour_plan is not None and neighbour_plan.comes == 0 and neighbour_plan.kind != "steady":
+            neighbour_bytes = int(neighbour_plan.gib * GIB)
         weights = sum(self._model.layer_bytes) * self._model.layers + 4 * self._model.vocabulary * self._model.hidden
-        self._cache_bytes = free_bytes - weights - peak - others - self._day.room_mib * MIB
+        self._cache_bytes = free_bytes - weights - peak - neighbour_bytes - self._day.room_mib * MIB
         if self._cache_bytes < GIB:
             raise ValueError(f"no room for a KV cache: {self._cache_bytes / GIB:.1f} GiB")
 
@@ -106,7 +108,9 @@ class Engine:
             self._weights, self._cache = [], []
             memory.release_cache()
         elif self._asleep and not is_due:
-            self._weights = [[take(each) for each in self._model.layer_bytes] for _ in range(self._model.layers)]
+            self._weights = [
+                [take(size_bytes) for size_bytes in self._model.layer_bytes] for _ in range(self._model.layers)
+            ]
             self._weights.append([take(2 * self._model.vocabulary * self._model.hidden) for _ in range(2)])
             self._take_cache()
         self._asleep = is_due
@@ -141,12 +145,12 @@ class Engine:
             del gated, projected
         if is_seen:
             self.inside = memory.read_inside()
-        last = take(2 * sampled * model.hidden)
+        last_hidden = take(2 * sampled * model.hidden)
         logits = take(2 * sampled * model.vocabulary)
         scores = take(4 * sampled * model.vocabulary)
         del logits
         probabilities, order = take(4 * sampled * model.vocabulary), take(8 * sampled * model.vocabulary)
-        del inputs, hidden, residual, last, scores, probabilities, order
+        del inputs, hidden, residual, last_hidden, scores, probabilities, order
 
     def _page(self, running: int, waiting: int, held_tokens: float) -> Page:
         capacity = self._cache_bytes // self._model.token_bytes // 16 * 16

@@ -130,10 +130,10 @@ class Pinned(Leak):
 
     def _leak(self, tick: Tick) -> None:
         for _ in range(count_events(self._rng, min(20.0, tick.done * self._share))):
-            before = take(self.SCRATCH * self._rng.uniform(0.3, 1.5))
+            tensor_before = take(self.SCRATCH * self._rng.uniform(0.3, 1.5))
             self._keep(self._bytes)
-            after = take(self.SCRATCH * self._rng.uniform(0.3, 1.5))
-            del before, after
+            tensor_after = take(self.SCRATCH * self._rng.uniform(0.3, 1.5))
+            del tensor_before, tensor_after
 
 
 class OutsideTorch(Leak):

@@ -17,8 +17,8 @@ LEAST: Final = 0.3
 class Neighbour:
     """A process that does not serve vLLM."""
 
-    def __init__(self, beside: Beside, seed: int, began_seconds: float) -> None:
-        self._beside, self._began = beside, began_seconds
+    def __init__(self, neighbour_plan: Beside, seed: int, began_seconds: float) -> None:
+        self._beside, self._began = neighbour_plan, began_seconds
         self._rng = Random(seed)  # noqa: S311 - no secret
         self._held: list[Any] = []
 

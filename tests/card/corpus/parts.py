@@ -19,9 +19,9 @@ class Part(Protocol):
 
 def count_events(rng: Random, mean: float) -> int:
     """Return a number of events by Poisson's law; the mean is small."""
-    left, count = exp(-mean), 0
+    threshold, count = exp(-mean), 0
     product = rng.random()
-    while product > left:
+    while product > threshold:
         product *= rng.random()
         count += 1
     return count
@@ -61,10 +61,10 @@ class Images:
         for _ in range(min(6, count_events(self._rng, min(20.0, tick.started * self._share)))):
             size = self._mib * MIB * min(self.LARGEST, self._rng.lognormvariate(0, self._sigma))
             scratch = [take(size), take(size / 2)]
-            kept = take(size / 10)
+            image = take(size / 10)
             del scratch
-            self._kept.append(kept)
-            self._kept_bytes += kept.numel()
+            self._kept.append(image)
+            self._kept_bytes += image.numel()
             while self._kept_bytes > self._cache:
                 self._kept_bytes -= self._kept.popleft().numel()
 
@@ -90,7 +90,7 @@ class FirstUses:
 
     def __init__(self, rng: Random, *, count: int, outside: float = 0.5) -> None:
         rarity = (exp(rng.uniform(log(1e-5), log(1e-1))) for _ in range(count))
-        self._due = sorted((rng.expovariate(each), rng.choice((2, 2, 4, 8, 16, 32)), rng.random()) for each in rarity)
+        self._due = sorted((rng.expovariate(rate), rng.choice((2, 2, 4, 8, 16, 32)), rng.random()) for rate in rarity)
         self._done, self._inside = 0, 1 - outside
         self._kept: list[Any] = []
 

@@ -75,9 +75,9 @@ def keep(name: str, written: bytes, into: Path) -> str:
         return f"not kept, it ran out of memory: {truth['error'][:120]}"
     packed = lzma.compress(written, preset=PRESET)
     (into / f"{name}.jsonl.xz").write_bytes(packed)
-    ended = "" if truth["oom_at"] is None else ", out of memory"
+    ending = "" if truth["oom_at"] is None else ", out of memory"
     samples = len(written.splitlines()) - 1
-    return f"{samples} samples, {len(packed):,} bytes, {truth['retries']} retries{ended}"
+    return f"{samples} samples, {len(packed):,} bytes, {truth['retries']} retries{ending}"
 
 
 def main() -> None:
@@ -86,26 +86,26 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--into", type=Path, default=TRACES)
-    given = parser.parse_args()
-    given.into.mkdir(exist_ok=True)
+    arguments = parser.parse_args()
+    arguments.into.mkdir(exist_ok=True)
     with ExitStack() as stack:
         idle: SimpleQueue[Driver] = SimpleQueue()
-        for _ in range(given.jobs):
+        for _ in range(arguments.jobs):
             driver = stack.enter_context(Driver(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
             idle.put(driver)
 
         def record(name: str) -> None:
             began, free = time.monotonic(), idle.get()
             try:
-                said = keep(name, free.record(name), given.into)
+                outcome = keep(name, free.record(name), arguments.into)
             except RuntimeError as error:
-                said = str(error)
+                outcome = str(error)
             idle.put(free)
-            sys.stdout.write(f"{name}: {said}, {time.monotonic() - began:.0f} s\n")
+            sys.stdout.write(f"{name}: {outcome}, {time.monotonic() - began:.0f} s\n")
             sys.stdout.flush()
 
-        with ThreadPoolExecutor(given.jobs) as pool:
-            list(pool.map(record, given.names or list(driver.card_gib)))
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(record, arguments.names or list(driver.card_gib)))
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def record(plan: Plan, name: str, place: Path, minutes: float) -> Iterator[bytes
         with ThreadPoolExecutor(CLIENTS) as pool:
             asking = [pool.submit(ask, bench, Random(number), began + 60 * minutes) for number in range(CLIENTS)]  # noqa: S311 - a load
             course = list(leak(bench, plan, began + 60 * minutes))
-            for each in asking:
-                each.result()
+            for request_task in asking:
+                request_task.result()
     header, *samples = trace.read_bytes().splitlines()
     times = [json.loads(line)["t"] for line in samples]
     truth = {
@@ -81,7 +81,7 @@ def record(plan: Plan, name: str, place: Path, minutes: float) -> Iterator[bytes
         "ends": times[-1],
         "oom_at": None,
         "t": [seconds for seconds, _ in course] or [times[0]],
-        "leaked_bytes": [held for _, held in course] or [0],
+        "leaked_bytes": [leaked_bytes for _, leaked_bytes in course] or [0],
     }
     yield json.dumps({**json.loads(header), "truth": truth}, separators=(",", ":")).encode()
     yield from samples
@@ -99,11 +99,11 @@ def ask(bench: Bench, chance: Random, until: float) -> None:
 def leak(bench: Bench, plan: Plan, until: float) -> Iterator[tuple[float, int]]:
     """Have the worker keep tensors until the end; yield the time and the bytes kept so far, 0 at first."""
     time.sleep(60 * plan.onset_minutes)
-    held = 0
+    leaked_bytes = 0
     while plan.leak_mib and time.time() < until:
-        yield time.time(), held
+        yield time.time(), leaked_bytes
         bench.order("tensors", plan.leak_mib * MIB)
-        held += plan.leak_mib * MIB
+        leaked_bytes += plan.leak_mib * MIB
         time.sleep(plan.every_seconds)
 
 
@@ -113,11 +113,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", default=list(PLANS))
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--into", type=Path, default=TRACES)
-    given: Any = parser.parse_args()
-    for name in given.names:
+    arguments: Any = parser.parse_args()
+    for name in arguments.names:
         with tempfile.TemporaryDirectory() as folder:
-            written = b"\n".join(record(PLANS[name], name, Path(folder), given.minutes)) + b"\n"
-        sys.stdout.write(f"{name}: {keep(name, written, given.into)}\n")
+            written = b"\n".join(record(PLANS[name], name, Path(folder), arguments.minutes)) + b"\n"
+        sys.stdout.write(f"{name}: {keep(name, written, arguments.into)}\n")
 
 
 if __name__ == "__main__":

@@ -122,24 +122,24 @@ class Requests:
         admitted = self._admit()
         offsets = np.sort(self._draw.uniform(0, length, len(admitted)))
         speed = 60 / (1 + len(self._left) / 150)
-        before = np.concatenate([self._left, admitted[:, 1]])
+        left_before = np.concatenate([self._left, admitted[:, 1]])
         spent = np.concatenate([np.full(len(self._left), length), length - offsets]) * speed
-        held = np.concatenate([self._held, admitted[:, 0]]) + np.minimum(before, spent)
-        left = before - spent
-        self._left, self._held = left[left > 0], held[left > 0]
-        ended = int((left <= 0).sum())
-        aborted = int(self._draw.binomial(ended, self._shape.abort_ratio))
+        held_tokens = np.concatenate([self._held, admitted[:, 0]]) + np.minimum(left_before, spent)
+        left_tokens = left_before - spent
+        self._left, self._held = left_tokens[left_tokens > 0], held_tokens[left_tokens > 0]
+        ended_count = int((left_tokens <= 0).sum())
+        aborted = int(self._draw.binomial(ended_count, self._shape.abort_ratio))
         return Tick(
             seconds=seconds,
             length=length,
             started=len(admitted),
-            done=ended - aborted,
+            done=ended_count - aborted,
             aborted=aborted,
             running=len(self._left),
             waiting=len(self._waiting),
             held_tokens=float(self._held.sum()),
             prompt_tokens=int(admitted[:, 0].sum()),
-            output_tokens=int(np.minimum(before, spent).sum()),
+            output_tokens=int(np.minimum(left_before, spent).sum()),
             batches=self._batch(admitted, offsets),
         )
 
@@ -155,8 +155,8 @@ class Requests:
         longer = self._shape.lengthens ** (seconds / (self._shape.hours * HOUR))
         (prompt, spread), (output, output_spread) = self._shape.prompt, self._shape.output
         lengths = [
-            np.clip(self._draw.lognormal(log(median), sigma, count), 4, most).round()
-            for median, sigma, most in ((prompt * longer, spread, 30_000), (output, output_spread, 4_000))
+            np.clip(self._draw.lognormal(log(median), sigma, count), 4, longest).round()
+            for median, sigma, longest in ((prompt * longer, spread, 30_000), (output, output_spread, 4_000))
         ]
         self._waiting = np.concatenate([self._waiting, np.stack(lengths, axis=1)])
 
@@ -173,4 +173,7 @@ class Requests:
         tokens: Any = np.bincount((offsets / STEP_SECONDS).astype(int), weights=admitted[:, 0]) if len(offsets) else []
         largest = sorted(np.argsort(tokens)[-PLAYED:])
         prefill = [min(self._shape.batch_tokens, int(tokens[slot]) + running) for slot in largest if tokens[slot] > 0]
-        return (*((each, max(1, running)) for each in prefill), *(((running, running),) if running else ()))
+        return (
+            *((prompt_tokens, max(1, running)) for prompt_tokens in prefill),
+            *(((running, running),) if running else ()),
+        )

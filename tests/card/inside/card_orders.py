@@ -140,9 +140,9 @@ def count_on_host() -> None:
     unique = torch.unique
 
     def count(tensor: torch.Tensor, *positions: Any, **options: Any) -> Any:
-        found = unique(tensor.cpu(), *positions, **options)
-        is_one = isinstance(found, torch.Tensor)
-        return found.to(tensor.device) if is_one else tuple(each.to(tensor.device) for each in found)
+        counted = unique(tensor.cpu(), *positions, **options)
+        is_one = isinstance(counted, torch.Tensor)
+        return counted.to(tensor.device) if is_one else tuple(part.to(tensor.device) for part in counted)
 
     torch.unique = count
 

@@ -42,18 +42,18 @@ def run(*command: str | Path) -> str:
     return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
 
 
-def list_symbols(library: Path, which: str) -> Iterator[tuple[str, str]]:
+def list_symbols(library: Path, nm_option: str) -> Iterator[tuple[str, str]]:
     """The (name, version) of a library's dynamic symbols; `which` is nm's option."""
-    for line in run("nm", "-D", which, "--with-symbol-versions", library).splitlines():
+    for line in run("nm", "-D", nm_option, "--with-symbol-versions", library).splitlines():
         name, _, version = line.split()[-1].partition("@")
         yield name, version.lstrip("@")
 
 
 def list_defined(source: Path, work: Path, *options: str) -> set[str]:
     """The functions that a C source defines."""
-    made = work / f"{source.stem}.o"
-    run("gcc", "-fPIC", "-w", "-c", *options, source, "-o", made)
-    return {line.split()[-1] for line in run("nm", made).splitlines() if " T " in line}
+    object_file = work / f"{source.stem}.o"
+    run("gcc", "-fPIC", "-w", "-c", *options, source, "-o", object_file)
+    return {line.split()[-1] for line in run("nm", object_file).splitlines() if " T " in line}
 
 
 def write_stubs(path: Path, names: Iterable[str]) -> Path:
@@ -79,13 +79,13 @@ def build_runtime(site: Path, work: Path) -> Path:
         shutil.copy(library, real)
     include = f"-I{nvidia / 'include'}"
     ours = list_defined(HERE / "runtime.c", work, include) | list_defined(HERE / "card.c", work)
-    rest = write_stubs(
+    stub_source = write_stubs(
         work / "runtime_rest.c", {name for name, _ in list_symbols(real, "--defined-only")} - ours - {"libcudart.so.13"}
     )
     script = work / "runtime.map"
     script.write_text("libcudart.so.13 { global: *; };\n")
     options = ("-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={script}", "-lpthread", "-ldl")
-    run(*COMPILE, include, "-o", library, HERE / "runtime.c", HERE / "card.c", rest, *options)
+    run(*COMPILE, include, "-o", library, HERE / "runtime.c", HERE / "card.c", stub_source, *options)
     for copy in site.glob("*.libs/libcudart*.so.13*"):  # one state: the loader knows a file by its inode
         copy.unlink()
         copy.symlink_to(library)
@@ -105,8 +105,8 @@ def build_mathematics(site: Path, work: Path, runtime: Path) -> None:
         for name, version in list_symbols(user, "--undefined-only"):
             symbols.setdefault(name, set()).add(version)
     for soname in sorted(needed):
-        found = re.match(r"lib([A-Za-z_]+)", soname)
-        base = found[1] if found else ""
+        match = re.match(r"lib([A-Za-z_]+)", soname)
+        base = match[1] if match else ""
         if base in PREFIXES:
             mine = {
                 (name, version)
@@ -124,9 +124,9 @@ def build_mathematics(site: Path, work: Path, runtime: Path) -> None:
 def build_stub_library(runtime: Path, soname: str, symbols: set[tuple[str, str]], work: Path) -> None:
     collectives = soname.startswith("libnccl")
     ours = list_defined(HERE / "collectives.c", work) if collectives else set()
-    rest = write_stubs(work / f"{soname}.c", {name for name, _ in symbols} - ours)
+    stub_source = write_stubs(work / f"{soname}.c", {name for name, _ in symbols} - ours)
     versions = write_versions(work / f"{soname}.map", symbols)
-    sources = [HERE / "collectives.c", rest, runtime] if collectives else [rest]
+    sources = [HERE / "collectives.c", stub_source, runtime] if collectives else [stub_source]
     run(*COMPILE, "-o", runtime.parent / soname, *sources, f"-Wl,-soname,{soname}", *([versions] if versions else []))
 
 
@@ -135,14 +135,23 @@ def build_driver(site: Path, folder: Path, work: Path, runtime: Path) -> None:
     files = [path for name in ("torch/lib", "vllm", "triton") for path in (site / name).rglob("*.so")]
     files.append(site / "triton" / "backends" / "nvidia" / "driver.c")
     names = {name.decode() for path in files for name in re.findall(rb"\bcu[A-Z][A-Za-z0-9_]{4,}\b", path.read_bytes())}
-    others = re.compile("cu(?:blas|dnn|fft|rand|sparse|solver|File|da)")
-    rest = write_stubs(
+    other_libraries = re.compile("cu(?:blas|dnn|fft|rand|sparse|solver|File|da)")
+    stub_source = write_stubs(
         work / "driver_rest.c",
-        {name for name in names if not others.match(name)} - list_defined(HERE / "driver.c", work),
+        {name for name in names if not other_libraries.match(name)} - list_defined(HERE / "driver.c", work),
     )
     driver = folder / "driver"
     driver.mkdir(exist_ok=True)
-    run(*COMPILE, "-o", driver / "libcuda.so.1", HERE / "driver.c", rest, runtime, "-Wl,-soname,libcuda.so.1", "-ldl")
+    run(
+        *COMPILE,
+        "-o",
+        driver / "libcuda.so.1",
+        HERE / "driver.c",
+        stub_source,
+        runtime,
+        "-Wl,-soname,libcuda.so.1",
+        "-ldl",
+    )
     run(*COMPILE, "-o", driver / "libnvidia-ml.so.1", NVML, "-Wl,-soname,libnvidia-ml.so.1", "-lpthread")
 
 

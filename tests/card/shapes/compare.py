@@ -50,10 +50,10 @@ class Comparison:
 
     def holds(self, name: str, measured: str) -> bool | None:
         """Return whether what vLLM said lies in a range of the plan, which is rounded as vLLM rounds; None for none."""
-        planned, found = self.plan.get(name), self.said.get(measured)
-        if planned is None or found is None:
+        planned, measured_value = self.plan.get(name), self.said.get(measured)
+        if planned is None or measured_value is None:
             return None
-        return bool(round(planned["low"] / GIB, 2) <= found <= round(planned["high"] / GIB, 2))
+        return bool(round(planned["low"] / GIB, 2) <= measured_value <= round(planned["high"] / GIB, 2))
 
 
 @cache
@@ -81,15 +81,15 @@ def compare(shape: Shape, data: dict[str, Any]) -> Comparison:
         (Path(folder) / "config.json").write_text(json.dumps(shape.config), encoding="utf-8")
         card = ("--gpu-memory", f"{shape.card_gib}GiB", "--enforce-eager")
         release = ("--vllm-version", shape.release)
-        asked = ("--json", "--model-config", folder, *card, *release, *shape.options, *shape.only_plan)
-        done = run_command("plan", *asked)
+        arguments = ("--json", "--model-config", folder, *card, *release, *shape.options, *shape.only_plan)
+        done = run_command("plan", *arguments)
     document = read_data(done.stdout) if done.stdout else {}
     return Comparison(shape=shape, plan=document, refusal=done.stderr.rpartition(": ")[2].strip(), said=data)
 
 
 def render_table() -> str:
     """Return the table of docs/commands/plan.md."""
-    return "\n".join((*HEAD, *(_render(each) for each in compare_all())))
+    return "\n".join((*HEAD, *(_render(comparison) for comparison in compare_all())))
 
 
 def render_releases() -> str:
@@ -98,26 +98,26 @@ def render_releases() -> str:
     return "\n".join((HEAD[0].replace("| model |", "| model | vLLM |"), f"| --- {HEAD[1]}", *rows))
 
 
-def _render(found: Comparison, release: str | None = None) -> str:
-    shape, plan, said = found.shape, found.plan, found.said
+def _render(comparison: Comparison, release: str | None = None) -> str:
+    shape, plan, logged = comparison.shape, comparison.plan, comparison.said
     options = " ".join((*shape.options, *shape.only_plan)) or " "
     weights, tokens = plan.get("weights_bytes"), plan.get("kv_capacity_tokens")
     cells = (
         f"{shape.name} ({shape.kind})",
         *((release,) if release else ()),
         options if options == " " else f"`{options}`",
-        _pair(_gib(weights), said.get("weights_gib"), found.weights_error),
-        _pair(_range(plan.get("activation_bytes")), said.get("activations_gib"), None),
-        _pair(_range(plan.get("kv_cache_bytes")), said.get("available_gib"), None),
-        _pair(None if tokens is None else f"{tokens:,}", said.get("kv_tokens"), found.tokens_error),
-        f"{ANSWERS[plan['fits']] if plan else 'refused'}; {'yes' if found.started else 'no'}",
+        _pair(_gib(weights), logged.get("weights_gib"), comparison.weights_error),
+        _pair(_range(plan.get("activation_bytes")), logged.get("activations_gib"), None),
+        _pair(_range(plan.get("kv_cache_bytes")), logged.get("available_gib"), None),
+        _pair(None if tokens is None else f"{tokens:,}", logged.get("kv_tokens"), comparison.tokens_error),
+        f"{ANSWERS[plan['fits']] if plan else 'refused'}; {'yes' if comparison.started else 'no'}",
     )
     return f"| {' | '.join(cells)} |"
 
 
 def _pair(planned: str | None, measured: float | None, error: float | None) -> str:
-    said = "-" if measured is None else f"{measured:,.2f}" if isinstance(measured, float) else f"{measured:,}"
-    return f"{planned or '-'}; {said}{'' if error is None else f' ({error:+.1f} %)'}"
+    measured_text = "-" if measured is None else f"{measured:,.2f}" if isinstance(measured, float) else f"{measured:,}"
+    return f"{planned or '-'}; {measured_text}{'' if error is None else f' ({error:+.1f} %)'}"
 
 
 def _gib(amount: float | None) -> str | None:

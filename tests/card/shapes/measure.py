@@ -49,18 +49,18 @@ REFUSALS: Final = r"^(?:\(.*?\) )?(?:ERROR.*?\] )?((?:ValueError|torch.OutOfMemo
 
 def parse_log(text: str) -> dict[str, Any]:
     """Return what vLLM said: its figures, or why it did not start."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, pattern in SAID.items():
         numbers = [float(match.replace(",", "")) for match in re.findall(pattern, text)]
         if numbers:
-            found[name] = min(numbers) if name in LEAST else max(numbers)
-    if "kv_tokens" in found:
-        found["kv_tokens"] = int(found["kv_tokens"])
+            figures[name] = min(numbers) if name in LEAST else max(numbers)
+    if "kv_tokens" in figures:
+        figures["kv_tokens"] = int(figures["kv_tokens"])
     # Some releases compile kernels after the sizing, which needs nvcc: what they said before counts.
-    if "available_gib" not in found and "activations_gib" not in found and STARTED not in text:
+    if "available_gib" not in figures and "activations_gib" not in figures and STARTED not in text:
         matches = re.findall(REFUSALS, text, re.MULTILINE)
-        found["refused"] = re.sub(r"\s+", " ", matches[-1])[:160] if matches else "it ended without a reason"
-    return found
+        figures["refused"] = re.sub(r"\s+", " ", matches[-1])[:160] if matches else "it ended without a reason"
+    return figures
 
 
 def write_model(shape: Shape, folder: Path) -> None:
@@ -135,8 +135,8 @@ def main(names: Sequence[str]) -> None:
     usual = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     record = usual if release == USUAL_RELEASE else releases.setdefault(release, {})
     folder = Path(tempfile.mkdtemp(prefix="shapes-"))
-    for name, found in measure([shape for name in names for shape in SHAPES if shape.name == name] or SHAPES, folder):
-        record[name] = found
+    for name, figures in measure([shape for name in names for shape in SHAPES if shape.name == name] or SHAPES, folder):
+        record[name] = figures
         ordered = {shape.name: record[shape.name] for shape in SHAPES if shape.name in record}
         if release == USUAL_RELEASE:
             RECORD.write_text(json.dumps(ordered, indent=1) + "\n")

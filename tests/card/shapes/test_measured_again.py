@@ -24,8 +24,8 @@ TOO_MUCH: Final = 0.02
 def test_a_model_is_sized_as_it_was(tmp_path: Path) -> None:
     recorded = json.loads(RECORD.read_text())
 
-    for name, found in measure([shape for shape in SHAPES if shape.name in AGAIN], tmp_path):
-        assert found == pytest.approx(recorded[name], abs=0.02)
+    for name, figures in measure([shape for shape in SHAPES if shape.name in AGAIN], tmp_path):
+        assert figures == pytest.approx(recorded[name], abs=0.02)
 
 
 def test_vllm_takes_the_utilization_that_preflight_names_and_not_more(tmp_path: Path) -> None:

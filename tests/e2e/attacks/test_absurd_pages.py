@@ -53,6 +53,8 @@ def test_absurd_numbers_break_neither_the_daemon_nor_what_it_shows(tmp_path: Pat
             shows(running)
 
         engine.answer = page(RECORDED)
-        running.sees(lambda seen: seen.value("engine_requests_running") > 0, "a page of numbers is read again")
+        running.sees(
+            lambda shown_page: shown_page.value("engine_requests_running") > 0, "a page of numbers is read again"
+        )
         shows(running)
         assert "derivation failed" not in running.log()

@@ -58,10 +58,12 @@ def test_a_daemon_that_can_open_nothing_says_nothing_of_the_engine() -> None:
         resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (0, 0))
 
         def blind() -> bool:
-            seen = Page(scraper.get("/metrics").text)
-            assert seen.value("engine_state", state="down") == 0
+            blind_page = Page(scraper.get("/metrics").text)
+            assert blind_page.value("engine_state", state="down") == 0
             failures = "source_failures_total"
-            return all(seen.value(failures, source=each, reason="unavailable") > 3 for each in ("engine", "process"))
+            return all(
+                blind_page.value(failures, source=source, reason="unavailable") > 3 for source in ("engine", "process")
+            )
 
         eventually(blind, "it could not ask, time and again")
         assert f"{engine.url} cannot be asked (Too many open files): raise that limit" in running.log()
@@ -76,11 +78,11 @@ def test_half_a_request_is_not_waited_for() -> None:
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     request = b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
     with daemon() as running, connected(running, request) as client:
-        said = b""
-        while more := client.recv(4096):
-            said += more
+        received = b""
+        while chunk := client.recv(4096):
+            received += chunk
 
-    assert said.startswith(b"HTTP/1.1 405 ")
+    assert received.startswith(b"HTTP/1.1 405 ")
 
 
 def deaf(running: Daemon) -> socket.socket:

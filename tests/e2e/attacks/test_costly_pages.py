@@ -64,10 +64,10 @@ def test_a_costly_page_is_a_failure_of_its_own_kind(name: str) -> None:
         running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers")
 
         engine.answer = page(COSTLY[name])
-        seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
+        refused_page = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
 
-        assert seen.value("source_failures_total", source="engine", reason="out_of_bounds") >= 1
-        assert seen.names("headroom_engine_") <= OF_THE_LIFE
+        assert refused_page.value("source_failures_total", source="engine", reason="out_of_bounds") >= 1
+        assert refused_page.names("headroom_engine_") <= OF_THE_LIFE
         eventually(lambda: FIRST_BOUND[name] in running.log(), "the log names the bound")
 
         engine.answer = page(RECORDED)
@@ -98,9 +98,9 @@ def test_behind_the_bound_that_a_page_breaks_first_stands_another(
         EngineServer(page(COSTLY[name])) as engine,
         daemon(ENGINE_URL=engine.url, module="tests.e2e.attacks.unprotected", WITHOUT=",".join(lifted)) as running,
     ):
-        seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
+        refused_page = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
 
-        assert seen.value("source_failures_total", source="engine", reason="out_of_bounds") >= 1
+        assert refused_page.value("source_failures_total", source="engine", reason="out_of_bounds") >= 1
         eventually(lambda: says in running.log(), "it is told why")
 
 
@@ -126,9 +126,9 @@ def test_an_answer_in_endless_little_pieces_is_given_up(head: bytes, piece: byte
         EngineServer(flood) as engine,
         daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="60", ENGINE_TIMEOUT_SECONDS=timeout) as running,
     ):
-        seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
+        refused_page = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
 
-        assert seen.value("source_failures_total", source="engine", reason=reason) == 1
+        assert refused_page.value("source_failures_total", source="engine", reason=reason) == 1
 
 
 WIDE = "\N{GRINNING FACE}"
@@ -192,17 +192,19 @@ def test_a_page_for_which_there_is_no_memory_costs_samples_and_not_the_daemon() 
         running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers")
         running.get("/healthz")
         pid = running.process.pid
-        _, most = resource.prlimit(pid, resource.RLIMIT_AS)
-        resource.prlimit(pid, resource.RLIMIT_AS, (virtual_bytes(pid) + 3 * MIB, most))
+        _, hard_limit = resource.prlimit(pid, resource.RLIMIT_AS)
+        resource.prlimit(pid, resource.RLIMIT_AS, (virtual_bytes(pid) + 3 * MIB, hard_limit))
         engine.answer = page("# " + "x" * (4 * MIB - 1000) + f"\n{RECORDED}"[-900:])
         old_count = len(engine.requests)
         eventually(lambda: "MemoryError" in running.log(), "it is told")
         eventually(lambda: len(engine.requests) >= old_count + 3, "it asks on")
 
-        resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
+        resource.prlimit(pid, resource.RLIMIT_AS, (hard_limit, hard_limit))
         engine.answer = page(RECORDED)
-        seen = running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers again")
-        assert seen.value("source_failures_total", source="engine", reason="unexpected") >= 1
+        later_page = running.sees(
+            lambda page: page.value("source_up", source="engine") == 1, "the engine answers again"
+        )
+        assert later_page.value("source_failures_total", source="engine", reason="unexpected") >= 1
 
 
 def names_anew(connection: socket.socket, closing: threading.Event) -> None:

@@ -51,7 +51,7 @@ async def crowd(running: Daemon, engine: EngineServer) -> list[int]:
         asking = [group.create_task(client(port, enough)) for _ in range(CLIENTS)]
         await asyncio.to_thread(partial(samples_and_gates, running, engine))
         enough.set()
-    return [each.result() for each in asking]
+    return [request_task.result() for request_task in asking]
 
 
 def test_a_crowd_that_asks_for_snapshots_costs_no_gate_and_no_sample() -> None:

@@ -18,10 +18,10 @@ from tests.process import eventually
 def test_half_a_handshake_holds_up_nobody(folder: Path) -> None:
     with guarded(folder) as running:
         silent = [socket.create_connection((LOOPBACK, port(running)), timeout=30) for _ in range(300)]
-        with client(folder, running) as known:
-            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
-        for each in silent:
-            each.close()
+        with client(folder, running) as trusted_client:
+            assert trusted_client.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
+        for connection in silent:
+            connection.close()
         assert running.stop()[0] == 0
 
 
@@ -43,10 +43,11 @@ def test_a_check_that_gives_way_to_a_crowd_costs_its_connection_and_no_other(fol
             crowd.enter_context(socket.create_connection((LOOPBACK, port(running)), timeout=30))
 
         assert connection.recv(4096)[:12] in (b"", b"HTTP/1.1 401")
-        with client(folder, running) as known:
+        with client(folder, running) as trusted_client:
             # On a busy machine a check of this cost may take longer than a client waits for one.
             eventually(
-                lambda: known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200, "the login holds"
+                lambda: trusted_client.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200,
+                "the login holds",
             )
 
 
@@ -55,21 +56,21 @@ def test_a_file_that_cannot_be_used_later_leaves_the_door_as_it_was(folder: Path
         (folder / "web.config.yml").write_text('tls_server_config: {cert_file: "a\\0", key_file: server.key}')
         eventually(lambda: "not read again" in running.log(), "the mistake is found")
 
-        with client(folder, running) as known:
-            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
+        with client(folder, running) as trusted_client:
+            assert trusted_client.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
 
 
 @pytest.mark.parametrize("content", ["", "null", "{}", "basic_auth_users:\n"], ids=["blank", "null", "braces", "users"])
 def test_a_file_that_is_emptied_leaves_tls_and_login_on(folder: Path, content: str) -> None:
     file = folder / "web.config.yml"
-    with guarded(folder) as running, client(folder, running) as known:
+    with guarded(folder) as running, client(folder, running) as trusted_client:
         old_text = file.read_text()
         file.write_text(content)
         eventually(lambda: "takes a restart" in running.log(), "it is refused")
 
-        page = known.get("/metrics", auth=("prometheus", PASSWORD))
+        page = trusted_client.get("/metrics", auth=("prometheus", PASSWORD))
         assert "headroom_web_config_reload_success 0.0" in page.text
-        assert known.get("/metrics").status_code == 401
+        assert trusted_client.get("/metrics").status_code == 401
         file.write_text(old_text)
         eventually(lambda: "web configuration read again" in running.log(), "the restored file is taken")
         with client(folder, running) as again:

@@ -25,8 +25,8 @@ def mounted(mount: str, engine: EngineServer, **settings: str) -> AbstractContex
     return daemon(under=under, ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="1", **settings)
 
 
-def is_told(running: Daemon, what: str) -> bool:
-    return what in running.log()
+def is_told(running: Daemon, event: str) -> bool:
+    return event in running.log()
 
 
 def test_where_proc_is_not_mounted_the_engine_counts_as_not_seen() -> None:
@@ -34,10 +34,10 @@ def test_where_proc_is_not_mounted_the_engine_counts_as_not_seen() -> None:
         EngineServer(page(RECORDED)) as engine,
         mounted("mount -t tmpfs none /proc", engine) as running,
     ):
-        seen = running.sees(engine_answers, "the engine answers")
+        seen_page = running.sees(engine_answers, "the engine answers")
 
-        assert seen.value("source_up", source="process") == 0
-        assert seen.value("source_failures_total", source="process", reason="unavailable") >= 1
+        assert seen_page.value("source_up", source="process") == 0
+        assert seen_page.value("source_failures_total", source="process", reason="unavailable") >= 1
         assert running.stop()[0] == 0
         assert "Traceback" not in running.log()
 
@@ -49,16 +49,16 @@ def test_a_volume_that_became_read_only_costs_what_is_kept_there_alone(tmp_path:
         with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="1", **files) as running:
             running.sees(engine_answers, "the engine answers")
             assert running.stop()[0] == 0
-        before = {file.name: file.read_bytes() for file in state.iterdir()}
+        files_before = {file.name: file.read_bytes() for file in state.iterdir()}
         mount = f"mount --bind '{state}' '{state}' && mount -o remount,ro,bind '{state}'"
         with mounted(mount, engine, **HURRIED, **files) as running:
             running.sees(engine_answers, "the engine answers")
-            for what in ("trace not written", "flight record not written", "state is not kept"):
-                eventually(partial(is_told, running, what), what)
-            asked = len(engine.requests)
-            eventually(lambda: len(engine.requests) >= asked + 2, "samples go on")
+            for event in ("trace not written", "flight record not written", "state is not kept"):
+                eventually(partial(is_told, running, event), event)
+            request_count = len(engine.requests)
+            eventually(lambda: len(engine.requests) >= request_count + 2, "samples go on")
 
             assert running.stop()[0] == 0
             assert "Traceback" not in running.log()
 
-    assert {file.name: file.read_bytes() for file in state.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in state.iterdir()} == files_before

@@ -22,9 +22,9 @@ os.execv(sys.executable, [sys.executable, "-m", "vllm_headroom"])
 
 
 def test_a_daemon_that_can_start_no_thread_says_of_each_source_why_and_ends_when_asked_to(tmp_path: Path) -> None:
-    port, gone = free_port(), free_port()
+    port, no_port = free_port(), free_port()
     settings = {
-        "HEADROOM_ENGINE_URL": f"http://localhost:{gone}",  # a name: whoever resolves it may want a thread as well
+        "HEADROOM_ENGINE_URL": f"http://localhost:{no_port}",  # a name: whoever resolves it may want a thread as well
         "HEADROOM_LISTEN_HOST": "127.0.0.1",
         "HEADROOM_LISTEN_PORT": str(port),
         "HEADROOM_PROBE_DIR": str(tmp_path),
@@ -41,10 +41,10 @@ def test_a_daemon_that_can_start_no_thread_says_of_each_source_why_and_ends_when
                 return None
             return page if page.has("source_failures_total", source="probe", reason="unavailable") else None
 
-        seen = eventually(failed, "a first sample is published")
+        first_page = eventually(failed, "a first sample is published")
         for source in ("engine", "nvml", "process", "probe"):
-            assert seen.value("source_failures_total", source=source, reason="unavailable") >= 1
-        assert seen.value("engine_state", state="unknown") == 1
+            assert first_page.value("source_failures_total", source=source, reason="unavailable") >= 1
+        assert first_page.value("engine_state", state="unknown") == 1
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
     finally:

@@ -23,12 +23,12 @@ def test_a_pipe_into_which_nobody_writes_is_a_mistake_in_the_settings(tmp_path: 
     ]
     for option, process in zip(options, started, strict=True):
         try:
-            _, told = process.communicate(timeout=DEADLINE_SECONDS)
+            _, errors = process.communicate(timeout=DEADLINE_SECONDS)
         finally:
             process.kill()
 
         assert process.returncode == 2, option
-        assert b"a pipe into which nobody writes for 5 s" in told
+        assert b"a pipe into which nobody writes for 5 s" in errors
 
 
 def test_a_certificate_that_is_a_pipe_is_a_mistake_in_the_web_configuration(folder: Path) -> None:

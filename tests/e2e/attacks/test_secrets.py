@@ -51,17 +51,17 @@ def engine() -> Iterator[EngineServer]:
         yield server
 
 
-def asked_since(engine: EngineServer, before: int) -> bool:
-    return len(engine.requests) > before + 1
+def asked_since(engine: EngineServer, count_before: int) -> bool:
+    return len(engine.requests) > count_before + 1
 
 
 def leaked(text: str) -> list[str]:
     return [secret for secret in SECRETS if secret in text]
 
 
-def run_against(engine: EngineServer, folder: Path, *words: str, **more: str) -> str:
+def run_against(engine: EngineServer, folder: Path, *words: str, **variables: str) -> str:
     """Return all that a command says."""
-    environment = {f"HEADROOM_{name}": value for name, value in (settings(engine, folder) | more).items()}
+    environment = {f"HEADROOM_{name}": value for name, value in (settings(engine, folder) | variables).items()}
     result = subprocess.run(
         [sys.executable, "-m", "vllm_headroom", *words],
         env={**os.environ, **environment},
@@ -75,8 +75,8 @@ def run_against(engine: EngineServer, folder: Path, *words: str, **more: str) ->
 
 def test_the_daemon_says_nothing_secret_whatever_the_engine_answers(engine: EngineServer, tmp_path: Path) -> None:
     trace, state = tmp_path / "trace", tmp_path / "state"
-    more = {"TRACE_FILE": str(trace), "STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "0.5"}
-    with daemon(**settings(engine, tmp_path), **more) as running:
+    variables = {"TRACE_FILE": str(trace), "STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "0.5"}
+    with daemon(**settings(engine, tmp_path), **variables) as running:
         for answer in TROUBLE.values():
             engine.answer = answer
             eventually(partial(asked_since, engine, len(engine.requests)), "it was asked twice")
@@ -127,15 +127,15 @@ def test_an_address_that_is_refused_is_shown_without_its_secrets(
 
 def in_memory(pid: int, pattern: bytes) -> set[bytes]:
     """Return what is like the pattern anywhere in a process's own memory."""
-    found = set[bytes]()
+    matches = set[bytes]()
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             addresses, access = line.split()[:2]
             begin, end = (int(address, 16) for address in addresses.split("-"))
             if access.startswith("rw") and "/" not in line:
                 memory.seek(begin)
-                found |= set(re.findall(pattern, memory.read(end - begin)))
-    return found
+                matches |= set(re.findall(pattern, memory.read(end - begin)))
+    return matches
 
 
 def test_cookies_of_the_engine_are_not_kept(engine: EngineServer) -> None:
@@ -148,9 +148,9 @@ def test_cookies_of_the_engine_are_not_kept(engine: EngineServer) -> None:
     engine.answer = answer
     with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.1") as running:
         eventually(lambda: len(engine.requests) > 50, "it was asked again and again")
-        kept = in_memory(running.process.pid, COOKIE.encode() + rb"\d{4}")
+        cookies = in_memory(running.process.pid, COOKIE.encode() + rb"\d{4}")
 
-    assert len(kept) < len(engine.requests) / 2
+    assert len(cookies) < len(engine.requests) / 2
 
 
 def test_a_cookie_of_the_engine_is_not_sent_back(engine: EngineServer, tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ def test_a_stranger_with_the_engines_name_and_port_takes_nothing_from_the_ledger
             with serving(theirs, engine.port) as stranger:
                 gpu.processes = {core: GIB, stranger: 2 * GIB}
                 nvml.write()
-                seen = running.sees(
+                seen_page = running.sees(
                     lambda page: read_held_bytes(page, "other") == 2 * GIB, "the stranger's is another's"
                 )
 
-                assert read_held_bytes(seen, "engine") == GIB
-                assert seen.value("gpu_info", uuid="GPU-a", attribution="process") == 1
+                assert read_held_bytes(seen_page, "engine") == GIB
+                assert seen_page.value("gpu_info", uuid="GPU-a", attribution="process") == 1

@@ -43,7 +43,7 @@ def test_the_daemon_does_not_take_the_place_of_closed_streams_for_its_own_files(
 
 @pytest.mark.parametrize("words", [("--version",), ("plan", "--help")])
 @pytest.mark.parametrize(
-    ("streams", "status", "said"),
+    ("streams", "status", "message"),
     [
         (">&-", 0, ""),
         ("<&- >&- 2>&-", 0, ""),
@@ -52,12 +52,12 @@ def test_the_daemon_does_not_take_the_place_of_closed_streams_for_its_own_files(
     ],
 )
 def test_an_answer_that_nobody_can_take_is_no_verdict(
-    words: tuple[str, ...], streams: str, status: int, said: str
+    words: tuple[str, ...], streams: str, status: int, message: str
 ) -> None:
     """A traceback would end with 1, which to a script means that a limit was exceeded."""
     done = subprocess.run(without(streams, *words), capture_output=True, text=True, check=False, timeout=60)
 
-    assert (done.returncode, done.stderr) == (status, said)
+    assert (done.returncode, done.stderr) == (status, message)
 
 
 @pytest.mark.parametrize("words", [("nope",), ("check", "--nope"), ("replay", "no-such-file"), ("run", "--nope")])

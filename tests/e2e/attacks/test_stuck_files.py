@@ -108,9 +108,11 @@ def test_a_token_file_that_is_a_pipe_costs_the_engines_half_only(tmp_path: Path)
             GPU_SAMPLE_INTERVAL_SECONDS="1",
         ) as running,
     ):
-        seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the engine's half has failed")
+        failed_page = running.sees(
+            lambda page: page.value("source_up", source="engine") == 0, "the engine's half has failed"
+        )
 
-        assert seen.value("source_failures_total", source="engine", reason="credentials") >= 1
+        assert failed_page.value("source_failures_total", source="engine", reason="credentials") >= 1
         assert f"the token file {token} cannot be read" in running.log()
 
         token.unlink()  # no writer ever lets the reader go

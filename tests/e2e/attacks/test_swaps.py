@@ -25,24 +25,24 @@ def looked_at(page: Page) -> float:
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_link_in_place_of_the_folder_of_state_is_not_followed(number: int, tmp_path: Path) -> None:
-    state, others = tmp_path / "state", tmp_path / "others"
-    others.mkdir()
-    (others / STATE.name).write_text("what somebody else keeps there")
+    state, other_folder = tmp_path / "state", tmp_path / "others"
+    other_folder.mkdir()
+    (other_folder / STATE.name).write_text("what somebody else keeps there")
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "1"}
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as running:
         running.sees(engine_answers, "the engine answers")
         eventually((state / FLIGHT).exists, "the record has begun")
         state.rename(tmp_path / "away")
-        state.symlink_to(others)
-        before = looked_at(running.page())
-        running.sees(lambda page: looked_at(page) > before + 1, "samples go on")
+        state.symlink_to(other_folder)
+        looked_before = looked_at(running.page())
+        running.sees(lambda page: looked_at(page) > looked_before + 1, "samples go on")
         eventually(lambda: "a link is in the place of the folder" in running.log(), "it is told")
 
         assert running.stop(number)[0] == 0
         assert "state is not kept" in running.log()
 
-    assert [file.name for file in others.iterdir()] == [STATE.name]
-    assert (others / STATE.name).read_text() == "what somebody else keeps there"
+    assert [file.name for file in other_folder.iterdir()] == [STATE.name]
+    assert (other_folder / STATE.name).read_text() == "what somebody else keeps there"
 
 
 def test_a_link_that_was_set_as_the_folder_of_state_is_followed(tmp_path: Path) -> None:
@@ -63,21 +63,21 @@ def test_a_link_that_was_set_as_the_folder_of_state_is_followed(tmp_path: Path) 
 
 def test_a_settings_file_that_is_replaced_midway_changes_nothing_even_by_sighup(tmp_path: Path) -> None:
     """A hang-up ends it with its state saved where it began to: whoever starts it again reads the new file."""
-    file, state, others = tmp_path / "config.yaml", tmp_path / "state", tmp_path / "others"
+    file, state, other_folder = tmp_path / "config.yaml", tmp_path / "state", tmp_path / "others"
     with EngineServer(page(RECORDED)) as engine:
-        said = f"engine_url: {engine.url}\nsample_interval_seconds: 1\nstate_dir: "
-        file.write_text(f"{said}{state}\n")
+        settings_text = f"engine_url: {engine.url}\nsample_interval_seconds: 1\nstate_dir: "
+        file.write_text(f"{settings_text}{state}\n")
         with daemon(CONFIG=str(file)) as running:
             running.sees(engine_answers, "the engine answers")
-            file.write_text(f"{said}{others}\nlisten_port: [\n")
-            before = looked_at(running.page())
-            running.sees(lambda page: looked_at(page) > before + 1, "samples go on")
+            file.write_text(f"{settings_text}{other_folder}\nlisten_port: [\n")
+            looked_before = looked_at(running.page())
+            running.sees(lambda page: looked_at(page) > looked_before + 1, "samples go on")
 
             assert running.stop(signal.SIGHUP)[0] == 0
             assert "Traceback" not in running.log()
 
     assert STATE.read(state) is not None
-    assert not others.exists()
+    assert not other_folder.exists()
 
 
 @pytest.fixture
@@ -95,11 +95,11 @@ def step(clock: Path, seconds: int) -> None:
 def goes_on(running: Daemon, engine: EngineServer) -> None:
     old_count = len(engine.requests)
     eventually(lambda: len(engine.requests) >= old_count + 3, "samples go on")
-    seen = running.sees(engine_answers, "the engine answers")
+    seen_page = running.sees(engine_answers, "the engine answers")
     assert running.get("/healthz").status_code == 200
-    assert 0 <= seen.value("sample_age_seconds") < 30
-    assert seen.value("engine_state", state="serving") == 1
-    assert seen.value("engine_restarts_total") == 0
+    assert 0 <= seen_page.value("sample_age_seconds") < 30
+    assert seen_page.value("engine_state", state="serving") == 1
+    assert seen_page.value("engine_restarts_total") == 0
 
 
 def test_steps_of_the_time_of_day_cost_no_sample_and_no_state(clock: Path, tmp_path: Path) -> None:

@@ -79,10 +79,10 @@ def _count(owner: Any, method: str, role: str, way: str, requests: Callable[...,
     original = getattr(owner, method)
     leaks: list[Leak] = []
 
-    def counting(self: Any, first: Any, *rest: Any, **named: Any) -> Any:
+    def counting(self: Any, first_argument: Any, *arguments: Any, **named: Any) -> Any:
         if not leaks:
             leaks.append(Leak(role, way))
-        leaks[0].count(requests(first))
-        return original(self, first, *rest, **named)
+        leaks[0].count(requests(first_argument))
+        return original(self, first_argument, *arguments, **named)
 
     setattr(owner, method, counting)

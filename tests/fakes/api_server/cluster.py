@@ -98,7 +98,10 @@ class Cluster:
     def advance(self, now: float) -> None:
         """Bring the namespace to this time: what kubelets and controllers do."""
         self.now = now
-        due, self.late = [each for each in self.late if each[0] <= now], [each for each in self.late if each[0] > now]
+        due, self.late = (
+            [late_step for late_step in self.late if late_step[0] <= now],
+            [late_step for late_step in self.late if late_step[0] > now],
+        )
         for _, method, path, body in due:
             self.request(method, path, body)
         for name in [pod.name for pod in self.pods.values() if pod.gone_at <= now]:
@@ -146,10 +149,10 @@ class Cluster:
             spec, status = budget["spec"], budget["status"]
             disrupted = {name: at for name, at in status.get("disruptedPods", {}).items() if name in self.pods}
             disrupted = {name: at for name, at in disrupted.items() if self.pods[name].gone_at == math.inf}
-            if isinstance(least := spec.get("minAvailable"), int):
-                expected, desired = len(self.pods), least
-            elif least is not None:
-                expected, desired = self.replicas, math.ceil(self.replicas * int(least.rstrip("%")) / 100)
+            if isinstance(minimum := spec.get("minAvailable"), int):
+                expected, desired = len(self.pods), minimum
+            elif minimum is not None:
+                expected, desired = self.replicas, math.ceil(self.replicas * int(minimum.rstrip("%")) / 100)
             else:
                 expected, desired = self.replicas, max(0, self.replicas - spec["maxUnavailable"])
             budget["status"] = {
@@ -198,13 +201,17 @@ class Cluster:
         containers = [container if self.has_readiness else {"name": "vllm"}]
         return 200, {"kind": "Pod", "metadata": metadata, "spec": {"containers": containers}}
 
-    def _evict(self, name: str, given: Object) -> Answer:
+    def _evict(self, name: str, document: Object) -> Answer:
         if name not in self.pods:
             return failure(404, f'pods "{name}" not found')
         pod = self.pods[name]
-        if given["kind"] != "Eviction" or given["apiVersion"] != "policy/v1" or given["metadata"]["name"] != name:
+        if (
+            document["kind"] != "Eviction"
+            or document["apiVersion"] != "policy/v1"
+            or document["metadata"]["name"] != name
+        ):
             return failure(400, "name in URL does not match name in Eviction object")
-        options = given.get("deleteOptions", {})
+        options = document.get("deleteOptions", {})
         if options.get("preconditions", {}).get("uid", pod.uid) != pod.uid:
             return failure(409, f"Precondition failed: UID in precondition: {options}, UID in object meta: {pod.uid}")
         refusal = None if pod.gone_at < math.inf else self._disrupt(name)
@@ -233,28 +240,28 @@ class Cluster:
             return failure(404, f'leases.coordination.k8s.io "{name}" not found')
         return 200, copy.deepcopy(self.leases[name])
 
-    def _create_lease(self, given: Object) -> Answer:
-        name = given["metadata"]["name"]
+    def _create_lease(self, document: Object) -> Answer:
+        name = document["metadata"]["name"]
         if name in self.leases:
             return failure(409, f'leases.coordination.k8s.io "{name}" already exists')
-        return self._store_lease(given, 201)
+        return self._store_lease(document, 201)
 
-    def _update_lease(self, name: str, given: Object) -> Answer:
-        version = given["metadata"].get("resourceVersion")
+    def _update_lease(self, name: str, document: Object) -> Answer:
+        version = document["metadata"].get("resourceVersion")
         if version is None:
             return failure(422, "metadata.resourceVersion: Invalid value: must be specified for an update")
         if name not in self.leases or version != self.leases[name]["metadata"]["resourceVersion"]:
             return failure(409, f'Operation cannot be fulfilled on leases "{name}": the object has been modified')
-        return self._store_lease(given, 200)
+        return self._store_lease(document, 200)
 
-    def _store_lease(self, given: Object, status: int) -> Answer:
-        spec = given["spec"]
+    def _store_lease(self, document: Object, status: int) -> Answer:
+        spec = document["spec"]
         times = [spec[name] for name in ("acquireTime", "renewTime") if spec.get(name)]
         if not all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", time) for time in times):
             return failure(400, "a time is no MicroTime")
         if spec.get("leaseDurationSeconds", 1) <= 0 or spec.get("leaseTransitions", 0) < 0:
             return failure(422, "spec.leaseDurationSeconds: Invalid value: must be greater than 0")
         self._version += 1
-        given["metadata"]["resourceVersion"] = str(self._version)
-        self.leases[given["metadata"]["name"]] = given
-        return status, copy.deepcopy(given)
+        document["metadata"]["resourceVersion"] = str(self._version)
+        self.leases[document["metadata"]["name"]] = document
+        return status, copy.deepcopy(document)

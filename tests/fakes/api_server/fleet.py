@@ -105,9 +105,9 @@ class Fleet:
     def nobody_seconds(self) -> float:
         return STEP_SECONDS * self.ready.count(0)
 
-    def fewer_than(self, other: Fleet) -> float:
+    def fewer_than(self, other_fleet: Fleet) -> float:
         """Return for how long at a stretch fewer replicas served than in another fleet."""
-        pairs = zip(self.ready, other.ready, strict=True)
+        pairs = zip(self.ready, other_fleet.ready, strict=True)
         stretches = groupby(mine < theirs for mine, theirs in pairs)
         return STEP_SECONDS * max((len(list(stretch)) for fewer, stretch in stretches if fewer), default=0)
 
@@ -140,11 +140,11 @@ class Fleet:
             )
             policy = EvictionPolicy(is_dry_run=False, near_seconds=self.near_seconds, quiet_hour=None)
             connection = Connection(self.cluster, lambda path: self.fault(clock.now, path))
-            made = Evictor(connection, policy, namespace="llm", name=pod.name, clock=clock)
-            self._sidecars[pod.uid] = made, clock, chance.choice((0.0, STEP_SECONDS))
+            new_evictor = Evictor(connection, policy, namespace="llm", name=pod.name, clock=clock)
+            self._sidecars[pod.uid] = new_evictor, clock, chance.choice((0.0, STEP_SECONDS))
         evictor, clock, phase = self._sidecars[pod.uid]
         clock.now = now
         if (now + phase) % TURN_SECONDS == 0:
-            left = self._ends.get(pod.uid, pod.ready_at + self.life_seconds) - now
-            is_due = self.cluster.is_ready(pod) and left < min(self.near_seconds, 0.75 * self.life_seconds)
+            left_seconds = self._ends.get(pod.uid, pod.ready_at + self.life_seconds) - now
+            is_due = self.cluster.is_ready(pod) and left_seconds < min(self.near_seconds, 0.75 * self.life_seconds)
             await evictor.turn("GPU 0 leaks" if is_due else None)

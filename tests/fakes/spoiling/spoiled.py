@@ -23,16 +23,16 @@ def _raises(*_: Any, **__: Any) -> None:
 
 
 def _spoil(place: ModuleType | type, module: str) -> None:
-    for name, thing in list(vars(place).items()):
-        if getattr(thing, "__module__", None) != module or name in SPARED:
+    for name, member in list(vars(place).items()):
+        if getattr(member, "__module__", None) != module or name in SPARED:
             continue
-        if inspect.isclass(thing):
-            _spoil(thing, module)
-        elif inspect.isfunction(thing):
+        if inspect.isclass(member):
+            _spoil(member, module)
+        elif inspect.isfunction(member):
             setattr(place, name, _raises)
 
 
 def spoil() -> None:
-    for found in pkgutil.iter_modules(vllm_headroom_probe.__path__):
-        module = importlib.import_module(f"vllm_headroom_probe.{found.name}")
+    for module_info in pkgutil.iter_modules(vllm_headroom_probe.__path__):
+        module = importlib.import_module(f"vllm_headroom_probe.{module_info.name}")
         _spoil(module, module.__name__)

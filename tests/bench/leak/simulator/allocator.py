@@ -75,10 +75,10 @@ class Allocator:
         """Give a block back to its pool, merged with its free neighbours."""
         self.allocated -= block.size
         block.free = True
-        for other in (block.before, block.after):
-            if other is not None and other.free and other.mapped:
-                self._unlist(other)
-                block = self._merged(block, other)
+        for adjacent in (block.before, block.after):
+            if adjacent is not None and adjacent.free and adjacent.mapped:
+                self._unlist(adjacent)
+                block = self._merged(block, adjacent)
         insort(block.pool.free, (block.size, block.number, block))
 
     @property
@@ -133,69 +133,69 @@ class Allocator:
         if not self._take(missing):
             return None
         fresh = self._new(pool, missing)
-        fresh.before, before = pool.tail, pool.tail
-        if before is not None:
-            before.after = fresh
+        fresh.before, previous_tail = pool.tail, pool.tail
+        if previous_tail is not None:
+            previous_tail.after = fresh
         pool.tail = fresh
         if tail is None:
             return fresh
         self._unlist(tail)
-        whole = self._merged(fresh, tail)
-        whole.free = False
-        return whole
+        merged = self._merged(fresh, tail)
+        merged.free = False
+        return merged
 
     def _remapped(self, hole: Block, size: int) -> Block:
         hole.pool.holes.remove(hole)
         hole.mapped, hole.free = True, False
-        rest = self._cut(hole, size)
-        if rest is not None:
-            rest.mapped, rest.free = False, True
-            hole.pool.holes.append(rest)
+        remainder = self._cut(hole, size)
+        if remainder is not None:
+            remainder.mapped, remainder.free = False, True
+            hole.pool.holes.append(remainder)
         return hole
 
     def _unmapped(self, block: Block) -> list[tuple[int, int, Block]]:
         page = SMALL_SEGMENT if block.pool.small else LARGE_SEGMENT
-        whole = block.size // page * page
-        if not whole:
+        whole_bytes = block.size // page * page
+        if not whole_bytes:
             return [(block.size, block.number, block)]
-        rest = self._cut(block, whole)
-        self._give(whole)
+        remainder = self._cut(block, whole_bytes)
+        self._give(whole_bytes)
         block.mapped = False
         block.pool.holes.append(block)
-        if rest is None:
+        if remainder is None:
             return []
-        rest.free = True
-        return [(rest.size, rest.number, rest)]
+        remainder.free = True
+        return [(remainder.size, remainder.number, remainder)]
 
     def _split(self, block: Block, wanted: int) -> None:
         if block.size - wanted >= block.pool.least_rest():
-            rest = self._cut(block, wanted)
-            if rest is not None:
-                rest.free = True
-                insort(block.pool.free, (rest.size, rest.number, rest))
+            remainder = self._cut(block, wanted)
+            if remainder is not None:
+                remainder.free = True
+                insort(block.pool.free, (remainder.size, remainder.number, remainder))
 
     def _cut(self, block: Block, size: int) -> Block | None:
         if block.size == size:
             return None
-        rest = self._new(block.pool, block.size - size)
+        remainder = self._new(block.pool, block.size - size)
         block.size = size
-        rest.before, rest.after, block.after = block, block.after, rest
-        if rest.after is not None:
-            rest.after.before = rest
+        remainder.before, remainder.after, block.after = block, block.after, remainder
+        if remainder.after is not None:
+            remainder.after.before = remainder
         if block.pool.tail is block:
-            block.pool.tail = rest
-        return rest
+            block.pool.tail = remainder
+        return remainder
 
-    def _merged(self, block: Block, other: Block) -> Block:
-        left, right = (other, block) if block.before is other else (block, other)
-        left.size += right.size
-        left.after = right.after
+    def _merged(self, block: Block, adjacent: Block) -> Block:
+        left_block, right = (adjacent, block) if block.before is adjacent else (block, adjacent)
+        left_block.size += right.size
+        left_block.after = right.after
         if right.after is not None:
-            right.after.before = left
-        if left.pool.tail is right:
-            left.pool.tail = left
-        left.free = True
-        return left
+            right.after.before = left_block
+        if left_block.pool.tail is right:
+            left_block.pool.tail = left_block
+        left_block.free = True
+        return left_block
 
     def _new(self, pool: Pool, size: int) -> Block:
         self._numbers += 1
@@ -206,9 +206,9 @@ class Allocator:
         free.pop(bisect_left(free, (block.size, block.number)))
 
     def _take(self, size: int) -> bool:
-        taken = self.card.take(size)
-        self.reserved += size if taken else 0
-        return taken
+        is_taken = self.card.take(size)
+        self.reserved += size if is_taken else 0
+        return is_taken
 
     def _give(self, size: int) -> None:
         self.card.give(size)

@@ -11,8 +11,8 @@ from simulator.parts import Adapters, Chores, Encoder, FirstUses, Graphs, Reques
 from simulator.recipe import MakePart, Recipe
 
 
-def first_uses(least: int, most: int) -> MakePart:
-    return lambda rng, allocator, card: FirstUses(rng, allocator, card, rng.randint(least, most))
+def first_uses(lowest_count: int, highest_count: int) -> MakePart:
+    return lambda rng, allocator, card: FirstUses(rng, allocator, card, rng.randint(lowest_count, highest_count))
 
 
 def graphs(rng: Random, allocator: Allocator, card: Card) -> Graphs:

@@ -29,8 +29,8 @@ class Heap:
 
     @property
     def rss(self) -> int:
-        whole = self._base + self._noise + self._garbage + self._arenas + self._cached + self.lost
-        return int(whole // PAGE * PAGE)
+        total_bytes = self._base + self._noise + self._garbage + self._arenas + self._cached + self.lost
+        return int(total_bytes // PAGE * PAGE)
 
     def step(self, tick: Tick) -> None:
         keeps = exp(-tick.length / 120)

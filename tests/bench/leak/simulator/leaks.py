@@ -51,10 +51,10 @@ class ByRequest(Leak):
     """So many bytes for each finished request."""
 
     def __init__(
-        self, allocator: Allocator, card: Card, each: float, onset: float = 0.0, *, outside: bool = False
+        self, allocator: Allocator, card: Card, bytes_each: float, onset: float = 0.0, *, outside: bool = False
     ) -> None:
         super().__init__(allocator, card, onset, outside=outside)
-        self._each = each
+        self._each = bytes_each
 
     def step(self, tick: Tick) -> None:
         if tick.done and tick.seconds >= self.onset:
@@ -78,9 +78,9 @@ class ByTime(Leak):
 class Fragments(Leak):
     """So many bytes for each finished request, as segments that a small tensor each keeps from being given back."""
 
-    def __init__(self, allocator: Allocator, card: Card, each: float) -> None:
+    def __init__(self, allocator: Allocator, card: Card, bytes_each: float) -> None:
         super().__init__(allocator, card)
-        self._each = each
+        self._each = bytes_each
 
     @property
     def place(self) -> str:

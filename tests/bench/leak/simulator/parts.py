@@ -147,8 +147,8 @@ class Chores:
 class Requests:
     """Buffers that live as long as their request: they follow load, and their free blocks stay cached."""
 
-    def __init__(self, rng: Random, allocator: Allocator, each: float) -> None:
-        self._rng, self._allocator, self._each = rng, allocator, each
+    def __init__(self, rng: Random, allocator: Allocator, bytes_each: float) -> None:
+        self._rng, self._allocator, self._each = rng, allocator, bytes_each
         self._held: deque[Block] = deque()
 
     def step(self, tick: Tick) -> None:

@@ -42,9 +42,9 @@ def ticks(rng: Random, kind: str, rps: float, hours: float, length: float) -> li
 def poisson(rng: Random, mean: float) -> int:
     if mean > 30:
         return max(0, round(rng.gauss(mean, sqrt(mean))))
-    left, count = exp(-mean), 0
+    threshold, count = exp(-mean), 0
     product = rng.random()
-    while product > left:
+    while product > threshold:
         product *= rng.random()
         count += 1
     return count

@@ -111,8 +111,8 @@ class World:
     def _lost(self) -> float:
         if self.recipe.host is not None:
             return self.heap.lost
-        beside = 0.0 if self.recipe.attributed else self.neighbour.lost
-        return beside + (0.0 if self.engine is None else self.engine.lost)
+        neighbour_lost = 0.0 if self.recipe.attributed else self.neighbour.lost
+        return neighbour_lost + (0.0 if self.engine is None else self.engine.lost)
 
     def _begin(self, now: float) -> None:
         self.engine = Engine(self.rng, self.card, self.recipe, now, fixed=self.fixed, full=self.full)
@@ -169,14 +169,19 @@ class World:
         }
 
     def _gpu(self, tick: Tick) -> dict[str, Any]:
-        held = 0 if self.engine is None else self.engine.held
+        held_bytes = 0 if self.engine is None else self.engine.held
         if self.engine is None:
             done = (tick.seconds - self.loads_from) / (self.loads_until - self.loads_from)
-            held = int(self.fixed * 0.9 * min(1.0, done)) // STEP * STEP
-        gpu: dict[str, Any] = {"gpu": 0, "uuid": UUID, "total": self.card.total, "used": held + self.neighbour.held}
+            held_bytes = int(self.fixed * 0.9 * min(1.0, done)) // STEP * STEP
+        gpu: dict[str, Any] = {
+            "gpu": 0,
+            "uuid": UUID,
+            "total": self.card.total,
+            "used": held_bytes + self.neighbour.held,
+        }
         gpu["processes"] = self.neighbour.processes + 1
         if self.recipe.attributed:
-            gpu |= {"engine": held, "other": self.neighbour.held}
+            gpu |= {"engine": held_bytes, "other": self.neighbour.held}
         if self.course.probed and self.engine is not None:
             inside = self.engine.inside
             gpu |= {"allocated": inside["allocated"], "reserved_by_torch": inside["reserved"]}
@@ -196,6 +201,6 @@ class World:
             return page
         total = engine.finished - self.counted_from
         if self.recipe.counter == "two":
-            first = round(tick.seconds / self.recipe.interval) % 2 == 0
-            total = round(total * (0.53 if first else 0.47))
+            is_first_server = round(tick.seconds / self.recipe.interval) % 2 == 0
+            total = round(total * (0.53 if is_first_server else 0.47))
         return page | {"finished_total": float(total)}

@@ -22,8 +22,12 @@ memory = SimpleNamespace(
 
 
 def _pools(current: int) -> dict[str, dict[str, int]]:
-    each = {"current": current, "peak": current + 1, "allocated": 7 * current, "freed": 6 * current}
-    return {"all": each, "small_pool": dict.fromkeys(each, 1), "large_pool": dict.fromkeys(each, 2)}
+    pool_figures = {"current": current, "peak": current + 1, "allocated": 7 * current, "freed": 6 * current}
+    return {
+        "all": pool_figures,
+        "small_pool": dict.fromkeys(pool_figures, 1),
+        "large_pool": dict.fromkeys(pool_figures, 2),
+    }
 
 
 STATS: dict[str, Any] = {

@@ -23,10 +23,10 @@ class Scheduler:
         group = SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=FullAttentionSpec())
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
         pool = SimpleNamespace(num_gpu_blocks=16_384, free_block_queue=SimpleNamespace(num_free_blocks=16_375))
-        null, *blocks = (SimpleNamespace(block_id=each, is_null=each == 0) for each in range(9))
+        null, *blocks = (SimpleNamespace(block_id=block_id, is_null=block_id == 0) for block_id in range(9))
         self.requests = {"a": SimpleNamespace(num_computed_tokens=256), "b": SimpleNamespace(num_computed_tokens=300)}
-        held = {"a": [null, *blocks[:2]], "b": blocks[:3], "ended": blocks[3:]}  # a and b share a prefix
-        coordinator = SimpleNamespace(single_type_managers=(SimpleNamespace(req_to_blocks=held),))
+        held_blocks = {"a": [null, *blocks[:2]], "b": blocks[:3], "ended": blocks[3:]}  # a and b share a prefix
+        coordinator = SimpleNamespace(single_type_managers=(SimpleNamespace(req_to_blocks=held_blocks),))
         self.kv_cache_manager = SimpleNamespace(block_pool=pool, coordinator=coordinator)
 
 
@@ -61,11 +61,11 @@ class EngineCore:
         engine_core.run_busy_loop()
 
     def run_busy_loop(self) -> None:
-        parent, kept = os.getppid(), []
+        parent, leaked = os.getppid(), []
         while os.getppid() == parent:
             self.scheduler.current_step += 1
             if os.environ.get("FAKE_LEAK"):
-                kept.append(bytearray(12_800))
+                leaked.append(bytearray(12_800))
             time.sleep(0.01)
 
 

@@ -12,8 +12,8 @@ def load_general_plugins() -> None:
     if plugins_loaded:
         return
     plugins_loaded = True
-    found = [plugin.load() for plugin in entry_points(group="vllm.general_plugins")]
+    functions = [plugin.load() for plugin in entry_points(group="vllm.general_plugins")]
     if seconds := os.environ.get("FAKE_INTERVAL_SECONDS"):
         vars(importlib.import_module("vllm_headroom_probe.probe"))["INTERVAL_SECONDS"] = float(seconds)
-    for function in found:
+    for function in functions:
         function()
