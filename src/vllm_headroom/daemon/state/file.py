@@ -15,7 +15,7 @@ from vllm_headroom.derive.life.states import EngineRuns
 from vllm_headroom.expose.view import SavedHistory
 from vllm_headroom.trace.recorder import make_folder, replace_file
 
-STATE_FORMAT: Final = 17
+STATE_FORMAT: Final = 18
 """The format number of the leak detector's state. Increase it when the fields of a state, or their
 meaning, change.
 """

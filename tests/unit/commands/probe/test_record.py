@@ -25,7 +25,7 @@ from vllm_headroom_tools.probe.record import parse_answer, record
 from vllm_headroom_tools.probe.report import render_recording
 
 ENGINE: Final = INSIDE / "vllm" / "engine.py"
-LINE: Final = 1 + ENGINE.read_text().splitlines().index("                kept.append(bytearray(12_800))")
+LINE: Final = 1 + ENGINE.read_text().splitlines().index("                leaked.append(bytearray(12_800))")
 
 
 @pytest.fixture
