@@ -49,8 +49,8 @@ def derive_admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple
 
     vLLM's metrics page does not expose `max_num_seqs`. An unknown setting is replaced by the
     highest number of running requests so far. For this, requests must have waited there although
-    the KV cache had room. There is no sample while nothing is running. There is also no sample
-    while the engine is not serving. The gauges of a sleeping or stalled engine do not change.
+    the KV cache had room. There is no sample while no request is running or the engine is not
+    serving. The gauges of a sleeping or stalled engine do not change.
     """
     status = snapshot.engine_status
     if snapshot.page is None:

@@ -43,8 +43,8 @@ def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sa
     """Return the allocator's counters for each of the engine's GPUs, summed over all processes.
 
     For an exited process, the counts in its last file are used. There are no samples if the probe's
-    files cannot be read. There are also none if no GPU is known to be the engine's. A counter that
-    no process has reported has no sample.
+    files cannot be read, or if no GPU is known to be the engine's. A counter that no process has
+    reported has no sample.
     """
     probe = snapshot.probe
     gpus = snapshot.owned_gpus

@@ -184,13 +184,13 @@ def attribute(
 
     `engine_bytes` and `other_bytes` are known if all of these are true:
 
-    - A pid refers to the same process in /proc and NVML. This is the case in the host's PID
+    - A pid refers to the same process in /proc and NVML. The pids agree in the host's PID
       namespace, and with driver 565.57.01 or newer.
     - An engine process has been seen on a device.
     - It is known which engine is watched.
 
-    If the two values are unknown now but were known before, `held_bytes` is None. If they can never
-    be known, `held_bytes` is all used memory.
+    If the two values are unknown now but were known before, `held_bytes` is None. If the two values
+    can never be known, `held_bytes` is all used memory.
     """
     indices = {
         device.uuid: state.indices.get(device.uuid, device.index)
@@ -291,8 +291,9 @@ def _follow_engine(
 ) -> AttributionState:
     """Return the state, updated with the devices that the engine's processes use now.
 
-    If an earlier engine process is still on a device, the engine has not changed. Devices that this
-    engine has already freed are then kept. An exiting engine frees its devices one by one.
+    If an earlier engine process is still on a device, the engine has not changed. In that case,
+    devices that this engine has already freed are kept. An exiting engine frees its devices one by
+    one.
     """
     if isinstance(processes, Failure):
         return state
@@ -313,8 +314,8 @@ def _follow_engine(
                 holders.add((process.pid, starts[process.pid]))
                 is_memory_reported |= process.used_bytes is not None
 
-    # An exited process counts as the engine's while NVML lists it. Its memory has not been freed
-    # yet.
+    # An exited process counts as the engine's while NVML lists it. The memory of such a listed
+    # process has not been freed yet.
     exited_pids = frozenset(pid for pid in state.engine_pids if not is_alive(pid, processes))
     engine_pids = exited_pids | processes.orphans | frozenset(starts)
     state = replace(state, engine_pids=engine_pids & pids_on_devices)
@@ -377,9 +378,9 @@ def _split_memory(
 ) -> tuple[int | None, int | None]:
     """Return the bytes held by the engine's processes, and those held by other live processes.
 
-    Both sums are None if the processes are unknown. They are also None if together they exceed the
-    memory in use. A sum is None if the memory of one of its processes is unknown. Together, the
-    sums may be less than the memory in use.
+    Both sums are None if the processes are unknown, or if together the sums exceed the memory in
+    use. A sum is None if the memory of one of its processes is unknown. Together, the sums may be
+    less than the memory in use.
     """
     if not isinstance(processes, ProcessReadings):
         return None, None
@@ -422,11 +423,11 @@ def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     missing_uuids = sorted(engine_uuids - {gpu.reading.uuid for gpu in snapshot.devices})
     if not missing_uuids:
         return snapshot
-    # If the unopened GPUs outnumber the missing ones, some are not the engine's. It is unknown
-    # which.
+    # If the unopened GPUs outnumber the missing ones, some are not the engine's. Which of the
+    # unopened GPUs are the engine's is unknown.
     unopened_count = sum(1 for gpu in snapshot.devices if not gpu.reading.uuid)
     is_engines = unopened_count <= len(missing_uuids)
-    # If several GPUs are missing, an unopened GPU cannot be matched to one of them.
+    # If several GPUs are missing, an unopened GPU cannot be matched to a missing one.
     lost_uuid = missing_uuids[0] if len(missing_uuids) == 1 else ""
     gpus = []
     for gpu in snapshot.devices:

@@ -80,9 +80,9 @@ def complete_page(
 
     Facts from the probe replace those on the page. An option adds a fact only if neither the page
     nor the probe has it. While an engine core's probe is silent, the facts that it reported last
-    are kept. In some models, groups of layers share the cache's blocks. Such groups show in `model`
-    or in the model's name in the options. A capacity computed from the number of blocks is then
-    dropped. A failure is returned unchanged.
+    are kept. In some models, groups of layers share the cache's blocks. Whether layers share blocks
+    shows in `model` or in the model's name in the options. For these models, a capacity computed
+    from the number of blocks is dropped. A failure is returned unchanged.
     """
     if isinstance(page, Failure):
         return page
@@ -185,8 +185,8 @@ def _size_multimodal_caches(
 ) -> Iterator[Pool]:
     """Yield the pools for the caches of processed images.
 
-    Every API server and every engine core has such a cache (vllm/config/multimodal.py). `core` is
-    the role of the processes that run the engine cores.
+    Every API server and every engine core has a multimodal cache (vllm/config/multimodal.py).
+    `core` is the role of the processes that run the engine cores.
     """
     cache_bytes = (_find_multimodal_cache_gb(engines, options) or 0) * GIB
     servers = options.api_server_count or counts[Role.API_SERVER] or 1

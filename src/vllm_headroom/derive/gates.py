@@ -72,10 +72,10 @@ def derive_gate(
 ) -> tuple[Gate, tuple[Sample, ...]]:
     """Return the gate and its samples, computed from the `values` of this tick.
 
-    The gate is closed while the engine is stalled. It is also closed if GPU or host memory may be
-    full within `gate_seconds`. This applies only while this pod holds its workload's Lease. Unknown
-    values never close the gate. If `gate_seconds` is None, the gate is always open and has no
-    series.
+    The gate is closed while the engine is stalled. The gate is also closed if GPU or host memory
+    may be full within `gate_seconds`. Memory closes the gate only while this pod holds its
+    workload's Lease. Unknown values never close the gate. If `gate_seconds` is None, the gate is
+    always open and has no series.
     """
     reason = None
     due = None
@@ -118,8 +118,8 @@ def _find_eviction_reason(snapshot: Snapshot, values: Values, guardrail: Guardra
     within_seconds = guardrail.near_seconds
     hour = snapshot.time_seconds % DAY_SECONDS // HOUR_SECONDS
     if hour == guardrail.quiet_hour:
-        # The leak must not fill the memory before the next quiet hour. That hour is at most a day
-        # away.
+        # The leak must not fill the memory before the next quiet hour. The next quiet hour is at
+        # most a day away.
         within_seconds = DAY_SECONDS
     leaking = _list_leaking(snapshot, values)
     near = [

@@ -100,7 +100,7 @@ def update_container(
 
     `limit_bytes`, from the settings, is used as the limit if the kernel reports none. The host
     memory is None if nothing is known. Within a run, figures from a less reliable source than
-    before are dropped. They are not comparable.
+    before are dropped. Figures from different sources are not comparable.
     """
     probed_cgroup, probed_shm = _find_probed_host(probe)
     reading = HostReading()
@@ -118,8 +118,8 @@ def update_container(
     memory = _choose_memory(reading, probed_cgroup, engine, limit_bytes)
     # The next run may be in another container, so its scope starts empty.
     scope = state.scope if root == state.root else HostMemory()
-    # A jump between the container's and the machine's figures would look like a leak. It could also
-    # look like the end of a leak.
+    # A jump between the container's and the machine's figures would look like a leak. A jump down
+    # would look like the end of a leak.
     if _has_lost_scope(memory, scope):
         memory = HostMemory()
     # This is the most reliable basis of this run so far.
@@ -165,8 +165,8 @@ def _has_lost_scope(memory: HostMemory, scope: HostMemory) -> bool:
     """
     if _rank_basis(memory) >= _rank_basis(scope):
         return False
-    # If the limits are equal, the probe reads the container that /proc showed. Its figures are
-    # therefore comparable.
+    # If the limits are equal, the probe reads the container that /proc showed. The probe's figures
+    # are therefore comparable with those from /proc.
     is_same_container = scope.basis is HostBasis.CGROUP and memory.basis is HostBasis.PROBE
     return not (is_same_container and scope.limit_bytes == memory.limit_bytes)
 
@@ -255,8 +255,7 @@ def _measure_processes(
 ) -> HostMemory:
     """Return the private and shared memory of the processes, excluding mapped files.
 
-    All figures are None if there are no processes. They are also None if any process's private
-    memory is unknown.
+    All figures are None if there are no processes, or if any process's private memory is unknown.
     """
     # Mapped files are excluded, because the kernel can drop them.
     private_bytes = sum_known(process.anonymous_bytes for process in engine)
@@ -295,10 +294,10 @@ def _count_kills(
     """Return the state after adding the kernel's OOM kills since the last reading.
 
     Each kill counts once, even if several sources show it. `root` identifies the container that is
-    read now. If the previous reading had another root, the previous run has ended. Its container
-    may be gone, along with its kill counter. If that container was at least half full, the
-    machine's counter is used instead. If the container becomes visible again later, these kills are
-    not counted twice.
+    read now. If the previous reading had another root, the previous run has ended. The container of
+    the previous run may be gone, along with its kill counter. If that container was at least half
+    full, the machine's counter is used instead. If the container becomes visible again later, kills
+    taken from the machine's counter are not counted twice.
     """
     has_ended = state.root is not None and root != state.root
     # The machine counts the kills of all containers. New kills are therefore attributed only to a

@@ -111,7 +111,7 @@ def _list_reports(gpu: Gpu, probe: ProbeReadings) -> list[ProbedDevice]:
     uuid = gpu.reading.uuid.casefold()
     reports = []
     for process in probe.present:
-        # A process on several devices does not report which of them it measured.
+        # A process on several devices does not report which device it measured.
         parts = process.parts if len(process.devices) == 1 else None
         reports += [
             ProbedDevice(device, parts)
@@ -165,12 +165,13 @@ def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     part computed as a difference is present only if all its terms are known. If all of torch's
     figures are known, the parts add up to `held_bytes`.
 
-    Captured graphs occupy free blocks in torch's private pools and memory in the driver. They are
-    therefore contained in other parts. The size that vLLM reports for graphs is subtracted there.
-    Every byte thus counts once.
+    Captured graphs occupy free blocks in torch's private pools and memory in the driver. Captured
+    graphs are therefore contained in other parts. The size that vLLM reports for graphs is
+    subtracted from those parts. Every byte thus counts once.
 
     The result is empty if weights and KV cache exceed what the engine holds. The probe writes only
-    every five seconds. It may have measured weights and cache before the engine fell asleep.
+    every five seconds. The last values of weights and cache may date from before the engine fell
+    asleep.
     """
     parts = {}
     if sums.weights is not None:

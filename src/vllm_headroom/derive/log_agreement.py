@@ -20,10 +20,10 @@ TOLERANCE_RATIO: Final = 0.005
 def find_disagreements(snapshot: Snapshot) -> tuple[str, ...]:
     """Return a sentence for each figure in the log that another source contradicts.
 
-    The figures are those of the engine's newest start. The result is empty if there is no log. It
-    is also empty until the engine has served after that start. Weights and KV cache are compared
-    with the probe's figures. The budget is compared with the page's. For the KV cache, the log
-    gives only an upper bound. An option can make vLLM use fewer blocks.
+    The figures are those of the engine's newest start. The result is empty if there is no log, or
+    until the engine has served after that start. Weights and KV cache are compared with the probe's
+    figures. The budget is compared with the page's. For the KV cache, the log gives only an upper
+    bound. An option can make vLLM use fewer blocks.
     """
     if not isinstance(snapshot.log, LogReading) or not snapshot.is_in_service:
         return ()

@@ -44,7 +44,7 @@ def is_page_awake(page: EnginePage | None) -> bool | None:
 def find_highest_kv_use(page: EnginePage | None) -> float | None:
     """Return the used share of the page's fullest KV cache, or None if unknown.
 
-    Sleeping engines are left out. They have no cache, and their gauges do not change.
+    Sleeping engines are omitted, because they have no cache and their gauges do not change.
     """
     used_ratios = [
         engine.kv_used_ratio

@@ -161,8 +161,9 @@ def find_largest_size(fit: PeakLine, room_bytes: float, limit: int) -> int:
     """
     if fit.predict_upper_bytes(limit) <= room_bytes:
         return limit
-    # The interval is narrowest near the mean. As the size grows, the upper bound may therefore
-    # first fall, then rise. The size sought is above the size with the lowest upper bound.
+    # The confidence interval is narrowest near the mean. As the size grows, the upper bound may
+    # therefore fall at first and rise later. The size sought is above the size with the lowest
+    # upper bound.
     fitting_size = 0
     too_large_size = limit
     while too_large_size - fitting_size > 1:
@@ -208,8 +209,8 @@ def find_peak_room(gpu: Gpu, peaks: PeakReadings) -> PeakRoom | None:
     split_bytes = peaks.resting_split_bytes
     if free_bytes is None or reserved_bytes is None or allocated_bytes is None:
         return None
-    # Since the newest step, torch may have returned memory to the GPU. That memory now counts as
-    # free.
+    # Since the newest step, torch may have returned memory to the GPU. The memory returned to the
+    # GPU now counts as free.
     newest_reserved_bytes = None if gpu.inside is None else gpu.inside.reserved_bytes
     if newest_reserved_bytes is not None:
         reserved_bytes = min(reserved_bytes, newest_reserved_bytes)
@@ -317,8 +318,8 @@ def _find_safe_sizes(
     """Return the largest single request of each kind of work that fits the room.
 
     A kind of work is omitted if it was observed too rarely to be fitted. A long prompt is computed
-    in steps of at most `batch_tokens`. If such a step fits, only the KV cache and the model limit
-    the prompt. If neither of these limits is known, the prompt size is omitted.
+    in steps of at most `batch_tokens`. If a step of `batch_tokens` fits, only the KV cache and the
+    model limit the prompt. If neither of these limits is known, the prompt size is omitted.
     """
     sizes: dict[Work, int] = {}
     for work in (Work.PREFILL, Work.PROMPT_LOGPROBS):

@@ -67,9 +67,10 @@ def derive_baseline(
     """Return each GPU's memory per running request as a ratio of its baseline.
 
     `configured_bytes` is the baseline: the memory per running request on each GPU at full load. If
-    it is set, there is a sample only near the highest load. At lower load, the memory per request
-    is higher. Otherwise, the baseline is the mean of the first readings at comparable load. There
-    is no sample until the baseline has been learned. There is no sample while nothing is running.
+    `configured_bytes` is set, there is a sample only near the highest load. At lower load, the
+    memory per request is higher. If `configured_bytes` is not set, the baseline is the mean of the
+    first readings at comparable load. There is no sample until the baseline has been learned, or
+    while no request is running.
     """
     page = snapshot.page
     if page is None or not snapshot.is_in_service or isinstance(snapshot.gpus, Failure):
@@ -90,7 +91,8 @@ def derive_baseline(
     is_near_busiest = running * COMPARABLE_FACTOR >= busiest_running
     band = find_load_band(running)
     for gpu in snapshot.gpus:
-        # The memory is None if unknown. It is 0 if the engine exited between the two readings.
+        # The memory is None if unknown. The memory is 0 if the engine exited between the readings
+        # of the page and the GPU.
         if not gpu.held_bytes:
             continue
         ratio = None
@@ -157,10 +159,11 @@ def find_load_band(running: float) -> int:
 def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the memory held on each GPU, divided by the page's running requests.
 
-    The sum over the GPUs is the whole server's memory per request. This holds for both tensor and
-    data parallelism. There are no samples while nothing is running. There are none either while an
-    engine does not report its requests. A GPU on which the engine holds nothing has no sample. This
-    happens when the engine exits between the readings of the page and the GPU.
+    The sum over the GPUs is the whole server's memory per request. The sum is correct for both
+    tensor and data parallelism. There are no samples while no request is running, or while an
+    engine does not report its requests. A GPU on which the engine holds nothing has no sample. A
+    GPU without engine memory occurs when the engine exits between the readings of the page and the
+    GPU.
     """
     running = count_running(snapshot.page)
     if not running:

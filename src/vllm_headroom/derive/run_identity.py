@@ -29,9 +29,10 @@ def is_new_run(
 
     Returns False if too little is known to detect a restart. If the ids are equal, the run is the
     same, even after a counter reset. Several servers that share a port have different start times
-    and may answer in turn. A later start therefore indicates a new run. An earlier start does so
-    only if the count has also more than halved. The counts of servers that share the load are
-    similar. Such a drop therefore means that the engine restarted after its clock was set back.
+    and may answer in turn. A later start therefore indicates a new run. An earlier start indicates
+    a new run only if the count of requests has also more than halved. The counts of servers that
+    share the load are similar. A count that has more than halved therefore means that the engine
+    restarted after its clock was set back.
     """
     has_restarted_count = False
     if finished is not None and new_finished is not None:

@@ -94,7 +94,7 @@ def answer(
     """Run one step of a derivation.
 
     Returns the next state and the samples with finite values. Absurd numbers on a page may overflow
-    or yield infinity. Such values are dropped.
+    or yield infinity. Infinite values are dropped.
     """
     following, samples = derivation.step(state, snapshot)
     return following, tuple([sample for sample in samples if isfinite(sample.value)])
@@ -305,8 +305,8 @@ class Evaluation:
 
         outcome = self._border(ENGINE_RUN, follow, None)
         if outcome is None:
-            # The error may come from the remembered data of the run. It would then recur at every
-            # tick.
+            # The error may come from the remembered data of the run. An error of this kind would
+            # recur at every tick.
             self.states[ENGINE_RUN] = forget_run(memory)
             return snapshot
         self.states[ENGINE_RUN], snapshot = outcome

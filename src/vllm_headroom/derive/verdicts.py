@@ -619,7 +619,7 @@ def _find_scarce_blocks(
 
     Returns None while no task waits for memory and no model is being loaded.
     """
-    # The driver allocates in blocks of 2 MiB. It cannot use smaller gaps in the page cache.
+    # The driver allocates in blocks of 2 MiB. The driver cannot use smaller gaps in the page cache.
     blocks_bytes = values.value(catalog.UNIFIED_FREE_BLOCKS, *labels)
     if blocks_bytes is None or blocks_bytes >= min(SCARCE_BLOCKS_BYTES, free_bytes):
         return None
@@ -656,8 +656,8 @@ def _find_excess(
         return None
     size = format_size(excess.excess_bytes)
     text = f"the engine holds {size} ({100 * excess.ratio:.1f} %) more than its budget"
-    # The last burst still fits, so this is only a warning. If it did not fit, the next burst might
-    # end the engine.
+    # The last burst still fits, so this is only a warning. If the last burst did not fit, the next
+    # one might end the engine.
     if room_bytes >= excess.needed_bytes:
         is_share_small = room_bytes < TIGHT_SHARE * excess.total_bytes
         return Trouble(
@@ -908,10 +908,11 @@ def _choose_level(growth: GrowingMemory) -> Level:
 
 
 def _choose_alert(growth: GrowingMemory) -> str:
-    """Return the alert that fires for this growth, depending on the time left."""
+    """Return the alert that fires for this growth, depending on the time until memory is full."""
     if growth.is_leaking and _is_oom_within(growth, HOUR_SECONDS):
         return growth.alerts.hour
-    # An early warning may be withdrawn. It is urgent only if less than an hour is left.
+    # An early warning may be withdrawn. An early warning is urgent only if memory may be full in
+    # less than an hour.
     near_seconds = DAY_SECONDS if growth.is_leaking else HOUR_SECONDS
     if _is_oom_within(growth, near_seconds):
         return growth.alerts.day
@@ -1000,8 +1001,8 @@ def _describe_engine(
 ) -> str:
     """Return what follows the sentence on the state.
 
-    This is the load, signs of a hang, or the page's failure. The text is empty if there is nothing
-    to add.
+    The text is the load, signs of a hang, or the page's failure. The text is empty if there is
+    nothing to add.
     """
     status = snapshot.engine_status
     if isinstance(snapshot.engines, Failure):
@@ -1082,8 +1083,8 @@ def _describe_load(values: Values, *, is_memory_low: bool) -> str:
         words.append(f"{sum(waiting):.0f} waiting")
     if used_ratios:
         words.append(f"KV cache {100 * max(used_ratios):.0f} % used")
-    # If requests are waiting or memory is low, no more requests should be sent. This is true even
-    # if the KV cache has room.
+    # If requests are waiting or memory is low, no more requests should be sent. Room in the KV
+    # cache does not change this advice.
     if additional and not any(waiting) and not is_memory_low:
         words.append(f"room in it for {sum(additional):.0f} more")
     return f": {', '.join(words)}" if words else ""
@@ -1191,8 +1192,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     """Return a text with the planned and actual size of offloads, or "" without offloads.
 
     Offloads are in shared memory, so their actual size is that of the shared memory. If the actual
-    size is below the planned one, offloads may still grow. The text then states how large they may
-    become.
+    size is below the planned one, offloads may still grow. In that case, the text states how large
+    the offloads may become.
     """
     planned_bytes = values.find_all(catalog.HOST_MEMORY_PLANNED)
     offload_bytes = 0.0
@@ -1201,8 +1202,8 @@ def _describe_offloads(snapshot: Snapshot, values: Values) -> str:
     if not offload_bytes:
         return ""
     shm_bytes = None
-    # With another engine on this machine, the size of /dev/shm is not used. It may include the
-    # other engine's files.
+    # With another engine on this machine, the size of /dev/shm is not used. The size of /dev/shm
+    # may include the other engine's files.
     if snapshot.host is not None and not snapshot.neighbours:
         shm_bytes = snapshot.host.shm_used_bytes
     shared_bytes = count_shared(snapshot.engine_processes, shm_bytes)

@@ -166,7 +166,8 @@ class EngineReading(Struct, frozen=True, kw_only=True):
     memory_bytes: Annotated[float | None, _input("memory_bytes")] = None
     started_at_seconds: Annotated[float | None, _input("process_start_time")] = None
 
-    # The fields below are not inputs. They come from the probe, the command line or another series.
+    # The fields below are not inputs. Their values come from the probe, the command line or another
+    # series.
     max_num_seqs: float | None = None
     """The maximum number of requests that run at once."""
 

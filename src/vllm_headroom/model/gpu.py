@@ -212,7 +212,8 @@ class ProbeReadings(Struct, frozen=True, kw_only=True):
     def has_silent_core(self) -> bool:
         """Return whether a running engine core's probe is silent while another probe is writing.
 
-        If no probe is writing, the cause may be the probes' folder. The result is then False.
+        If no probe is writing, the cause may be the probes' folder. In that case, the result is
+        False.
         """
         return bool(self.present) and any(process.scheduler for process in self.silent)
 
@@ -431,8 +432,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     def room_bytes(self) -> int | None:
         """Return the memory that is left for the engine, or None if unknown.
 
-        This is the GPU's free memory. A layer between the engine and the driver may set a limit.
-        The result is then at most the unused part of the limit.
+        The room is the GPU's free memory. A layer between the engine and the driver may set a
+        limit. With such a limit, the room is at most the unused part of the limit.
         """
         if self.reading.memory is None:
             return None

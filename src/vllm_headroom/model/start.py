@@ -306,8 +306,8 @@ def find_log_ending(
 ) -> LogEnding | None:
     """Return what the log shows about an exit at `end_seconds`, or None.
 
-    If the log continues until the exit and reports no failure, there was none. The result is then
-    an ending without a failure.
+    If the log continues until the exit and reports no failure, there was none. In that case, the
+    result is an ending without a failure.
     """
     # The newest exit in the log is the most likely to match this exit.
     for ending in reversed(reading.endings):

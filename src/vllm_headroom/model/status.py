@@ -133,8 +133,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
         """Return what share of the lost room is explained by this growth.
 
         The lost room is `first_room_bytes` minus `last_room_bytes`. The result is 0 if the growth
-        or the loss is unknown. It is also 0 if nothing was lost. It is above 1 if the growth
-        exceeds the loss.
+        or the lost room is unknown, or if no room was lost. The result is above 1 if the growth
+        exceeds the lost room.
         """
         lost_bytes = _subtract(self.last_room_bytes, self.first_room_bytes)
         if growth_bytes is None or not lost_bytes:
@@ -144,8 +144,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     def raise_peak(self, used_bytes: int) -> "GpuAtEnd":
         """Return the GPU, with its use raised to a peak measured between samples.
 
-        It is unknown which process caused the peak. The GPU is returned unchanged if its newest use
-        was at least as high. The same applies if a higher peak is already known.
+        It is unknown which process caused the peak. The GPU is returned unchanged if its latest use
+        was at least as high, or if a higher peak is already known.
         """
         if self.usable_bytes is None or self.newest_used_bytes is None:
             return self

@@ -250,8 +250,9 @@ def _combine_samples(
 
     Returns None if the value is unknown. The samples come from several parts, such as workers or
     ranks. Each part may be reported several times. The value is unknown if any part's value is
-    unknown. It is also unknown if a series has two values. A page combined from several servers has
-    such series. The format does not define this case, and Prometheus keeps the first value.
+    unknown. The value is also unknown if a series has two values, as on a page combined from
+    several servers. The format does not define a repeated series, and Prometheus keeps the first
+    value.
     """
     # Two values of the same series mean that the page is combined from several servers.
     if len(samples) > 1 and _has_contradiction(samples):
@@ -265,7 +266,7 @@ def _combine_samples(
                 amounts.append(amount)
     if not amounts_by_part or not all(amounts_by_part.values()):
         return None
-    # Several API servers may report the same part. All but one of them report 0.
+    # Several API servers may report the same part. All of these servers but one report 0.
     part_values = [max(amounts) for amounts in amounts_by_part.values()]
     if fact.combine is Combine.SAME:
         return part_values[0] if len(set(part_values)) == 1 else None
@@ -301,7 +302,7 @@ def _read_amount(fact: Fact, sample: Sample) -> float | None:
     """Return a sample's value, or the number in its label, multiplied by the fact's factor.
 
     Returns None if the result is not a number or is impossible for the field. Also returns None for
-    0 in a label: such a setting has no value.
+    0 in a label: a setting of 0 has no value.
     """
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))

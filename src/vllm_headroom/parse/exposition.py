@@ -131,8 +131,8 @@ def _select_lines(page: str, names_pattern: str) -> list[str] | Failure:
     characters = 0
     line_pattern = rf"((?:{names_pattern})[{{ \t].*)"
     first_line = re.match(line_pattern, page)
-    # A pattern that starts with a line feed skips from line to line. It is 3.5 times as fast as
-    # `^`.
+    # A pattern that starts with a line feed skips from line to line. A search with a line feed is
+    # 3.5 times as fast as one with `^`.
     later_lines = re.finditer(rf"\n{line_pattern}", page)
     for match in chain([first_line] if first_line else [], later_lines):
         line = match[1]

@@ -38,8 +38,8 @@ class Fact(Struct, frozen=True):
     are used to compute missing fields:
 
     - `kv_blocks` times `kv_block_tokens` is `kv_capacity_tokens`.
-    - If `kv_state_block_tokens` is present, this product is not the capacity. Groups of layers then
-      share the blocks.
+    - If `kv_state_block_tokens` is present, this product is not the capacity. In that case, groups
+      of layers share the blocks.
     - `kv_used_tokens` divided by the capacity is `kv_used_ratio`. If only the ratio is known,
       `kv_used_tokens` divided by the ratio is the capacity.
     """
@@ -136,8 +136,8 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
         """Return the names of the inputs, each with its field in EngineReading."""
-        # Memory in bytes is an input only if the profile has it. Otherwise, the budget or the probe
-        # is used instead.
+        # Memory in bytes is an input only if the profile has it. Without memory in bytes, the
+        # budget or the probe is used instead.
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
         return tuple(
             (engine_input.name, field)

@@ -65,7 +65,7 @@ of any two parts differ by less.
 """
 
 MARGIN_SECONDS: Final = 300.0
-"""This time is subtracted from the lower bound of the time left, for two reasons:
+"""This time is subtracted from the lower bound of the time until memory is full, for two reasons:
 
 - An estimate is made only every two minutes.
 - A peak of a few minutes does not show in a block's floor.
@@ -96,9 +96,9 @@ def estimate_growth(
 ) -> Estimate:
     """Return the rates of the growth, and the rates expected under future load (`pace`).
 
-    The estimate does not include the time left yet; `set_time_left` adds it. `began_bytes` is the
-    memory that was held when the growth began. If `room_bytes` is None, the room is unknown. The
-    expected rates then equal the rates per second.
+    The estimate does not yet include the time until memory is full; `set_time_left` adds it.
+    `began_bytes` is the memory that was held when the growth began. If `room_bytes` is None, the
+    room is unknown. In that case, the expected rates equal the rates per second.
     """
     seconds = [block.seconds for block in growth.blocks]
     requests = [block.requests for block in growth.blocks]
@@ -133,7 +133,7 @@ def estimate_growth(
         fastest = PEAK_MARGIN * highest_rate * (by_request.rate + by_request.half_width)
     if room_bytes is not None and not _is_load_known(track, by_requests=by_requests):
         # Load hardly changes within a short time. The rate is therefore raised only if the room
-        # lasts long enough. It must last for more than half of the observed time.
+        # lasts long enough. The room must last for more than half of the observed time.
         now_seconds = track.clock.now_seconds
         if fastest * now_seconds / 2 < room_bytes:
             fastest /= UNSEEN_SHARE
@@ -154,9 +154,9 @@ def estimate_growth(
 def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, ...]:
     """Return the retained memory of the growth with its largest rise clipped.
 
-    Clipping keeps a single large demand from shortening the time left. The limit is the largest of
-    the second largest rise, three median rises and LARGE_BYTES. Steps that repeat are therefore not
-    clipped.
+    Clipping keeps a single large demand from shortening the estimated time until memory is full.
+    The limit is the largest of the second largest rise, three median rises and LARGE_BYTES. Steps
+    that repeat are therefore not clipped.
     """
     *_, second_bytes, largest_bytes = sorted(growth.rises_bytes)
     limit_bytes = max(second_bytes, CLIP_MEDIANS * median_rise_bytes, LARGE_BYTES)
@@ -172,10 +172,10 @@ def clip_largest_rise(growth: Growth, median_rise_bytes: float) -> tuple[float, 
 def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) -> Estimate:
     """Return the estimate with the rate of the newest stretch if that is higher.
 
-    The rate of the growth as a whole may be too low. It includes pauses and releases. If the
-    stretch will not fill the room, the estimate uses a mean rate. The mean covers the time since
-    the alarm's growth began, including pauses. The highest plausible rate assumes that the stretch
-    does not end.
+    The rate of the growth as a whole may be too low, because it includes pauses and releases. If
+    the stretch will not fill the room, the estimate uses a mean rate. The mean covers the time
+    since the alarm's growth began, including pauses. The highest plausible rate assumes that the
+    stretch does not end.
     """
     if track.alarm is None or track.alarm.stretch is None:
         return estimate
@@ -189,8 +189,8 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
     pace = min(pace, stretch.bytes_per_second)
     if room_bytes is not None and _will_stretch_fill(stretch, track, room_bytes):
         pace = stretch.bytes_per_second
-    # The rate of the growth as a whole is the most precise. It is therefore replaced only if the
-    # stretch is clearly faster.
+    # The rate of the growth as a whole is the most precise. The rate as a whole is therefore
+    # replaced only if the stretch is clearly faster.
     if pace < DILUTED_RATIO * max(estimate.bytes_per_second, estimate.pace or 0.0):
         return estimate
     bytes_per_request = estimate.bytes_per_request
@@ -223,8 +223,8 @@ def _limit_half_width(slope: Slope, growth: Growth) -> Slope:
     """Return the slope with its half width limited by Poisson's law.
 
     The growth must have no pauses. The law is applied to steps of the growth's typical size, as in
-    `weigh_pace`. The five batches may have only two or three blocks each. They may then differ so
-    much by chance that their interval is meaningless.
+    `weigh_pace`. The five batches may have only two or three blocks each. So few blocks may differ
+    so much by chance that the confidence interval is meaningless.
     """
     step_count = growth.grown_bytes / growth.typical_step_bytes
     limit = slope.rate * STANDARD_ERRORS_95 / sqrt(step_count)
@@ -243,12 +243,13 @@ def _is_load_known(track: Track, *, by_requests: bool) -> bool:
 
 
 def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estimate:
-    """Return the estimate with the time left in `room_bytes` and its lower bound.
+    """Return the estimate with the time until `room_bytes` is full and its lower bound.
 
     Memory runs out at a peak rather than in the current valley. The lower bound is therefore the
-    time until the next peak fills the room. Memory that follows load or is rarely collected then
-    returns to its old height. What has leaked since is added to that height. In addition, there may
-    be a demand as large as the largest recent one. Both times are None if the estimate has no pace.
+    time until the next peak fills the room. At that peak, memory that follows load or is rarely
+    collected returns to its old height. Memory that has leaked since the last peak is added to this
+    height. In addition, there may be a demand as large as the largest recent one. The expected time
+    and its lower bound are None if the estimate has no pace.
     """
     floors_bytes = [block.floor_bytes for block in track.history.rings[0].blocks]
     swing_bytes = 0.0
@@ -266,8 +267,8 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
     stretch = None if track.alarm is None else track.alarm.stretch
     if stretch is not None and _will_stretch_fill(stretch, track, room_bytes):
         fastest = max(fastest, stretch.bytes_per_second)
-        # During a long alarm, an estimate is made only every 16 minutes. It may therefore be older
-        # than this stretch.
+        # During a long alarm, an estimate is made only every 16 minutes. The current estimate may
+        # therefore be older than this stretch.
         if stretch.bytes_per_second >= DILUTED_RATIO * pace:
             pace = stretch.bytes_per_second
     oom_seconds = None
@@ -294,12 +295,13 @@ def set_time_left(estimate: Estimate, track: Track, room_bytes: float) -> Estima
 def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: float) -> Slope:
     """Return the slope of retained memory along an axis of seconds or requests.
 
-    The slope is the Theil-Sen estimator over the later half. It is the median of the slopes between
-    all pairs of blocks. Single benign steps hardly affect it. If the median is zero, memory grew in
-    a few large steps. The slope is then taken between the first and the last block. The interval is
-    computed from batch means over the last three quarters. Single rises would not be independent.
-    One allocator step is added to the interval, because memory is not known more precisely. If the
-    axis has no length, the rate is 0 and the spread is infinite.
+    The slope is the Theil-Sen estimator over the later half: the median of the slopes between all
+    pairs of blocks. Single benign steps hardly affect this median. If the median is zero, memory
+    grew in a few large steps. In that case, the slope is taken between the first and the last
+    block. The confidence interval of the slope is computed from batch means over the last three
+    quarters of the curve. Single rises would not be independent. One allocator step is added to the
+    confidence interval, because memory is not known more precisely. If the axis has no length, the
+    rate is 0 and the spread is infinite.
     """
     length = axis[-1] - axis[0]
     if length <= 0:
@@ -322,8 +324,8 @@ def measure_slope(axis: list[float], values: tuple[float, ...], step_bytes: floa
     deviation = stdev(batch_rates)
     step_rate = step_bytes / (axis[-1] - axis[middle])
     half_width = T_95 * deviation / sqrt(BATCHES) + step_rate
-    # The mean is 0 if the rates of the batches cancel each other out. The lower limit then makes
-    # the spread huge and avoids a division by zero.
+    # The mean is 0 if the rates of the batches cancel each other out. The lower limit of the
+    # divisor makes the spread huge and avoids a division by zero.
     return Slope(rate, half_width, deviation / max(abs(fmean(batch_rates)), 1e-9))
 
 
@@ -348,8 +350,8 @@ def forecast_rate(track: Track, horizon_seconds: float) -> float:
     """Return the expected requests per second over a horizon.
 
     The rate is the mean over the last `horizon_seconds`, or over a shorter known past. If this
-    period is shorter than SHORTEST_MEAN_SECONDS, the recent rate is used. That is the average of
-    the last few minutes.
+    period is shorter than SHORTEST_MEAN_SECONDS, the recent rate is used. The recent rate is the
+    average of the last few minutes.
     """
     recent_rate = track.work.requests_per_second
     longest_blocks = track.history.rings[-1].blocks

@@ -113,7 +113,7 @@ class Ring(Struct, frozen=True, kw_only=True):
 
 def find_retained(blocks: tuple[Block, ...]) -> tuple[float, ...]:
     """Return each block's retained memory: the lowest floor in that block and all later ones."""
-    # This is a running minimum, starting from the newest block.
+    # The result is a running minimum, starting from the newest block.
     return tuple(accumulate((block.floor_bytes for block in reversed(blocks)), min))[::-1]
 
 

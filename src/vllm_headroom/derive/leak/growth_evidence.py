@@ -94,8 +94,8 @@ def weigh_blocks(origin: Block, blocks: tuple[Block, ...]) -> tuple[list[float],
     The second list is what the absence of a rise adds. Entry i is for the rise from block i to
     block i + 1. The entries are log likelihood ratios of a leak versus benign rises. Benign rises
     are new maxima and first uses. A block is not evidence if the running requests reached a new
-    maximum in it. The same applies if they did so in the previous block. Higher load explains such
-    a rise. The rise may only show in the floor of the next block.
+    maximum in it or in the previous block. The higher load explains a rise of memory in that block.
+    The rise may only show in the floor of the next block.
     """
     odds_of_rise: list[float] = []
     odds_of_none: list[float] = []
@@ -142,7 +142,7 @@ def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
         return None
     retained_bytes = find_retained(ring.blocks)
     floors = (block.floor_bytes for block in ring.blocks)
-    # `initial` adds an entry before the first block, which is then dropped.
+    # `initial` adds an entry before the first block; the slice removes this entry.
     highest_bytes = tuple(accumulate(floors, max, initial=ring.highest_bytes))[1:]
     if retained_bytes[-1] - highest_bytes[oldest] < LEAST_GROWTH_BYTES:
         return None
@@ -287,7 +287,8 @@ def is_straight(growth: Growth) -> bool:
     """
     if growth.rise_count < len(growth.rises_bytes):
         return False
-    # Memory that follows load slows down. Its later half contains less than half of its growth.
+    # Memory that follows load slows down. The later half of the window contains less than half of
+    # the growth.
     later_bytes = sum(growth.rises_bytes[len(growth.rises_bytes) // 2 :])
     if later_bytes < LATER_HALF_SHARE * growth.grown_bytes:
         return False
@@ -303,10 +304,10 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     """Return the log likelihood ratio of constant growth versus growth by e-folds of work.
 
     Benign rises occur at a constant or falling rate per e-fold of work since `origin`. A leak grows
-    at a constant rate per second or per request. Both are modelled as Poisson processes whose steps
-    have the same size. Each byte of growth adds the log ratio of the two intensities in its block.
-    The sum is then divided by the step size. In a leak, the pace by e-folds may have been different
-    before the window.
+    at a constant rate per second or per request. Leaks and benign rises are modelled as Poisson
+    processes whose steps have the same size. Each byte of growth adds the log ratio of the two
+    intensities in its block. The sum of these log ratios is divided by the step size. In a leak,
+    the pace by e-folds may have been different before the window.
     """
     opened = growth.blocks[0]
     now = growth.blocks[-1]
@@ -321,8 +322,9 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
     odds_per_byte_before = log(bytes_per_fold_before / bytes_per_fold)
     least_odds = -inf
     if odds_per_byte_before >= 0:
-        # Growth per e-fold is slower within the window than before, as after a large warm-up. Only
-        # the growth within the window is then compared. The earlier growth must not lower the odds.
+        # Growth per e-fold is slower within the window than before, as after a large warm-up. In
+        # that case, only the growth within the window is compared. The earlier growth must not
+        # lower the odds.
         odds_per_byte_before = 0.0
         least_odds = 0.0
         bytes_per_fold = grown_bytes / count_folds(origin, opened, now)
@@ -439,20 +441,21 @@ evenly as a leak. Only time shows that they stop at a bound.
 """
 
 HASTE_SHARE: Final = 0.25
-"""If out-of-memory is near, straight growth needs only this share of the time left."""
+"""If out-of-memory is near, straight growth needs to last only this share of the time until then.
+"""
 
 HASTE_SECONDS: Final = 180.0
 """If out-of-memory is near, growth must have lasted for at least this time."""
 
 PATIENCE_SHARE: Final = 0.05
-"""If out-of-memory is far away, straight growth needs this share of the time left. Nobody needs to
-be paged days before out-of-memory. Most slow fills end.
+"""If out-of-memory is far away, straight growth must last for this share of the time until then.
+Nobody needs to be paged days before out-of-memory. Most slow fills end.
 """
 
 UNEVEN_PATIENCE_SHARE: Final = 0.36
-"""Growth that is not straight must have lasted for this share of the time left. Growth toward a
-bound, like 1 - exp(-t / tau), never lasts that long. Its maximum is 1/e (0.37), unless the bound is
-as large as the room.
+"""Growth that is not straight must have lasted for this share of the time until memory is full.
+Growth toward a bound, like 1 - exp(-t / tau), never lasts that long. Its maximum is 1/e (0.37),
+unless the bound is as large as the room.
 """
 
 LONGEST_PATIENCE_SECONDS: Final = DAY_SECONDS / 2
@@ -473,9 +476,9 @@ hours, caches, heaps and warm-ups also grow evenly.
 def compute_patience(left_seconds: float, *, is_room_known: bool, is_straight: bool) -> float:
     """Return for how many seconds growth must have lasted to raise an alarm.
 
-    If the room is unknown, an amount of room is assumed. `left_seconds` is then the time in which
-    growth would fill it. An alarm is then raised within hours only if growth would fill that amount
-    soon.
+    If the room is unknown, an amount of room is assumed. In that case, `left_seconds` is the time
+    in which growth would fill the assumed room. With an assumed room, an alarm is raised within
+    hours only if growth would fill it soon.
     """
     longest_seconds = LONGEST_PATIENCE_SECONDS if is_room_known else UNKNOWN_PATIENCE_SECONDS
     if not is_straight:
@@ -499,8 +502,9 @@ for 21 rises. A fill like 1 - exp(-t / tau) deviates by about t / (8 tau).
 def measure_deviation(growth: Growth) -> float:
     """Return how far the growth deviates from a straight line, by time or by requests.
 
-    This is Kolmogorov's distance, between 0 and 1. The smaller value of the two axes is used. The
-    rises are clipped. A single large demand does not change the shape of a leak.
+    The deviation is Kolmogorov's distance, between 0 and 1. The distance is measured on both axes,
+    and the smaller one is used. The rises are clipped. A single large demand does not change the
+    shape of a leak.
     """
     rises_bytes = clip_rises(growth)
     sum_bytes = sum(rises_bytes)
@@ -723,10 +727,10 @@ def _find_repeated_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
 def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
     """Return the next step if a buffer keeps doubling.
 
-    The step is expected after twice the last interval. A list, a hash table or a growing buffer
-    doubles whenever it is full. It then lasts about twice as long until the next doubling. Returns
-    None if the newest three steps do not double. Also returns None if the newest step is below
-    LEAST_STEPS_BYTES.
+    The next step is expected after twice the interval between the last two steps. A list, a hash
+    table or a growing buffer doubles whenever it is full. After each doubling, the next one takes
+    about twice as long. Returns None if the latest three steps do not double, or if the latest step
+    is below LEAST_STEPS_BYTES.
     """
     joined_steps = _join_steps(steps, REALLOCATED_SECONDS)
     if not joined_steps or joined_steps[-1].size_bytes < LEAST_STEPS_BYTES:
@@ -787,8 +791,8 @@ origin. No warning is raised until half of this time has passed.
 """
 
 LATE_SHARE: Final = 2.0
-"""Growth that has lasted for this many times the time left raises an alarm earlier. This applies at
-any load. By then, two thirds of the room are gone.
+"""Growth that has lasted this many times as long as the time until memory is full raises an alarm
+earlier. This applies at any load. By then, two thirds of the room are gone.
 """
 
 ROOM_SHARE: Final = 0.25
@@ -800,7 +804,7 @@ ENOUGH_BYTES: Final = 1536 * MIB
 """Few caches are as large as this."""
 
 WARNING_SHARE: Final = 0.25
-"""A warning requires growth that has lasted for this share of the time left."""
+"""A warning requires growth that has lasted for this share of the time until memory is full."""
 
 
 def judge_steps(
@@ -809,7 +813,7 @@ def judge_steps(
     """Return the verdict on a window that begins with a step, and its log odds.
 
     GROWING requires that growth does not slow down. The device must be expected to be full within a
-    day. It also requires that growth has lasted for a quarter of the time left. LEAKING
+    day. GROWING also requires that growth has lasted for a quarter of the time until then. LEAKING
     additionally requires that step sizes repeat. Growth must also have used enough of the room. An
     unknown room is assumed to be as large as the initially held memory.
     """

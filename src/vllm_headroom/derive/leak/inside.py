@@ -124,8 +124,8 @@ def _make_mark(gpu: Gpu, now_seconds: float) -> Mark | None:
 def _add_mark(track: InsideTrack, mark: Mark, observation: Observation) -> InsideTrack:
     """Return the track with one more reading.
 
-    The reading is added to the open mark. If the open mark is old enough, it is complete. The
-    reading then begins the next mark.
+    The reading is added to the open mark. If the open mark is old enough, it is complete. In that
+    case, the reading begins the next mark.
     """
     # Within MARK_SECONDS, only the lowest reading is used. Temporary memory of a request is not
     # growth.
@@ -222,12 +222,12 @@ def find_location(estimate: Estimate | None, inside: InsideTrack | None) -> Leak
     Returns None if nothing grows or there is no mark. The duration of the leak is divided into
     sixths. Each place is rated by the sixth in which it grew least. First uses occur in steps and
     add nothing in at least one sixth. The place with the highest rating is returned. If even this
-    rating is close to zero, the total growth decides. The place that grew most is then returned.
-    Cached memory is not a place, because torch releases it.
+    rating is close to zero, the total growth decides. In that case, the place that grew most is
+    returned. Cached memory is not a place, because torch releases it.
     """
     if estimate is None or inside is None or estimate.bytes_per_second <= 0:
         return None
-    # This is the leak's duration if it had always grown at its current rate.
+    # `leak_seconds` is the leak's duration if it had always grown at its current rate.
     leak_seconds = estimate.leaked_bytes / estimate.bytes_per_second
     began_seconds = inside.in_use.clock.snapshot_seconds - leak_seconds
     begin = bisect_left(inside.marks, began_seconds, key=lambda mark: mark.seconds)

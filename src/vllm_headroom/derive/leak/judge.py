@@ -128,11 +128,11 @@ may be missing from that ring. This is the length of one of the longest blocks.
 def judge_track(track: Track, room_bytes: int | None) -> Track:
     """Return the track with its verdict, alarm and estimate.
 
-    Call this whenever a block of the shortest length ends. Computing the verdict is expensive. It
-    is computed only every two minutes, when a block of the second ring ends. At other times, only
-    the time left is updated. The verdict uses the room that was available when other processes held
-    the least memory. The time left uses the current room. If `room_bytes` is None, the room is
-    unknown.
+    Call this whenever a block of the shortest length ends. Computing the verdict is expensive. The
+    verdict is therefore computed only every two minutes, when a block of the second ring ends. At
+    other times, only the time until memory is full is updated. The verdict uses the room that was
+    available when other processes held the least memory. The time until memory is full uses the
+    current room. If `room_bytes` is None, the room is unknown.
     """
     origin = track.history.origin
     newest = track.history.rings[0].blocks[-1] if track.history.rings[0].blocks else None
@@ -140,8 +140,8 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
         return track  # The block that ended was idle, so it is not in the ring.
     own_room_bytes = None
     if room_bytes is not None:
-        # The highest capacity so far is used. Otherwise, a neighbour that takes room could make a
-        # little growth a leak.
+        # The highest capacity so far is used. If the current capacity were used, a neighbour that
+        # takes room could make a little growth a leak.
         capacity_bytes = (track.history.held_bytes or 0.0) + room_bytes
         capacity_bytes = max(track.history.capacity_bytes, capacity_bytes)
         track = replace(track, history=replace(track.history, capacity_bytes=capacity_bytes))
@@ -152,8 +152,8 @@ def judge_track(track: Track, room_bytes: int | None) -> Track:
 
     shortest_ring, second_ring, *_ = track.history.rings
     recent_bytes = newest.floor_bytes - shortest_ring.blocks[0].floor_bytes
-    # Growth that fills three quarters of the room within half an hour is fast. It is judged every
-    # 30 s.
+    # Growth that fills three quarters of the room within half an hour is fast. Fast growth is
+    # judged every 30 s.
     is_slow = own_room_bytes is None or recent_bytes < SOON_SHARE * own_room_bytes
     is_between = second_ring.parts > 0
     if is_between and is_slow:
@@ -195,8 +195,8 @@ after a release. Memory that rises and falls without a leak returns to its start
 """
 
 FADED_SECONDS: Final = DAY_SECONDS / 2
-"""Growth over this period is compared with the time left. The period is longer than a pause at
-night.
+"""Growth over this period is compared with the time until memory is full. The period is longer than
+a pause at night.
 """
 
 LEAST_OLDER_BLOCKS: Final = 4
@@ -274,7 +274,7 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
         began,
         newest_rise,
         newest,
-        # This is how many steps there would be if all of them were equal.
+        # The count is the number of steps there would be if all steps were equal.
         step_count=grown_bytes**2 / alarm.sum_of_squares,
         quiet_seconds=_compute_quiet_seconds(track, began, hold_factor),
         quiet_gaps=hold_factor * HOLD_GAPS,
@@ -283,8 +283,8 @@ def update_alarm(track: Track, alarm: LeakAlarm, newest: Block) -> Track:
         return _end_alarm(track, newest_rise)
     if is_retained:
         return track
-    # Most of the growth was released. If some of it is still held, the low points are rising. The
-    # alarm then ends only if memory stops rising from here.
+    # Most of the growth was released. If some of the growth is still held, the low points are
+    # rising. In that case, the alarm ends only if memory stops rising from here.
     base = alarm.low or track.history.anchor or began
     least_bytes = base.floor_bytes + LOW_SHARE * (newest_rise.floor_bytes - base.floor_bytes)
     if newest.floor_bytes >= least_bytes:
@@ -355,8 +355,8 @@ def _expect_rise(alarm: LeakAlarm, begin: Block, end: Block) -> float:
 def is_breathing(track: Track, alarm: LeakAlarm, newest: Block) -> bool:
     """Return whether a full cache is merely being released in part and filled again.
 
-    In a leak, memory would have returned to its peak by now. Its low points would also be rising. A
-    release of torch's cache does not end a leak.
+    In a leak, memory would have returned to its peak by now. The low points of a leak would also be
+    rising. A release of torch's cache does not end a leak.
     """
     peak = alarm.peak
     grown_bytes = peak.floor_bytes - alarm.began.floor_bytes
@@ -461,7 +461,7 @@ def _measure_alarm(track: Track, alarm: LeakAlarm) -> Growth | None:
     """Return the growth since the alarm's growth began.
 
     Returns None if that growth is too small. Also returns None unless a block of the ring used has
-    just ended. That ring reaches back to the start of the growth.
+    just ended. The ring used reaches back to the start of the growth.
     """
     ring = _find_reaching_ring(track.history.rings, alarm.began.seconds)
     if not _has_just_ended(ring, track):
@@ -545,11 +545,10 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
 
 
 def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None) -> Track:
-    """Return the track with a new estimate of this growth, and with the time left.
+    """Return the track with a new estimate of this growth and the time until memory is full.
 
-    The old estimate is kept if `growth` is None. It is also kept if the new estimate shows no
-    growth. That happens in a valley between two peaks. If there is no verdict, the track has no
-    estimate.
+    The old estimate is kept if `growth` is None. The old estimate is also kept if the new one shows
+    no growth, as in a valley between two peaks. If there is no verdict, the track has no estimate.
     """
     if not track.verdict:
         return replace(track, estimate=None)
@@ -565,7 +564,8 @@ def _update_estimate(track: Track, growth: Growth | None, room_bytes: int | None
         new_estimate = apply_stretch(new_estimate, track, room_bytes)
         if estimate is None or new_estimate.pace is not None:
             estimate = new_estimate
-    # The time left is updated at every block, because the room changes between two verdicts.
+    # The time until memory is full is updated at every block, because the room changes between two
+    # verdicts.
     if estimate is not None and room_bytes is not None:
         estimate = set_time_left(estimate, track, room_bytes)
     return replace(track, estimate=estimate)
@@ -585,10 +585,10 @@ def _judge_rings(
     """Judge the rings in which a block has just ended.
 
     Returns the track and the growth with the most certain verdict. The track's verdict is the
-    highest verdict of all rings. If it is LEAKING, it raises an alarm. The returned growth is from
-    the window whose verdict is now the most certain. It is None if no window has a verdict. It is
-    also None if another ring has an older, more certain verdict. The growth for that verdict has
-    already been estimated.
+    highest verdict of all rings. A verdict of LEAKING raises an alarm. The returned growth is from
+    the window whose verdict is now the most certain. The growth is None if no window has a verdict.
+    The growth is also None if another ring has an older, more certain verdict. The growth for this
+    older verdict has already been estimated.
     """
     ring_of_steps = _find_reaching_ring(track.history.rings[1:], origin.seconds + MISSED_SECONDS)
     excused_bytes = find_excused_bytes(track)
@@ -675,8 +675,8 @@ def _find_growth_without_next_step(track: Track, room_bytes: float) -> Growth | 
 def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     """Return the run's growth if it took most of the room and continues.
 
-    It must not have slowed down. Bounded growth slows down before it gets this far. Returns None in
-    the first hour, because memory grows fast during startup.
+    The growth must not have slowed down. Bounded growth slows down before it takes most of the
+    room. Returns None in the first hour, because memory grows fast during startup.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -689,8 +689,8 @@ def find_growth_without_room(track: Track, room_bytes: float) -> Growth | None:
     if is_young or newest.floor_bytes < _find_full_pools(track):
         return None
     survey = survey_ring(_find_reaching_ring(track.history.rings, anchor.seconds), anchor)
-    # No odds are used here. This excludes a cache that grows at each new maximum. Its growth slows
-    # down over time.
+    # No odds are used here. The check for fading excludes a cache that grows at each new maximum.
+    # The growth of such a cache slows down over time.
     if survey is None or is_fading(track, by_either=True):
         return None
     growth = cut_window(survey, 0)
@@ -802,9 +802,9 @@ def _judge_windows(
 
     if not has_steps:
         return
-    # A window of large steps may begin anywhere since the origin. Only one ring is therefore
-    # searched for such windows. It is the ring with the shortest blocks that reaches back to the
-    # origin.
+    # A window of large steps may begin anywhere since the origin. Therefore, only one ring is
+    # searched for windows of large steps: the ring with the shortest blocks that reaches back to
+    # the origin.
     falls_bytes = (fall_bytes for _, fall_bytes in list_falls(track.history.rings))
     largest_fall_bytes = max(falls_bytes, default=0.0)
     for growth in find_step_windows(survey):
@@ -841,10 +841,12 @@ def _judge_even(growth: Growth, odds: float, track: Track, room_bytes: float | N
     """Return the verdict on even growth.
 
     `odds` is the sum of the log odds of rises and pace. An alarm is raised, whatever the cause, if
-    growth has outlasted the time left. A single large rise does not shorten that time. In the first
-    minutes of a run, new demands are likely. The growth must then also be steady.
+    growth has lasted longer than the time until memory is full. A single large rise does not
+    shorten the time until memory is full. In the first minutes of a run, new demands are likely.
+    During these minutes, the growth must also be steady.
     """
-    # A single large demand must not shorten the time left, so the rises are clipped.
+    # A single large demand must not shorten the time until memory is full, so the rises are
+    # clipped.
     trend_bytes = sum(clip_rises(growth, LARGE_BYTES))
     usable_bytes: float = ASSUMED_ROOM_BYTES
     if room_bytes is not None:
@@ -883,8 +885,9 @@ def is_fading(track: Track, *, by_either: bool = False) -> bool:
     The time since the first quarter of the run is divided into thirds. Growth in the last two
     thirds is compared with growth in the first third. On a straight line, the growth in the last
     two thirds is twice as large. On a logarithmic curve, both are equal. Memory with a bound grows
-    less in the last two thirds. This shows once the run has lasted about as long as filling up
-    takes. The first quarter of the run is ignored, because it is the warm-up.
+    less in the last two thirds. The difference shows once the run has lasted about as long as
+    filling up to the bound takes. The first quarter of the run is ignored, because it is the
+    warm-up.
     """
     anchor = track.history.anchor
     assert anchor is not None  # noqa: S101 - it is set before the first block
@@ -912,9 +915,9 @@ def is_fading(track: Track, *, by_either: bool = False) -> bool:
 
 
 def _is_soon_full(growth: Growth, left_seconds: float) -> bool:
-    """Return whether growth has outlasted a share of the time left.
+    """Return whether growth has lasted for a share of the time until memory is full.
 
-    If so, no odds are required.
+    If the result is True, no odds are required.
     """
     left_share = SOON_SHARE if growth.lasted_seconds < LEAKING_SECONDS else LATE_SHARE
     return left_share * left_seconds <= growth.lasted_seconds
@@ -939,8 +942,8 @@ def _judge_likely(
         return Certainty.LEAKING
     if growth.lasted_seconds < GROWING_SECONDS:
         return Certainty.NONE
-    # More than half of the room is gone. The evidence for a warning is then sufficient for an
-    # alarm.
+    # More than half of the room is gone. With so little room remaining, the evidence for a warning
+    # is sufficient for an alarm.
     if growth.lasted_seconds >= left_seconds:
         return Certainty.LEAKING
     return Certainty.GROWING

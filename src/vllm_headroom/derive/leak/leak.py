@@ -32,7 +32,7 @@ from vllm_headroom.model import EngineProcess, Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
-"""The leak states in which the growth rate and the time left are exported."""
+"""The leak states in which the growth rate and the time until memory is full are exported."""
 
 GPU_FIGURES: Final = (
     (catalog.LEAK_RATE, "bytes_per_second"),
@@ -240,8 +240,8 @@ def derive_gpu_leaks(
 def is_alone(gpu: Gpu) -> bool:
     """Return whether growth on a GPU is known to be the engine's.
 
-    This is the case if the driver reports the engine's memory. It is also the case if there is no
-    other process on the GPU.
+    The result is True if the driver reports the engine's memory, or if no other process is on the
+    GPU.
     """
     return gpu.engine_bytes is not None or gpu.process_count == 1
 
@@ -286,8 +286,8 @@ def find_leak_state(track: Track, *, is_known: bool, is_settled: bool) -> LeakSt
 def _make_bound(labels: tuple[str, str, str], track: Track) -> Iterator[Sample]:
     """Yield how much memory configured pools may still take.
 
-    This is their size minus the growth so far. Nothing is yielded without a pool, or before a
-    stretch's first block.
+    The amount is the pools' size minus the growth so far. Nothing is yielded without a pool, or
+    before a stretch's first block.
     """
     history = track.history
     if not track.bound_bytes or history.origin is None or history.anchor is None:
@@ -306,8 +306,8 @@ def update_residues(
 
     `residues_bytes` is the memory kept during the newest sleep. A track begins during a sleep.
     While the engine is awake, each sample adds a reading. The reading is the memory kept during the
-    previous sleep. During a sleep, no reading is added, because the room is different then. The
-    same applies while another process may hold part of the memory.
+    previous sleep. No reading is added during a sleep, because the room differs while the engine
+    sleeps. No reading is added either while another process may hold part of the memory.
     """
     tracks = {uuid: track for uuid, track in asleep.items() if uuid in residues_bytes}
     for gpu, observation in observations:
@@ -317,8 +317,8 @@ def update_residues(
         track = tracks.get(uuid)
         if track is None:
             # The memory kept during sleep can only be measured during a sleep. A track that began
-            # while the engine is awake would compare unlike figures. One would be of a sleeping
-            # engine, the other of a working one.
+            # while the engine is awake would compare unlike figures. One figure would be of a
+            # sleeping engine, the other of a working one.
             if observation.awake is not False:
                 continue
             track = start_track(observation.seconds)
@@ -355,7 +355,7 @@ def derive_host_leaks(
         if estimate is None or state not in SHOWN or is_resting:
             continue
         samples.append(Sample(catalog.HOST_LEAK_RATE, (str(role),), estimate.bytes_per_second))
-        # If there is no limit, a leak has a pace but no time left.
+        # If there is no limit, a leak has a pace but no time at which memory is full.
         if observation.room_bytes is not None:
             filling.append(estimate)
     oom_seconds = _join_times(estimate.oom_seconds for estimate in filling)
@@ -391,8 +391,8 @@ def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tu
     state = LeakState.UNKNOWN
     if status is not None and status.is_in_service is not None:
         state = _STATES_BEFORE_WORK.get(status.state, LeakState.UNKNOWN)
-    # The detector does not judge an engine that is out of service. Its states are therefore
-    # replaced.
+    # The detector does not judge an engine that is out of service. The engine's leak states are
+    # therefore replaced.
     derived = [sample for sample in samples if sample.metric is not catalog.LEAK_STATE]
     for gpu in snapshot.owned_gpus:
         # If the memory is unknown, the detector could not judge even an engine in service.

@@ -131,8 +131,8 @@ def settle_precedent(track: Track, newest: Block) -> Track:
     """Return the track, with this run's growth as its precedent.
 
     If the growth may be a leak, the precedent does not change. The growth was not a leak if memory
-    has levelled off. It was not a leak either if memory has fallen together with load. There must
-    also have been room left and no alarm.
+    has levelled off. The growth was not a leak either if memory has fallen together with load. In
+    both cases, some room must have remained and there must have been no alarm.
     """
     reached = track.reached
     if reached is None or track.alarm is not None:
@@ -209,8 +209,8 @@ def _has_followed_load(reached: Reached, newest: Block) -> bool:
 def has_released(track: Track, reached: Reached, newest: Block) -> bool:
     """Return whether most of the growth up to the peak has been released.
 
-    Returns False if the room is known. The time left is then known too, and torch releases its
-    cache near the limit even though a leak continues.
+    Returns False if the room is known. With a known room, the time until memory is full is known
+    too. Near the limit, torch releases its cache even though a leak continues.
     """
     growth_bytes = reached.peak.floor_bytes - reached.base.floor_bytes
     fallen_bytes = reached.peak.floor_bytes - newest.floor_bytes
@@ -276,8 +276,8 @@ def _find_precedent_bytes(track: Track, reached: Reached) -> float:
         near = range(int(hours) - NEAR_HOURS, int(hours) + NEAR_HOURS + 1)
         growth_bytes = max(precedent.growth_bytes[hour % GROWTH_HOURS] for hour in near)
     else:
-        # These are one and a half times this run's hours. The hour that has begun and one more are
-        # added.
+        # The compared hours are one and a half times this run's hours, plus the hour that has begun
+        # and one more.
         reached_hours = int(SLOWER_FACTOR * hours) + 2
         growth_bytes = max(precedent.growth_bytes[:reached_hours])
     margin_share = LOAD_MARGIN_SHARE if precedent.follows_load else LEVEL_MARGIN_SHARE

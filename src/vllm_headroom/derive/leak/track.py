@@ -87,16 +87,16 @@ def observe(track: Track, observation: Observation) -> Track:
     """Return the track with one more reading.
 
     If the reading ends a block, the growth is judged. The track starts over when another run of the
-    engine begins. It also starts over after a gap of a day. If a reading's memory is unknown, only
-    the clock and the work are updated. A call takes microseconds, or a millisecond if growth is
-    judged.
+    engine begins. The track also starts over after a gap of a day between readings. If a reading's
+    memory is unknown, only the clock and the work are updated. A call takes microseconds, or a
+    millisecond if growth is judged.
     """
     clock = track.clock
     elapsed_seconds = observation.seconds - clock.snapshot_seconds
     is_near = 0 <= elapsed_seconds < DOUBTED_SECONDS
     if not is_near and not _confirms_doubted_time(clock, observation.seconds):
-        # A single wrong clock reading must not erase the history. Such a reading occurs after a VM
-        # was suspended.
+        # A single wrong clock reading must not erase the history. A wrong clock reading occurs
+        # after a VM was suspended.
         return replace(track, clock=replace(clock, doubted_seconds=observation.seconds))
     elapsed_seconds = max(0.0, elapsed_seconds)
 
@@ -184,7 +184,7 @@ def add_work(
         requests = max(requests, work.requests_at_counter + counter_total - work.counter_total)
     requests_per_second = work.requests_per_second
     if elapsed_seconds > 0:
-        # This is an exponential average. Its time constant is at first the time observed so far.
+        # The average is exponential. At first, its time constant is the time observed so far.
         weight = 1 - exp(-elapsed_seconds / min(now_seconds, AVERAGE_SECONDS))
         newest_rate = (requests - work.requests) / elapsed_seconds
         requests_per_second += weight * (newest_rate - requests_per_second)
@@ -215,7 +215,7 @@ def is_warming_up(track: Track) -> bool:
 def anchor_track(track: Track) -> Track:
     """Return the track at the start of a new stretch.
 
-    It has no history, verdict or alarm. The clock and the work are kept.
+    The new track has no history, verdict or alarm. The clock and the work are kept.
     """
     return Track(
         clock=track.clock,
@@ -239,9 +239,9 @@ def _update_neighbours(track: Track, neighbours: int | None) -> Track:
 
     `neighbours` is None if that number does not matter.
 
-    While there is an additional process, `crowded_since_seconds` is set. The track is then paused
-    without an open block. If the process stays, or a usual process has exited, a new stretch
-    begins.
+    While there is an additional process, `crowded_since_seconds` is set. During this time, the
+    track is paused without an open block. If the process stays, or a usual process has exited, a
+    new stretch begins.
     """
     presence = track.presence
     # There are as many processes as usual, or their number does not matter.
@@ -305,8 +305,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
         track,
         presence=replace(presence, rested_seconds=rested_seconds, is_asleep=is_asleep),
         history=replace(track.history, open_block=None, held_bytes=None),
-        # After the engine wakes up, the growth that caused the alarm continues. It may stay below
-        # its old height for an hour.
+        # After the engine wakes up, the growth that caused the alarm continues. Memory may stay
+        # below its old height for an hour.
         estimate=None if track.alarm is None else track.estimate,
     )
 
@@ -314,8 +314,8 @@ def _update_rest(track: Track, held_bytes: int, elapsed_seconds: float, *, is_id
 def _add_reading(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     """Return the track with a reading added to its open block.
 
-    If the open block is complete, it is closed and judged first. The reading then opens the next
-    block.
+    If the open block is complete, it is closed and judged first. In that case, the reading opens
+    the next block.
     """
     # This is the fast path: most readings repeat the previous one.
     if held_bytes != track.history.held_bytes:
@@ -367,9 +367,9 @@ def _cut_steps(steps: tuple[MemoryStep, ...], held_bytes: float) -> tuple[Memory
 def _close_block(track: Track, open_block: Block) -> Track:
     """Return the track with its open block closed and added to the rings.
 
-    An idle block without a rise is omitted. It does not speak against a leak that is driven by
-    requests. Demands can be compared only at similar load. If load has doubled since the origin,
-    the closed block becomes the origin. During an alarm, the origin does not change.
+    An idle block without a rise is omitted. An idle block does not speak against a leak that is
+    driven by requests. Demands can be compared only at similar load. If load has doubled since the
+    origin, the closed block becomes the origin. During an alarm, the origin does not change.
     """
     history = track.history
     work = track.work

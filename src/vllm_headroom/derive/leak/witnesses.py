@@ -2,8 +2,8 @@
 
 It shows what each witness measures and adds, and which test covers it. The judge calls the
 functions directly rather than through this table. The benchmark turns the witnesses off one at a
-time. A test turns off the witness in each row. It checks that the test named in that row then
-fails.
+time. A test turns off the witness in each row. The test checks that the test named in that row
+fails without the witness.
 """
 
 from collections.abc import Callable

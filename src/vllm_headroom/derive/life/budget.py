@@ -144,7 +144,7 @@ def _update_budget(
             over_since_busy_seconds = previous.over_since_busy_seconds
     levels = _add_level(previous.levels, now, held_bytes)
     first_excess_bytes = previous.first_excess_bytes
-    # An excess has not settled in its first minutes. Part of it may be a burst.
+    # An excess has not settled in its first minutes. Part of a recent excess may be a burst.
     if over_since_seconds is not None and now - over_since_seconds <= REST_SECONDS:
         first_excess_bytes = _find_level(levels, over_since_seconds) - budget_bytes
     return GpuBudget(
@@ -233,8 +233,8 @@ def _find_largest_profile(probe: ProbeReadings) -> int:
 def describe_excess(budget: GpuBudget, gpu: Gpu, now: float) -> BudgetExcess | None:
     """Return the engine's excess over its budget on a GPU, and its duration.
 
-    Returns None if there is no excess, or if the memory is unknown. Also returns None above
-    LARGEST_EXCESS_RATIO, because the real budget must then be a different one.
+    Returns None if there is no excess, or if the memory is unknown. Also returns None for an excess
+    above LARGEST_EXCESS_RATIO, because the real budget must be a different one.
     """
     memory = gpu.reading.memory
     if budget.over_since_seconds is None or memory is None:

@@ -69,7 +69,7 @@ may have taken the rest.
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
 """XID errors that end the program that caused them, according to NVIDIA's table. XIDs 43 and 45 are
-left out, because they can result from the program's exit. XIDs 63 and 64 are left out, because the
+omitted, because they can result from the program's exit. XIDs 63 and 64 are omitted, because the
 program may keep running after them.
 """
 
@@ -208,9 +208,8 @@ def is_gpu_full(gpu: GpuAtEnd) -> bool:
 def find_full_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the GPU whose lack of memory can explain the exit or stall.
 
-    If memory is known to have run out, this is the fullest GPU. Otherwise, it is the first full
-    GPU. Returns None if no GPU is full. Also returns None if the run is not over or has never
-    served.
+    The GPU is the fullest one if memory is known to have run out, and otherwise the first full one.
+    Returns None if no GPU is full. Also returns None if the run is not over or has never served.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -314,8 +313,8 @@ def _fit_over_budget(end: Ending) -> CauseFit | None:
 
     Returns None if the engine stayed within its budget, or if enough memory was left. The cause is
     certain if the GPU was full and later growth was small. Small growth is much less than the
-    excess. The cause is merely possible if little memory was left. A single allocation may then
-    have needed more.
+    excess. The cause is merely possible if little memory was left. In that case, a single
+    allocation may have needed more than the free memory.
     """
     gpu = find_over_budget_gpu(end)
     if gpu is None or gpu.excess is None:
@@ -365,8 +364,8 @@ def _is_memory_short(end: Ending, gpu: GpuAtEnd, excess: BudgetExcess) -> bool:
 def find_over_budget_gpu(end: Ending) -> GpuAtEnd | None:
     """Return the fullest GPU on which the engine was over its budget from the start.
 
-    Returns None if something else explains the exit or stall. That may be growth, other processes
-    or a GPU fault. It may also be a kill, a hang or a stop.
+    Returns None if something else explains the exit or stall. Other explanations are growth, other
+    processes, a GPU fault, a kill, a hang and a stop.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -449,7 +448,8 @@ def _fit_leak(end: Ending) -> CauseFit | None:
         return None
     sentence = f"Out of GPU memory by a leak: the engine grew until {gpu.display_name} was full."
     if gpu.leak in GROWING_STATES:
-        # The check above treats unknown growth as 0. Such growth may still have taken the memory.
+        # The check above treats unknown growth as 0. Unknown growth may still have taken the
+        # memory.
         is_attributed = gpu.other_growth_bytes is not None and gpu.recent_growth_bytes is not None
         is_sure = gpu.leak is LeakState.LEAKING and is_gpu_full(gpu) and is_attributed
         return CauseFit(_grade(is_sure=is_sure), sentence)
@@ -531,9 +531,9 @@ def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     """Judge whether an allocation failed even though no GPU was full.
 
     The cause is certain if the probe saw the failed step just before the end. That step raised an
-    OutOfMemoryError. The cause is likely if torch counted such an error. The cause is possible if
-    requests were running and little memory was free. An allocation may then have failed unobserved.
-    Otherwise, returns None.
+    OutOfMemoryError. The cause is likely if torch counted an OutOfMemoryError. The cause is
+    possible if requests were running and little memory was free. In that case, an allocation may
+    have failed unobserved. If none of these conditions holds, returns None.
     """
     if not end.is_over or not end.has_served:
         return None
@@ -595,7 +595,7 @@ def _fit_hang(end: Ending) -> CauseFit | None:
     Returns None if the engine did not hang, had never served, or was shutting down. The cause is
     certain if the engine's page was served and showed running requests.
     """
-    # A server that is shutting down also makes no progress. It waits for its clients.
+    # A server that is shutting down also makes no progress. The server waits for its clients.
     if end.hung_seconds is None or not end.has_served or is_shutdown(end):
         return None
     duration = format_duration(end.hung_seconds)
@@ -826,7 +826,7 @@ def _add_log(end: Ending, diagnoses: tuple[Diagnosis, ...]) -> tuple[Diagnosis, 
     """Return the causes with the log's evidence added, with the most certain first.
 
     `diagnoses` has the causes that fit all other evidence. The most certain cause comes first.
-    There is at least one.
+    There is at least one diagnosis.
     """
     if end.log is None:
         return diagnoses

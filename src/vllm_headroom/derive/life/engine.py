@@ -160,9 +160,9 @@ def update_engine(
 ) -> tuple[EngineMemory, Snapshot]:
     """Return what is remembered after this snapshot, and the snapshot with the status added.
 
-    In the returned snapshot, `left_behind` has only lasting leftovers. These processes were left
-    behind at least LEFTOVER_SECONDS ago. `configured_bytes` is the operator's figure for the memory
-    that the engine uses on each GPU.
+    In the returned snapshot, `left_behind` has only lasting leftovers. Lasting leftovers are
+    processes that were left behind at least LEFTOVER_SECONDS ago. `configured_bytes` is the
+    operator's figure for the memory that the engine uses on each GPU.
     """
     now = snapshot.monotonic_seconds
     # An exit is described by the earlier record. This sample may be from the next run.
@@ -233,8 +233,8 @@ def _build_exit(run: EngineRun, evidence: Evidence, record: RunRecord) -> Ending
     snapshot = evidence.snapshot
     gpus = describe_gpus(record, run, snapshot)
     # If there is no page, the run is not considered replaced. The next run is still loading, and
-    # clients have lost this one. A kubelet may restart a container within a second. No sample then
-    # shows an engine without processes.
+    # clients have lost this one. A kubelet may restart a container within a second. After so fast a
+    # restart, no sample shows an engine without processes.
     is_replaced = record.page.is_answering and evidence.answer is PageAnswer.GIVEN
     reason = _find_exit_reason(run, evidence, gpus, is_replaced=is_replaced)
     ending = build_ending(record, run, snapshot, IncidentKind.ENDED, reason=reason, gpus=gpus)
@@ -270,9 +270,9 @@ def _find_exit_reason(
 def _refine_reason(ending: Ending) -> ExitReason | None:
     """Return the reason for an exit, using its whole ending and the log.
 
-    Only the whole ending shows whether a shutdown was requested. Only it shows whether the engine
-    was over its budget from the start. Otherwise, a reason that the log states replaces GONE.
-    Returns None for a stall, which has no reason.
+    Only the whole ending shows whether a shutdown was requested, or whether the engine was over its
+    budget from the start. In all other cases, a reason that the log states replaces GONE. Returns
+    None for a stall, which has no reason.
     """
     # A reason in the engine's log is better evidence than the memory.
     if ending.reason is ExitReason.GONE and ending.log is not None:
@@ -306,7 +306,7 @@ def _was_out_of_memory(run: EngineRun, snapshot: Snapshot, gpus: tuple[GpuAtEnd,
 def _find_oom_seconds(snapshot: Snapshot) -> float | None:
     """Return when an OutOfMemoryError last ended a process, according to the probe.
 
-    The time is in seconds since the epoch. Returns None if there was no such error.
+    The time is in seconds since the epoch. Returns None if there was no OutOfMemoryError.
     """
     if not isinstance(snapshot.probe, ProbeReadings):
         return None
@@ -337,8 +337,8 @@ def build_ending(
     now = snapshot.monotonic_seconds
     is_exit = kind is IncidentKind.ENDED
     lost_processes = list_lost_at_end(record.processes, run, snapshot, kind)
-    # Without a necessary process, there is no progress either. The cause is then a crash and not a
-    # hang.
+    # Without a necessary process, there is no progress either. In that case, the cause is a crash
+    # and not a hang.
     hung_seconds = None
     if not lost_processes and (not is_exit or _has_hung(record, reason, now)):
         # At an exit, the time of the last progress is unknown. The last sign of work is used
@@ -494,8 +494,8 @@ def _find_earlier_held(gpu: GpuRecord, now: float) -> int | None:
 def _find_straight_growth(gpu: GpuRecord, page: PageRecord) -> StraightGrowth | None:
     """Return the longest growth in a straight line that ends with the newest sample.
 
-    Returns None if there is no such growth. Also returns None if the load is unknown or was not
-    level. Memory grows with the number of requests.
+    Returns None if memory did not grow straight. Also returns None if the load is unknown or was
+    not level. Memory grows with the number of requests.
     """
     points = [
         (slot.newest_seconds, slot.most_held_bytes)
@@ -680,7 +680,7 @@ def _list_excesses(record: RunRecord, snapshot: Snapshot) -> tuple[tuple[str, Bu
 def _list_bytes_to_wake(memory: EngineMemory, evidence: Evidence) -> tuple[tuple[str, int], ...]:
     """Return the bytes that a sleeping engine needs to wake up, by GPU UUID.
 
-    This is the most memory held while serving, minus the memory held now. A GPU is omitted if
+    The need is the most memory held while serving, minus the memory held now. A GPU is omitted if
     either value is unknown.
     """
     needs = []

@@ -95,8 +95,8 @@ class WorkCounters(NamedTuple):
     def done(self) -> tuple[float | None, ...]:
         """Return only the token and step counters.
 
-        The other counters also change when a request is aborted. The request counts as finished,
-        and its cache is freed.
+        The other counters also change when a request is aborted. An aborted request counts as
+        finished, and its cache is freed.
         """
         return self[1:4]
 
@@ -178,8 +178,8 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
         cpu_ratio = None if self.has_spun_idle else self.cpu_ratio
         is_cpu_busy = None if cpu_ratio is None else cpu_ratio >= BUSY_CPU_RATIO
         is_gpu_busy = None if self.gpu_ratio is None else self.gpu_ratio >= BUSY_GPU_RATIO
-        # The engine is working if either the processes or the GPUs are busy. It is idle only if
-        # both are known to be idle.
+        # The engine is working if either the processes or the GPUs are busy. The engine is idle
+        # only if both are known to be idle.
         if is_cpu_busy or is_gpu_busy:
             return Activity.BUSY
         if is_cpu_busy is None and is_gpu_busy is None:
@@ -286,8 +286,8 @@ def _update_engine(
     """
     counters = _read_counters(engine)
     is_asleep = engine.awake is False
-    # If an engine was put to sleep with mode=keep, its requests stay on the page. They do not count
-    # as work until the engine wakes up.
+    # If an engine was put to sleep with mode=keep, its requests stay on the page. These requests do
+    # not count as work until the engine wakes up.
     has_work = bool(engine.running or engine.waiting) and not is_asleep
     is_idle = not has_work and not is_asleep and engine.running is not None
     # No progress is expected without work, so the time without progress begins when work arrives.
@@ -341,9 +341,9 @@ def _find_age(
     Returns None if no work is visible.
 
     An unanswered request from the daemon also counts as work. The request was sent at
-    `unanswered_since_seconds`. The gauges of a hung core would not show the request. The time
-    without progress then begins when the request was sent. If any engine made progress later, the
-    time begins with that progress.
+    `unanswered_since_seconds`. The gauges of a hung core would not show the request. For such a
+    request, the time without progress begins when the request was sent. If any engine made progress
+    later, the time without progress begins at that moment.
     """
     ages = [
         now - engine.moved_seconds
@@ -365,7 +365,7 @@ def update_cpu_use(
 
     Returns None before the first known time. Other processes are not considered. Only the API
     servers can prevent the page from being served. While they wait for a hung GPU, the core and its
-    workers may spin. The page is then still served and shows no progress.
+    workers may spin. In this state, the page is still served and shows no progress.
     """
     servers = [process for process in processes or () if process.role is Role.API_SERVER]
     # The times are summed. Any of several servers may receive the request for the page.
@@ -374,7 +374,8 @@ def update_cpu_use(
         return previous
     if previous is None or cpu_seconds >= previous.cpu_seconds + COMPUTING_CPU_SECONDS:
         return CpuUse(cpu_seconds, now)
-    # The sum falls when one of several servers exits. Counting then continues from the lower sum.
+    # The sum falls when one of several servers exits. After a fall, counting continues from the
+    # lower sum.
     return CpuUse(min(previous.cpu_seconds, cpu_seconds), previous.monotonic_seconds)
 
 
@@ -483,7 +484,7 @@ def update_activity(
     if span_seconds < SPAN_SECONDS:
         return track
     cpu_ratio = None
-    # The sum falls when a process exits. The CPU use in this span is then unknown.
+    # The sum falls when a process exits. In that case, the CPU use in this span is unknown.
     if (
         cpu_seconds is not None
         and track.begin_cpu_seconds is not None

@@ -44,7 +44,7 @@ USUAL_LOAD_SECONDS: Final = 900.0
 class MemoryExtremes(Struct, frozen=True, gc=False):
     """The extremes of one GPU's memory in a time slot.
 
-    They are known both in samples and at peaks between samples. None means unknown.
+    The extremes are known both in samples and at peaks between samples. None means unknown.
 
     There are many of these objects, so gc=False keeps the garbage collector from visiting them.
     """
@@ -213,7 +213,8 @@ def _read_extremes(gpu: Gpu, now: float) -> MemoryExtremes:
         peak_rise_bytes = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
         room_bytes = memory.left_bytes
         room_at_peak_bytes = room_bytes - peak_rise_bytes
-        # The driver does not report which process caused a peak. All of it may be the engine's.
+        # The driver does not report which process caused a peak. The whole peak may be the
+        # engine's.
         if gpu.held_bytes is not None:
             held_at_peak_bytes = gpu.held_bytes + peak_rise_bytes
     return MemoryExtremes(
@@ -236,7 +237,7 @@ def _add_extremes(
     The sample may be added to the newest slot.
     """
     now = sample.newest_seconds
-    # In a trace, time may jump back. A new slot then starts.
+    # In a trace, time may jump back. In that case, a new slot starts.
     if slots and 0 <= now - slots[-1].begin_seconds < SLOT_SECONDS:
         return (*slots[:-1], _merge_extremes(slots[-1], sample))
     # To judge an exit, two spans are needed: a burst's minutes and the run's end.
@@ -272,8 +273,8 @@ def _record_processes(previous: ProcessRecord, snapshot: Snapshot, run: EngineRu
     if run.lost_roles and _is_page_refused(snapshot):
         refused_since_seconds = previous.refused_since_seconds or snapshot.monotonic_seconds
     processes = replace(previous, complete=complete, refused_since_seconds=refused_since_seconds)
-    # If the page is not served, the server has exited too. It is then unknown which process exited
-    # first.
+    # If the page is not served, the server has exited too. In that case, it is unknown which
+    # process exited first.
     if snapshot.page is None:
         return processes
     return replace(
@@ -354,8 +355,8 @@ def _name_processes(processes: Iterable[EngineProcess]) -> list[Lost]:
 def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineProcess]:
     """Return the engine's processes that hold GPU memory even though their server has exited.
 
-    A trace has no pids. The result then has as many workers as processes left on the GPUs. If the
-    engine has no workers, cores are returned instead.
+    A trace has no pids. For a trace, the result has as many workers as there are processes
+    remaining on the GPUs. If the engine has no workers, cores are returned instead.
     """
     pids = [
         leftover.pid
@@ -376,7 +377,7 @@ def _list_orphaned(processes: ProcessRecord, snapshot: Snapshot) -> list[EngineP
 def _count_orphans(snapshot: Snapshot) -> int:
     """Count the orphaned processes on the engine's GPUs.
 
-    An engine that was stopped leaves no such processes.
+    An engine that was stopped leaves no orphans.
     """
     fates = [leftover.fate for gpu in snapshot.owned_gpus for leftover in gpu.leftovers]
     return fates.count(Fate.ORPHANED)

@@ -124,7 +124,7 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
 class EngineRuns(Struct, frozen=True, kw_only=True, rename={"are_processes_visible": "sighted"}):
     """The newest run, and the counts over all runs.
 
-    Both survive restarts of the sidecar, because they are saved in the state file.
+    Both runs survive restarts of the sidecar, because they are saved in the state file.
     """
 
     newest: EngineRun | None = None
@@ -283,8 +283,8 @@ def _judge_visibility(
     """
     if processes:
         return True
-    # If a page is served, there must be processes behind it. If none of them is visible now, none
-    # will become visible to this sidecar later.
+    # If a page is served, there must be processes behind it. If none of these processes is visible
+    # now, none will become visible to this sidecar later.
     has_shown_none = snapshot.page is not None and not runs.present.process_names
     if has_shown_none and not _may_show_processes_later(snapshot):
         return False
@@ -329,7 +329,7 @@ def _judge_held_memory(
     are_all_gpus_read = 0 < len(held_bytes) == len(gpus)
     if are_all_gpus_read and not run.was_asleep:
         return Presence.GONE
-    # A run that is still loading also held memory. Its page has not been served yet.
+    # A run that is still loading also held memory. The page of that run has not been served yet.
     is_loading = run is runs.newest and not run.is_ready
     if not are_all_gpus_read and (run.most_held_bytes > 0 or is_loading):
         return Presence.OUT_OF_SIGHT
@@ -341,7 +341,7 @@ def update_runs(
 ) -> tuple[EngineRuns, EngineRun | None]:
     """Return the runs after one more sample, and the run that has exited.
 
-    The exited run is returned as it was before the sample. It is None if no run exited.
+    The exited run is returned as it was before the sample. The exited run is None if no run exited.
     `was_answering` is whether the page was served at the previous sample. If the clock was set
     back, exits that now lie in the future are dropped.
     """
@@ -367,8 +367,8 @@ def update_runs(
         return replace(runs, newest=run), exited_run
     if run is not None:
         runs = replace(runs, restarts=runs.restarts + 1)
-    # If a container outlives its engines, its count of kills is not reset. A systemd unit is such a
-    # container.
+    # If a container outlives its engines, its count of kills is not reset. A systemd unit is an
+    # example of a container that outlives its engines.
     new_run = EngineRun(oom_kills=evidence.host.oom_kills or 0)
     return replace(runs, newest=_update_run(new_run, evidence)), exited_run
 
@@ -395,7 +395,7 @@ def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> 
     If both start times are known, they are compared. Otherwise, the processes are compared or, if
     they are unknown too, the request counters. If several servers answer in turn, a lower counter
     may be from another server. A lower counter is therefore evidence only if it has more than
-    halved. It is also evidence if the page was not served before.
+    halved, or if the page was not served before.
     """
     finished_total = evidence.finished_total
     if run.page_run_id is not None and evidence.page_run_id is not None:
@@ -463,7 +463,7 @@ def _update_run(run: EngineRun, evidence: Evidence) -> EngineRun:
             role: max(counts[role], run.necessary_counts.get(role, 0)) for role in NECESSARY_ROLES
         },
         most_held_bytes=max(run.most_held_bytes, sum(evidence.held_bytes.values())),
-        # This is measured only once, when the run's first page is read.
+        # The first room is measured only once, when the run's first page is read.
         first_room_bytes=run.first_room_bytes or _find_room_bytes(evidence.snapshot),
         first_host_room_bytes=first_host_room_bytes,
         was_asleep=is_page_awake(evidence.page) is False,
@@ -837,8 +837,8 @@ def update_state(
 ) -> StateUpdate:
     """Return what a snapshot shows.
 
-    The other arguments are from the previous sample. `was_answering` is whether the page was served
-    at that sample.
+    All arguments apart from `snapshot` are from the previous sample. `was_answering` is whether the
+    page was served at that sample.
     """
     evidence = read_evidence(snapshot, runs)
     updated_runs, exited_run = update_runs(runs, evidence, was_answering=was_answering)
@@ -1010,9 +1010,9 @@ def _find_requests(evidence: Evidence, progress: Progress) -> Requests:
 def _is_computing(evidence: Evidence, away_seconds: float, progress: Progress) -> bool:
     """Return whether the API server uses CPU time and may still respond.
 
-    If the server answers with an error, other activity is also considered. This is the activity of
-    the core, the workers and the GPUs. If the server is silent, this activity proves nothing. Hung
-    processes may spin, as in NCCL.
+    If the server answers with an error, the activity of the core, the workers and the GPUs is also
+    considered. If the server is silent, this activity proves nothing. Hung processes may spin, as
+    in NCCL.
     """
     if evidence.answer is PageAnswer.ERROR and progress.activity.judge() is Activity.BUSY:
         return True

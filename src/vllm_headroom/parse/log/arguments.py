@@ -119,7 +119,7 @@ def split_items(text: str) -> Iterator[str]:
         elif character == "," and depth == 0:
             yield text[item_begin:position]
             item_begin = position + 1
-    if not quote and depth == 0:  # an item cut off at the end of the line is left out
+    if not quote and depth == 0:  # an item cut off at the end of the line is omitted
         yield text[item_begin:]
 
 

@@ -193,7 +193,7 @@ class LogReader:
     def _begin_server(self, engine: str, version: str, message: Message) -> list[LogEvent]:
         """Begin a start with the first line of the server.
 
-        If there are several API servers, each writes such a line.
+        If there are several API servers, each writes its own start line.
         """
         builder = self._builder
         is_another = re.match(r"ApiServer_\d", message.process) is not None
@@ -585,8 +585,8 @@ def read_refusal(text: str) -> Refusal:
     if reserved_bytes is not None and "allocated_bytes" in sizes:
         sizes["cached_bytes"] = max(0, reserved_bytes - sizes["allocated_bytes"])
     other_bytes = [_read_size(match) or 0 for match in OTHER_PROCESS.finditer(text)]
-    # In a container, the driver's pids differ from torch's. The process itself is then listed as
-    # one of the "others".
+    # In a container, the driver's pids differ from torch's. With different pids, the process itself
+    # is listed as one of the "others".
     if other_bytes and "process_bytes" not in sizes:
         largest_bytes = max(other_bytes)
         if largest_bytes >= sizes.get("allocated_bytes", 0):

@@ -24,7 +24,8 @@ VLLM: Final = Profile(
     product="vLLM",
     switch="without --disable-log-stats",
     prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
-    # The page has one series per API server. One of them has the true value, and the others are 0.
+    # The page has one series per API server. One of these series has the true value, and the others
+    # are 0.
     repeat_labels=("pid",),
     replica_labels=("ReplicaId",),
     grouped_models=GROUPED_MODELS,
