@@ -30,8 +30,8 @@ class BatchEvidence(Struct, frozen=True, kw_only=True):
     """
 
     is_reported: bool = False
-    """Whether the engine has ever reported its limit. If it has, the limit is never estimated. It
-    is unknown whenever the engine stops reporting it.
+    """Whether the engine has ever reported its limit. If it has, the limit is never estimated. The
+    limit is unknown whenever the engine stops reporting it.
     """
 
 

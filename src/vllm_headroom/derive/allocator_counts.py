@@ -16,8 +16,8 @@ from vllm_headroom.model import (
 )
 
 MOST_COUNTS: Final = 512
-"""The maximum number of per-process counters that are kept. It is four times the number of probe
-files read at once.
+"""The maximum number of per-process counters that are kept. The maximum is four times the number of
+probe files read at once.
 """
 
 CounterKey = tuple[str, str, int, float]

@@ -110,7 +110,8 @@ to 560 list the right pids, but with another process's memory.
 
 _NVML_RACE_BYTES: Final = 64 * MIB
 """A process may free this much memory between two NVML calls. If the processes' memory exceeds the
-memory in use by more, the list is wrong. The driver has then listed memory on another device.
+memory in use by more, the list is wrong. In that case, the driver has listed memory on another
+device.
 """
 
 
@@ -152,7 +153,7 @@ class AttributionState(Struct, frozen=True, kw_only=True):
 
     has_ledger: bool = False
     """Whether the driver has ever reported memory for an engine process. If it has, a reading
-    without this memory is treated as a temporary gap.
+    without engine memory is treated as a temporary gap.
     """
 
     engine_pids: frozenset[int] = frozenset()

@@ -33,8 +33,8 @@ INITIAL: Final = HealthState(
     last_success_seconds={},
 )
 """The counts of all sources except the probe and the log start at 0. The counts of the probe and
-the log are added when each is first read. They are therefore exported only if a probe folder or a
-log is configured.
+the log are added when each is first read. The counts of the probe and the log are therefore
+exported only if a probe folder or a log is configured.
 """
 
 PROBE_ZEROS: Final = _list_zeros(Source.PROBE)

@@ -33,7 +33,7 @@ HOST_KINDS: Final = ("anonymous", "file", "shared")
 FULL_SHARE: Final = 0.5
 """Below this share of its limit, a container did not lack memory. Its last sample counts. Samples
 are 5 s apart. The fastest reported leak takes 2 GB in 5 s (vllm-project/vllm#35191). Half of the
-limit is more than that.
+limit is more than a leak takes between two samples.
 """
 
 

@@ -20,7 +20,7 @@ from vllm_headroom.vocabulary import MemoryPart
 PROBE_RACE_BYTES: Final = 64 * MIB
 """This much memory may be freed between the probe's reading and NVML's. If reserved memory exceeds
 the engine's by at most this much, nothing is outside torch. A larger difference has no explanation,
-so the memory outside torch is then unknown.
+so it makes the memory outside torch unknown.
 """
 
 _GRAPH_HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TORCH)

@@ -24,7 +24,7 @@ from vllm_headroom.vocabulary import Work
 
 LOWEST_SIZE_SHARE: Final = 1 / 16
 """Only sizes of at least this share of the largest size are fitted. Small steps run in CUDA graphs.
-Their peak is not determined by the size, but for example by the logits.
+The peak of a small step is not determined by its size, but for example by the logits.
 """
 
 FEWEST_SIZES: Final = 4

@@ -13,7 +13,7 @@ RATIO_WINDOW_SECONDS: Final = 300.0
 """The time over which the hit ratio is measured."""
 
 RATIO_WINDOW_STEPS: Final = 60
-"""The maximum number of counts in the window. It limits the memory used at short sampling
+"""The maximum number of counts in the window. The maximum limits the memory used at short sampling
 intervals.
 """
 

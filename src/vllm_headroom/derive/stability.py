@@ -43,7 +43,9 @@ class LoadState(Struct, frozen=True, kw_only=True):
     """The number of samples in the current minute."""
 
     is_stable: bool | None = None
-    """Whether load was level after the last full minute. It is None until the window is full."""
+    """Whether load was level after the last full minute. The value is None until the window is
+    full.
+    """
 
     held_bytes: dict[str, int] = field(default_factory=dict)
     """The memory that the engine held when load became level, by the GPU's UUID."""

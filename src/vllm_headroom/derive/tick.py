@@ -180,7 +180,8 @@ class TickRules(Struct, frozen=True, kw_only=True):
     """
     role: str = SERVING
     gate_ready_seconds: float | None = None
-    """The gate closes if less time is left until out-of-memory. If this is None, it never closes.
+    """The gate closes if less time than this remains until out-of-memory. If the value is None, the
+    gate never closes.
     """
     read_guardrail: Callable[[], Guardrail] | None = None
     """Returns the guardrail's settings and state, or None if this pod must never be evicted."""

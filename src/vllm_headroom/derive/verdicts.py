@@ -56,8 +56,8 @@ from vllm_headroom.vocabulary import (
 # description names.
 
 LOW_BYTES: Final = 512 * MIB
-"""A GPU's free memory is low only below this size. It must also be below LOW_FREE_SHARE of the
-initially free memory. The alert HeadroomGpuMemoryLow uses the same limits.
+"""A GPU's free memory is low only below this size. The free memory must also be below
+LOW_FREE_SHARE of the initially free memory. The alert HeadroomGpuMemoryLow uses the same limits.
 """
 
 LOW_FREE_SHARE: Final = 0.5
@@ -84,9 +84,10 @@ that the engine holds between bursts takes this long.
 """
 
 SCARCE_BLOCKS_BYTES: Final = GIB
-"""Below this much free in 2 MiB blocks, unified memory may not be allocated. Some failed while
-22.5 GiB were available (vllm-project/vllm#54200). Few such blocks are normal. Exceptions are a
-loading model and a task that waits for memory. The page cache takes the free memory.
+"""Below this much free in 2 MiB blocks, unified memory may not be allocated. Some allocations
+failed while 22.5 GiB were available (vllm-project/vllm#54200). Few free blocks of 2 MiB are normal,
+because the page cache takes the free memory. Exceptions are a loading model and a task that waits
+for memory.
 """
 
 WAITING_RATIO: Final = 0.05
@@ -199,7 +200,7 @@ NEVER_SEEN: Final = EngineSentence(
     " running",
 )
 """Replaces the sentence for DOWN before the engine's first run. HeadroomEngineDown does not fire
-before then either.
+before the first run either.
 """
 
 UNREAD_SENTENCES: Final[Mapping[EngineState, EngineSentence]] = {
@@ -225,8 +226,8 @@ PAGE_ALONE_FAILS: Final = (
 SERVER_RUNS: Final = (
     "has a server that runs, and reports an error: whether it makes progress is not known"
 )
-"""The text for a server that answers with an error instead of its page. Nothing else is known about
-the engine then.
+"""The text for a server that answers with an error instead of its page. While the server answers in
+this way, nothing else is known about the engine.
 """
 
 LOGIN_WANTED: Final = (
@@ -260,7 +261,9 @@ SERVER_TROUBLES: Final = {
     ServerAnswer.UNHEALTHY: "; its health check reports an error",
     ServerAnswer.SILENT: "; its health check does not answer",
 }
-"""Evidence of a stall besides the page. It is added to the sentence about a stalled engine."""
+"""Evidence of a stall besides the page. The evidence is added to the sentence about a stalled
+engine.
+"""
 
 NO_GROWTH_SENTENCES: Final[Mapping[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, "no leak seen"),

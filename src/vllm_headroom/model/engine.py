@@ -113,7 +113,7 @@ class Input(Struct, frozen=True):
     """The value of the label `input` of `headroom_input_available`."""
 
     metric: str | None = None
-    """The metric that exports the fact unchanged, or None if there is no such metric."""
+    """The metric that exports the fact unchanged, or None if no metric does."""
 
 
 def _input(name: str, metric: str | None = None) -> Input:
@@ -201,8 +201,8 @@ class EnginePage(Struct, frozen=True, kw_only=True):
     inputs: tuple[tuple[str, bool], ...]
     """The name of each input of the profile, and whether the page offers it."""
     has_capacity_of_blocks: bool = False
-    """Whether the capacities of the KV caches were computed from blocks. The page then does not
-    state them in tokens.
+    """Whether the capacities of the KV caches were computed from blocks. In that case, the page
+    does not state the capacities in tokens.
     """
 
 
@@ -213,7 +213,7 @@ not sufficient, because pids are reused.
 
 SAME_START_SECONDS: Final = 2.0
 """Two start times may be of one process if they differ by at most this. A start time is computed
-from the kernel's boot time. That time changes when the clock is set.
+from the kernel's boot time. The kernel's boot time changes when the clock is set.
 """
 
 
@@ -254,8 +254,8 @@ class EngineProcess(Struct, frozen=True, kw_only=True):
     """
 
     waiting_requests: int | None = None
-    """The number of connections with a request that waits longer than usual. It is None if the
-    connections are not visible. Only the first server has this value.
+    """The number of connections with a request that waits longer than usual. The number is None if
+    the connections are not visible. Only the first server has this number.
     """
 
     swap_bytes: int | None = None
@@ -319,13 +319,13 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
 
     visible_pids: frozenset[int]
     sees_host_pids: bool
-    """Whether this is the machine's initial PID namespace. A pid then refers to the same process in
-    NVML and /proc.
+    """Whether this is the machine's initial PID namespace. In that namespace, a pid refers to the
+    same process in NVML and /proc.
     """
 
     ambiguous_engines: int = 0
-    """The number of visible engines if the watched one is unknown, otherwise 0. If it is unknown,
-    `engine` is empty.
+    """The number of visible engines if the watched one is unknown, otherwise 0. If the watched
+    engine is unknown, `engine` is empty.
     """
 
     neighbours: frozenset[ProcessName] = frozenset()
@@ -345,8 +345,9 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     """
 
     exiting: frozenset[int] = frozenset()
-    """The pids of the engine's processes that are exiting. They no longer have resident memory. The
-    driver is still releasing their GPU memory. For a large core, this takes seconds.
+    """The pids of the engine's processes that are exiting. Exiting processes no longer have
+    resident memory. The driver is still releasing their GPU memory. For a large core, the release
+    takes seconds.
     """
 
     zombies: frozenset[int] = frozenset()
@@ -394,8 +395,8 @@ class EngineName(Struct, frozen=True, kw_only=True):
     unit: str | None = None
     """The systemd unit of an engine that runs outside Kubernetes."""
     engine_url: str = ""
-    """The URL of the engine's page, without secrets. It names an engine outside Kubernetes that no
-    unit starts.
+    """The URL of the engine's page, without secrets. The URL names an engine outside Kubernetes
+    that no unit starts.
     """
 
     @property

@@ -123,8 +123,8 @@ class LineHolding(Struct, frozen=True, kw_only=True):
     size_bytes: int
     n_blocks: int | None = None
     since_seconds: float | None = None
-    """When the line's oldest block was allocated, in seconds since the epoch. It is None if this is
-    no longer in the history.
+    """When the line's oldest block was allocated, in seconds since the epoch. The time is None if
+    the allocation is no longer in the history.
     """
 
 
@@ -373,8 +373,8 @@ class GpuReading(Device, frozen=True, kw_only=True):
     """The XID codes with their counts since the daemon started."""
 
     failure: Failure | None = None
-    """Why the device cannot be read, or None if it was read. If it cannot be read, only its names
-    and `xid_errors` are known.
+    """Why the device cannot be read, or None if it was read. If the device cannot be read, only its
+    names and `xid_errors` are known.
     """
 
     vendor: Vendor = Vendor.NVIDIA
@@ -414,9 +414,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """The memory that other processes hold, or None if they cannot be identified."""
 
     held_bytes: int | None = None
-    """The engine's memory: `engine_bytes` if the device's processes can be attributed. Otherwise,
-    it is all used memory that is not known to be other processes'. The value is None while the
-    engine's memory is unknown. It is also None on a device that is not the engine's.
+    """The engine's memory: `engine_bytes` if the device's processes can be attributed. If they
+    cannot, the value is all used memory that is not known to be other processes'. The value is None
+    while the engine's memory is unknown, or on a device that is not the engine's.
     """
 
     process_count: int | None = None

@@ -13,8 +13,8 @@ USUAL_CONTAINER: Final = "vllm"
 """The name of the engine's container in our manifests, in production-stack and in llm-d."""
 
 ANY_LOG_COMMAND: Final = "kubectl logs --previous"
-"""The command to show if the pod is unknown. It prints a container's log from before its last
-restart.
+"""The command to show if the pod is unknown. The command prints a container's log from before its
+last restart.
 """
 
 

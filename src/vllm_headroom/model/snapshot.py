@@ -32,8 +32,8 @@ TokenBytes = Callable[[str, int | None], int | None]
 """Takes the KV cache's dtype and the number of the engine's GPUs (None if unknown). Returns the
 bytes that one token takes across all these GPUs, or None if unknown.
 
-If layers of several kinds share the cache's blocks, nothing can be converted to tokens. The
-function then returns NO_TOKEN_BYTES for any dtype.
+If layers of several kinds share the cache's blocks, nothing can be converted to tokens. For these
+models, the function returns NO_TOKEN_BYTES for any dtype.
 """
 
 NO_TOKEN_BYTES: Final = 0

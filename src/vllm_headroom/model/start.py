@@ -20,8 +20,8 @@ class LogTime(Struct, frozen=True, kw_only=True):
     """When a log line was written."""
 
     seconds: float | None = None
-    """Seconds since the epoch, according to the container's runtime or journald. It is None if
-    neither wrote a time.
+    """Seconds since the epoch, according to the container's runtime or journald. The time is None
+    if neither the runtime nor journald wrote one.
     """
 
     clock: str | None = None
@@ -282,7 +282,9 @@ class LogReading(Struct, frozen=True, kw_only=True):
     """How the newest starts ended, according to the log, with the newest last."""
 
     newest_seconds: float | None = None
-    """When the newest line arrived, in seconds since the epoch. It is None if there is none yet."""
+    """When the newest line arrived, in seconds since the epoch. The time is None if there is no
+    line yet.
+    """
 
 
 LOGGED_END_SECONDS: Final = 120.0
@@ -296,8 +298,8 @@ journald arrives within a second. The API server is polled every ten seconds.
 """
 
 STALE_LOG_SECONDS: Final = 60.0
-"""A log whose newest line is older than this at an exit proves nothing. It may be incomplete or
-belong to another engine. A working vLLM logs its load every 10 s.
+"""A log whose newest line is older than this at an exit proves nothing. An old log may be
+incomplete or belong to another engine. A working vLLM logs its load every 10 s.
 """
 
 

@@ -25,7 +25,7 @@ ROUNDING_TOLERANCE: Final = 1e-9
 """
 
 TIGHT_SHARE: Final = 0.02
-"""A GPU's memory is tight if less than this share of it is left."""
+"""A GPU's memory is tight if less than this share of it is free."""
 
 BURST_MARGIN: Final = 1.5
 """Memory is also tight below this factor times the largest peak, as in HeadroomGpuMemoryTight."""
@@ -46,8 +46,8 @@ class BudgetExcess(Struct, frozen=True, kw_only=True):
     is_from_start: bool
     """Whether the engine has exceeded the budget ever since it was first observed working."""
     needed_bytes: int
-    """The largest of three peaks above the memory at rest. They are the observed peak, the profile
-    run's peak, and the usual peak.
+    """The largest of three peaks above the memory at rest: the observed peak, the profile run's
+    peak, and the usual peak.
     """
 
     @property
@@ -101,8 +101,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     """Whether there were more processes when the fields `last_…` were measured than for `first_…`.
     """
     is_peak_unattributed: bool = False
-    """Whether the least room was measured between two samples. If so, it is unknown who held the
-    memory.
+    """Whether the least room was measured between two samples. For a peak between samples, it is
+    unknown which process held the memory.
     """
     newest_seconds: float = 0.0
     """When the newest sample was taken, in seconds since the epoch."""
@@ -191,8 +191,8 @@ class Ending(Struct, frozen=True, kw_only=True):
     reason: ExitReason | None = None
     """The reason under which the exit is counted, or None for a stall."""
     began_seconds: float | None = None
-    """When the run began, in seconds since the epoch, or None if unknown. This may be before the
-    record began.
+    """When the run began, in seconds since the epoch, or None if unknown. The run may have begun
+    before the record.
     """
     observed_seconds: float = 0.0
     """How long the run was observed."""

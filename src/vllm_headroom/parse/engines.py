@@ -15,8 +15,8 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
 MOST_PAGE_ENGINES: Final = 256
-"""The maximum number of (engine, model) pairs on one page. It is limited because each pair adds
-dozens of series to the sidecar's page.
+"""The maximum number of (engine, model) pairs on one page. The number is limited because each pair
+adds dozens of series to the sidecar's page.
 """
 
 MOST_SHARED_READINGS: Final = 5000

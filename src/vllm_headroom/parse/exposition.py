@@ -17,7 +17,9 @@ _EXPOSITION: Final = re.compile(
     r"[-+]?(?:\.?[0-9][0-9.eE+-]*|Inf|NaN)(?:[ \t]+-?[0-9]+)?[ \t\r]*$)",  # a value and a timestamp
     re.MULTILINE,
 )
-"""A comment or a sample in the text format. A page without such a line is not a metrics page."""
+"""A comment or a sample in the text format. A page without a comment or a sample is not a metrics
+page.
+"""
 
 MOST_SAMPLES: Final = 5000
 """The maximum number of samples read from a page; 150 engines have about this many."""
@@ -40,8 +42,8 @@ ONE_SERVER: Final = (
 )
 
 _EXCERPT_LENGTH: Final = 60
-"""The number of characters that a message quotes from a foreign page. They are enough to recognise
-a login page, but too few to fill a log.
+"""The number of characters that a message quotes from a foreign page. The characters are enough to
+recognise a login page, but too few to fill a log.
 """
 
 _MOST_SHORT_SERIES: Final = 2048

@@ -20,13 +20,12 @@ class Combine(Enum):
     SAME = auto()
     """Takes the common value; used for settings. The value is unknown if the values differ."""
     SHARE = auto()
-    """Divides the sum by the number of engines on the page. It is used if each engine reports the
-    total of all engines.
+    """Divides the sum by the number of engines on the page. SHARE is used if each engine reports
+    the total of all engines.
     """
     TEXT = auto()
-    """Takes the text of a label if all parts have the same text. It is used for settings. The value
-    is unknown if the texts differ. It is also unknown if `exceptions` names parts with a different
-    text.
+    """Takes the text of a label if all parts have the same text. TEXT is used for settings. The
+    value is unknown if the texts differ, or if `exceptions` names parts with a different text.
     """
 
 

@@ -31,7 +31,9 @@ from them.
 """
 
 T_95: Final = 2.776
-"""Student's t for a 95 % interval. It has 4 degrees of freedom, one less than the batches."""
+"""Student's t for a 95 % interval. The distribution has 4 degrees of freedom, one less than the
+number of batches.
+"""
 
 STANDARD_ERRORS_95: Final = 2.0
 """The number of standard errors on each side of a 95 % interval."""
@@ -48,7 +50,7 @@ many times the variation of the rates per second.
 
 UNSEEN_SHARE: Final = 0.6
 """Load has a daily cycle. Until a whole day has been observed, load may still exceed its observed
-peak. Memory may then be full after this share of the estimated time.
+peak. At a higher peak, memory may be full after this share of the estimated time.
 """
 
 PEAK_MARGIN: Final = 1.1
@@ -86,8 +88,8 @@ class Slope(NamedTuple):
     """Half the width of the 95 % interval."""
 
     spread: float
-    """The standard deviation of the batches as a multiple of their mean. It is inf if there are too
-    few batches.
+    """The standard deviation of the batches as a multiple of their mean. The spread is inf if there
+    are too few batches.
     """
 
 

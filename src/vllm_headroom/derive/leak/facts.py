@@ -45,7 +45,7 @@ class Observation(Struct, frozen=True, kw_only=True):
 
     neighbours: int | None = None
     """The number of processes on the device, including the engine's. It is None if the memory of
-    the engine's processes is known. The number then does not matter.
+    the engine's processes is known. In that case, the number does not matter.
     """
 
     awake: bool | None = None
@@ -180,8 +180,8 @@ class FinishedWork(Struct, frozen=True, kw_only=True):
     """The value of `requests` when the counter was last read."""
 
     lower_since_seconds: float | None = None
-    """When a counter below `counter_total` was first read, on the track's clock. It is None while
-    the counter is not below that value.
+    """When a counter below `counter_total` was first read, on the track's clock. The time is None
+    while the counter is not below `counter_total`.
     """
 
     run_id: str | None = None
@@ -200,12 +200,12 @@ class Occupancy(Struct, frozen=True, kw_only=True):
     """
 
     neighbours: int | None = None
-    """The usual number of processes on the device. It is None if the engine's memory is known
-    without counting them.
+    """The usual number of processes on the device. The number is None if the engine's memory is
+    known without counting processes.
     """
     crowded_since_seconds: float | None = None
-    """When an additional process appeared, on the track's clock. It is None if there is no such
-    process.
+    """When an additional process appeared, on the track's clock. The time is None if there is no
+    additional process.
     """
 
 
@@ -300,8 +300,8 @@ class Reached(Struct, frozen=True, kw_only=True):
     highest_rate: float = 0.0
     """The request rate in the busiest hour up to the peak, in requests per second."""
     lowest_rate: float | None = None
-    """The request rate in the quietest hour since the peak, in requests per second. It is None
-    until such an hour has ended.
+    """The request rate in the quietest hour since the peak, in requests per second. The rate is
+    None until a whole hour has ended since the peak.
     """
 
 
@@ -344,15 +344,15 @@ class LeakAlarm(Struct, frozen=True, kw_only=True):
     """
 
     low: Block | None = None
-    """The block in which most of the growth was first released. It is None if this has not
-    happened. In a leak, later low points are higher than this one.
+    """The block in which most of the growth was first released. The block is None if most of the
+    growth was never released. In a leak, later low points are higher than this block.
     """
     stretch: Stretch | None = None
     """The newest stretch of growth, or None while no stretch is long enough."""
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
-    """The growth rate and the time left.
+    """The growth rate and the time until memory is full.
 
     A field is None if its value is unknown.
     """
@@ -395,8 +395,8 @@ class TrackClock(Struct, frozen=True, kw_only=True):
     """The time since the track began, on the track's own clock. It never goes backwards."""
 
     doubted_seconds: float | None = None
-    """The time of the last snapshot if it was far from the previous one. Such a time is not trusted
-    until a second reading confirms it.
+    """The time of the last snapshot if it was far from the previous one. A distant time is not
+    trusted until a second reading confirms it.
     """
 
 
@@ -415,15 +415,15 @@ class Track(Struct, frozen=True, kw_only=True):
 
     verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
-    """The growth rate and the time left. It is None while the verdict is NONE. It is also None
-    while the engine rests without an alarm.
+    """The growth rate and the time until memory is full. The estimate is None while the verdict is
+    NONE, or while the engine rests without an alarm.
     """
     alarm: LeakAlarm | None = None
     """The current alarm, or None if there is none."""
     reached: Reached | None = None
     """The highest memory that this run has reached, or None before its first block."""
     precedent: Precedent | None = None
-    """Growth that was not a leak, or None until such growth has been observed."""
+    """Growth that was not a leak, or None until growth of this kind has been observed."""
 
     is_excused: bool = False
     """Whether the verdict would be higher than GROWING if there were no precedent."""
@@ -431,7 +431,7 @@ class Track(Struct, frozen=True, kw_only=True):
     previous_alarm_seconds: float | None = None
     """When memory last rose during the previous alarm, on the track's clock.
 
-    It is None if there was no previous alarm.
+    The time is None if there was no previous alarm.
     """
 
 

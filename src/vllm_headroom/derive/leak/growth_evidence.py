@@ -70,8 +70,8 @@ RISE_SOURCES: Final = 6.0
 """The assumed number of independent sources of benign rises. One kind is records: demands larger
 than all previous ones. The other kind is first uses of a kernel. Among exchangeable demands, the
 n-th is a record with probability 1/n (Rényi). An event of log-uniform rarity first occurs at rate
-1/n. While the work grows from n0 to n1, these sources therefore cause few rises. The maximum is
-RISE_SOURCES times ln(n1/n0).
+1/n. While the work grows from n0 to n1, these sources therefore cause at most RISE_SOURCES times
+ln(n1/n0) rises.
 """
 
 RISE_CHANCE_IN_A_LEAK: Final = 0.8
@@ -128,7 +128,7 @@ class RingSurvey(Struct, frozen=True):
     """What a rise from block i to i + 1 adds to the odds. See `weigh_blocks`."""
 
     odds_of_none: tuple[float, ...]
-    """What the absence of such a rise adds to the odds."""
+    """What the absence of a rise adds to the odds."""
 
 
 def survey_ring(ring: Ring, origin: Block) -> RingSurvey | None:
@@ -192,8 +192,8 @@ def cut_window(survey: RingSurvey, begin: int) -> Growth:
 
 
 LAST_SHARE: Final = 0.05
-"""The last part of a window's growth is this share of it. How long ago the last part was added
-shows whether growth has ended.
+"""The last part of a window's growth is this share of the growth. How long ago the last part was
+added shows whether growth has ended.
 """
 
 QUIET_SECONDS: Final = 1800.0
@@ -274,8 +274,8 @@ lower than STEADY_SPREAD. Fewer than eleven blocks are judged, and they may be a
 """
 
 STRAIGHT_BYTES: Final = 512 * MIB
-"""The growth along a straight line must be at least this. With less growth, each rise may be one
-segment. A first use of a kernel or a batch size takes such a segment.
+"""The growth along a straight line must be at least this many bytes. With less growth, each rise
+may be one segment. The first use of a kernel or a batch size takes one segment.
 """
 
 
@@ -362,7 +362,8 @@ def weigh_pace(growth: Growth, origin: Block) -> float:
 
 
 CLIP_MEDIANS: Final = 3.0
-"""A rise is clipped to this many median rises. A single large step then does not look like a trend.
+"""A rise is clipped to this many median rises. With this limit, a single large step does not look
+like a trend.
 """
 
 
@@ -425,8 +426,8 @@ def _share_by_quarter(axis: list[float], rises_bytes: list[float]) -> list[float
     sum_bytes = sum(rises_bytes)
     shares = [0.0] * 4
     for (begin, end), rise_bytes in zip(pairwise(axis), rises_bytes, strict=True):
-        # The middle is (begin + end) / 2. Its distance from the start, in quarters, is 4 * (middle
-        # - start) / length.
+        # The middle is (begin + end) / 2. The distance of the middle from the start, in quarters,
+        # is 4 * (middle - start) / length.
         quarter = int(2 * (begin + end - 2 * axis[0]) / length)
         shares[min(3, quarter)] += rise_bytes / sum_bytes
     return shares
@@ -574,8 +575,7 @@ def _sum_at_level_load(growth: Growth) -> float:
 
 
 SAME_SIZE_BYTES: Final = 2 * MIB
-"""Steps have the same size if they differ by at most this. It is the smallest step of the
-allocator.
+"""Steps have the same size if they differ by at most this much, the smallest step of the allocator.
 """
 
 RECORD_RATIO: Final = 1.04

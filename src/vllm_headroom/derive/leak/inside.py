@@ -51,8 +51,8 @@ class InsideTrack(Struct, frozen=True, kw_only=True):
     """The number of restarts before this run, which identifies the run."""
     in_use: Track
     """The track of the memory in use, which is the held memory excluding torch's cache. A leak may
-    grow into free memory of torch's cache. The leak then shows in this track but not in held
-    memory.
+    grow into free memory of torch's cache. A leak into torch's cache shows in this track but not in
+    held memory.
     """
 
     open_mark: Mark

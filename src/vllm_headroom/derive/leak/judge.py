@@ -65,7 +65,8 @@ LEAST_RISE_ODDS: Final = 10.0
 """The minimum log odds from the number of blocks in which memory rose."""
 
 WITNESS_ODDS_LIMIT: Final = 12.0
-"""The log odds from rises and from pace are each limited to this. Neither is then sufficient alone.
+"""The log odds from rises and from pace are each limited to this. With this limit, neither is
+sufficient alone.
 """
 
 GROWING_ODDS_SUM: Final = 12.0
@@ -81,8 +82,8 @@ FAR_SECONDS: Final = 30 * DAY_SECONDS
 """Out-of-memory is far away if it is expected in more than this time."""
 
 SOON_SHARE: Final = 0.75
-"""Steady growth under an hour raises an alarm at this share of the time left. No odds are then
-required. After an hour, `LATE_SHARE` is used instead.
+"""Steady growth under an hour raises an alarm without odds after this share of the time until
+memory is full. After an hour, `LATE_SHARE` is used instead.
 """
 
 GONE_RATIO: Final = 6.0
@@ -90,12 +91,12 @@ GONE_RATIO: Final = 6.0
 
 CLIPPED_GONE_RATIO: Final = 4.0
 """Our choice: this is GONE_RATIO for growth with its largest rise clipped. The clipped part counts
-as room that is left.
+as free room.
 """
 
 STRAIGHT_LEFT_SECONDS: Final = 600.0
-"""A straight line of six blocks raises an alarm if less time is left. Within minutes of a full
-card, there is no time for eleven blocks.
+"""A straight line of six blocks raises an alarm if memory will be full in less time than this.
+Within minutes of a full card, there is no time for eleven blocks.
 """
 
 STARTUP_SHARE: Final = 0.25
@@ -108,9 +109,9 @@ POOL_OVERHEAD: Final = 1.15
 
 KEPT_PACE: Final = 1.5
 """Our choice: the time since the first quarter of the run is divided into thirds. Growth keeps its
-pace if it is large enough in the last two thirds. It must be at least this many times the growth in
-the first third. On a straight line, growth is twice as large in the last two thirds. On a
-logarithmic curve, it is equally large.
+pace if it is large enough in the last two thirds. The growth in the last two thirds must be at
+least this many times the growth in the first third. On a straight line, growth is twice as large in
+the last two thirds. On a logarithmic curve, both parts grow equally.
 """
 
 BUSIEST_RATIO: Final = 1.25
@@ -119,9 +120,9 @@ is the busiest earlier quarter of an hour.
 """
 
 MISSED_SECONDS: Final = 960.0
-"""Large steps are judged in a single ring. Of the rings that reach back to the origin, one is
-chosen. It has the shortest blocks of at least two minutes. Up to this much time after the origin
-may be missing from that ring. This is the length of one of the longest blocks.
+"""Large steps are judged in a single ring. Of the rings that reach back to the origin, the one with
+the shortest blocks of at least two minutes is chosen. Up to this much time after the origin may be
+missing from that ring. The time is the length of one of the longest blocks.
 """
 
 
@@ -175,14 +176,14 @@ HOLD_GAPS: Final = 3.0
 """An alarm ends only after this many usual gaps without a rise."""
 
 PAUSE_FACTOR: Final = 1.5
-"""A leak has pauses if an alarm began soon after the previous alarm. The start must be within a day
-of the previous alarm's last rise. The pause is the time between that rise and the start of the
-alarm. Without a rise, the alarm then continues for this many times the pause.
+"""A leak has pauses if an alarm began soon after the previous alarm. The alarm must start within a
+day of the previous alarm's last rise. The pause is the time between that rise and the start of the
+alarm. In a leak with pauses, an alarm without a rise continues for this many times the pause.
 """
 
 NEARLY_FULL_BYTES: Final = GIB
-"""If less room than this is left, torch's cache hides growth. The less room there is, the longer
-the alarm then continues. It does not end even if all of its growth is released.
+"""If less room than this remains, torch's cache hides growth. The less room there is, the longer an
+alarm then continues. The alarm does not end even if all of its growth is released.
 """
 
 RETAINED_SHARE: Final = 0.5

@@ -30,9 +30,9 @@ least half as long as the growth took.
 """
 
 LEVEL_SHARE: Final = 0.5
-"""How long memory must be level, as a share of the growth's duration (see LEVEL_SECONDS). The same
-share applies to requests. The memory of an idle engine does not grow. Since the peak, at least this
-share of the growth's requests must have finished.
+"""How long memory must be level, as a share of the growth's duration (see LEVEL_SECONDS). Since the
+peak, at least this share of the growth's requests must also have finished, because the memory of an
+idle engine does not grow.
 """
 
 FALLEN_SHARE: Final = 0.5
@@ -45,9 +45,8 @@ a leak, torch may release its cache.
 """
 
 LEAST_ROOM_SHARE: Final = 0.1
-"""A peak with less room than this share of the growth is not a precedent. The same applies to less
-room than LEAST_ROOM_BYTES. Near the limit, torch releases its cache, so even a leak seems to level
-off.
+"""A peak is not a precedent if its room is less than this share of the growth, or less than
+LEAST_ROOM_BYTES. Near the limit, torch releases its cache, so even a leak seems to level off.
 """
 
 LEAST_ROOM_BYTES: Final = GIB
@@ -63,15 +62,16 @@ LOAD_MARGIN_SHARE: Final = 0.25
 
 SIMILAR_BASE_SHARE: Final = 0.02
 """Two runs are compared only if they initially held similar memory. The difference must be below
-this share, or below SIMILAR_BASE_BYTES. Otherwise, the configuration has changed.
+this share, or below SIMILAR_BASE_BYTES. A larger difference means that the configuration has
+changed.
 """
 
 SIMILAR_BASE_BYTES: Final = 512 * MIB
 """A difference of this many bytes is always allowed, for the sake of small processes."""
 
 SLOWER_FACTOR: Final = 1.5
-"""A run is compared with the previous run at a later age. That age is this many times the run's
-age, plus an hour. Faster growth is not covered by the precedent.
+"""A run is compared with the previous run at a later age: this many times the run's own age, plus
+an hour. Faster growth is not covered by the precedent.
 """
 
 NEAR_HOURS: Final = 2

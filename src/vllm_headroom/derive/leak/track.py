@@ -38,8 +38,8 @@ and 16 hours.
 """
 
 DOUBTED_SECONDS: Final = DAY_SECONDS
-"""A snapshot's time is not trusted if it is before the previous one. The same applies if it is this
-much later. A second reading must then confirm the time.
+"""A snapshot's time is not trusted if it is before the previous snapshot's, or this much later. A
+second reading must confirm a doubted time.
 """
 
 REST_SHARE: Final = 0.5
@@ -53,12 +53,13 @@ WAKE_SHARE: Final = 0.8
 
 LONGEST_REST_SECONDS: Final = 1800.0
 """After this long awake and working, a rest ends in any case. Either the engine needs no more
-memory, or it will not release its backup. A new stretch of comparable readings then begins.
+memory, or it will not release its backup. After the rest, a new stretch of comparable readings
+begins.
 """
 
 LONGEST_CROWDED_SECONDS: Final = HOUR_SECONDS
-"""An additional process that stays for longer than this is considered usual. A new stretch then
-begins. If the process exits earlier, nothing changes.
+"""An additional process that stays for longer than this is considered usual. When the process
+becomes usual, a new stretch begins. If it exits earlier, nothing changes.
 """
 
 LOAD_LEAP: Final = 2.0
@@ -67,19 +68,19 @@ its first minutes by at most half.
 """
 
 LEAST_STEP_BYTES: Final = 24 * MIB
-"""The minimum size of a step. It is larger than torch's segment for tensors of 1 to 10 MiB. That
-segment is 20 MiB (c10 kLargeBuffer).
+"""The minimum size of a step. The minimum is larger than torch's segment of 20 MiB for tensors of 1
+to 10 MiB (c10 kLargeBuffer).
 """
 
 NEWEST_STEPS: Final = 32
-"""Our choice: the number of steps that are kept. It limits the size of the state."""
+"""Our choice: the number of steps that are kept. The number limits the size of the state."""
 
 AVERAGE_SECONDS: Final = 300.0
 """Our choice: the time constant of the average request rate."""
 
 RESET_SECONDS: Final = 600.0
-"""If a counter stays lower for this long, it was reset. Requests are then counted from the lower
-value.
+"""If a counter stays lower for this long, it was reset. After the reset, requests are counted from
+the lower value.
 """
 
 

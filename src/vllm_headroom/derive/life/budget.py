@@ -43,9 +43,9 @@ REST_SLOT_SECONDS: Final = 15.0
 """Our choice: one reading of the held memory is kept per slot."""
 
 USUAL_PEAK_RATIO: Final = 0.01
-"""An engine's usual peak above its level at rest. It is a share of the GPU's memory, as in
-HeadroomMemoryDiscrepancyHigh. On an 80 GiB GPU, this is 0.8 GiB. The logits of 2,048 tokens take
-this much. Smaller cards serve smaller models.
+"""An engine's usual peak above its level at rest. The peak is a share of the GPU's memory, as in
+HeadroomMemoryDiscrepancyHigh. On an 80 GiB GPU, this share is 0.8 GiB, which the logits of 2,048
+tokens take. Smaller cards serve smaller models.
 """
 
 LARGEST_PEAK_RATIO: Final = 0.08
@@ -55,8 +55,8 @@ ended. Instead, the engine fell asleep or another process exited.
 
 LARGEST_EXCESS_RATIO: Final = 0.25
 """Our choice: a larger excess means that another option has set the KV cache's size. An example is
---num-gpu-blocks-override. The engine's real budget is then unknown. On a MIG slice, exceeding the
-budget by a fifth is usual.
+--num-gpu-blocks-override. With such an option, the engine's real budget is unknown. On a MIG slice,
+exceeding the budget by a fifth is usual.
 """
 
 WORKING_PARTS: Final = (MemoryPart.OTHER_TENSORS, MemoryPart.FRAGMENTED, MemoryPart.CACHED)
@@ -78,7 +78,7 @@ class GpuBudget(Struct, frozen=True, kw_only=True):
     over_since_busy_seconds: float = 0.0
     """The value of `busy_seconds` when the excess began."""
     levels: tuple[tuple[float, int], ...] = ()
-    """Pairs of a time and the bytes then held, over the last minutes."""
+    """Pairs of a time and the bytes held at that time, over the last minutes."""
     first_excess_bytes: float = 0.0
     """The excess at rest, measured over the first minutes of the excess."""
     peak_bytes: int = 0

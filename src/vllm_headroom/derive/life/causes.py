@@ -25,9 +25,9 @@ from vllm_headroom.vocabulary import (
 )
 
 FULL_ROOM_BYTES: Final = 256 * MIB
-"""A GPU was full if its lowest free memory was at most this. This is about a dozen of torch's
-20 MiB segments. In addition, it must have been at most FULL_ROOM_RATIO of the first free memory.
-That is the free memory when the engine started to serve.
+"""A GPU was full if its lowest free memory was at most this. The amount is about a dozen of torch's
+20 MiB segments. In addition, the lowest free memory must have been at most FULL_ROOM_RATIO of the
+free memory when the engine started to serve.
 """
 
 FULL_ROOM_RATIO: Final = 0.5
@@ -126,8 +126,8 @@ SURE_CAUSES: Final[Mapping[LogFailureKind, EndCause]] = {
         EndCause.CRASH,
     ),
 }
-"""The causes for which the log is sufficient evidence. Other causes can be judged only together
-with the samples. These are a lack of GPU memory, a kill, and an unknown exception.
+"""The causes for which the log is sufficient evidence. Three other causes can be judged only
+together with the samples: a lack of GPU memory, a kill, and an unknown exception.
 """
 
 

@@ -81,8 +81,8 @@ anything.
 """
 
 UNLOADED_SECONDS: Final = 15.0
-"""An engine younger than this at its first sample cannot have loaded its model. LOADED_SHARE is
-then not applied.
+"""An engine younger than this at its first sample cannot have loaded its model. LOADED_SHARE is not
+applied to an engine that young.
 """
 
 LONGEST_LOAD_SECONDS: Final = 2400.0

@@ -30,8 +30,8 @@ every 5 seconds.
 """
 
 STALLED_SECONDS: Final = 60.0
-"""An engine is stalled after this long with work but without progress. It is also stalled after
-this long with processes but without a page.
+"""An engine is stalled after this long with work but without progress, or with processes but
+without a page.
 
 A single step takes less time. A prefill chunk, 8192 tokens by default, takes seconds on the slowest
 cards. After 300 s, vLLM itself aborts a step (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
@@ -162,9 +162,9 @@ class ActivityTrack(Struct, frozen=True, kw_only=True):
     gpu_ratio: float | None = None
     """The highest utilisation of any of the GPUs in the newest complete span."""
     has_spun_idle: bool = False
-    """Whether the core and the workers use CPU time even when they have no work. If so, CPU time
-    proves nothing. In some versions of vLLM, tensor-parallel workers spin while they wait for the
-    core.
+    """Whether the core and the workers use CPU time even when they have no work. If they do, CPU
+    time proves nothing. In some versions of vLLM, tensor-parallel workers spin while they wait for
+    the core.
     """
     begin_seconds: float | None = None
     """When the current span began, on the monotonic clock."""
@@ -195,8 +195,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     engines: dict[EngineLabels, EngineProgress] = field(default_factory=dict)
     """The progress of each engine, as shown by the newest page."""
     age_seconds: float | None = None
-    """The longest time for which an engine with work has made no progress. It is None without a
-    page or work.
+    """The longest time for which an engine with work has made no progress. The age is None without
+    a page or work.
     """
     hints: dict[Hint, HintSpan] = field(default_factory=dict)
     """Signs of a hang that the page does not show."""
@@ -204,8 +204,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     activity: ActivityTrack = field(default_factory=ActivityTrack)
     """The activity of the core, the workers and the GPUs."""
     waits_since_seconds: float | None = None
-    """The time since which a request has been waiting in every sample. It is None if no request is
-    waiting.
+    """The time since which a request has been waiting in every sample. The time is None if no
+    request is waiting.
     """
 
     @property

@@ -86,11 +86,11 @@ class PageRecord(Struct, frozen=True, kw_only=True):
     """The engines on the last page that showed any engines."""
     idle_since_seconds: float | None = None
     idle_seconds: float | None = None
-    """How long these engines had been idle when that page was read. It is None if they had work or
-    this is unknown.
+    """How long these engines had been idle when that page was read. The time is None if the engines
+    had work or their load is unknown.
     """
     loads: tuple[tuple[float, float], ...] = ()
-    """Pairs of a time and the requests then running, one pair per slot."""
+    """Pairs of a time and the requests running at that time, one pair per slot."""
 
 
 class ProcessRecord(Struct, frozen=True, kw_only=True):
@@ -117,7 +117,9 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     first_age_seconds: float | None = None
     """The age of the run when it was first seen, or None if unknown."""
     follows_absence: bool = False
-    """Whether the sidecar was running before this run began. The whole start was then observed."""
+    """Whether the sidecar was running before this run began. If it was, the whole start of the run
+    was observed.
+    """
     was_page_ever_read: bool = False
     """Whether any page has ever been read, even from another run."""
     stalled_since_seconds: float | None = None

@@ -51,13 +51,13 @@ LOADED_RATIO: Final = 0.5
 """Below this share of its highest memory while serving, an engine has released its weights."""
 
 STARVED_RATIO: Final = 0.8
-"""If the CPU pressure exceeds this, a server may deliver every page late. On two cores, the
-pressure was 0.05 at a load average of 2. It was 0.95 at a load average of 5.
+"""If the CPU pressure exceeds this, a server may deliver every page late. On two cores, the CPU
+pressure was 0.05 at a load average of 2, and 0.95 at a load average of 5.
 """
 
 SPINNING_SECONDS: Final = 180.0
-"""A server that uses CPU time without answering for longer than this is spinning. This does not
-apply while the machine is short of CPU. It does not apply either while the server finishes its last
+"""A server that uses CPU time without answering for longer than this is spinning. A server is not
+considered spinning while the machine is short of CPU, or while the server finishes its last
 requests.
 """
 
@@ -116,8 +116,8 @@ class EngineRun(Struct, frozen=True, kw_only=True, rename=_STATE_FILE_NAMES):
     lost_roles: tuple[Role, ...] = ()
     """The necessary roles in which at least one process has exited."""
     oom_kills: int = 0
-    """The kernel's count of OOM kills in the engine's container. It is from the last sample in
-    which no process was missing.
+    """The kernel's count of OOM kills in the engine's container. The count is from the last sample
+    in which no process was missing.
     """
 
 
@@ -158,8 +158,8 @@ class PageAnswer(Enum):
     ERROR = auto()
     """A running server answers with an error, which says nothing about the engine behind it."""
     UNREADABLE = auto()
-    """The answer is not from the engine. It may come from a login page, a wrong address or another
-    server.
+    """The answer is not from the engine. The answer may come from a login page, a wrong address or
+    another server.
     """
 
 
@@ -181,7 +181,9 @@ class Presence(Enum):
     THERE = auto()
     GONE = auto()
     OUT_OF_SIGHT = auto()
-    """The source that used to show the processes has failed. This does not end a run."""
+    """The source that used to show the processes has failed. The failure of the source does not end
+    a run.
+    """
     NEVER_SHOWN = auto()
     """No source has shown the processes in this run. The page is the only evidence."""
 
@@ -192,8 +194,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     snapshot: Snapshot
     answer: PageAnswer
     processes: tuple[EngineProcess, ...] | None
-    """The engine's processes. They are None if /proc cannot be read or several servers may be the
-    engine.
+    """The engine's processes. The processes are None if /proc cannot be read or several servers may
+    be the engine.
     """
     are_processes_visible: bool | None
     """Whether this sidecar can see the engine's processes, as in EngineRuns."""
@@ -514,8 +516,8 @@ class Symptom(Enum):
     enough.
     """
     NO_PROCESSES = auto()
-    """There is no page, and there are no processes. The same applies if a closed port is all that
-    is known.
+    """There is no page, and there are no processes. The row also matches if a closed port is all
+    that is known.
     """
     NO_RUN = auto()
     """There is no page. Processes exist, but nothing shows that they are part of a run of this
@@ -666,8 +668,8 @@ class StandstillRow(NamedTuple):
     requests: Requests | None = None
     activity: Activity | None = None
     servers: tuple[ServerAnswer | None, ...] | None = None
-    """The server's answers that the row matches. If None is one of them, an unasked server also
-    matches.
+    """The server's answers that the row matches. If None is one of these answers, an unasked server
+    also matches.
     """
 
 
@@ -814,7 +816,8 @@ class StateUpdate(Struct, frozen=True, kw_only=True):
 
     evidence: Evidence
     exited_run: EngineRun | None
-    """The run that exited according to the sample, or None. It is in its state before the sample.
+    """The run that exited according to the sample, or None. The exited run is in its state before
+    the sample.
     """
     runs: EngineRuns
     """The runs after the sample. The exit is not counted yet. This module does not know the reason

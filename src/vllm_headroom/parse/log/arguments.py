@@ -55,7 +55,8 @@ MODEL_NAMES: Final = frozenset(
 """The arguments whose text is the name or path of a model."""
 
 PLAIN_TEXT: Final = re.compile(r"[\w./:+-]{1,200}")
-"""Matches a model's name. It excludes the characters of JSON and of URLs with passwords."""
+"""Matches a model's name. The pattern excludes the characters of JSON and of URLs with passwords.
+"""
 
 PLAIN_WORD: Final = re.compile(r"[\w.+-]{1,40}")
 """The text of any other argument, such as torch.bfloat16."""

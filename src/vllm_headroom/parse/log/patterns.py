@@ -25,7 +25,7 @@ class LinePattern(Struct, frozen=True, kw_only=True):
 
     name: str
     pattern: re.Pattern[str]
-    """It is matched at the beginning of the message. Text within another line cannot match."""
+    """Matched at the beginning of the message. Text within another line cannot match."""
 
     since: str
     """The first engine version that writes this line."""
@@ -50,7 +50,7 @@ class LinePattern(Struct, frozen=True, kw_only=True):
     """Whether the smallest of a process's figures is kept instead of the newest."""
 
     is_part: bool = False
-    """Whether the figures of several such lines from the same process are added up."""
+    """Whether the figures of several lines from the same process are added up."""
 
 
 def _line(
