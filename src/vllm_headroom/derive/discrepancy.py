@@ -17,8 +17,7 @@ def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) ->
       unless kv_cache_memory_bytes is set;
     - `configured_bytes` per GPU.
 
-    There is no sample if none of these is known. There is also none while the page or the device
-    cannot be read.
+    There is no sample if none of these is known, or while the page or the device cannot be read.
     """
     samples: list[Sample] = []
     if snapshot.page is None:

@@ -100,7 +100,7 @@ def update_container(
 
     `limit_bytes`, from the settings, is used as the limit if the kernel reports none. The host
     memory is None if nothing is known. Within a run, figures from a less reliable source than
-    before are dropped. Figures from different sources are not comparable.
+    before are dropped. The dropped figures are not comparable with the earlier ones.
     """
     probed_cgroup, probed_shm = _find_probed_host(probe)
     reading = HostReading()
@@ -122,7 +122,7 @@ def update_container(
     # would look like the end of a leak.
     if _has_lost_scope(memory, scope):
         memory = HostMemory()
-    # This is the most reliable basis of this run so far.
+    # `scope` keeps the most reliable basis of this run so far.
     scope = max(memory, scope, key=_rank_basis)
 
     if reading.shm is not None:
@@ -191,8 +191,8 @@ def _find_probed_host(
 ) -> tuple[Cgroup | None, Shm | None]:
     """Return the container and /dev/shm as the probe reads them.
 
-    Each is None if unknown. All processes of the engine share the container and /dev/shm. The
-    report of one process is therefore sufficient.
+    The container and /dev/shm are each None if unknown. All processes of the engine share the
+    container and /dev/shm. The report of one process is therefore sufficient.
     """
     if not isinstance(probe, ProbeReadings):
         return None, None

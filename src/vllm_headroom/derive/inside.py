@@ -142,8 +142,8 @@ def _find_current(
 ) -> int | None:
     """Return the current size of one process's weights or KV cache, or None.
 
-    If vLLM uses its own memory pool, this is the size in that pool. Otherwise, it is the size
-    measured at startup, or None while the engine sleeps.
+    If vLLM uses its own memory pool, the result is the size in that pool. If it does not, the
+    result is the size measured at startup, or None while the engine sleeps.
     """
     if parts is None:
         return None

@@ -24,11 +24,11 @@ def derive_kv_cache(
     - `model`, which computes the size from the cache's dtype. `model` defaults to the model that
       the engine's processes load.
 
-    If none of them is known, there are samples in tokens but none in bytes. While nothing is
-    running, there are no samples per running request.
+    If none of these sources is known, there are samples in tokens but none in bytes. While no
+    request is running, there are no samples per running request.
     """
     engines = list_named(snapshot.page)
-    # The operator's figure takes precedence, then the probe's, then the model's.
+    # The operator's figure takes precedence over the probe's, and the probe's over the model's.
     if bytes_per_token is None:
         bytes_per_token = _measure_bytes_per_token(snapshot, engines)
     if model is None:

@@ -188,7 +188,7 @@ class PeakRoom(NamedTuple):
     def repeated_bytes(self) -> int:
         """Return the room for a step like an earlier one.
 
-        Such a step can use all cached segments.
+        A step like an earlier one can use all cached segments.
         """
         return self.free_bytes + self.cached_bytes
 
@@ -196,7 +196,7 @@ class PeakRoom(NamedTuple):
     def larger_bytes(self) -> float:
         """Return the room for a step larger than all before.
 
-        Such a step can use only some segments.
+        A step larger than all before can use only some of the cached segments.
         """
         return self.free_bytes + (1 - UNUSABLE_CACHED_SHARE) * self.cached_bytes
 

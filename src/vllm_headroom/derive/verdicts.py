@@ -786,7 +786,7 @@ def _measure_host_growth(
         subject="host memory",
         name=f"Host memory of {role}",
         is_leaking=is_leaking,
-        is_of_engine=True,  # These are the engine's own processes.
+        is_of_engine=True,  # The processes of every role are the engine's own.
         bytes_per_second=values.value(catalog.HOST_LEAK_RATE, role),
         oom_seconds=values.value(catalog.HOST_TIME_TO_OOM),
         earliest_oom_seconds=values.value(catalog.HOST_TIME_TO_OOM_LOWER),

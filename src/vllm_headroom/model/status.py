@@ -101,8 +101,8 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     """Whether there were more processes when the fields `last_…` were measured than for `first_…`.
     """
     is_peak_unattributed: bool = False
-    """Whether the least room was measured between two samples. For a peak between samples, it is
-    unknown which process held the memory.
+    """Whether the least room was measured between two samples. Between samples, it is unknown which
+    process held the memory.
     """
     newest_seconds: float = 0.0
     """When the newest sample was taken, in seconds since the epoch."""

@@ -197,8 +197,8 @@ def apply_stretch(estimate: Estimate, track: Track, room_bytes: float | None) ->
         return estimate
     bytes_per_request = estimate.bytes_per_request
     if bytes_per_request is not None and track.work.requests_per_second > 0:
-        # Both rates measure the same growth. If the rate per second was too low, so was the rate
-        # per request.
+        # The rates per second and per request measure the same growth. If the rate per second was
+        # too low, so was the rate per request.
         bytes_per_request = max(bytes_per_request, pace / track.work.requests_per_second)
     return replace(
         estimate,
@@ -361,7 +361,7 @@ def forecast_rate(track: Track, horizon_seconds: float) -> float:
         return recent_rate
     now_seconds = track.clock.now_seconds
     begin_seconds = now_seconds - horizon_seconds
-    # This is the newest block that is at least a whole horizon old.
+    # `begin` is the position of the latest block that is at least a whole horizon old.
     begin = bisect_right(longest_blocks, begin_seconds, key=lambda block: block.seconds) - 1
     oldest = longest_blocks[max(0, begin)]
     past_seconds = now_seconds - oldest.seconds

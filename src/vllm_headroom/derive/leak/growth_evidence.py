@@ -746,8 +746,8 @@ def _find_doubled_step(steps: tuple[MemoryStep, ...]) -> NextStep | None:
         return None
     earlier_seconds = second.seconds - first.seconds
     interval_seconds = newest.seconds - second.seconds
-    # The interval must be about twice as long as the previous one. A factor of two is allowed,
-    # because load may change.
+    # The interval between the steps must be about twice as long as the previous one. A factor of
+    # two is allowed, because load may change.
     if not earlier_seconds < interval_seconds < 4 * earlier_seconds:
         return None
     return NextStep(
@@ -813,9 +813,9 @@ def judge_steps(
     """Return the verdict on a window that begins with a step, and its log odds.
 
     GROWING requires that growth does not slow down. The device must be expected to be full within a
-    day. GROWING also requires that growth has lasted for a quarter of the time until then. LEAKING
-    additionally requires that step sizes repeat. Growth must also have used enough of the room. An
-    unknown room is assumed to be as large as the initially held memory.
+    day. GROWING also requires that growth has lasted for a quarter of the time until the device is
+    full. LEAKING additionally requires that step sizes repeat. Growth must also have used enough of
+    the room. An unknown room is assumed to be as large as the initially held memory.
     """
     odds = weigh_pace(growth, origin)
     grown_bytes = growth.grown_bytes

@@ -82,7 +82,7 @@ FAR_SECONDS: Final = 30 * DAY_SECONDS
 """Out-of-memory is far away if it is expected in more than this time."""
 
 SOON_SHARE: Final = 0.75
-"""Steady growth under an hour raises an alarm without odds after this share of the time until
+"""Steady growth under an hour needs no odds once it has lasted for this share of the time until
 memory is full. After an hour, `LATE_SHARE` is used instead.
 """
 
@@ -183,7 +183,7 @@ alarm. In a leak with pauses, an alarm without a rise continues for this many ti
 
 NEARLY_FULL_BYTES: Final = GIB
 """If less room than this remains, torch's cache hides growth. The less room there is, the longer an
-alarm then continues. The alarm does not end even if all of its growth is released.
+alarm continues. The alarm does not end even if all of its growth is released.
 """
 
 RETAINED_SHARE: Final = 0.5
@@ -501,7 +501,8 @@ def _measure_stretch(track: Track, alarm: LeakAlarm) -> LeakAlarm:
     least_rise_bytes = max(RISE_BYTES, LEAST_RISE_SHARE * all_rises_bytes / len(blocks))
     newest_rise = blocks[-1]
     rises_bytes: list[float] = []
-    # The loop runs backwards from the newest block. It ends at a large release or a long pause.
+    # The loop runs backwards from the newest block. The loop ends at a large release or a long
+    # pause.
     for number in range(len(blocks) - 1, 0, -1):
         rise_bytes = blocks[number].floor_bytes - blocks[number - 1].floor_bytes
         # The loop stops before the alarm's growth. A warm-up before that growth is faster.

@@ -202,7 +202,7 @@ def add_work(
 def is_warming_up(track: Track) -> bool:
     """Return whether the next block cannot be evidence yet.
 
-    This is the case while little work has been done.
+    The next block is no evidence while little work has been done.
     """
     anchor = track.history.anchor
     if anchor is None:

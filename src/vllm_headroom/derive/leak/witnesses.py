@@ -1,9 +1,8 @@
 """A table of the detector's witnesses.
 
-It shows what each witness measures and adds, and which test covers it. The judge calls the
+The table shows what each witness measures and adds, and which test covers it. The judge calls the
 functions directly rather than through this table. The benchmark turns the witnesses off one at a
-time. A test turns off the witness in each row. The test checks that the test named in that row
-fails without the witness.
+time. For each row, a test turns off the witness and checks that the test named in the row fails.
 """
 
 from collections.abc import Callable

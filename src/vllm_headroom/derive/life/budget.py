@@ -124,7 +124,7 @@ def _update_budget(
 ) -> GpuBudget:
     """Return a GPU's budget after one more sample.
 
-    It starts over if the budget has changed.
+    The record starts over if the budget in bytes has changed.
     """
     now = snapshot.monotonic_seconds
     if previous is None or previous.budget_bytes != budget_bytes:

@@ -511,8 +511,7 @@ def _fit_burst(end: Ending) -> CauseFit | None:
 def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
     """Return whether the engine alone filled the GPU within minutes, after a level phase.
 
-    Also returns True if the probe saw the failed step just before the end. That step raised an
-    OutOfMemoryError.
+    Also returns True if the probe saw a step that raised an OutOfMemoryError just before the end.
     """
     if gpu.leak in GROWING_STATES:
         return False
@@ -530,10 +529,10 @@ def _is_surely_burst(end: Ending, gpu: GpuAtEnd) -> bool:
 def _fit_failed_allocation(end: Ending) -> CauseFit | None:
     """Judge whether an allocation failed even though no GPU was full.
 
-    The cause is certain if the probe saw the failed step just before the end. That step raised an
-    OutOfMemoryError. The cause is likely if torch counted an OutOfMemoryError. The cause is
-    possible if requests were running and little memory was free. In that case, an allocation may
-    have failed unobserved. If none of these conditions holds, returns None.
+    The cause is certain if the probe saw a step that raised an OutOfMemoryError just before the
+    end. The cause is likely if torch counted an OutOfMemoryError. The cause is possible if requests
+    were running and little memory was free. In that case, an allocation may have failed unobserved.
+    If none of these conditions holds, returns None.
     """
     if not end.is_over or not end.has_served:
         return None

@@ -165,7 +165,7 @@ def update_engine(
     operator's figure for the memory that the engine uses on each GPU.
     """
     now = snapshot.monotonic_seconds
-    # An exit is described by the earlier record. This sample may be from the next run.
+    # An exit is described by the earlier record. The current sample may be from the next run.
     was_answering = memory.record.page.is_answering
     update = update_state(
         snapshot,

@@ -229,7 +229,7 @@ def update_progress(
         engines = _update_engines(engines, snapshot.page, now)
         # The longest time is used. A single hung rank blocks all requests that were sent to it.
         age_seconds = _find_age(engines, now, snapshot.unanswered_since_seconds)
-    # This is the time since any of the engines last produced tokens or ran steps.
+    # `rest_seconds` is the time since any of the engines last produced tokens or ran steps.
     rest_seconds = min((now - engine.done_seconds for engine in engines.values()), default=0.0)
     return Progress(
         engines=engines,

@@ -394,10 +394,10 @@ def _has_exited(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> b
 def _is_replaced(run: EngineRun, evidence: Evidence, *, was_answering: bool) -> bool:
     """Return whether the start time, the processes or the request counter show another run.
 
-    If both start times are known, they are compared. Otherwise, the processes are compared or, if
-    they are unknown too, the request counters. If several servers answer in turn, a lower counter
-    may be from another server. A lower counter is therefore evidence only if it has more than
-    halved, or if the page was not served before.
+    If both start times are known, they are compared. If a start time is unknown, the processes are
+    compared. If the processes are unknown too, the request counters are compared. If several
+    servers answer in turn, a lower counter may be from another server. A lower counter is therefore
+    evidence only if it has more than halved, or if the page was not served before.
     """
     finished_total = evidence.finished_total
     if run.page_run_id is not None and evidence.page_run_id is not None:
