@@ -427,7 +427,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Make pydantic use only the values that are passed to the constructor.
 
-        `read_settings` reads the sources itself. It validates each source separately, including
+        `read_settings` reads the sources itself and validates each source separately, including
         values that another source overrides.
         """
         return (sources["init_settings"],)

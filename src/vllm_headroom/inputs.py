@@ -121,7 +121,7 @@ def parse_listen_host(text: str) -> str:
 def parse_number(text: str) -> float:
     """Parse a number.
 
-    Raises ValueError for other text. This includes 1_0, although Python accepts it as 10.
+    Raises ValueError for other text, including 1_0, although Python accepts 1_0 as 10.
     """
     if "_" in text:
         raise ValueError
@@ -229,8 +229,9 @@ def redact_url(url: str) -> str:
     """Return a URL with its user, password and query replaced by stars.
 
     Any text is accepted, even if it is not a valid URL. The stars replace everything before the
-    last @. They thus hide even a password that was not percent-encoded. If an @ follows a question
-    mark, the mark may belong to the password. The stars then replace everything after the scheme.
+    last @. The stars thus hide even a password that was not percent-encoded. If an @ follows a
+    question mark, the mark may belong to the password. In that case, the stars replace everything
+    after the scheme.
     """
     address, question_mark, query = url.partition("?")
     if "@" in query:
@@ -276,9 +277,9 @@ def describe_refused(
 ) -> str:
     """Return the line that refuses a value.
 
-    If `error` is a RefusedError, the line includes its reason. Otherwise, the line suggests the
-    most similar accepted name, if there is one. `show` returns the value in a form that may be
-    shown.
+    If `error` is a RefusedError, the line includes its reason. For any other error, the line
+    suggests the most similar accepted name, if there is one. `show` returns the value in a form
+    that may be shown.
     """
     similar_names = difflib.get_close_matches(str(value), split_closed_set(accepts), n=1)
     reason = ""

@@ -1,7 +1,7 @@
 """Parsing and formatting of sizes, durations, shares and times.
 
-A size is a number with a unit of bytes. A number without a unit is in bytes. Such a number must be
-at least 1 MiB. A smaller one is probably in another unit: `80` may mean 80 GiB.
+A size is a number with a unit of bytes. A number without a unit is in bytes, and must be at least
+1 MiB. A smaller number is probably in another unit: `80` may mean 80 GiB.
 """
 
 import re
@@ -159,7 +159,7 @@ def format_gib(n_bytes: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration, rounded to seconds, in its two largest units: "2 d 3 h"."""
-    # The seconds are rounded first. Otherwise, 59.7 s would become "60 s" and not "1 min 0 s".
+    # The seconds are rounded first. Unrounded, 59.7 s would become "60 s" and not "1 min 0 s".
     days, seconds_of_day = divmod(round(abs(seconds)), round(DAY_SECONDS))
     hours, seconds_of_hour = divmod(seconds_of_day, round(HOUR_SECONDS))
     minutes, seconds_of_minute = divmod(seconds_of_hour, 60)

@@ -71,8 +71,8 @@ class Worker(Generic[T]):
         started; the next call tries again.
         """
         # The value is read only once, because the thread may change it in the meantime. The future
-        # may be done although its call is still running. The call was then cancelled and is
-        # hanging.
+        # may be done although its call is still running. In that case, the call was cancelled and
+        # is hanging.
         running = self._running.future
         if running is not None and running.done():
             raise TimeoutError
@@ -261,8 +261,8 @@ def _run_job(
         return
     running.future = future
     outcome = capture_outcome(function)
-    # This must happen before the loop settles the future. Otherwise, `begin` would consider the
-    # call cancelled and still running.
+    # `running.future` must be cleared before the loop settles the future. If not, `begin` would
+    # consider the call cancelled and still running.
     running.future = None
     with contextlib.suppress(RuntimeError):  # The future's loop has closed.
         future.get_loop().call_soon_threadsafe(_settle, future, outcome)

@@ -140,8 +140,8 @@ async def run(
     configuration file cannot be used. `build_daemon` builds the daemon. The demo uses it to replace
     the class Daemon. Raises an ExceptionGroup if a loop raises.
     """
-    # The port is opened and the web configuration is read first. A mistake in either then leads
-    # only to a log line and an exit.
+    # The port is opened and the web configuration is read first. A mistake in the address or the
+    # web configuration therefore leads only to a log line and an exit.
     door = None
     try:
         listener = listen(settings.listen_host, settings.listen_port)
@@ -182,8 +182,8 @@ async def run(
             server = Server(daemon.build_handler(door), door)
             return await loop.run_until_end([server.serve(listener), *daemon.list_loops()], ending)
         finally:
-            # The Lease is given back after the loops have ended. Otherwise, a loop could take it
-            # again.
+            # The Lease is given back after the loops have ended. If the Lease were given back
+            # earlier, a loop could take it again.
             if isinstance(parts, Parts) and parts.evictor is not None:
                 await parts.evictor.give_lease_back()
             await close_all(*parts.list_resources())

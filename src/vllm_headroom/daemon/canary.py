@@ -82,7 +82,7 @@ class Canary:
     async def send(self, snapshot: Snapshot | None) -> None:
         """Send a request if the engine is known to be idle; await its outcome.
 
-        Otherwise, the silence is reset, because a busy engine does not get a request.
+        If the engine is not known to be idle, no request is sent and the recorded silence is reset.
         """
         model_name = None if snapshot is None else _find_idle_model(snapshot)
         if model_name is None:
@@ -118,7 +118,8 @@ def _find_idle_model(snapshot: Snapshot) -> str | None:
         return None
     if is_page_awake(snapshot.engines) is False:
         return None
-    # Hang signs may change the state. Requests are still sent then, to detect when the hang ends.
+    # Hang signs may change the state. Requests are also sent to a stalled engine, to detect when
+    # the hang ends.
     is_up = snapshot.engine_status.state in (EngineState.SERVING, EngineState.STALLED)
     is_doubted = snapshot.engine_status.are_gauges_doubted
     if not is_up and not is_doubted and not snapshot.engine_status.hang_signs:

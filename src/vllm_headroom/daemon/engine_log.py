@@ -97,8 +97,8 @@ class EngineLogFollower:
                 # A line without a timestamp gets the time at which it was read. For an old file,
                 # this time is meaningless.
                 seconds = read_seconds if event.time.seconds is None else event.time.seconds
-                # A line that reports the engine's request load does not end the start. It may show
-                # that the engine has survived a failure.
+                # A line that reports the engine's request load does not end the start. Such a line
+                # may show that the engine has survived a failure.
                 number = self._reader.start_count
                 if event.kind is not LogEventKind.LOAD:
                     touched_seconds[number] = seconds

@@ -1,7 +1,8 @@
 """Everything that watches one engine.
 
 A daemon may have several watches, which share nothing. A tick reads all sources in parallel,
-evaluates the readings and publishes the result. The result is then shown, saved and recorded.
+evaluates the readings and publishes the result. The published result is afterwards shown, saved and
+recorded.
 """
 
 import asyncio
@@ -121,7 +122,7 @@ class Sampler:
     def begin_processes(self) -> ProcessTask | None:
         """Begin to read the processes for the next tick, and return the task.
 
-        Returns None before the first tick. That tick waits for the page before it reads the
+        Returns None before the first tick. The first tick waits for the page before it reads the
         processes.
         """
         if self.latest is not None:
@@ -251,7 +252,8 @@ class Sampler:
         """Read the engine's processes.
 
         The engine's page helps to identify its processes. The first tick waits for the page. Later
-        ticks use the previous tick's page. The page and the processes are then read in parallel.
+        ticks use the previous tick's page. Later ticks can therefore read the page and the
+        processes in parallel.
         """
         if self.latest is None:
             page, _ = await engine_task
@@ -359,8 +361,8 @@ class EngineWatch:
         self._clock = clock
         self._lock = lock
         self._recent_lines = recent_lines
-        # These steps follow the sampling. An error in one step must not prevent the other steps
-        # from running.
+        # The guarded steps follow the sampling. An error in one step must not prevent the other
+        # steps from running.
         self._history_guard = loop.StepGuard()
         self._recorder_guard = loop.StepGuard()
         self._flight_guard = loop.StepGuard()

@@ -94,7 +94,7 @@ class Evictor:
         uid: str = "",
         clock: Clock,
     ) -> None:
-        """`uid` is the pod's UID. It is "" for this process's own pod, whose name is enough."""
+        """`uid` is the pod's UID, or "" for this process's own pod, whose name is enough."""
         self._api = api
         self._policy = policy
         self._clock = clock
@@ -147,9 +147,9 @@ class Evictor:
     async def give_lease_back(self) -> None:
         """Give the Lease to the next pod at shutdown, if that is safe.
 
-        Otherwise, the Lease expires. This is safe once the PodDisruptionBudget's status counts this
-        pod as missing. The next pod then waits for the replacement. Giving the Lease back takes at
-        most GIVE_BACK_SECONDS.
+        A Lease that is not given back expires. Giving it back is safe once the
+        PodDisruptionBudget's status counts this pod as missing, because the next pod will wait for
+        the replacement. Giving the Lease back takes at most GIVE_BACK_SECONDS.
         """
         if not (self._has_evicted and self._is_holder):
             return
@@ -419,7 +419,7 @@ class Evictor:
         try:
             await self._ask("POST", path, body)
         except NotNowError as error:
-            # This status means that the PodDisruptionBudget does not allow the eviction.
+            # Status 429 means that the PodDisruptionBudget does not allow the eviction.
             if error.status == HTTPStatus.TOO_MANY_REQUESTS:
                 self._requests[EvictionResult.REFUSED] += 1
             else:

@@ -141,8 +141,8 @@ class RecentReadings:
             for xid, count in gpu.reading.xid_errors
         }
         previous_counts = self._xid_counts
-        # The counts of a GPU that is missing for one tick are kept. Otherwise, its errors would be
-        # reported again.
+        # The counts of a GPU that is missing for one tick are kept. Without the counts, the GPU's
+        # errors would be reported again when it reappears.
         self._xid_counts = {**(previous_counts or {}), **counts}
         if previous_counts is None:  # It is unknown when the errors counted so far occurred.
             return
@@ -182,8 +182,8 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 class Flight:
     """Owns the flight record in `folder` once this daemon holds `lock`.
 
-    `lines` returns the daemon's last log lines. Errors on the volume affect only the record. Such
-    errors are logged when they begin and when they end.
+    `lines` returns the daemon's last log lines. Errors on the volume affect only the record. Errors
+    on the volume are logged when they begin and when they end.
     """
 
     def __init__(
@@ -264,8 +264,8 @@ class Flight:
     ) -> None:
         """Store this tick's context.
 
-        Once an engine that has served is out of service, the context stays unchanged. That context
-        describes the last tick in service, so it explains how the service ended.
+        Once an engine that has served is out of service, the context stays unchanged. The unchanged
+        context describes the last tick in service, so it explains how the service ended.
         """
         is_known = snapshot.engine_status is not None
         if is_known and self._has_served and not snapshot.is_in_service:
@@ -285,8 +285,8 @@ class Flight:
     def _take_event(self, status: EngineStatus | None) -> Ending | None:
         """Return the tick's event, or None if there is none.
 
-        If the engine has served since the open incident, the event closes that incident. The event
-        then begins another incident.
+        If the engine has served since the open incident, the event closes that incident. The same
+        event begins another incident.
         """
         if status is None:
             return None
@@ -406,7 +406,7 @@ def build_context(
 ) -> dict[str, Any]:
     """Return a tick's facts that cannot be derived from the samples, for JSON.
 
-    These are:
+    The facts are:
 
     - the verdicts
     - the leak detector's results

@@ -60,7 +60,7 @@ class _Growth(Struct, frozen=True, kw_only=True):
     def grown_bytes(self) -> Sizes:
         """Return how much each kind has grown, sorted with the largest growth first.
 
-        Growth of less than 1 MiB is left out.
+        Kinds that have grown by less than 1 MiB are omitted.
         """
         growth = find_growth(self.first_sizes, self.newest_sizes)
         largest_kinds = list(growth.items())[:MOST_KINDS]

@@ -135,7 +135,7 @@ class SharedGpus:
         return readings
 
     async def begin_used(self, timeout_seconds: float) -> None:
-        """Read the memory in use on all GPUs; `sample_used` then returns it to each engine."""
+        """Read the memory in use on all GPUs; `sample_used` returns the result to each engine."""
         self._used_bytes = await self._gpus.sample_used(timeout_seconds)
 
     async def sample_used(
@@ -237,8 +237,8 @@ class WatchedEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # The Lease is given back after the evictor's last turn. Otherwise, a later turn could take
-        # it again.
+        # The Lease is given back after the evictor's last turn. If the Lease were given back
+        # earlier, a later turn could take it again.
         if self._evictor is not None:
             await self._evictor.give_lease_back()
         self.watch.close()
@@ -265,7 +265,7 @@ class WatchedEngine:
     async def _guard(self, step: Callable[[], Awaitable[None]]) -> None:
         """Run a step, and log an error instead of raising it.
 
-        The error is logged once. The other engines are still watched.
+        The error is logged once. After an error, the other engines are still watched.
         """
         try:
             await step()
@@ -280,8 +280,8 @@ class WatchedEngine:
     def _label_samples(self, published: Published) -> tuple[Sample, ...]:
         """Return this engine's samples, with the engine's labels added in front.
 
-        Samples of GPUs that the engine does not hold are left out. So are the driver's samples,
-        because they describe the machine.
+        Samples of GPUs that the engine does not hold are omitted. The driver's samples are also
+        omitted, because they describe the machine.
         """
         label_names = tuple(name for name, _ in self.name.labels)
         label_values = tuple(value for _, value in self.name.labels)
@@ -393,8 +393,8 @@ class NodeWatch:
         """Read the processes of all engines before the pages.
 
         If a reading hangs, the tick does not wait for it. The thread that reads /proc competes with
-        the event loop for Python's lock. If the event loop waits meanwhile, a tick takes a tenth
-        less CPU time. This was measured with 16 engines.
+        the event loop for Python's lock. If the event loop waits during the reading, a tick takes a
+        tenth less CPU time (measured with 16 engines).
         """
         tasks = [engine.begin_processes() for engine in self.engines.values()]
         begun_tasks = [task for task in tasks if task is not None]
@@ -430,8 +430,8 @@ class NodeWatch:
             return None
         engines = [engine for engine in self.engines.values() if not self._is_stale(engine)]
         engine_samples = [engine.list_samples() for engine in engines]
-        # The parts are compared by identity. A scrape between two ticks then does not rebuild the
-        # page.
+        # The parts are compared by identity. A scrape between two ticks gets the same parts and
+        # does not rebuild the page.
         parts = (readings, *engine_samples)
         is_same = len(parts) == len(self._published_parts) and all(
             part is built_part
@@ -445,7 +445,7 @@ class NodeWatch:
     def list_others(self, kind: EngineKind) -> list[LocatedEngine]:
         """Return the engines of this kind that are not watched.
 
-        Engines with the name of a watched engine are left out. While a watched engine restarts, its
+        Engines with the name of a watched engine are omitted. While a watched engine restarts, its
         server may briefly have no port.
         """
         watched_names = {engine.name for engine in self.engines.values()}
@@ -593,7 +593,7 @@ class NodeWatch:
         if engine.absent_since_seconds is None:
             engine.absent_since_seconds = now_seconds
         absent_seconds = now_seconds - engine.absent_since_seconds
-        # By then, a sample that began after the engine disappeared has been published.
+        # By this time, a sample that began after the engine disappeared has been published.
         last_sample_seconds = engine.absent_since_seconds + 2 * self._interval_seconds
         is_scraped = self._scraped_seconds > last_sample_seconds
         if is_in_pod and (is_scraped or absent_seconds > LAST_SAMPLE_SECONDS):

@@ -135,7 +135,7 @@ def find_pod(name: EngineName) -> EnginePod | None:
 def find_probe_dir(probe_dir: Path, located: LocatedEngine) -> Path | None:
     """Return the folder of an engine's probe, named after the pod's UID.
 
-    Returns None if no such folder exists.
+    Returns None if the engine is not in a pod or the folder does not exist.
     """
     folder = probe_dir / located.owner_key.removeprefix("pod:")
     is_in_pod = located.name.pod is not None
@@ -266,7 +266,8 @@ class NodeDaemon:
     def _is_gone(self, located: LocatedEngine) -> bool:
         """Return whether an engine's pod or unit no longer has any processes.
 
-        Its address may then belong to another engine, because pod addresses are reused.
+        The address of an engine that is gone may belong to another engine, because pod addresses
+        are reused.
         """
         return self._processes is not None and not self._processes.has_processes(located.owner_key)
 

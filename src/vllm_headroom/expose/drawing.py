@@ -278,8 +278,8 @@ def list_ticks(begin: float, end: float) -> list[float]:
 def draw_forecast(frame: Frame, forecast: Forecast) -> str:
     """Return the forecast's line to zero.
 
-    A shaded area is added if the earliest end is known. The area lies between this line and the one
-    to the earliest end. Both lines are cut off at the right edge of the frame.
+    If the earliest end is known, a shaded area is added. The area lies between the forecast's line
+    and the line to the earliest end. Both lines are cut off at the right edge of the frame.
     """
     begin = (forecast.begin, forecast.value)
     likely_end = _find_end(frame, forecast, forecast.seconds)
@@ -325,8 +325,8 @@ def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
 def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
     """Return the SVG picture of the shapes in a frame.
 
-    `title` is for screen readers. With `stretch`, the picture fills a box of any proportions. Text
-    in the picture is then distorted.
+    `title` is for screen readers. With `stretch`, the picture fills a box of any proportions, and
+    text in the picture is distorted.
     """
     ratio = ' preserveAspectRatio="none"' if stretch else ""
     return (

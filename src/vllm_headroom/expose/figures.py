@@ -113,10 +113,10 @@ def draw_figures(
     """Yield up to three pieces of HTML: worst figure, load, and other figures.
 
     There is a figure for the host and for each of the engine's GPUs. Figures with an empty curve
-    are left out. The figure with the worst verdict is large and has the legend. The figure of the
-    load has the same time axis. It is left out if the load's curve has fewer than two points.
-    Nothing is yielded if there are no curves. `past_seconds` is the length of the past to show. If
-    it is None, the length suits the curve and its forecast.
+    are omitted. The figure with the worst verdict is large and has the legend. The figure of the
+    load has the same time axis. The figure of the load is omitted if the load's curve has fewer
+    than two points. Nothing is yielded if there are no curves. `past_seconds` is the length of the
+    past to show. If `past_seconds` is None, the length suits the curve and its forecast.
     """
     now = snapshot.time_seconds
     columns = _count_columns(view, snapshot)
@@ -155,7 +155,7 @@ def _count_columns(view: View, snapshot: Snapshot) -> int:
 def _list_rooms(view: View, snapshot: Snapshot, past_seconds: float | None) -> Iterator[_Room]:
     """Yield the free memory of the engine's GPUs and of the host.
 
-    Entries without a curve are left out.
+    Entries without a curve are omitted.
     """
     ranks = {verdict.subject: rank for rank, verdict in enumerate(view.verdicts)}
     for gpu in snapshot.owned_gpus[:MOST_DRAWN_GPUS]:

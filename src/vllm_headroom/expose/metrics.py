@@ -116,7 +116,8 @@ class _EncodedFamily(Struct, frozen=True):
 
     def replace_values(self, samples: list[Sample]) -> "_EncodedFamily":
         """Return this family with the values of `samples`, which have the same labels."""
-        # The comments are followed by one line per sample. Each line ends with the value.
+        # The comments are followed by one line per sample. Each of these lines ends with the
+        # sample's value.
         lines = self.text.split(b"\n")
         first = len(lines) - 1 - len(samples)
         # Most values in a family, such as failure counts, have not changed.

@@ -174,7 +174,7 @@ def _read_wanted(request: Request) -> str | None:
 def _find_one(view: NodeView, wanted: str) -> EngineView | Response:
     """Return the engine with this name.
 
-    Returns an error response if there is not exactly one such engine.
+    Returns an error response if not exactly one engine has this name.
     """
     engines = view.find_engines(wanted)
     if len(engines) == 1:
@@ -202,8 +202,8 @@ def render_node(view: NodeView) -> str:
         reason = escape_text(view.stall_reason)
         stall = f"<p class=notice>The daemon does not sample: {reason}; all below is old.</p>"
     links = DOT.join(f'<a href="{path}">{path}</a>' for path in LINKED_PATHS)
-    # A shorter interval would leave too little time to read the page. It could also show the same
-    # sample twice.
+    # A shorter interval would leave too little time to read the page. With a shorter interval, the
+    # page could also show the same sample twice.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     engine_count = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     return (
@@ -233,7 +233,7 @@ COUNT_NAMES: Final = {
 
 
 def _count_levels(engines: list[EngineView]) -> str:
-    """Return how many engines are at each level; levels without engines are left out."""
+    """Return how many engines are at each level; levels without engines are omitted."""
     counts = Counter(engine.view.shown_verdicts[0].level for engine in engines)
     return ", ".join(
         f"{counts[level]} {names[counts[level] > 1]}"
@@ -250,7 +250,8 @@ def _render_engine(engine: EngineView) -> str:
     """
     worst = engine.view.shown_verdicts[0]
     name = escape_text(engine.name.text)
-    # The longest name is used. It is unique even if two containers in a pod run engines.
+    # The longest name is used. The longest name is unique even if two containers in a pod run
+    # engines.
     link = f"/?{QUERY}={quote(list_engine_names(engine.name)[-1], safe='')}"
     sentence = render_text(worst.sentence)
     number, caption = find_key_figure(engine.view, worst)

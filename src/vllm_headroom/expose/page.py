@@ -67,7 +67,7 @@ def render_page(view: View, query: str = "") -> str:
     verdicts = _render_verdicts(view)
     sections = "".join(_render_sections(view, query))
     links = _render_links()
-    # This attribute of the body is the interval at which the script reloads the page.
+    # The body's attribute holds the interval at which the script reloads the page.
     refresh_seconds = max(MIN_REFRESH_SECONDS, round(view.interval_seconds))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -117,7 +117,7 @@ def render_age(seconds: float | None, age_seconds: float, version: str) -> str:
 def _list_names(view: View) -> Iterator[str]:
     """Yield the names of the pod or host, the engine, models and GPUs.
 
-    Unknown names are left out.
+    Unknown names are omitted.
     """
     yield "vllm-headroom"
     if view.pod is not None:
@@ -131,8 +131,8 @@ def _list_names(view: View) -> Iterator[str]:
     yield from dict.fromkeys(model_names)
     if view.snapshot is None:
         return
-    # Cards with the same name are counted. Otherwise, eight copies of the name would fill the
-    # header.
+    # Cards with the same name are counted. Without the counting, eight copies of the name would
+    # fill the header.
     gpu_names = [gpu.reading.name for gpu in view.snapshot.owned_gpus if gpu.reading.name]
     for gpu_name, count in Counter(gpu_names).items():
         yield gpu_name if count == 1 else f"{count} \N{MULTIPLICATION SIGN} {gpu_name}"
@@ -169,8 +169,8 @@ def _render_headline(view: View, worst: Verdict) -> str:
     if len(alike_gpus) > 1:
         subject = f"{len(alike_gpus)} GPUs"
     text = HEADLINES.get(worst.situation, f"{{subject}} {worst.situation.replace('_', ' ')}")
-    # HEALTHY with an unknown level means that no problem was found. There is no verdict on leaks
-    # yet.
+    # HEALTHY with an unknown level means that no problem was found. In that case, there is no
+    # verdict on leaks yet.
     if worst.situation is Situation.HEALTHY and worst.level is Level.GOOD:
         text = "all healthy"
     elif worst.situation is Situation.HEALTHY and worst.level is Level.UNKNOWN:
@@ -272,7 +272,7 @@ def _find_start(view: View, verdict: Verdict) -> VerdictStart | None:
     """Return when a verdict began, or None if unknown.
 
     A stall begins at the last progress, as in the page's key figure. An engine's start begins when
-    its process starts. Both times are before the first sample with the verdict.
+    its process starts. Both beginnings are earlier than the first sample with the verdict.
     """
     start = view.find_start(verdict)
     began_seconds = None
@@ -538,8 +538,8 @@ WITHOUT_ROOM: Final = frozenset(
 def find_key_figure(view: View, worst: Verdict) -> tuple[str, str]:
     """Return the most important number in a situation, and its caption; both may be empty.
 
-    If there is no such number, the free memory of the fullest GPU is returned. In the situations
-    WITHOUT_ROOM, both are empty instead.
+    For a situation without a number, the free memory of the fullest GPU is returned. In the
+    situations WITHOUT_ROOM, the number and caption are empty instead.
     """
     number = NUMBERS.get(worst.situation, find_no_number)(view, worst)
     if number is not None:
@@ -584,9 +584,9 @@ def _measure_time_left(view: View, worst: Verdict) -> KeyFigure | None:
 
 
 def _find_time_left(view: View, situation: Situation) -> tuple[float | None, float | None]:
-    """Return the earliest and the likely time left.
+    """Return the earliest and the likely time remaining until memory runs out.
 
-    Each is the minimum over all GPUs, or None if unknown.
+    Each time is the minimum over all GPUs, or None if unknown.
     """
     likely_time_left, earliest_time_left = TIME_LEFT_METRICS[situation]
     earliest_seconds = min(view.values.find_all(earliest_time_left).values(), default=None)
@@ -703,7 +703,7 @@ def _render_verdicts(view: View) -> str:
     """Return the verdicts after the worst one, which is at the top of the page.
 
     If many GPUs share the worst situation, they are folded into one line. The reader can open that
-    line. Healthy GPUs are folded in the same way.
+    line. Healthy GPUs are folded into another line.
     """
     worst, *others = view.shown_verdicts
     contradictions = _find_contradictions(view)
@@ -716,8 +716,8 @@ def _render_verdicts(view: View) -> str:
 def _find_contradictions(view: View) -> list[Verdict]:
     """Return the engine's verdict HEALTHY, if it also has an alarm or warning.
 
-    In a crash loop, the engine serves for a while between exits. A green line would then contradict
-    the alarm.
+    In a crash loop, the engine serves for a while between exits. A green line about the serving
+    engine would contradict the alarm.
     """
     of_engine = [verdict for verdict in view.shown_verdicts if verdict.subject == "engine"]
     if not any(verdict.level in (Level.ALARM, Level.WARNING) for verdict in of_engine):
@@ -730,8 +730,8 @@ def _fold_gpus(
 ) -> tuple[list[Verdict], str]:
     """Return the verdicts that are not folded, and the line for the folded GPUs.
 
-    The GPUs in `situation` are folded. With fewer than FOLDED_GPUS such GPUs, nothing is folded and
-    the line is empty.
+    The GPUs in `situation` are folded. If fewer than FOLDED_GPUS GPUs are in `situation`, nothing
+    is folded and the line is empty.
     """
     folded = [
         verdict

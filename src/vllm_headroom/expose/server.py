@@ -200,8 +200,8 @@ class Connection(asyncio.Protocol):
         events.append(h11.EndOfMessage())
         parts = [self._http.send(event) or b"" for event in events]
         self._transport.write(b"".join(parts))
-        # A blocked client's exchange ends when the client has received the response. It also ends
-        # when the time is up.
+        # A blocked client's exchange ends when the client has received the response. The exchange
+        # also ends when its time limit is reached.
         if not self._is_blocked:
             self._finish_exchange()
 
@@ -378,7 +378,7 @@ class Server:
         while True:
             try:
                 client, _ = await loop.sock_accept(listener)
-            except OSError:  # There are no file descriptors left, or the client has left.
+            except OSError:  # No file descriptor is free, or the client has disconnected.
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
             # Without a door, there is no slow handshake.
@@ -402,8 +402,8 @@ class Server:
         except asyncio.CancelledError:
             connection.abandon()
             raise
-        # The TLS handshake failed or took too long. This is not logged, because any client can
-        # cause it.
+        # The TLS handshake failed or took too long. The failure is not logged, because any client
+        # can cause it.
         except OSError:
             client.close()
         except Exception:
@@ -426,8 +426,8 @@ class Server:
             connection.drop()
             return
         if len(self.connections) >= find_connection_limit():
-            # Another connection is dropped instead of the new one. Idle connections then cannot
-            # block a scrape.
+            # Another connection is dropped instead of the new one. Idle connections therefore
+            # cannot block a scrape.
             now_seconds = connection.since_seconds
             idle = [peer for peer in self.connections if peer.is_idle(now_seconds)]
             longest_idle = min(idle or self.connections, key=lambda peer: peer.since_seconds)

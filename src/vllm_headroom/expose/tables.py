@@ -86,7 +86,7 @@ def _list_peak_tables(values: Values) -> tuple[Table, ...]:
 def _list_peaks(values: Values) -> Iterator[tuple[Cell, ...]]:
     """Yield a row for each GPU and kind of work.
 
-    Rows without a peak or a safe size are left out.
+    Rows without a peak or a safe size are omitted.
     """
     for gpu, uuid in values.find_all(catalog.ENGINE_PEAK_ROOM):
         for work in Work:
@@ -234,7 +234,7 @@ def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[Cell, ..
 def render_table(table: Table) -> str:
     """Return a foldable table, or "" if the table has no rows.
 
-    The table is open if it contains an alarm. Columns whose cells are all empty are left out.
+    The table is open if it contains an alarm. Columns whose cells are all empty are omitted.
     """
     if not table.rows:
         return ""

@@ -199,8 +199,8 @@ class _Rings:
 class History:
     """The day and week curves, the newest events, and how long starts took.
 
-    A day curve has one point per minute. A week curve has one per ten minutes. These are the
-    curves:
+    A day curve has one point per minute. A week curve has one per ten minutes. The curves of a
+    history are:
     - Each GPU's lowest free memory, in samples and at peaks between samples.
     - The host's lowest free memory.
     - The highest number of running requests.
@@ -249,7 +249,7 @@ class History:
         """Return a curve from its first known value on.
 
         The curve is empty if nothing is known. If `past_seconds` is more than a day, the result is
-        the week curve. Otherwise, it is the day curve. The names of the curves:
+        the week curve. In any other case, the result is the day curve. The names of the curves:
 
         - `free UUID` and `peak UUID`: a GPU's free memory in bytes.
         - `host`: the host's free memory in bytes.
@@ -297,7 +297,7 @@ class History:
         """Make this the newest minute.
 
         Skipped minutes have no value. If `minute` is up to MOST_MINUTES_BACK before the newest
-        minute, nothing changes. If it is even earlier, all curves are dropped.
+        minute, nothing changes. If `minute` is even earlier, all curves are dropped.
         """
         if self._minute is not None and minute < self._minute - MOST_MINUTES_BACK:
             self._day.clear()
@@ -334,7 +334,8 @@ class History:
     def _add(self, name: str, value: float | None, choose: Callable[[float, float], float]) -> None:
         """Add a value to the newest point of the day and week curves.
 
-        None is ignored. If the point already has a value, `choose` picks which of the two is kept.
+        A value of None is ignored. If the point already has a value, `choose` picks which of the
+        two is kept.
         """
         if value is None:
             return
@@ -377,8 +378,8 @@ class History:
                 key=key, seconds=snapshot.time_seconds, is_exact=not is_first
             )
         if state is EngineState.ASLEEP:
-            # These alerts pause while the engine is asleep. They are therefore not new when the
-            # engine wakes up.
+            # These alerts pause while the engine is asleep. An alert that was paused is therefore
+            # not new when the engine wakes up.
             starts |= {
                 key: start for key, start in previous_starts.items() if _is_paused_by_sleep(key)
             }
@@ -413,7 +414,7 @@ class LastIncident(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """Return the command that explains the incident. It must be run where the file is."""
+        """Return the command that explains the incident, to be run where its file is."""
         return f"vllm-headroom postmortem {self.file}"
 
 

@@ -20,7 +20,7 @@ class RecentPeak:
 
     def __init__(self) -> None:
         # Samples that can no longer become the highest in the window are dropped. Each remaining
-        # sample is higher than all later ones. The first one is therefore always the peak.
+        # sample is higher than all later ones. The first sample is therefore always the peak.
         self._samples: deque[_PeakSample] = deque()
 
     def add(self, now: float, used_bytes: int) -> None:
@@ -69,8 +69,8 @@ class GpuTransitions:
                     fields |= {"reason": str(failure.reason), "problem": failure.message}
                     log.warning("GPU failed", **fields)
                 continue
-            # A GPU that cannot be opened has no known UUID. Its failure was therefore recorded
-            # under its index.
+            # A GPU that cannot be opened has no known UUID. The failure of an unopened GPU was
+            # therefore recorded under its index.
             if previously_failed_names & {name, _name_by_index(reading)}:
                 log.info("GPU answers again", **fields)
             if reading.memory is None and reading.uuid not in self._uuids_without_memory:

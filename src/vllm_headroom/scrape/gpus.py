@@ -72,15 +72,15 @@ class Gpus:
         if not isinstance(nvml, Failure):
             return nvml.devices
         if not self._nvidia_readings and nvml.reason not in NO_NVIDIA_REASONS:
-            # This failure reason occurs only on a machine with a GPU. No GPU has been read yet, so
-            # the names are unknown.
+            # Any reason outside NO_NVIDIA_REASONS occurs only on a machine with a GPU. No GPU has
+            # been read yet, so the names are unknown.
             return (GpuReading(index=0, uuid="", name="", failure=nvml),)
         return tuple(reading.mark_failed(nvml) for reading in self._nvidia_readings)
 
     def _number_amd(self, amd: tuple[GpuReading, ...]) -> tuple[GpuReading, ...]:
         """Return the readings of AMD cards, numbered after the NVIDIA GPUs.
 
-        If the machine has another GPU, integrated GPUs are left out. They drive the display.
+        If the machine has another GPU, integrated GPUs are omitted, because they drive the display.
         """
         discrete = tuple(
             reading for reading in amd if reading.uuid not in self._amd.integrated_uuids
@@ -93,7 +93,7 @@ class Gpus:
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return each GPU's memory in use, keyed by UUID, and update the peaks; never raise.
 
-        GPUs that cannot be read now are left out.
+        GPUs that cannot be read now are omitted.
         """
         nvidia_used_bytes, amd_used_bytes = await asyncio.gather(
             self._nvml.sample_used(timeout_seconds), self._amd.sample_used(timeout_seconds)
@@ -103,7 +103,7 @@ class Gpus:
     async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return the memory faults of each GPU in the last reading; never raise.
 
-        GPUs that cannot be read are left out. For an AMD card, all faults are None.
+        GPUs that cannot be read are omitted. For an AMD card, all faults are None.
         """
         nvidia_faults = await self._nvml.read_faults(timeout_seconds)
         amd_indices = {reading.index for reading in self._amd_readings}

@@ -42,7 +42,7 @@ ParsedFile = tuple[ProbedProcess, str | None] | str
 
 
 class FileVersion(NamedTuple):
-    """Identifies a file's content. Each write replaces the file, so its inode changes."""
+    """Identifies a file's content. Each write replaces the file, so the file's inode changes."""
 
     changed_nanoseconds: int
     inode: int
@@ -111,8 +111,8 @@ class ProbeReader:
     """Reads HEADROOM_PROBE_DIR on a daemon thread, so that a hung volume affects only this source.
 
     The engine's container can write to the folder. The content is therefore limited in size and
-    validated. It is trusted only for the engine's own memory. Files from an earlier boot are
-    ignored.
+    validated. The content is trusted only for the engine's own memory. Files from an earlier boot
+    are ignored.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class ProbeReader:
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
         """Return the newest record of each process, running or exited; never raise.
 
-        The result is a Failure if the folder cannot be read in time. It is also a Failure if there
-        is no usable file. Otherwise, it contains at least one record.
+        The result is a Failure if the folder cannot be read in time. The result is also a Failure
+        if there is no usable file. A result without failure contains at least one record.
         """
         try:
             return await self._worker.call(self._read, timeout_seconds)

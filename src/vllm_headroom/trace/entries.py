@@ -49,8 +49,8 @@ def build_engine_entry(engine: EngineReading) -> dict[str, Any]:
 def build_gpu_entry(gpu: Gpu) -> dict[str, Any]:
     """Return the record of one of the engine's GPUs, without unknown values.
 
-    `used` is left out while the engine's share of it is unknown. Otherwise, readers of a trace
-    would take it for the engine's memory.
+    `used` is omitted while the engine's share of the memory is unknown. If it were included,
+    readers of a trace would take `used` for the engine's memory.
     """
     entry = {
         "gpu": gpu.reading.index,
@@ -147,8 +147,8 @@ def encode_line(record: dict[str, Any]) -> bytes:
 def build_record(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot's record for a trace.
 
-    The record contains the engine's GPUs, the engines on the page, and their processes. It also
-    contains the configured pools and the host memory. If the source of the GPUs, engines or
+    The record contains the engine's GPUs, the engines on the page, and their processes. The record
+    also contains the configured pools and the host memory. If the source of the GPUs, engines or
     processes failed, their entry is None.
     """
     record: dict[str, Any] = {

@@ -82,7 +82,7 @@ def locate_incident(folder: Path, seconds: float) -> Path:
 def list_incidents(folder: Path) -> list[Path]:
     """Return the incident files in a folder, newest last.
 
-    Files with other names, pipes and devices are left out. Raises OSError if the folder cannot be
+    Files with other names, pipes and devices are omitted. Raises OSError if the folder cannot be
     read.
     """
     incidents = [file for file in folder.glob("*.jsonl") if parse_start(file) is not None]
@@ -156,12 +156,12 @@ def append_to_record(folder: Path, line: bytes) -> None:
 def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
     """Write or replace the incident file for a time, atomically, from the current record.
 
-    At least half of the file's maximum size is reserved for samples. If the samples need more
-    space, the oldest are left out. If the folder then has too many incidents, one is deleted.
-    Raises OSError if reading or writing fails.
+    At least half of the file's maximum size is reserved for samples. If the samples need more space
+    than remains, the oldest samples are omitted. If the folder has too many incidents after the
+    writing, one incident is deleted. Raises OSError if reading or writing fails.
     """
     max_bytes = int(find_size_share(folder) * INCIDENT_BYTES)
-    # The facts get at most half of the size. They then never displace all samples.
+    # The facts get at most half of the size. The facts therefore never displace all samples.
     header = _build_header(facts, max_bytes // 2)
     samples_bytes = max(max_bytes // 2, max_bytes - len(header))
     # The samples also get any space left over by a short header.
@@ -177,8 +177,9 @@ def write_incident(folder: Path, seconds: float, facts: dict[str, Any]) -> None:
 def _build_header(facts: dict[str, Any], max_bytes: int) -> bytes:
     """Return the first line of an incident's file, which contains the facts.
 
-    If the line is longer than `max_bytes`, fields of `before` are left out, longest first. Even
-    without them, the line may be too long. Programs that read it stop after LONGEST_LINE_BYTES.
+    If the line is longer than `max_bytes`, fields of `before` are omitted, longest first. Even
+    without these fields, the line may be too long. Programs that read the line stop after
+    LONGEST_LINE_BYTES.
     """
     before_fields = dict(facts.get("before", {}))
     while True:
@@ -203,8 +204,8 @@ def find_size_share(folder: Path) -> float:
 def _make_room(incidents: Path, newest: Path) -> None:
     """Delete incidents until there are at most MOST_INCIDENTS; `newest` is never deleted.
 
-    The first to be deleted is the one that followed its predecessor most closely. This keeps the
-    first exits of a crash loop.
+    The first incident to be deleted is the one that followed its predecessor most closely. The
+    first exits of a crash loop are thus kept.
     """
     starts_seconds = {file: parse_start(file) or 0.0 for file in list_incidents(incidents)}
     while len(starts_seconds) > MOST_INCIDENTS:
@@ -235,7 +236,7 @@ def _select_samples(lines: Iterable[bytes], seconds: float, max_bytes: int) -> I
     """Return the lines of the samples taken since INCIDENT_LEAD_SECONDS before a time.
 
     Every sample of the last DENSE_SECONDS is selected, but earlier only one per SPARSE_SECONDS. If
-    the samples exceed `max_bytes`, the oldest are left out.
+    the samples exceed `max_bytes`, the oldest samples are omitted.
     """
     samples: deque[bytes] = deque()
     samples_bytes = 0

@@ -202,16 +202,16 @@ class SnapshotFile(Struct, frozen=True, kw_only=True):
 def find_decisive(events: Sequence[EngineEvent]) -> EngineEvent:
     """Return the event that determines the cause of an incident; `events` must not be empty.
 
-    This is usually the first event. If an exit for lack of memory follows within SAME_END_SECONDS,
-    that exit is decisive instead.
+    The decisive event is usually the first one. If an exit for lack of memory follows within
+    SAME_END_SECONDS, that exit is decisive instead.
     """
     earliest = events[0]
     exits = [event for event in events if event.what is IncidentKind.ENDED]
     if not exits:
         return earliest
     seconds_between = exits[0].t - earliest.t
-    # After its core has exited, a server keeps responding for some seconds. This may look like a
-    # stall.
+    # After its core has exited, a server keeps responding for some seconds. The exit may therefore
+    # look like a stall.
     is_same_end = 0 <= seconds_between <= SAME_END_SECONDS
     if is_same_end and exits[0].reason in MEMORY_REASONS:
         return exits[0]
@@ -242,14 +242,14 @@ class Incident(EngineEvent, frozen=True, kw_only=True):
     log: tuple[str, ...] = ()
 
 
-# This makes msgspec complete the type before any thread uses it: see StateFile.
+# Building a decoder makes msgspec complete the type before any thread uses it: see StateFile.
 msgspec.json.Decoder(Incident)
 
 
 def read_incident(header: Mapping[str, Any]) -> Incident | None:
     """Return the facts about an incident, or None if its time or kind is missing.
 
-    Values that do not fit the schema are left out.
+    Values that do not fit the schema are omitted.
     """
     return _fit_struct(header, Incident)  # type: ignore[no-any-return]
 
@@ -298,7 +298,7 @@ def build_header(
 
 
 def _encode_oom(oom: Oom) -> dict[str, Any]:
-    """Return an OutOfMemoryError for JSON; an unknown step is left out."""
+    """Return an OutOfMemoryError for JSON; an unknown step is omitted."""
     record: dict[str, Any] = to_builtins(oom)
     del record["step"]
     if oom.step is not None:
@@ -381,8 +381,8 @@ def format_amount(n_bytes: int | None) -> str:
 def add_evidence(end: Ending, incident: Incident) -> Ending:
     """Add to an ending those facts about its incident that the samples do not show.
 
-    These facts are peaks between samples, leak verdicts, XIDs and failed allocations. They also
-    name the GPUs that could not be read.
+    The added facts are peaks between samples, leak verdicts, XIDs, failed allocations, and the
+    names of GPUs that could not be read.
     """
     # The daemon observed the stall from the beginning, but the samples may begin later.
     hung_seconds = end.hung_seconds
@@ -446,8 +446,8 @@ def _add_gpu_evidence(gpu: GpuAtEnd, context: LastInService) -> GpuAtEnd:
     ]
     # Memory may have filled up after the record's last sample.
     gpu = gpu.raise_peak(max(late_bytes, default=0))
-    # There may be too few samples for the detector. The daemon's verdict is based on a longer
-    # record.
+    # The record may have too few samples for the detector. The daemon's verdict is based on a
+    # longer record.
     leaks = {leak.uuid: leak for leak in context.leaks}
     leak = leaks.get(gpu.uuid)
     if leak is None or LEAK_RANKS.get(leak.state, 0) <= LEAK_RANKS.get(gpu.leak, 0):

@@ -42,8 +42,8 @@ def replace_file(file: Path, unfinished: Path, content: Iterable[bytes]) -> None
     try:
         with unfinished.open("xb") as stream:
             stream.writelines(content)
-            # The file is flushed before it is renamed. Otherwise, a machine crash could leave an
-            # empty file.
+            # The file is flushed before it is renamed. Without the flush, a machine crash could
+            # leave an empty file.
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.replace(file)
@@ -104,8 +104,8 @@ def append(file: Path, line: bytes, max_bytes: int) -> None:
     """Append a line to a trace; if the file is new, write the header first.
 
     If the file would exceed `max_bytes`, it is first renamed with the suffix `.1`. The file is
-    opened for each line. It may be moved or deleted at any time. Raises OSError if writing fails,
-    and ValueError if the file is not a trace.
+    opened for each line. The file may be moved or deleted at any time. Raises OSError if writing
+    fails, and ValueError if the file is not a trace.
     """
     with file.open("a+b") as stream:
         size_bytes = _cut_incomplete_line(stream)

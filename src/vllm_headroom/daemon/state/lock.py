@@ -12,8 +12,8 @@ class FolderLock:
     """Locks a folder for this process, as soon as no other process holds the lock.
 
     The folder itself is locked. A lock file could be replaced and would need space. If the folder
-    cannot be opened, this process counts as its owner. The same holds if the file system does not
-    support locks. Saving the state is more important than the lock.
+    cannot be opened, this process counts as its owner. This process also counts as the owner if the
+    file system does not support locks. Saving the state is more important than the lock.
     """
 
     def __init__(self) -> None:

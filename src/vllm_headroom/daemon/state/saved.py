@@ -147,7 +147,7 @@ def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
     visible_uuids = list_visible(snapshot)
     if saved.memory.leak.gpus.keys() <= visible_uuids:
         return True
-    # A GPU that is not open yet has no UUID. It may be any of the missing GPUs.
+    # A GPU that is not open yet has no UUID. A GPU without a UUID may be any of the missing GPUs.
     return not isinstance(snapshot.gpus, Failure) and "" not in visible_uuids
 
 
@@ -201,8 +201,8 @@ def restore_precedents(saved: SavedState, snapshot: Snapshot) -> LeakMemory:
     """Return a leak state with the precedents from an earlier run of the same models.
 
     A precedent is growth that was not a leak. In the next run, the same growth does not indicate a
-    leak. If a series' run ended in an alarm, the series has no precedent. The same holds if the run
-    ended with memory nearly full. The result is empty in three cases:
+    leak. If a series' run ended in an alarm, the series has no precedent. A series whose run ended
+    with memory nearly full has no precedent either. The result is empty in three cases:
 
     - The state is too old.
     - The state is from the future.

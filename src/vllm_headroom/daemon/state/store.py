@@ -66,9 +66,9 @@ class StateKeeper:
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Return the saved states that can be restored in this tick, keyed by derivation.
 
-        Each state is returned in only one tick. In most ticks, the result is empty. The engine's
-        runs and the page's history are restored when their files are read. The leak detector and
-        the baseline wait until the engine and GPUs are recognised.
+        Each saved state is returned in only one tick. In most ticks, the result is empty. The
+        engine's runs and the page's history are restored when their files are read. The leak
+        detector and the baseline wait until the engine and GPUs are recognised.
         """
         if not self._owns_folder:
             await self._lock_folder()
@@ -82,8 +82,8 @@ class StateKeeper:
     async def _read_files(self) -> dict[str, Any]:
         """Read each file that has not been read yet.
 
-        Returns the runs and the history if this call has read their files. Unusable files are left
-        out. The leak detector's state is stored as the waiting state.
+        Returns the runs and the history if this call has read their files. States from unusable
+        files are omitted. The leak detector's state is stored as the waiting state.
         """
         # If a file cannot be read, reading it is retried in the next tick.
         runs = await self._read(RUNS)
@@ -102,8 +102,8 @@ class StateKeeper:
         """Return the states of the detector and baseline if they can be restored now.
 
         The result is empty if no state is waiting. The result is also empty while the engine or its
-        GPUs are still unknown. If they differ from the saved ones, the file is set aside. The
-        result then contains at most the precedents of an earlier run.
+        GPUs are still unknown. If the engine or its GPUs differ from the saved ones, the file is
+        set aside. In that case, the result contains at most the precedents of an earlier run.
         """
         identity = identify_engine(snapshot.engines)
         if identity is not None:
@@ -111,8 +111,8 @@ class StateKeeper:
         saved = self._waiting_state
         if saved is None:
             return {}
-        # In case of doubt, the detector starts over. Otherwise, it could continue another engine's
-        # leak.
+        # In case of doubt, the detector starts over. A wrongly restored detector could continue
+        # another engine's leak.
         refusal = explain_refusal(saved, snapshot)
         if refusal is not None:
             self._waiting_state = None
@@ -137,8 +137,9 @@ class StateKeeper:
         """Write the states of this engine, each file within `timeout_seconds`.
 
         Nothing is written while another daemon holds the folder's lock. The leak detector's state
-        is written only after a page has named the engine. It is not written while an older state is
-        waiting. Failures are logged when they begin and when they end. Never raises OSError.
+        is written only after a page has named the engine. The detector's state is not written while
+        an older state is waiting to be restored. Failures are logged when they begin and when they
+        end. Never raises OSError.
         """
         if self._owns_folder:
             # Another daemon may have deleted and recreated the folder.
@@ -220,8 +221,8 @@ class StateKeeper:
     async def _refuse(self, file: StateFile[T], problem: str) -> None:
         """Set a file aside because of `problem`.
 
-        If that fails, the file counts as unread. It is not overwritten, and a later tick reads it
-        and sets it aside.
+        A file that cannot be set aside counts as unread. An unread file is not overwritten, and a
+        later tick reads it and sets it aside.
         """
         if not self._owns_folder:
             self._unread_names.discard(file.name)

@@ -120,7 +120,7 @@ def read_web_config(path: Path) -> WebConfig:
 
     Relative paths in the file are resolved against its folder. Raises WebConfigError if the file
     cannot be read, is not YAML, or contains mistakes. If keys are repeated, the error lists only
-    these. Otherwise, it lists all mistakes.
+    the repeated keys. If no key is repeated, the error lists all mistakes.
     """
     # YAML is imported here because it takes 15 ms and 1 MiB.
     from vllm_headroom.yaml_file import NotYamlError, read_yaml  # noqa: PLC0415
@@ -245,7 +245,7 @@ def _check_tls_agreement(tls: dict[str, Any]) -> Iterator[str]:
         yield f"tls_server_config.client_auth_type: {problem}"
     lowest_version = _choose(tls, "min_version")
     highest_version = _choose(tls, "max_version")
-    # A refused version is None here. Its line has already been yielded.
+    # A refused version is None here. The line about the refused version has already been yielded.
     if lowest_version and highest_version and lowest_version > highest_version:
         yield "tls_server_config.max_version: below min_version, which lets nobody in"
     if not (tls.get("cert_file") and tls.get("key_file")):
@@ -287,8 +287,8 @@ def _check_users(users: object) -> Iterator[str]:
         return
     for name, password_hash in users.items():
         if not isinstance(name, str):
-            # YAML reads `yes` as true, 007 as 7 and `~` as null. The name would then differ from
-            # the intended one.
+            # YAML reads `yes` as true, 007 as 7 and `~` as null. A user name without quotes could
+            # therefore differ from the intended one.
             yield f"basic_auth_users.{name}: not a text, write the name in quotes"
         elif not _BCRYPT.fullmatch(str(password_hash)):
             advice = "make one with htpasswd -nBC 10 ''"

@@ -71,8 +71,8 @@ class Door:
 
         Status 401 means that the login is missing or wrong. Status 429 means that the login was not
         checked, because too many logins are waiting. A request may be answered if its login is
-        valid. It may also be answered if the configuration has no users. `client` is the client's
-        address.
+        valid. If the configuration has no users, every request may be answered. `client` is the
+        client's address.
         """
         users = self.loaded.config.users
         if not users:

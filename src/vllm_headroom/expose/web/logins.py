@@ -1,6 +1,6 @@
 """Check logins one at a time.
 
-Guesses then take little CPU time and do not delay others.
+Guessed passwords therefore take little CPU time and do not delay other logins.
 """
 
 import asyncio
@@ -156,8 +156,8 @@ class Users:
     async def _wait(self, login: _Login) -> bool | None:
         """Queue a login and return whether its password is correct.
 
-        Returns None if the login was given up. This happens after CHECK_SECONDS, or if there are
-        too many logins with fewer mistakes.
+        Returns None if the login was given up. A login is given up after CHECK_SECONDS, or if there
+        are too many logins with fewer mistakes.
         """
         self._waiting.append(login)
         if len(self._waiting) > MOST_WAITING_LOGINS:
@@ -200,8 +200,8 @@ class Users:
         """Check the waiting logins one after another until none is left.
 
         After a wrong password, a mistake is counted and a pause follows. A check that was given up
-        also counts as a mistake. The outcome is None if the check took too long. It is also None if
-        no thread could be started.
+        also counts as a mistake. The outcome is None if the check took too long. The outcome is
+        also None if no thread could be started.
         """
         loop = asyncio.get_running_loop()
         while self._waiting:
@@ -245,7 +245,7 @@ def _parse_credentials(authorization: str) -> tuple[str, bytes] | None:
 def _find_costliest(users: Mapping[str, str]) -> str:
     """Return the hash with the highest cost.
 
-    The cost follows `$2b$` in a hash. There must be at least one user.
+    The cost follows `$2b$` in a hash. `users` must not be empty.
     """
     return max(users.values(), key=lambda password_hash: password_hash[COST_DIGITS])
 
@@ -253,7 +253,7 @@ def _find_costliest(users: Mapping[str, str]) -> str:
 def _check_evenly(password: bytes, password_hash: str, costliest: str) -> bool:
     """Return whether a password is correct. A wrong one takes the same time for every user.
 
-    Otherwise, the timing would reveal which names exist. Each increase of the cost by one doubles
+    Different times would reveal which user names exist. Each increase of the cost by one doubles
     the time of a check. After a wrong password, further checks follow: one at each cost. The costs
     range from that of `password_hash` to the second highest. Together, all checks take as long as
     one check at the highest cost.

@@ -117,7 +117,8 @@ def find_cards(sys: str) -> dict[str, AmdCard]:
     """Return the driver's cards, keyed by UUID, or {} if there are none.
 
     The cards are ordered by PCI address, not by DRM number. If a card has no unique id, its UUID is
-    derived from its PCI address. The same holds if another card has the same id.
+    derived from its PCI address. The UUID is also derived from the PCI address if another card has
+    the same id.
     """
     folders = _find_folders(sys)
     kfd = _read_nodes(sys, folders.keys())
@@ -187,7 +188,7 @@ def _find_name(path: str) -> str:
 def _read_nodes(sys: str, addresses: Collection[str]) -> KfdNodes:
     """Return KFD's nodes for the cards at these PCI addresses.
 
-    CPU nodes and nodes whose facts cannot be read or parsed are left out.
+    CPU nodes and nodes whose facts cannot be read or parsed are omitted.
     """
     nodes: defaultdict[str, list[KfdNode]] = defaultdict(list)
     is_any_hidden = False

@@ -47,8 +47,8 @@ def read_card(card: AmdCard, index: int, context: "ReadContext") -> tuple[GpuRea
     Raises OSError if the card is gone or its memory cannot be read.
     """
     if card.nodes is not None and len(card.nodes) > 1:
-        # KFD keeps listing the nodes of a card that is gone. For such a card, this call raises
-        # OSError.
+        # KFD keeps listing the nodes of a card that is gone. For a card that is gone, this call
+        # raises OSError.
         _read_vram(card, "total")
         return tuple(
             _read_partition(card, index, position, node, context)
@@ -78,16 +78,16 @@ def read_memory(card: AmdCard, proc: Path) -> GpuMemory | None:
     """Return the memory of a card without partitions.
 
     Returns None if the driver does not report the memory. Also returns None if the amount that
-    processes can allocate is unknown. KFD may hide the nodes of an integrated GPU or a partitioned
-    card. That amount is then unknown. Raises OSError if the card is gone or its files cannot be
-    read.
+    processes can allocate is unknown. The amount is unknown if KFD hides the nodes of an integrated
+    GPU or a partitioned card. Raises OSError if the card is gone or its files cannot be read.
     """
     total_bytes = _read_vram(card, "total")
     used_bytes = _read_vram(card, "used")
     if total_bytes is None or used_bytes is None:
         return None
     limit_bytes = card.nodes[0].memory_bytes if card.nodes else None
-    # Only an integrated GPU can have more memory than its VRAM. It also uses the machine's memory.
+    # Only an integrated GPU can have more memory than its VRAM. An integrated GPU also uses the
+    # machine's memory.
     if limit_bytes is not None and limit_bytes > total_bytes:
         return _read_unified_memory(card, limit_bytes, proc)
     if card.nodes is None:
@@ -101,8 +101,8 @@ def _read_unified_memory(card: AmdCard, limit_bytes: int, proc: Path) -> GpuMemo
     """Return the memory of an integrated GPU (APU) that uses the machine's memory.
 
     The GPU can use up to `limit_bytes` of the machine's memory (amdgpu_ttm_init). Returns None if
-    the size of the machine's memory is unknown. Also returns None if the GPU's use of it is
-    unknown.
+    the size of the machine's memory is unknown. Also returns None if the GPU's use of the machine's
+    memory is unknown.
     """
     machine = read_machine(proc)
     granted_bytes = read_number_file(f"{card.folder}/mem_info_gtt_used")
@@ -115,8 +115,8 @@ def _read_unified_memory(card: AmdCard, limit_bytes: int, proc: Path) -> GpuMemo
 def _read_vram(card: AmdCard, fact: str) -> int | None:
     """Return the `total` or `used` bytes of VRAM.
 
-    Returns None if the driver has no such file. Raises OSError if the card is gone or the file
-    cannot be read.
+    Returns None if the driver has no file for this fact. Raises OSError if the card is gone or the
+    file cannot be read.
     """
     try:
         return int(read_text_file(f"{card.folder}/mem_info_vram_{fact}"))
@@ -134,8 +134,8 @@ def _read_partition(
     """Return a reading of the partition with this KFD node.
 
     The partition's memory in use is the sum of its processes' bytes in KFD. The sum does not
-    include what the driver itself uses. The memory is None if the partition's size is unknown. It
-    is also None if the use of any process is unknown.
+    include what the driver itself uses. The memory is None if the partition's size is unknown. The
+    memory is also None if the use of any process is unknown.
     """
     processes = context.list_on_node(node)
     uuid = f"{card.uuid}-{position}"
@@ -173,12 +173,12 @@ def _build_memory(
 class ReadContext:
     """Data shared by all readings of a scrape: peaks, and holders of GPU memory.
 
-    There are two sources for the holders. KFD has a folder for each compute process. The folder
-    contains the process's bytes on each node. Every user can read this folder. The folder's name is
-    the pid in the machine's initial PID namespace. Only a daemon in that namespace can use the
-    folder. If KFD's pids are unusable or nodes are hidden, /proc is used instead. It shows the open
-    files of each process. Only users that may trace a process can read its open files. Open files
-    show cards but not partitions.
+    There are two sources for the processes that hold a card. KFD has a folder for each compute
+    process. The folder contains the process's bytes on each node. Every user can read this folder.
+    The folder's name is the pid in the machine's initial PID namespace. Only a daemon in that
+    namespace can use the folder. If KFD's pids are unusable or nodes are hidden, /proc is used
+    instead. /proc shows the open files of each process. Only users that may trace a process can
+    read its open files. Open files show cards but not partitions.
     """
 
     def __init__(
@@ -277,8 +277,8 @@ class ReadContext:
 def _read_open_cards(process: str) -> dict[str, int]:
     """Return the bytes that a process holds on each card, by PCI address.
 
-    Cards on which the process holds no memory are left out. Raises OSError if the process has
-    exited or may not be read.
+    Cards on which the process holds no memory are omitted. Raises OSError if the process has exited
+    or may not be read.
     """
     # The bytes are keyed by client, because a client can have several open files.
     clients_bytes: dict[tuple[str, str], int] = {}
@@ -309,8 +309,8 @@ def _parse_kib(text: str) -> int | None:
 def _read_descriptor(process: str, descriptor: str) -> dict[str, str]:
     """Return the kernel's facts about an open file of a DRM device, keyed by name.
 
-    The result is empty for any other file. It is also empty if the file has been closed in the
-    meantime. Raises OSError for any other failure.
+    The result is empty for any other file. The result is also empty if the file has been closed in
+    the meantime. Raises OSError for any other failure.
     """
     try:
         target = os.readlink(f"{process}/fd/{descriptor}")  # noqa: PTH115 - no Path per file

@@ -104,7 +104,7 @@ class Amd:
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return each GPU's memory in use, keyed by UUID, and update the peaks.
 
-        Partitioned cards and cards that cannot be read are left out. The result is empty after a
+        Partitioned cards and cards that cannot be read are omitted. The result is empty after a
         timeout.
         """
         if not self._cards:

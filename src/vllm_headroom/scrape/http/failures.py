@@ -127,7 +127,7 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
                 Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s"
             )
         # These errors quote the received bytes or the header. The quote may contain a secret, so
-        # their text is left out.
+        # the text of these errors is omitted.
         case httpx.LocalProtocolError():
             return build_failure(Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}")
         case httpx.RemoteProtocolError() | httpx.InvalidURL():
@@ -138,8 +138,8 @@ def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Fai
 def _explain_no_connection(error: Exception, url: str) -> Failure:
     """Return the failure for a connection that was refused or broken.
 
-    The first known exception in the chain of causes determines the reason. If none of them is
-    known, the reason is UNREACHABLE.
+    The first known exception in the chain of causes determines the reason. If no exception in the
+    chain is known, the reason is UNREACHABLE.
     """
     is_connecting = isinstance(error, httpx.ConnectError)
     cause: BaseException | None = error
@@ -182,7 +182,7 @@ class UnusableCredentials(Exception):  # noqa: N818 - the name describes the fil
 def name_token_file(file: Path) -> str:
     """Return the name by which a message refers to a token file.
 
-    A name that is not an absolute path is hidden. It may be the token itself.
+    A name that is not an absolute path is hidden, because it may be the token itself.
     """
     if file.is_absolute():
         return f"the token file {file}"
@@ -224,8 +224,8 @@ def load_trust(ca_file: Path | None) -> ssl.SSLContext:
         raise UnusableCredentials(
             f"{problem}: make it a readable file of PEM certificates"
         ) from None
-    # Python 3.13 and newer set this flag. It rejects authorities without key usage or key
-    # identifiers. Examples are those of EKS clusters and many companies.
+    # Python 3.13 and newer set this flag. The flag rejects certificate authorities without key
+    # usage or key identifiers, such as those of EKS clusters and many companies.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     # Python 3.13 and newer set this flag. With it, the file may contain only an intermediate
     # authority.

@@ -93,11 +93,12 @@ class Reply(Struct, frozen=True, kw_only=True):
 class PageReader:
     """Repeatedly fetches the page at `url`, an http or https URL.
 
-    Files are read and host names are resolved on a separate thread. Both may hang. The token in
-    `bearer_token_file` replaces the URL's user and password. It is read for each request, because
-    tokens may be rotated. `ca_file` replaces the default authorities. `max_bytes` limits the size
-    of the page. `timeout_seconds` limits the duration of the whole request. Nothing is sent while
-    `is_gone` returns True. The address may already belong to another server.
+    Files are read and host names are resolved on a separate thread, because both operations may
+    hang. The token in `bearer_token_file` replaces the URL's user and password. The token is read
+    for each request, because tokens may be rotated. `ca_file` replaces the default authorities.
+    `max_bytes` limits the size of the page. `timeout_seconds` limits the duration of the whole
+    request. Nothing is sent while `is_gone` returns True. After the engine is gone, the address may
+    already belong to another server.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class PageReader:
         is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         url_with_login = httpx.URL(url)
-        # The login is sent as a header and removed from the URL. It then cannot appear in a message
-        # or log line.
+        # The login is sent as a header and removed from the URL. The login therefore cannot appear
+        # in a message or log line.
         self._url = url_with_login.copy_with(userinfo=b"")
         self._shown_url = str(failures.hide_secrets(url_with_login))
         self._timeout_seconds = timeout_seconds
@@ -131,7 +132,8 @@ class PageReader:
         # 0.2 ms in the daemon.
         self._headers["Accept-Encoding"] = "identity"
         self._page_request = httpx.Request("GET", self._url, headers=self._headers)
-        # Connecting to one address may take half of the time. A second address can then be tried.
+        # Connecting to one address may take half of the time. The other half remains for a second
+        # address.
         self._timeouts_seconds = {"connect": timeout_seconds / 2}
         self._worker = Worker[Any]("http")
         self._transport: PageTransport | None = None

@@ -44,8 +44,8 @@ class PageTransport(httpx.AsyncBaseTransport):
     httpx's own asynchronous transport uses almost three times as much CPU time. Cookies, redirects
     and proxies are not supported. `tls` verifies the server; `tls` is None for plain http. Requests
     that follow each other within _MOST_IDLE_SECONDS share a connection. The connection is dropped
-    as soon as unrequested bytes arrive. Otherwise, a response could be mistaken for the response to
-    another request.
+    as soon as unrequested bytes arrive. Unrequested bytes could be mistaken for the response to the
+    next request.
     """
 
     def __init__(self, resolve: Resolve, tls: ssl.SSLContext | None) -> None:
@@ -61,7 +61,7 @@ class PageTransport(httpx.AsyncBaseTransport):
         """Return the response once its head has been received.
 
         The request's body must be in memory. Only connecting has a time limit. The limit is in the
-        request's extension `timeout`. It applies to each address of the host. Raises
+        request's extension `timeout` and applies to each address of the host. Raises
         httpx.TransportError.
         """
         # If the server has closed an idle connection, the request is sent again. Therefore, only

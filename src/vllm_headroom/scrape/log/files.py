@@ -153,7 +153,7 @@ class LogFiles:
         """Return the next bytes of the open file; start over if it was truncated."""
         status = os.fstat(descriptor)
         file = _identify(status)
-        # The entry is removed and added again. The most recently read file then comes last.
+        # The entry is removed and added again. The most recently read file therefore comes last.
         place = self._places.pop(file, None)
         if place is None:
             # Only the first file can contain lines from before the daemon followed the log.

@@ -66,7 +66,7 @@ class PodLog:
         now_seconds = asyncio.get_running_loop().time()
         if now_seconds < self._next_seconds:
             return self._failure or LogBatch(content=b"")
-        # The time is set before the request. A failing server is then not asked on every tick.
+        # The time is set before the request. A failing server is therefore not asked on every tick.
         self._next_seconds = now_seconds + PAUSE_SECONDS
         self._failure = None
         try:
@@ -165,8 +165,8 @@ class PodLog:
 def _build_time_key(line: str) -> str:
     """Return a sort key for a line's timestamp, from which Go omits trailing zeros."""
     time, _, _ = line[:LONGEST_TIME].partition(" ")
-    # Without the Z, a shorter fraction is a prefix of a longer one. It then sorts before the longer
-    # one.
+    # Without the Z, a shorter fraction is a prefix of a longer one. The shorter fraction therefore
+    # sorts before the longer one.
     return time.rstrip("Z")
 
 

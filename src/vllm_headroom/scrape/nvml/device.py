@@ -101,7 +101,7 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
 
 
 class ProcessList(Struct, frozen=True, kw_only=True):
-    """The processes on a GPU or MIG instance, and the memory in use then."""
+    """The processes on a GPU or MIG instance, and the memory in use when they were listed."""
 
     listed_at_seconds: float
     """When the processes were listed, on the monotonic clock."""
@@ -226,8 +226,8 @@ class Session:
             if is_blocked or error.value in LOST_CODES | DRIVER_WIDE_CODES:
                 raise
             if error.value in REFUSAL_CODES:
-                # If the device has provided the fact before, the refusal may be temporary. The
-                # entry then stays None.
+                # If the device has provided the fact before, the refusal may be temporary. In that
+                # case, the entry stays None.
                 self._refusals.setdefault((uuid, fact), error.value)
             return None
         self._refusals[uuid, fact] = None
@@ -248,9 +248,9 @@ class Session:
 class NvmlDevice:
     """The GPU at an NVML index, from NVML's init until its shutdown.
 
-    It is opened when it is first read. Its methods run on NVML's thread. They raise NVMLError if
-    the whole GPU or the driver fails. If the error means that the GPU is lost, `lost_code` is set.
-    From then on, no method may be called.
+    The GPU is opened when it is first read. The methods of this class run on NVML's thread. They
+    raise NVMLError if the whole GPU or the driver fails. If the error means that the GPU is lost,
+    `lost_code` is set. Once `lost_code` is set, no method may be called.
     """
 
     def __init__(self, index: int, session: Session) -> None:
@@ -295,7 +295,8 @@ class NvmlDevice:
     def sample_used(self) -> dict[str, int]:
         """Return the memory in use of each part, keyed by UUID, and update the peaks.
 
-        Parts whose memory is unknown are left out. The result is empty before the first reading.
+        Parts of the GPU whose memory is unknown are omitted. The result is empty before the first
+        reading.
         """
         used_bytes: dict[str, int] = {}
         for part in self.parts:
@@ -431,8 +432,8 @@ class NvmlDevice:
             if session.has_single_gpu and is_unsupported:
                 return self._read_unified_memory(part)
             return None
-        # A GPU-sharing library can report values below zero (Project-HAMi/HAMi-core#200). In that
-        # case, none of the values is reliable.
+        # A GPU-sharing library can report values below zero (Project-HAMi/HAMi-core#200). If any
+        # value is below zero, none of the values is reliable.
         is_overflown = max(info.used, info.free) > info.total
         if is_overflown or info.total > MAX_DEVICE_BYTES:
             return None
@@ -492,8 +493,8 @@ class NvmlDevice:
     ) -> bool:
         """Return whether a list is missing, is old, or contradicts the memory in use.
 
-        A list younger than MIN_LIST_AGE_SECONDS stays valid, because listing is expensive. It stays
-        valid even if the memory in use has changed.
+        A list younger than MIN_LIST_AGE_SECONDS stays valid, because listing is expensive. Such a
+        young list stays valid even if the memory in use has changed.
         """
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:

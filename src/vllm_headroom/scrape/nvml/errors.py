@@ -128,7 +128,7 @@ def _explain(
 def explain_unexpected(error: Exception) -> Failure:
     """Return the failure for an error not raised by NVML.
 
-    Such an error is a bug or a shortage in the daemon.
+    Either the daemon has a bug, or it has run out of a resource such as file descriptors.
     """
     if isinstance(error, OSError) and error.errno in SHORTAGES:
         return build_unavailable(Source.NVML, "NVML cannot be asked", error)

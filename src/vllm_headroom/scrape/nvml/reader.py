@@ -60,10 +60,10 @@ class Nvml:
     """Reads all GPUs.
 
     If a GPU is lost or hangs, the other GPUs are still read. A failed driver is reinitialised after
-    increasingly long pauses. While a call is stuck, NVML is not shut down. That could crash the
-    process. A GPU that disappears stays listed as failed, along with its last known MIG instances.
-    A MIG instance that disappears while its GPU is present is no longer listed. It was removed on
-    purpose.
+    increasingly long pauses. While a call is stuck, NVML is not shut down, because the shutdown
+    could crash the process. A GPU that disappears stays listed as failed, along with its last known
+    MIG instances. A MIG instance that disappears while its GPU is present was removed on purpose
+    and is no longer listed.
 
     If a call to a GPU takes longer than `call_timeout_seconds`, its thread is abandoned. For GPUs
     that use the machine's memory, that memory is read from `proc`.
@@ -102,8 +102,8 @@ class Nvml:
         """Return one reading of every GPU within `timeout_seconds`; never raise.
 
         A GPU that cannot be read gets a failed reading. If the whole driver fails, the result is a
-        Failure. If this method is cancelled, a call in progress continues. Its GPU is not read
-        again until the call returns.
+        Failure. If this method is cancelled, a call in progress continues. The GPU of that call is
+        not read again until the call returns.
         """
         deadline = read_loop_seconds() + timeout_seconds
         try:
@@ -125,7 +125,7 @@ class Nvml:
         """Return each GPU's memory in use, keyed by UUID, and update the peaks; never raise.
 
         The result is empty during a reading and while the driver is failing. GPUs that fail are
-        left out.
+        omitted.
         """
         # A call made now would have to wait until the reading in progress has finished.
         if self._lock.locked():
@@ -138,7 +138,7 @@ class Nvml:
     async def read_faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return the memory faults of each GPU in the last reading; never raise.
 
-        GPUs that fail are left out. The result is empty while the driver is failing.
+        GPUs that fail are omitted. The result is empty while the driver is failing.
         """
         return await self._query_quietly(NvmlDevice.read_faults, timeout_seconds)
 
@@ -223,8 +223,9 @@ class Nvml:
     ) -> tuple[GpuReading, ...]:
         """Return the readings of the GPUs that were read, and failed readings of all others.
 
-        A GPU gets failed readings if it failed or NVML no longer lists it. It gets one for each of
-        its MIG instances. Without instances, it gets one for the whole GPU.
+        A GPU gets failed readings if it failed or NVML no longer lists it. Such a GPU gets one
+        failed reading for each of its MIG instances. A GPU without instances gets one for the whole
+        GPU.
         """
         # A GPU that falls off the bus is not listed after the next init. Without this code, its
         # series would simply end.
@@ -237,8 +238,8 @@ class Nvml:
             if device.gpu is not None:
                 readings += self._build_failed(device.gpu.uuid, outcome)
                 continue
-            # If a GPU cannot be opened, its UUID is unknown. It is assumed to be the missing GPU
-            # that had the same index.
+            # If a GPU cannot be opened, its UUID is unknown. An unopened GPU is assumed to be the
+            # missing GPU that had the same index.
             uuid = self._find_uuid(missing_uuids, device.index)
             if uuid is None:
                 readings.append(GpuReading(index=device.index, uuid="", name="", failure=outcome))
@@ -252,7 +253,7 @@ class Nvml:
     def _remember_parts(self, devices: Iterable[NvmlDevice]) -> list[str]:
         """Remember each GPU's MIG instances, or the whole GPU if it has no instances.
 
-        GPUs whose UUID is still unknown are left out. Returns the sorted UUIDs of the remembered
+        GPUs whose UUID is still unknown are omitted. Returns the sorted UUIDs of the remembered
         GPUs that are not in `devices`. At most MAX_GPUS GPUs are remembered.
         """
         opened_uuids = set()
@@ -261,8 +262,8 @@ class Nvml:
                 continue
             uuid = device.gpu.uuid
             opened_uuids.add(uuid)
-            # Removing and adding the entry moves it to the end. The most recently read GPU then
-            # comes last.
+            # Removing and adding the entry moves it to the end. The most recently read GPU
+            # therefore comes last.
             previous_parts = self._parts.pop(uuid, (device.gpu,))
             self._parts[uuid] = device.parts or previous_parts
         oldest_uuids = tuple(self._parts)[:-MAX_GPUS]
@@ -317,11 +318,11 @@ class Nvml:
         """Return each GPU's result of `method`, or its failure.
 
         A GPU that does not respond before `deadline` gets a failure. The `driver_calls` concern the
-        whole driver. They are made first, and their results are discarded. Raises NVMLError if a
-        call fails with an error that affects the whole driver.
+        whole driver. The driver calls are made first, and their results are discarded. Raises
+        NVMLError if a call fails with an error that affects the whole driver.
         """
         calls: dict[str, Callable[[], Any]] = dict(driver_calls)
-        # A lost GPU is not called again. It would return the same error or hang.
+        # A lost GPU is not called again, because the call would return the same error or hang.
         for device in self._session.devices:
             if device.lost_code is None:
                 calls[_name_subject(device)] = partial(device.call, method)
@@ -397,11 +398,11 @@ class Lane:
     ) -> dict[str, T | Exception]:
         """Make the calls in order; return what each returned or raised, by subject.
 
-        Calls that were not made or did not return in time are left out. `deadline` is a time on the
-        event loop's clock. A call may take `limit_seconds`, but at most half of the time left. The
-        last call may use all of the time left. A call that takes longer is regarded as stuck. So is
-        a call that is running when this method is cancelled. Raises OSError if no thread can be
-        started.
+        Calls that were not made or did not return in time are omitted. `deadline` is a time on the
+        event loop's clock. A call may take `limit_seconds`, but at most half of the time that
+        remains until the deadline. The last call may use all of the remaining time. A call that
+        takes longer is regarded as stuck. A call that is running when this method is cancelled is
+        also regarded as stuck. Raises OSError if no thread can be started.
         """
         outcomes: dict[str, T | Exception] = {}
         stuck_subjects = self.stuck_subjects
@@ -448,9 +449,9 @@ class Lane:
                 await asyncio.wait((finished,), timeout=min(limit_seconds, share_seconds))
         finally:
             is_over.set()
-            # The outcomes are copied after `is_over` is set. From then on, the thread starts no
-            # further call. Therefore, the first call without an outcome in this copy is the stuck
-            # one.
+            # The outcomes are copied after `is_over` is set. Once `is_over` is set, the thread
+            # starts no further call. Therefore, the first call without an outcome in this copy is
+            # the stuck one.
             returned = tuple(outcomes)
             if len(returned) < len(calls):
                 finished.cancel()

@@ -54,7 +54,7 @@ class Xids:
             self._event_set = pynvml.nvmlEventSetCreate()
 
     def end(self) -> None:
-        """Free the event set. This must be done before NVML is shut down."""
+        """Free the event set. The set must be freed before NVML is shut down."""
         event_set = self._event_set
         self._event_set = None
         if event_set is not None:
@@ -64,7 +64,7 @@ class Xids:
     def listen(self, handle: Handle, uuid: str) -> None:
         """Count the XID errors of this GPU from now on.
 
-        Raises NVMLError if the GPU does not report such events.
+        Raises NVMLError if the GPU does not report XID events.
         """
         if self._event_set is not None:
             pynvml.nvmlDeviceRegisterEvents(
@@ -95,9 +95,9 @@ class Xids:
     def list_counts(self, gpu_uuid: str, gpu_instance: int | None) -> XidCounts:
         """Return pairs of XID and count, sorted by XID.
 
-        The tuple is empty if there was no error. If `gpu_instance` is None, the errors are those of
-        the whole GPU. Otherwise, they are those of this MIG instance. An event without an instance
-        counts for every instance.
+        The tuple is empty if there was no error. If `gpu_instance` is None, the errors of the whole
+        GPU are counted. If it is a number, the errors of this MIG instance are counted. An event
+        without an instance counts for every instance.
         """
         counts: Counter[int] = Counter()
         # The counts are copied, because NVML's thread may be updating them at the same time.

@@ -54,7 +54,7 @@ def list_waits(ports: Collection[int]) -> tuple[float, ...] | None:
     """Return how many seconds each request to these ports has been waiting.
 
     A request is waiting if its connection has received data since it last sent data. An idle
-    keep-alive connection has sent the response since then. It therefore has no waiting request.
+    keep-alive connection has sent its response after the request, so it has no waiting request.
     Only connections in this process's network namespace are listed. Returns None if the kernel does
     not list connections.
     """
@@ -105,7 +105,8 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[tuple
     Only requests to `port` are listed, unless it is _ANY_PORT. `family` is the address family of
     IPv4 or IPv6. Raises OSError if the kernel does not list connections.
     """
-    # This requests all established TCP sockets of the port, with their TCP_INFO (sock_diag(7)).
+    # The message requests all established TCP sockets of the port, with their TCP_INFO
+    # (sock_diag(7)).
     size = _REQUEST.size + _SOCKET_ID.size
     request = _REQUEST.pack(
         size,
@@ -129,9 +130,9 @@ def _list_waits(kernel: socket.socket, family: int, port: int) -> Iterator[tuple
                 if attribute != _INET_DIAG_INFO:
                     continue
                 sent_ago, received_ago, acked_bytes, received_bytes = _TCP_INFO.unpack_from(content)
-                # The two times may be equal, as at the start of a connection. They then do not show
-                # which came first. In that case, a connection that has only received data has a
-                # waiting request.
+                # The two times may be equal, as at the start of a connection. Equal times do not
+                # show whether the connection received or sent data last. In that case, a connection
+                # that has only received data has a waiting request.
                 has_only_received = received_bytes > 0 and acked_bytes == 0
                 is_waiting = received_ago < sent_ago
                 if is_waiting or (received_ago == sent_ago and has_only_received):
@@ -146,6 +147,6 @@ def _split_parts(parts: memoryview, header: Struct) -> Iterator[tuple[int, memor
     while parts:
         size, kind = header.unpack_from(parts)
         yield kind, parts[:size]
-        # Each part starts at a multiple of four bytes.
+        # Each part of the message starts at a multiple of four bytes.
         aligned_size = (size + 3) & ~3
         parts = parts[aligned_size:]

@@ -135,8 +135,8 @@ def read_content(file: Path | str, max_bytes: int | None = None) -> bytes:
 def split_kernel_lines(text: str) -> list[str]:
     """Return the lines of a file written by the kernel, without the trailing line feeds.
 
-    `str.splitlines` is not used. It also splits at characters such as U+2028 or a vertical tab. A
-    mount point's name may contain these characters.
+    `str.splitlines` is not used, because it also splits at characters such as U+2028 or a vertical
+    tab. A mount point's name may contain these characters.
     """
     lines = text.split("\n")
     if not lines[-1]:
@@ -152,7 +152,7 @@ def read_start(path: str) -> bytes:
 def find_number(text: bytes, name: bytes) -> int | None:
     """Return the number in the first line that begins with `name`.
 
-    `name` includes the separator. Returns None if there is no such line or no number follows.
+    `name` includes the separator. Returns None if no line begins with `name` or no number follows.
     """
     _, _, following = (b"\n" + text).partition(b"\n" + name)
     words = following.split(maxsplit=1)
@@ -196,17 +196,18 @@ def read_entry(
 ) -> ProcEntry | None:
     """Return the process, or None if it has exited or is a zombie.
 
-    `previous` is the last result for this pid. It is returned again if neither the process nor its
-    command line can have changed. Also returns None if the process cannot be read for another
-    reason. However, a failure raises OSError if the daemon lacks a resource. For a process of the
-    engine (`is_engine`), any such failure raises OSError. In these cases, the process may still be
-    running.
+    `previous` is the last result for this pid. The previous result is returned again if neither the
+    process nor its command line can have changed. Also returns None if the process cannot be read
+    for another reason. However, a failed reading raises OSError if the daemon lacks a resource. For
+    a process of the engine (`is_engine`), any failed reading raises OSError. After an OSError, the
+    process may still be running.
     """
     try:
         stat = _read_stat(proc, pid)
         if stat.state == ZOMBIE_STATE:
             return None
-        # This is the fast path. The command line is read again only if it may have changed.
+        # Returning `previous` is the fast path. The command line is read again only if it may have
+        # changed.
         if previous is not None and _is_unchanged(stat.process, previous):
             return previous
         arguments = _split_arguments(read_start(f"{proc}/{pid}/cmdline"))
@@ -306,8 +307,9 @@ def _read_stat(proc: Path, pid: int) -> ProcStat:
 def _raise_if_unknown(error: Exception, *, is_engine: bool) -> None:
     """Raise `error` if it leaves open whether the process has exited; otherwise do nothing.
 
-    This applies to a shortage of the daemon's own resources. For a process of the engine, it also
-    applies to every OSError. The exception is an error for a process that no longer exists.
+    The question stays open if the daemon itself has run out of a resource. For a process of the
+    engine, it also stays open after every OSError, except after one for a process that no longer
+    exists.
     """
     if not isinstance(error, OSError):
         return

@@ -86,9 +86,9 @@ def _read_lines(path: Path) -> list[str]:
 def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
     """Return the memory of a process's cgroup.
 
-    The values are those of the cgroup with the lowest limit. It may be the process's own cgroup or
-    an ancestor. A limit that is not below the machine's memory is ignored. Returns None in three
-    cases:
+    The values are those of the cgroup with the lowest limit. The cgroup with the lowest limit may
+    be the process's own cgroup or an ancestor. A limit that is not below the machine's memory is
+    ignored. Returns None in three cases:
 
     - The cgroup is not visible.
     - The cgroup does not list the process.
@@ -99,8 +99,8 @@ def read_cgroup(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
         cgroup = _find_listing_folder(_list_folders(proc, membership), pid)
         if cgroup is None:
             # The mounts may have changed since they were read. Only this call bypasses the cache. A
-            # process with a hidden cgroup gets here on each tick. It must not clear the mounts
-            # cached for other processes.
+            # process with a hidden cgroup gets here on each tick. Such a process must not clear the
+            # mounts cached for other processes.
             cgroup = _find_listing_folder(_list_folders.__wrapped__(proc, membership), pid)
         return None if cgroup is None else _read_memory(cgroup, machine_bytes)
     except (OSError, ValueError):
@@ -161,8 +161,8 @@ def _find_folder(proc: Path, mount: CgroupMount, cgroup: str) -> Path | None:
     """Return a cgroup's folder in a mounted tree, or None if it is elsewhere.
 
     The names of cgroups above the reader's namespace are hidden: `/../b` may be `/a/b`. If the
-    mounted root is above the namespace, these names are still found. They are derived from the
-    folder of the daemon's own cgroup.
+    mounted root is above the namespace, the hidden names are derived from the folder of the
+    daemon's own cgroup.
     """
     names_above, names = _split_cgroup(cgroup)
     root_names_above, root_names = _split_cgroup(mount.root)
@@ -361,8 +361,8 @@ def read_cpu_pressure(proc: Path) -> float | None:
 def _read_pressure(path: Path, window: bytes) -> float | None:
     """Return the share of a window in which a task waited, or None if unknown.
 
-    `window` is the name of the field: `avg10=` or `avg60=`. They cover the last ten seconds and the
-    last minute.
+    `window` is the name of the field: `avg10=` or `avg60=`. The two windows cover the last ten
+    seconds and the last minute.
     """
     # The first line is for "some" tasks, and the second for all tasks. The first match is in the
     # first line.
@@ -397,7 +397,7 @@ _STATUS_FIELDS: Final = {
 def read_process_parts(proc: Path, pid: int) -> dict[str, int]:
     """Return the parts of a process's memory, keyed by the field names of EngineProcess.
 
-    Parts that the kernel does not count are left out.
+    Parts that the kernel does not count are omitted.
     """
     # smaps_rollup is not read. To write it, the kernel walks the page tables under a lock. The
     # engine needs this lock to map memory. If weights are mapped, this takes seconds.
@@ -428,7 +428,8 @@ def _read_process_shm(proc: Path, pid: int) -> Shm | None:
     """Return the size and free space of the process's /dev/shm, or None if unknown.
 
     The file system is read through the process's root. If access to the root is denied, the
-    daemon's own /dev/shm is read instead. It must be the same device.
+    daemon's own /dev/shm is read instead. The daemon's /dev/shm must be on the same device as that
+    of the process.
     """
     shm = read_shm(proc / str(pid) / "root" / SHM_FOLDER)
     if shm is not None:

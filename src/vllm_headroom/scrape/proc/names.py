@@ -30,9 +30,9 @@ def name_program(command: CommandLine) -> str:
 class ProcessNames:
     """Names processes by their command line and their cgroup.
 
-    `find_command` returns a process's command line as last read. It returns None if the process is
-    not visible. This class does not read command lines itself. The read would hang for a process
-    that is stuck in a driver.
+    `find_command` returns a process's command line as last read. `find_command` returns None if the
+    process is not visible. This class does not read command lines itself, because the read would
+    hang for a process that is stuck in a driver.
     """
 
     def __init__(

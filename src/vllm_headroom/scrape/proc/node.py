@@ -56,7 +56,7 @@ _TLS_OPTIONS: Final = ("--ssl-certfile", "--ssl-keyfile")
 class LocatedEngine(Struct, frozen=True, kw_only=True):
     """An engine on this machine.
 
-    It has its page's URL or the reason why it cannot be watched.
+    An engine has either the URL of its page or the reason why the engine cannot be watched.
     """
 
     kind: EngineKind
@@ -109,8 +109,8 @@ class NodeProcesses:
         self._names = ContainerNames(usual_container, container_logs, pod_logs)
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
-        # There are two threads. Reading a command line may hang if a driver is stuck. Reading a
-        # cgroup does not hang.
+        # The reader has two threads. Reading a command line may hang if a driver is stuck. Reading
+        # a cgroup does not hang.
         self._scanner = Worker[None]("node")
         self._finder = Worker[tuple[LocatedEngine, ...]]("engines")
         self._machine = MachineReading()
@@ -187,9 +187,9 @@ class NodeProcesses:
     def _list_waits(self, ports: Collection[int]) -> tuple[float, ...] | None:
         """Return how many seconds each request to these ports has been waiting.
 
-        Only requests in the daemon's own network are visible. All requests are read once per scan.
-        Each reading walks the connections of the whole machine. This method may run on several
-        threads at once. Returns None if the waits are unknown.
+        Only requests in the daemon's own network are visible. All requests are read only once per
+        scan, because each reading walks the connections of the whole machine. This method may run
+        on several threads at once. Returns None if the waits are unknown.
         """
         with self._waits_lock:
             if self._are_waits_due:
@@ -212,7 +212,8 @@ class NodeProcesses:
         """Read the cgroups of new processes and of a share of the others."""
         now_seconds = self._monotonic()
         pids = proc_files.list_pids(self._proc)
-        # The least recently read processes come first. Each is then read within the rescan time.
+        # The least recently read processes come first. Each process is therefore read within the
+        # rescan time.
         due_pids = _choose_due(self._owners, pids, self._measure_share(self._scanned_at_seconds))
         self._scanned_at_seconds = now_seconds
         for pid in due_pids:
@@ -292,7 +293,7 @@ class NodeProcesses:
     def _locate_group(self, owner_key: str, servers: Sequence[int]) -> Iterator[LocatedEngine]:
         """Yield the engines of a pod or unit.
 
-        If several have the same name, only one of them is watched.
+        If several engines have the same name, only one of them is watched.
         """
         # The unit stays shared even while only one of its servers is running. An engine's name must
         # not change.

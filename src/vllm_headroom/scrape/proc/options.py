@@ -54,7 +54,7 @@ _SECRET_OPTION: Final = re.compile(
 _SECRETS: Final = re.compile(
     # Secrets in URLs.
     r"(?P<before>://)[^/\s]+(?=@)"
-    # This matches secrets in JSON and in NAME=VALUE.
+    # The pattern matches secrets in JSON and in NAME=VALUE.
     r"|(?P<name>(?:key|token|password|secret)[\"']?\s?[:=]\s?[\"']?)[^\"',}\s]+"
     r"|(?P<start>\b(?:hf_|sk-|Bearer\s))[\w.~+/-]{8,}",
     re.IGNORECASE,
@@ -66,9 +66,9 @@ _STARRED: Final = rf"\g<before>\g<name>\g<start>{_STARS}"
 def read_options(command: CommandLine) -> EngineOptions | None:
     """Return the options on the command line of a vLLM server.
 
-    As in vLLM, an option may have underscores or dashes. Its value follows a space or `=`. If an
-    option is given more than once, its last value is used. Values of the wrong type are ignored.
-    Returns None for any other command line.
+    As in vLLM, an option may have underscores or dashes. The value of an option follows a space or
+    `=`. If an option is given more than once, its last value is used. Values of the wrong type are
+    ignored. Returns None for any other command line.
     """
     server = find_server(command) if command else None
     if server is None or server.product != "vLLM":

@@ -47,8 +47,8 @@ def read_owner(proc: Path, pid: int) -> Owner | None:
 def parse_owner(text: str) -> Owner | None:
     """Return the owner of a process whose cgroup file has this content.
 
-    Each line contains a hierarchy's number, controllers and path. In cgroup version 2, the number
-    is 0. Returns None if the text contains no such line.
+    Each line of the text contains a hierarchy's number, controllers and path. In cgroup version 2,
+    the number is 0. Returns None if no line of the text has this form.
     """
     paths: dict[str, str] = {}
     for line in split_kernel_lines(text):

@@ -211,10 +211,10 @@ class Processes:
     to stay short on large hosts. When a process of the engine has exited, all processes are read
     again.
 
-    `engine_is_here` means that the engine's page is served on this machine. The engine's processes
-    must then be visible. `read_scope` returns the processes among which to search for the engine.
-    Without it, all visible processes are searched. `worker` reads /proc; without it, the reader has
-    its own thread.
+    `engine_is_here` means that the engine's page is served on this machine. In that case, the
+    engine's processes must be visible. `read_scope` returns the processes among which to search for
+    the engine. Without it, all visible processes are searched. `worker` reads /proc; without it,
+    the reader has its own thread.
     """
 
     def __init__(
@@ -289,8 +289,8 @@ class Processes:
     ) -> ProcessReadings | Failure:
         """Return the engine's running processes and what /proc shows about others; never raise.
 
-        `page` is the result of the last request for the engine's page, or None. It helps to choose
-        the engine. The result is a Failure in three cases:
+        `page` is the result of the last request for the engine's page, or None. The page helps to
+        choose the engine. The result is a Failure in three cases:
         - The reading thread is blocked, as by a hung driver (reason TIMEOUT).
         - /proc cannot be read (reason UNAVAILABLE).
         - /proc may hide the engine (reason HIDDEN).
@@ -344,8 +344,8 @@ class Processes:
             engine = self._read_engine(pids, page_state)
         if engine:
             self._has_seen_engine = True
-        # An empty list means that the engine is down. It must not be returned if /proc hides the
-        # engine.
+        # An empty list means that the engine is down. An empty list must not be returned if /proc
+        # hides the engine.
         if self._is_engine_hidden(pids, engine):
             return HIDDEN
         # A zombie has no command line and therefore no entry. Only its state is read.
@@ -446,8 +446,8 @@ class Processes:
     def _may_concern_engine(self, process: ProcEntry) -> bool:
         """Return whether a process may affect, or may have affected, the choice of the engine.
 
-        This is the case if the process is or was part of an engine. The same holds for its
-        ancestors and descendants.
+        A process affects the choice if it is or was part of an engine. Ancestors and descendants of
+        an engine's process also affect the choice.
         """
         if self._is_choice_due or process.role is not None:
             return True
@@ -534,7 +534,8 @@ class Processes:
         self._options = self._read_options()
         self._sees_others = sees_other_processes(entries, own_pid)
 
-        # A choice depends on the previous one. It must be repeated until it no longer changes.
+        # A choice depends on the previous one. The choice must be repeated until it no longer
+        # changes.
         result = (self._choice, self._engine_entries, self._orphans, self._stray_pids)
         self._is_choice_due = result != previous_result
         self._family_pids = leftover_pids | self._roles.keys()
@@ -551,8 +552,8 @@ class Processes:
         if self._engine_is_here and self._read_scope is None:
             can_listen = proc_files.has_same_network(self._proc, pid)
         command = proc_files.read_command(self._proc, pid)
-        # A rank's title hides its command line. Its supervisor's command line contains the first
-        # port.
+        # A rank's title hides its command line. The command line of the rank's supervisor contains
+        # the first port.
         parent_command = proc_files.read_command(self._proc, self._entries[pid].parent_pid)
         port = find_server_port(command, self._page.port, parent_command)
         return ServedPort(port, can_listen)
@@ -642,8 +643,8 @@ class Processes:
     def _boot_time_seconds(self) -> float:
         """Return when the machine booted, in seconds since the epoch.
 
-        The boot time is read only once. Setting the clock changes the boot time. That would change
-        the start times that identify processes.
+        The boot time is read only once. Setting the clock changes the boot time, and a changed boot
+        time would change the start times that identify processes.
         """
         return read_boot_time(self._proc)
 
@@ -652,8 +653,8 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
     """Return whether any visible process is neither an ancestor nor a descendant of the daemon.
 
     Returns False if pid 1 is not visible, as with hidepid. In that case, only processes of the
-    daemon's user are visible. Seeing one of them does not prove that the engine's processes would
-    be visible.
+    daemon's user are visible. Seeing another process of this user does not prove that the engine's
+    processes would be visible.
     """
     if INIT_PID not in entries:
         return False
@@ -670,7 +671,7 @@ def sees_other_processes(entries: ProcEntries, own_pid: int) -> bool:
 def find_strays(entries: ProcEntries, engine: Collection[int]) -> set[int]:
     """Return the pids of cores and workers left behind by an unobserved engine.
 
-    These processes are left out:
+    The result does not contain:
 
     - Processes of the watched engine.
     - Ray's actors, because their parent is always Ray's daemon.
@@ -714,9 +715,9 @@ def find_orphans(
 
     A process that was an orphan before remains one. Another process of the engine is an orphan if
     it has no running root. The root may be the process itself or an ancestor. While the engine is
-    running, the result is empty. This holds even if the process that started the engine has exited.
-    `engine` contains the engine's processes as last read, including its roots. `roots` contains its
-    last roots.
+    running, the result is empty, even if the process that started the engine has exited. `engine`
+    contains the engine's processes as last read, including its roots. `roots` contains its last
+    roots.
     """
     survivors: dict[int, ProcEntry] = {}
     for pid, process in {**previous_orphans, **engine}.items():
@@ -724,7 +725,7 @@ def find_orphans(
         if current is not None and current.identity == process.identity:
             survivors[pid] = current
     # A root that is not an API server was started by its parent. If that parent is gone, the root
-    # is an orphan. Its parent is now init or another process that adopts orphans.
+    # is an orphan. The orphan's parent is now init or another process that adopts orphans.
     running_roots: set[int] = set()
     for pid in roots:
         root = survivors.get(pid)
@@ -736,8 +737,8 @@ def find_orphans(
 
     has_server = _has_api_server(survivors, survivors)
     if has_server and is_page_answered and not running_roots:
-        # The engine keeps running without the process that started it. This was seen in vLLM 0.32
-        # with two API servers.
+        # The engine keeps running without the process that started it, as seen in vLLM 0.32 with
+        # two API servers.
         return {}
     # The engine no longer has an API server, so whatever is still running serves nobody.
     if not has_server and _has_api_server(engine, engine):
@@ -767,7 +768,8 @@ def choose_roots(
     """
     tops = _find_tops(entries)
     ray_actors = tuple(pid for pid in tops if _is_ray_actor(entries[pid]))
-    # Ray's actors descend from Ray, not from their engine. They therefore do not form an engine.
+    # Ray's actors descend from Ray, not from their engine. Ray's actors therefore do not form an
+    # engine.
     engines = _group_engines(entries, [pid for pid in tops if pid not in ray_actors])
     candidates = []
     for roots in engines:
@@ -828,7 +830,7 @@ def choose_roots(
 def list_servers(entries: ProcEntries) -> list[int]:
     """Return the sorted pids of the first roots of engines with an API server.
 
-    Engines without an API server, such as a program that embeds vLLM, are left out.
+    Engines without an API server, such as a program that embeds vLLM, are omitted.
     """
     tops = [pid for pid in _find_tops(entries) if not _is_ray_actor(entries[pid])]
     engines = _group_engines(entries, tops)
@@ -844,9 +846,9 @@ def _choose_none(
 ) -> Choice:
     """Return a choice without an engine.
 
-    `roots` contains Ray's actors if these are the whole engine. Otherwise, it is empty. The
-    identity of the previous engine is kept. The engine is then recognised when it becomes visible
-    again.
+    `roots` contains Ray's actors if the whole engine consists of them. If not, `roots` is empty.
+    The identity of the previous engine is kept, so that the engine is recognised when it becomes
+    visible again.
     """
     root_processes = _list_root_processes(candidates)
     ports = {candidate.served_port.port for candidate in candidates}
@@ -871,8 +873,8 @@ def _list_root_processes(candidates: Iterable[Candidate]) -> frozenset[ProcIdent
 def _find_tops(entries: ProcEntries) -> list[int]:
     """Return the sorted pids of engine processes that have no engine process as an ancestor.
 
-    A supervisor that only starts ranks is not regarded as an engine process. Each of its ranks is
-    an engine with its own port.
+    A supervisor that only starts ranks is not regarded as an engine process. Each of the
+    supervisor's ranks is an engine with its own port.
     """
     engine_pids = {
         pid
@@ -907,7 +909,7 @@ def _group_engines(entries: ProcEntries, tops: Iterable[int]) -> list[Roots]:
             families[process.family] += (pid,)
     if not engines:
         # If there is no server, a program embeds vLLM. Cores and workers with the same parent
-        # belong to one such program.
+        # belong to one program that embeds vLLM.
         return list(families.values())
     # If there is a server, an engine core without a server is a leftover. Attributing the core's
     # memory to the engine would hide the leak. A family with an API server is still serving. The
@@ -955,8 +957,8 @@ def _rank_candidate(candidate: Candidate, page: PageState, previous: Choice) -> 
 
     closeness = _measure_closeness(candidate, page)
     # A start time identifies one engine. The page may still show the start time of the previous
-    # choice. It may then be that engine's last page. Such a page is not evidence for another
-    # engine.
+    # choice. In that case, the page may be the last page of the previous engine. The last page of
+    # one engine is not evidence for another engine.
     is_start_taken = page.server_start_seconds == previous.identified_start_seconds
     if is_start_taken and not was_chosen:
         closeness = -inf
@@ -1001,8 +1003,8 @@ def _match_start(closeness: float) -> StartMatch:
 def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
     """Return the roles of an engine's `roots` and of all their descendants, keyed by pid.
 
-    The daemon may be a descendant of the engine's entrypoint. The daemon is left out along with its
-    descendants. A process without a known title has the role OTHER.
+    The daemon may be a descendant of the engine's entrypoint. The daemon and its descendants are
+    omitted. A process without a known title has the role OTHER.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for pid, process in entries.items():
@@ -1016,7 +1018,7 @@ def assign_roles(entries: ProcEntries, own_pid: int, roots: Iterable[int]) -> di
         process = entries[pid]
         parent = entries.get(process.parent_pid)
         if parent is not None and process.command == parent.command:
-            roles[pid] = Role.OTHER  # This is a fork that has not set its own title yet.
+            roles[pid] = Role.OTHER  # The process is a fork that has not set its own title yet.
         else:
             # vLLM's titles may have a configured prefix (VLLM_PROCESS_NAME_PREFIX).
             title = f"VLLM::{process.command[0].partition('::')[2]}"

@@ -227,8 +227,8 @@ def find_server_port(
     """Return a server's port from its command line, or None if unknown.
 
     The last port option determines the port. Without a port option, the result is the default port
-    of this kind of server. An environment variable may change that port. The default is then
-    returned only if `wanted_port` is None or equal to it. A supervisor's ranks get their ports from
+    of this kind of server. If an environment variable may change the default port, the default is
+    returned only if `wanted_port` is None or the default. A supervisor's ranks get their ports from
     the supervisor, whose command line is `parent_command`.
     """
     if is_supervisor(parent_command):

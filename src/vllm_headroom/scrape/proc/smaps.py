@@ -65,7 +65,8 @@ def read_mappings(proc: Path, pid: int) -> KindSizes | None:
                 if mapping is None:
                     continue
                 kind = _find_kind(mapping[1].decode(errors="replace"))
-                # A process may map thousands of files. Those beyond the limit are added up.
+                # A process may map thousands of files. The sizes of files beyond the limit are
+                # added up.
                 if kind not in sizes_bytes and len(sizes_bytes) >= _MAX_KINDS:
                     kind = _OTHER_FILES
                 if time.monotonic() > deadline:
@@ -91,7 +92,7 @@ def _find_kind(path: str) -> str:
 def find_growth(earlier: KindSizes, later: KindSizes) -> KindSizes:
     """Return the change of each kind in bytes, with the largest growth first.
 
-    A kind that shrank has a negative change. Kinds with an unchanged size are left out.
+    A kind that shrank has a negative change. Kinds with an unchanged size are omitted.
     """
     changes_bytes: KindSizes = {}
     for kind in earlier | later:
