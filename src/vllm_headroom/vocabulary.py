@@ -107,7 +107,7 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.UNEXPECTED,
     ),
 }
-"""The reasons why reading each source can fail. For each of them, `headroom_source_failures_total`
+"""The reasons why reading each source can fail. For each reason, `headroom_source_failures_total`
 starts at 0.
 """
 
@@ -131,8 +131,8 @@ class Role(StrEnum):
 
 
 NECESSARY_ROLES: Final = (Role.ENGINE_CORE, Role.WORKER)
-"""If one of these processes is missing, the server cannot serve requests. Its page may still remain
-available for half a minute or indefinitely.
+"""If one of these processes is missing, the server cannot serve requests. The server's page may
+still remain available for half a minute or indefinitely.
 """
 
 
@@ -207,7 +207,8 @@ class ServerAnswer(StrEnum):
     """Nothing answers."""
 
     UNCLEAR = "unclear"
-    """The response does not show whether the server is healthy. It may be a login page."""
+    """The response does not show whether the server is healthy. The response may be a login page.
+    """
 
 
 class IncidentKind(StrEnum):

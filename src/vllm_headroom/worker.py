@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 TURN_SECONDS: Final = 0.25
-"""If none of the shared thread's calls returns for so long, the thread is stuck. The waiting calls
-are then made on a new thread. Reading the processes of one engine takes a millisecond.
+"""If none of the shared thread's calls returns for so long, the thread is stuck. In that case, the
+waiting calls are made on a new thread. Reading the processes of one engine takes a millisecond.
 """
 
 T = TypeVar("T")

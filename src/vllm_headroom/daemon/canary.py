@@ -13,8 +13,8 @@ from vllm_headroom.vocabulary import EngineState
 log = Log(__name__)
 
 CANARY_RETRY_SECONDS: Final = 10.0
-"""The pause before the next request to an engine that did not respond. The pause is short. A
-temporary error then ends before it looks like a hang.
+"""The pause before the next request to an engine that did not respond. The pause is so short that a
+temporary error ends before it looks like a hang.
 """
 
 

@@ -101,12 +101,12 @@ class Sampler:
         self._server_pages = server_pages
         self._parser = Worker[EnginePage | Failure]("parse")
         self._process_task: ProcessTask | None = None
-        """The reading of the processes for the next tick. None if it has not begun."""
+        """The reading of the processes for the next tick. None if this reading has not begun."""
         self._transitions = Transitions(rules.selection)
         self._evaluation = Evaluation(rules, self._run_guarded)
         self.latest: TickResult | None = None
-        """The newest tick's result, or None before the first tick. It is always replaced as a
-        whole.
+        """The newest tick's result, or None before the first tick. The result is always replaced as
+        a whole.
         """
 
     @property

@@ -27,8 +27,8 @@ TURN_SECONDS: Final = 10.0
 """The interval at which the evictor takes a turn and renews the Lease."""
 
 LEASE_SECONDS: Final = 120
-"""How long a Lease stays valid without renewal. This is longer than a request may take. It is also
-much longer than the API server's delay in counting an evicted pod. That delay is milliseconds.
+"""How long a Lease stays valid without renewal. This time is longer than a request may take. It is
+also much longer than the milliseconds that the API server needs to count an evicted pod.
 """
 
 EVICTION_REQUEST_SECONDS: Final = 15.0
@@ -61,7 +61,7 @@ class NotNowError(Exception):
         super().__init__(problem)
         self.status = status
         """The HTTP status of a refusal, or None if this pod only has to wait. The status is 0 if
-        there was no clear response. The API server may then still carry out the request.
+        there was no clear response. In that case, the API server may still carry out the request.
         """
 
 
@@ -115,13 +115,13 @@ class Evictor:
         self._lease_changed_at = 0.0
         """When the current version of the Lease was first read, on the monotonic clock."""
         self._lease_held_until = 0.0
-        """When this pod's hold on the Lease ends, on the monotonic clock. It is 0 if the pod does
-        not hold the Lease.
+        """When this pod's hold on the Lease ends, on the monotonic clock. The value is 0 if the
+        pod does not hold the Lease.
         """
         self._paused_until = 0.0
         self._has_evicted = False
-        """Whether this pod was evicted or, in a dry run, would have been. It is reset when the
-        eviction is no longer due.
+        """Whether this pod was evicted or, in a dry run, would have been. The value is reset when
+        the eviction is no longer due.
         """
         self._refusals = 0
         """The number of consecutive refusals."""

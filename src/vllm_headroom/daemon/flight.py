@@ -58,9 +58,9 @@ from vllm_headroom.vocabulary import EngineState, IncidentKind, Sureness
 log = Log(__name__)
 
 RECORD_STEP_SECONDS: Final = 0.9
-"""The minimum time between two lines of the record. It is a tenth less than one second, to record
-an early tick too. With a line every 0.1 s (the shortest interval), the record would cover only
-minutes.
+"""The minimum time between two lines of the record. The value is a tenth less than one second, to
+record an early tick too. With a line every 0.1 s (the shortest interval), the record would cover
+only minutes.
 """
 
 INCIDENT_SECONDS: Final = 300.0
@@ -79,8 +79,8 @@ ERROR_SECONDS: Final = 900.0
 """Only XIDs and OutOfMemoryErrors from this period before an incident may be its cause."""
 
 MOST_RECORDED_HOLDERS: Final = 64
-"""The maximum number of GPU processes in an incident's header. The same limit applies to probed
-processes (our choice).
+"""The maximum number of GPU processes in an incident's header. The number of probed processes has
+the same limit (our choice).
 """
 
 LEAK_FIGURES: Final = (
@@ -97,7 +97,7 @@ take 0.5 MB.
 """
 
 USE_STEP_SECONDS: Final = 0.9
-"""The minimum time between two of these samples. It is a second, minus a tolerance for early
+"""The minimum time between two of these samples. The value is a second, minus a tolerance for early
 samples.
 """
 

@@ -18,7 +18,9 @@ OURS: Final = "vllm_headroom"
 """The logger for all lines that do not come from a library."""
 
 MOST_WAITING_LINES: Final = 1000
-"""The maximum number of lines waiting for a slow reader of stderr. They take half a megabyte."""
+"""The maximum number of lines waiting for a slow reader of stderr. The waiting lines take half a
+megabyte.
+"""
 
 MOST_RECENT_LINES: Final = 40
 """The number of newest lines kept for an incident's file. At MOST_RECENT_CHARACTERS each, they take

@@ -18,8 +18,8 @@ class ModelReader(Struct, frozen=True, kw_only=True):
     """Why the named model's configuration does not determine the bytes per token. Empty if it does.
     """
     parse: Callable[[Path], TokenBytes | None] | None = None
-    """Reads the configuration of the model that the engine's processes load. It is None if the
-    operator configured the bytes or named a model.
+    """Reads the configuration of the model that the engine's processes load. The reader is None if
+    the operator configured the bytes or named a model.
     """
 
 

@@ -61,7 +61,7 @@ processes of 16 engines takes 10 ms.
 """
 
 LAST_SAMPLE_SECONDS: Final = 300.0
-"""How long an engine's last series are kept after its pod is gone. They are kept for a final
+"""How long an engine's last series are kept after its pod is gone. The series are kept for a final
 scrape.
 """
 
@@ -88,7 +88,7 @@ _SOURCE_METRICS: Final = frozenset(
         catalog.SOURCE_LAST_SUCCESS,
     )
 )
-"""The metrics of the sources. Their samples about the driver describe the machine and not a single
+"""The metrics of the sources. Samples about the driver describe the machine and not a single
 engine.
 """
 

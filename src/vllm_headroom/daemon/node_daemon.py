@@ -69,7 +69,7 @@ NO_HOST_PIDS: Final = (
 YOUNG_OBJECTS: Final = 20_000
 """The number of new objects after which Python searches them for garbage. The samples of 16 engines
 are 5,000 objects that live until the next tick. With Python's default of 700, each object is
-visited several times. That takes 5 % of the daemon's CPU time (measured).
+visited several times, which takes 5 % of the daemon's CPU time (measured).
 """
 
 

@@ -70,7 +70,8 @@ class Transitions:
         """The pid and start time of each stopped probe that was logged."""
         self._forget_probes_at_seconds = 0.0
         self._disagreeing_since_seconds: float | None = None
-        """When the engine's log began to disagree, on the monotonic clock. None if it agrees."""
+        """When the engine's log began to disagree, on the monotonic clock. None if the log agrees.
+        """
 
     def report(self, snapshot: Snapshot) -> None:
         """Log changes since the last snapshot."""

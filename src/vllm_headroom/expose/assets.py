@@ -268,8 +268,8 @@ POLICY: Final = (
     f"script-src 'sha256-{_hash(SCRIPT)}'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""The page's Content-Security-Policy. It allows only this style and this script. It also prevents
-the page from being shown in a frame.
+"""The page's Content-Security-Policy. The policy allows only this style and this script. The policy
+also prevents the page from being shown in a frame.
 """
 
 _ICONS: Final = {

@@ -29,7 +29,9 @@ columns take 10 kB, and the page stays below 90 kB.
 """
 
 EDGE_PERCENT: Final = 4
-"""A tick this close to an edge has no label (our choice). Its label would not fit into the plot."""
+"""A tick this close to an edge has no label (our choice). The label of such a tick would not fit
+into the plot.
+"""
 
 LEAST_COLUMNS: Final = 32
 """The minimum number of columns per curve (our choice). With fewer, the course of a day would not
@@ -53,13 +55,13 @@ LEGEND: Final = (
 """Each kind of shape: its class, the class of its legend sample, and its meaning."""
 
 MOST_CLOCK_SECONDS: Final = 4 * DAY_SECONDS
-"""If a figure covers more time than this, its ticks are whole days (see TICK_SECONDS). They are
-labelled with the day, not with the time of day.
+"""If a figure covers more time than this, its ticks are whole days (see TICK_SECONDS). Whole-day
+ticks are labelled with the day, not with the time of day.
 """
 
 PAST_FACTOR: Final = 3
-"""The maximum length of the shown past, in lengths of the forecast (our choice). The forecast then
-takes up at least a quarter of the width.
+"""The maximum length of the shown past, in lengths of the forecast (our choice). With this maximum,
+the forecast takes up at least a quarter of the figure's width.
 """
 
 FUTURE_FACTOR: Final = 2

@@ -92,7 +92,9 @@ _END_LINE: Final = b"# EOF\n"
 """The last line of an OpenMetrics page."""
 
 _FASTEST_LEVEL: Final = 1
-"""The fastest level of gzip. It compresses a page with eight GPUs to a sixth in 60 µs."""
+"""The fastest level of gzip. This level compresses a page with eight GPUs to a sixth of its size in
+60 µs.
+"""
 
 _MOST_FORMATS: Final = 3
 """The number of formats in which the newest page is cached. There are two formats, but a scraper

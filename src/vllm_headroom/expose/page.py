@@ -232,8 +232,8 @@ DURATION_SITUATIONS: Final = frozenset(
         Situation.STARTING,
     }
 )
-"""Situations whose key figure is already a duration. Their headline contains only the time at which
-the situation began.
+"""Situations whose key figure is already a duration. The headline of such a situation contains only
+the time at which the situation began.
 """
 
 
@@ -385,7 +385,9 @@ COMMAND_BY_SITUATION: Final = {
     Situation.STALLED: "vllm-headroom smoke",
     Situation.BLIND: "vllm-headroom doctor",
 }
-"""The command that explains a situation in more detail. It runs in the sidecar's container."""
+"""The command that explains a situation in more detail. The command runs in the sidecar's
+container.
+"""
 
 PURPOSES: Final = {
     "advise": "prints the cause and which option of vLLM to change; it changes nothing",
@@ -519,8 +521,8 @@ TIME_LEFT_METRICS: Final = {
     Situation.GROWING: (catalog.TIME_TO_OOM, catalog.TIME_TO_OOM_LOWER),
     Situation.HOST_LEAK: (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER),
 }
-"""The metrics for the time left and its lower bound. The key is the situation in which memory
-grows.
+"""The metrics for the time until memory runs out and for the lower bound of this time. The key is
+the situation in which memory grows.
 """
 
 WITHOUT_ROOM: Final = frozenset(
@@ -675,14 +677,15 @@ NUMBERS: Final[Mapping[Situation, Callable[[View, Verdict], KeyFigure | None]]] 
     Situation.FILLING: _measure_bound,
     Situation.STARTING: _measure_start,
 }
-"""The functions that find the key figure, by situation. They return None if the figure is unknown.
+"""The functions that find the key figure, by situation. Each function returns None if the figure is
+unknown.
 """
 
 
 def _find_free_memory(values: Values) -> tuple[str, str]:
     """Return the fullest GPU's free memory and a caption.
 
-    Both are "" if the free memory is unknown.
+    The number and the caption are "" if the free memory is unknown.
     """
     free_bytes = values.find_all(catalog.GPU_MEMORY_FREE)
     if not free_bytes:

@@ -29,8 +29,8 @@ browser with cookies sends a few thousand.
 
 MOST_CONNECTIONS: Final = 256
 """The maximum number of open connections. A sidecar has few scrapers. To make room for another
-connection, the server closes one. It closes the connection that has waited for its client the
-longest. To make room for another handshake, it cancels the oldest handshake or password check.
+connection, the server closes the connection that has waited for its client the longest. To make
+room for another handshake, the server cancels the oldest handshake or password check.
 """
 
 SLOW_CLIENT_SECONDS: Final = 1.0
@@ -90,8 +90,8 @@ CLIENT_PATIENCE_SECONDS: Final = {
     Phase.IDLE: 90.0,
 }
 """How long a connection may stay in each phase. The time in TURN includes the password check.
-Prometheus can keep its connection within the limit for IDLE. It usually scrapes at least once a
-minute.
+Prometheus can keep its connection within the limit for IDLE, because it usually scrapes at least
+once a minute.
 """
 
 
@@ -343,7 +343,7 @@ class Server:
         if self._door is not None:
             tasks.append(asyncio.create_task(self._door.watch(self._drop_all)))
         try:
-            # None of the tasks ends by itself, so the first one to end has failed.
+            # No task ends by itself, so the first task to end has failed.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()

@@ -40,8 +40,8 @@ take 102 kB.
 """
 
 MOST_MINUTES_BACK: Final = 5
-"""The history is kept if the clock is set back by at most this. Samples are then added to the
-newest minute until the clock has caught up.
+"""The history is kept if the clock is set back by at most this. After such a change, samples are
+added to the newest minute until the clock has caught up.
 """
 
 MOST_CURVE_GPUS: Final = 64
@@ -445,7 +445,7 @@ class View(Struct, frozen=True, kw_only=True):
     """A line for people at the top of the page; empty if there is none."""
     runbooks: str | None = None
     """The URL of the runbooks, or None if not configured. If the URL contains `{alert}`, this is
-    replaced with the alert's name. Otherwise, the name is appended.
+    replaced with the alert's name. If the URL does not contain `{alert}`, the name is appended.
     """
     last_incident: LastIncident | None = None
     find_process_name: Callable[[int], str | None] = find_no_name

@@ -9,7 +9,7 @@ from vllm_headroom.model import GpuReading
 log = Log(__name__)
 
 WINDOW_SECONDS: Final = 60.0
-"""How long a peak stays on the page. It is four scrapes at the usual interval of 15 s."""
+"""How long a peak stays on the page. The time is four scrapes at the usual interval of 15 s."""
 
 _PeakSample = tuple[float, int]
 """A time on the monotonic clock in seconds, and the bytes in use."""

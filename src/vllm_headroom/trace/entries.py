@@ -128,8 +128,8 @@ HEADER: Final = {"headroom_trace": 1}
 """The first line of a trace, with the version of the format."""
 
 LONGEST_LINE_BYTES: Final = 2**20
-"""The maximum number of bytes read from a line. A file without line breaks is then not read as a
-whole.
+"""The maximum number of bytes read from a line. With this maximum, a file without line breaks is
+not read as a whole.
 """
 
 YEAR_10000: Final = 253_402_300_800

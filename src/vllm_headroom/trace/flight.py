@@ -49,9 +49,9 @@ this leaves room for an incident that is being written.
 """
 
 ROOMY_BYTES: Final = 128 * MIB
-"""On a volume smaller than this, the maximum sizes of all files shrink proportionally. The record
-and the incidents then take half of the volume. The volume in the Kustomize components has 16 MiB.
-This is enough for hours of one GPU, sampled every 5 s.
+"""On a volume smaller than this, the maximum sizes of all files shrink proportionally. On such a
+volume, the record and the incidents take half of the space. The volume in the Kustomize components
+has 16 MiB, which is enough for hours of one GPU, sampled every 5 s.
 """
 
 INCIDENT_LEAD_SECONDS: Final = 6 * HOUR_SECONDS
@@ -64,7 +64,7 @@ DENSE_SECONDS: Final = 600.0
 
 SPARSE_SECONDS: Final = 15.0
 """Before the last DENSE_SECONDS, an incident's file contains one sample per interval of this
-length. This shows how memory developed, and takes 1.5 MiB for six hours.
+length. These samples show how memory developed, and take 1.5 MiB for six hours.
 """
 
 _SAMPLE_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')

@@ -116,7 +116,8 @@ class LastInService(Struct, frozen=True, kw_only=True):
     probe: tuple[ProbedMemory, ...] = ()
     mappings: tuple[MappingGrowth, ...] = ()
     used: dict[str, tuple[tuple[EpochSeconds, ByteCount], ...]] = field(default_factory=dict)
-    """Peaks between samples by GPU UUID: times, and the memory in use then."""
+    """Peaks between samples by GPU UUID: the time of each peak, and the memory in use at that time.
+    """
 
 
 class Xid(Struct, frozen=True, kw_only=True):

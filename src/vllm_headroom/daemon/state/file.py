@@ -152,13 +152,13 @@ STATE: Final = StateFile("state.json", SavedState, STATE_FORMAT, "the leak detec
 RUNS: Final = StateFile(
     "lives.json", EngineRuns, RUNS_FORMAT, "the engine's restarts are counted from zero"
 )
-"""The counts of the engine's runs. They are kept in a separate file. The leak detector's state
-belongs to a single run. The counts continue when that state is set aside.
+"""The counts of the engine's runs. The counts have a separate file, because they continue when the
+leak detector's state is set aside. The detector's state belongs to a single run.
 """
 
 HISTORY: Final = StateFile(
     "history.json", SavedHistory, HISTORY_FORMAT, "the page draws its curves from now on"
 )
-"""The curves of the page's last day. They are kept in a separate file. They are only displayed, and
-remain valid when another engine is running.
+"""The curves of the page's last day. The curves have a separate file, because they are only
+displayed, and remain valid when another engine is running.
 """

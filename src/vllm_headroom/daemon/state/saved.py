@@ -19,7 +19,7 @@ from vllm_headroom.units import DAY_SECONDS, HOUR_SECONDS
 LONGEST_COUNTED_GAP_SECONDS: Final = 300.0
 """The longest gap after which the request count alone can identify the run. Growth is judged only
 once an engine has worked for ten minutes. Within this gap, a new engine cannot catch up with the
-former one's requests. It would have to finish ten minutes of requests after its start.
+former one's requests. The new engine would have to finish ten minutes of requests after its start.
 """
 
 LONGEST_LOAD_GAP_SECONDS: Final = 60.0
@@ -46,7 +46,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     models: tuple[str, ...]
     run_id: str | None
     """The start time of the engine's server, from `identify_run`. None if the engine does not
-    report it.
+    report its start time.
     """
     finished_total: float | None
     """How many requests the engine has finished, or None if unknown."""

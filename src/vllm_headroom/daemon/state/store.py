@@ -59,7 +59,9 @@ class StateKeeper:
         until it is clear whether it belongs to the running engine.
         """
         self._identity: Identity | None = None
-        """The engine on the last page that named one. None before the first such page."""
+        """The engine on the last page that named one. None before the first page that names an
+        engine.
+        """
         self._failing_names: set[str] = set()
         """The files whose last operation failed."""
 

@@ -83,8 +83,8 @@ _REFUSED_KEYS: Final = {
     "prefer_server_cipher_suites": "those of OpenSSL's default are offered",
     "rate_limit": "the number of connections is bounded in any case",
 }
-"""Keys of the toolkit that are not supported here, and why. They are refused rather than ignored.
-Protection must not be weaker than what the file requests.
+"""Keys of the toolkit that are not supported here, and why. These keys are refused rather than
+ignored, because protection must not be weaker than what the file requests.
 """
 
 

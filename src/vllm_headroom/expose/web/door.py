@@ -50,7 +50,7 @@ class Door:
         self.loaded = _load(file)
         """The last valid version of the file."""
         self.problem: str | None = None
-        """Why the file's current version is not applied. None if it is applied."""
+        """Why the file's current version is not applied. None if the version is applied."""
 
     def is_admitted(self, certificate: dict[str, Any] | None) -> bool:
         """Return whether the client's verified certificate has one of the allowed names.

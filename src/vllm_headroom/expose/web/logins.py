@@ -18,7 +18,7 @@ from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
 """How long a login may wait for its check before the client gets status 429. A check at the usual
-cost takes 60 ms. Only many guesses from other clients can cause such a delay.
+cost takes 60 ms. Only many guesses from other clients can delay a check for so long.
 """
 
 REST_FACTOR: Final = 4
@@ -28,8 +28,8 @@ guesses use at most a fifth of a core.
 
 MOST_WAITING_LOGINS: Final = 256
 """If more logins are waiting, the one with the most mistakes is given up. The limit equals the
-maximum number of connections. With a lower limit, logins would be given up early. Their clients
-could then guess again immediately.
+maximum number of connections. With a lower limit, logins would be given up early, and their clients
+could immediately guess again.
 """
 
 MOST_REMEMBERED_REQUESTS: Final = 4096

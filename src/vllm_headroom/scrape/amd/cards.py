@@ -65,8 +65,8 @@ sensors.
 
 _CARD_NAME: Final = re.compile(r"card\d+")
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""The name of a PCI device's folder. Partitions are also listed as cards. Their device,
-`amdgpu_xcp_N`, provides no facts and does not match this pattern.
+"""The name of a PCI device's folder. Partitions are also listed as cards. The device of a
+partition, `amdgpu_xcp_N`, provides no facts and does not match this pattern.
 """
 
 
@@ -84,8 +84,7 @@ class KfdNodes(Struct, frozen=True, kw_only=True):
     """All nodes that KFD lists."""
 
     by_address: Mapping[str, list[KfdNode]]
-    """The nodes of each card, keyed by the card's PCI address. Cards without a node are left out.
-    """
+    """The nodes of each card, keyed by the card's PCI address. Cards without a node are omitted."""
     is_any_hidden: bool
     """Whether KFD denied access to at least one node."""
 

@@ -170,7 +170,9 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.Transport
         """The open connection; `connection_made` sets it before anything is received."""
         self._problem: Exception | None = None
-        """Why the connection was lost. None while it is open or if it was closed cleanly."""
+        """Why the connection was lost. None while the connection is open or if it was closed
+        cleanly.
+        """
         self._arrival = asyncio.Event()
         """Set when anything is received and when the connection is closed."""
         self._unread_bytes = 0

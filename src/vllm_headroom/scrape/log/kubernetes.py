@@ -12,8 +12,8 @@ from vllm_headroom.scrape.log.batch import LogBatch
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 PAUSE_SECONDS: Final = 10.0
-"""The time between two rounds of requests. It is long because the whole cluster shares the API
-server.
+"""The time between two rounds of requests. The time is long because the whole cluster shares the
+API server.
 """
 
 MOST_BYTES: Final = 2 * 2**20

@@ -128,12 +128,13 @@ class Session:
         self.memory_version: int | None = None
         """NVML's number for version 2 of memory info, or None for version 1."""
         self.has_single_gpu = False
-        """Whether the machine has exactly one GPU. This is so on every machine whose GPU uses the
-        machine's memory.
+        """Whether the machine has exactly one GPU. Every machine whose GPU uses the machine's
+        memory has exactly one.
         """
         self.xids = Xids()
         self.peaks: defaultdict[str, RecentPeak] = defaultdict(RecentPeak)
-        """The peaks by the UUID of a GPU or MIG instance. They are kept when NVML is reinitialised.
+        """The peaks by the UUID of a GPU or MIG instance. The peaks are kept when NVML is
+        reinitialised.
         """
         self._refusals: dict[DeviceFact, int | None] = {}
         """The NVML error code of the device's first refusal of a fact. None if the device has ever
@@ -189,7 +190,7 @@ class Session:
     def close(self) -> None:
         """Shut NVML down if it is initialised.
 
-        Its handles become invalid.
+        The session's handles become invalid.
         """
         self.devices = ()
         if self._is_initialised:
@@ -493,8 +494,8 @@ class NvmlDevice:
     ) -> bool:
         """Return whether a list is missing, is old, or contradicts the memory in use.
 
-        A list younger than MIN_LIST_AGE_SECONDS stays valid, because listing is expensive. Such a
-        young list stays valid even if the memory in use has changed.
+        A list younger than MIN_LIST_AGE_SECONDS stays valid, because listing is expensive. A list
+        of this age stays valid even if the memory in use has changed.
         """
         age_seconds = now_seconds - previous.listed_at_seconds
         if previous.processes is None or age_seconds >= self._session.process_interval_seconds:

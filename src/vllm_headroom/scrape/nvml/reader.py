@@ -32,7 +32,8 @@ FIRST_BACKOFF_SECONDS: Final = 1.0
 """The pause between the first two inits of a failed driver. The pause doubles each time."""
 
 RETRY_SECONDS: Final = 60.0
-"""The longest pause between two inits. They are for a failed driver or a lost GPU."""
+"""The longest pause between two attempts to reinitialise NVML after a failed driver or a lost GPU.
+"""
 
 SHUTDOWN_SECONDS: Final = 0.2
 """The time limit for shutting NVML down. The limit for the entire exit is one second."""

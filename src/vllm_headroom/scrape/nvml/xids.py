@@ -8,7 +8,8 @@ from typing import Any, Final
 import pynvml
 
 Handle = Any
-"""NVML's pointer to a device. It is valid until NVML is shut down or the device is lost."""
+"""NVML's pointer to a device. The pointer is valid until NVML is shut down or the device is lost.
+"""
 
 XidKind = tuple[int, int]
 """An XID and the number of the affected MIG instance. If NVML does not report an instance, the
@@ -19,8 +20,8 @@ XidCounts = tuple[tuple[int, int], ...]
 """Pairs of XID and count."""
 
 MAX_EVENTS: Final = 64
-"""The maximum number of events read per poll. A flood of events then does not delay memory
-readings.
+"""The maximum number of events read per poll. With this limit, a flood of events does not delay
+memory readings.
 """
 
 MAX_KINDS: Final = 128
@@ -96,8 +97,8 @@ class Xids:
         """Return pairs of XID and count, sorted by XID.
 
         The tuple is empty if there was no error. If `gpu_instance` is None, the errors of the whole
-        GPU are counted. If it is a number, the errors of this MIG instance are counted. An event
-        without an instance counts for every instance.
+        GPU are counted. If `gpu_instance` is a number, the errors of this MIG instance are counted.
+        An event without an instance counts for every instance.
         """
         counts: Counter[int] = Counter()
         # The counts are copied, because NVML's thread may be updating them at the same time.

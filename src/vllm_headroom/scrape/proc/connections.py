@@ -12,9 +12,7 @@ Even loading a video takes at most 30 s (VLLM_VIDEO_FETCH_TIMEOUT).
 """
 
 PASSING_SECONDS: Final = 1.0
-"""Within this time, a healthy server answers a health check or scrape. It also rejects requests
-within this time.
-"""
+"""Within this time, a healthy server answers a health check or scrape, or rejects a request."""
 
 # The kernel's sock_diag protocol: linux/netlink.h, sock_diag.h, inet_diag.h and tcp.h.
 _NETLINK_SOCK_DIAG: Final = 4
@@ -29,8 +27,8 @@ _INET_DIAG_INFO: Final = 2
 """The attribute that contains a socket's tcp_info."""
 
 _REQUEST: Final = Struct("=IHHII BBBxI")
-"""A message header: size, kind, flags, sequence, port. Then comes the start of inet_diag_req_v2:
-family, protocol, attributes and states.
+"""A message header: size, kind, flags, sequence, port. The header is followed by the start of
+inet_diag_req_v2: family, protocol, attributes and states.
 """
 _SOCKET_ID: Final = Struct(">H46x")
 """The rest of the request: the server's port, any address and any peer."""

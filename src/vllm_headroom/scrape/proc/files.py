@@ -15,7 +15,7 @@ from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
 """The maximum number of bytes that `read_start` reads. A command line may be megabytes long. This
-is enough for a program and its first arguments. It is also enough for any stat or /sys file.
+maximum is enough for a program and its first arguments, and for any stat or /sys file.
 """
 
 KIB: Final = 1024

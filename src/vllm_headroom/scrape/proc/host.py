@@ -195,8 +195,8 @@ def _find_own_folder(proc: Path, mount_path: Path, levels: int) -> Path | None:
     """Return the folder of the reader's cgroup namespace, `levels` levels below a mount point.
 
     The folder is searched for only once. A namespace never moves, and a node has hundreds of
-    cgroups. Returns None if no folder lists the daemon's process. Its pid may belong to another PID
-    namespace.
+    cgroups. Returns None if no folder lists the daemon's process. The daemon's pid may belong to
+    another PID namespace.
     """
     own_pid = str(read_own_pid(proc)).encode()
     for folder in mount_path.glob("/".join(["*"] * levels)):
@@ -269,7 +269,7 @@ def _find_lowest_limit(cgroup: CgroupFolder) -> tuple[int, Path] | None:
 SHM_FOLDER: Final = "dev/shm"
 
 UNLIMITED_BYTES: Final = 2**63
-"""This is used if the machine's memory is unknown. The value is higher than any limit."""
+"""This value is used if the machine's memory is unknown. The value is higher than any limit."""
 
 
 def read_host(proc: Path, pid: int | None) -> HostReading:

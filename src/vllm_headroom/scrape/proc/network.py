@@ -20,7 +20,7 @@ _GLOBAL_SCOPE: Final = "00"
 
 _MAX_BYTES: Final = 2**20
 """The maximum number of bytes read from a file. The kernel lists listening sockets first. This
-limit is enough for 7,000 of them.
+limit is enough for 7,000 listening sockets.
 """
 
 _DEFAULT_DESTINATION: Final = "00000000"

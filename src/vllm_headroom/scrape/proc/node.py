@@ -40,8 +40,8 @@ sidecar.
 """
 
 RESCAN_SECONDS: Final = 15.0
-"""Every process is read again within this time, as in Processes. Only after its start is a process
-moved into its container's cgroup. It also sets its title only then.
+"""Every process is read again within this time, as in Processes. A process sets its title and is
+moved into its container's cgroup only after it has started.
 """
 
 MOST_NODE_ENGINES: Final = 64

@@ -30,7 +30,7 @@ class Owner(Struct, frozen=True, kw_only=True):
     pod_uid: str | None = None
     """The pod's UID with dashes, as in the API, or None outside a pod."""
     container_id: str | None = None
-    """The container's ID. None outside a pod, or if the pod's cgroup does not show it."""
+    """The container's ID. None outside a pod, or if the pod's cgroup does not show the ID."""
     unit: str | None = None
     """The systemd service or scope. None in a pod or if there is no unit."""
 

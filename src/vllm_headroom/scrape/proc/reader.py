@@ -122,7 +122,8 @@ class PageState(Struct, frozen=True, kw_only=True):
     is_answered: bool = False
     """Whether an engine responds on the port."""
     server_start_seconds: float | None = None
-    """When the page's server started, in seconds since boot. None if the page does not show this.
+    """When the page's server started, in seconds since boot. None if the page does not show the
+    start time.
     """
     is_maybe_other_pods: bool = False
     """Whether the request failed while processes of other pods were visible. If so, the only
@@ -189,18 +190,20 @@ class Rank(NamedTuple):
     port of the last certain choice.
     """
     closeness: float = -inf
-    """The negated difference of the engine's and the page's start times, in seconds. It is -inf if
-    they do not match.
+    """The negated difference of the engine's and the page's start times, in seconds. The value is
+    -inf if the start times do not match.
     """
     may_have_port: bool = False
-    """Whether the engine may be reachable at the page's port. This is the case if the engine's own
-    port is unknown. A proxy or port mapping on the page's port may also forward requests to it.
+    """Whether the engine may be reachable at the page's port. The engine may be reachable there if
+    its own port is unknown. A proxy or port mapping on the page's port may also forward requests to
+    the engine.
     """
     was_chosen: bool = False
 
 
 NO_EVIDENCE: Final = Rank()
-"""The rank of an engine for which there is no evidence. Such an engine is never chosen."""
+"""The rank of an engine for which there is no evidence. An engine without evidence is never chosen.
+"""
 
 
 class Processes:

@@ -77,8 +77,8 @@ class ServedModel:
         self._monotonic = monotonic
         self._worker = Worker[ModelConfiguration | None]("model")
         self._reading: asyncio.Future[ModelConfiguration | None] | None = None
-        """The search for the run's model, or None before it begins. Its result is None if no
-        configuration could be read.
+        """The search for the run's model, or None before it begins. The result of the search is
+        None if no configuration could be read.
         """
         self._run: ServedRun | None = None
         """The run of the last search, or None if its model is unknown."""
