@@ -368,7 +368,7 @@ class Daemon:
         await self._watch.record()
 
     async def _take_eviction_turn(self, evictor: Evictor) -> None:
-        """Let the evictor take its next step, based on the gate in the newest sample."""
+        """Let the evictor take its next step, based on the gate in the latest sample."""
         latest = self._watch.latest
         if latest is None or self._monitor.find_stall():
             await evictor.turn(None)  # An old sample is not a reason to evict.
@@ -394,7 +394,7 @@ class Daemon:
 
 
 def add_newest_tick(view: View, watch: EngineWatch, now_seconds: float) -> View:
-    """Return `view` with an engine's newest tick added, or unchanged before the first sample.
+    """Return `view` with an engine's latest tick added, or unchanged before the first sample.
 
     `now_seconds` is a time on the monotonic clock.
     """

@@ -105,7 +105,7 @@ class Sampler:
         self._transitions = Transitions(rules.selection)
         self._evaluation = Evaluation(rules, self._run_guarded)
         self.latest: TickResult | None = None
-        """The newest tick's result, or None before the first tick. The result is always replaced as
+        """The latest tick's result, or None before the first tick. The result is always replaced as
         a whole.
         """
 
@@ -116,7 +116,7 @@ class Sampler:
 
     @property
     def published(self) -> Published | None:
-        """Return the newest tick's samples, or None before the first tick."""
+        """Return the latest tick's samples, or None before the first tick."""
         return None if self.latest is None else self.latest.published
 
     def begin_processes(self) -> ProcessTask | None:
@@ -379,12 +379,12 @@ class EngineWatch:
 
     @property
     def latest(self) -> TickResult | None:
-        """Return the newest tick's result, or None before the first tick."""
+        """Return the latest tick's result, or None before the first tick."""
         return self._sampler.latest
 
     @property
     def published(self) -> Published | None:
-        """Return the newest tick's samples, or None before the first tick."""
+        """Return the latest tick's samples, or None before the first tick."""
         return self._sampler.published
 
     @property
@@ -408,7 +408,7 @@ class EngineWatch:
         self.history.step(snapshot, result.verdicts, count_running(page), find_highest_kv_use(page))
 
     async def record(self) -> None:
-        """Write the newest tick to the trace and the flight record, if they are configured."""
+        """Write the latest tick to the trace and the flight record, if they are configured."""
         result = self.latest
         if result is None:
             return
@@ -436,7 +436,7 @@ class EngineWatch:
         return loops
 
     def _read_snapshot(self) -> Snapshot | None:
-        """Return the newest sample's snapshot, or None before the first sample."""
+        """Return the latest sample's snapshot, or None before the first sample."""
         return None if self.latest is None else self.latest.snapshot
 
     async def _save_states(self, keeper: StateKeeper) -> None:

@@ -224,7 +224,7 @@ class Flight:
         self._engine_log: LogReading | None = None
         """What the engine's log shows so far, or None if it was never read."""
         self._now_seconds = 0.0
-        """The time of the newest tick, in seconds since the epoch."""
+        """The time of the latest tick, in seconds since the epoch."""
         self._incident: OpenIncident | None = None
 
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:

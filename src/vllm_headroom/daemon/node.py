@@ -203,7 +203,7 @@ class WatchedEngine:
             self._sampling = self._start(self._guard(self._sample))
 
     def begin_eviction_turn(self, *, is_stale: bool) -> None:
-        """Let the evictor take its next step, based on the gate in the newest sample."""
+        """Let the evictor take its next step, based on the gate in the latest sample."""
         is_busy = self._evicting is not None and not self._evicting.done()
         if self._evictor is None or is_busy:
             return
@@ -214,14 +214,14 @@ class WatchedEngine:
         self._evicting = self._start(self._evictor.turn(due))
 
     def list_owned(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs that the engine holds according to its newest sample."""
+        """Return the UUIDs of the GPUs that the engine holds according to its latest sample."""
         latest = self.watch.latest
         if latest is None:
             return frozenset()
         return frozenset(gpu.reading.uuid for gpu in latest.snapshot.owned_gpus)
 
     def list_samples(self) -> tuple[Sample, ...]:
-        """Return the engine's newest samples with its labels, or () before the first sample."""
+        """Return the engine's latest samples with its labels, or () before the first sample."""
         published = self.watch.published
         if published is None:
             return ()
@@ -345,7 +345,7 @@ class NodeWatch:
         self.engines: dict[str, WatchedEngine] = {}
         """The watched engines, by key."""
         self.readings: NodeReadings | None = None
-        """The readings of the newest tick, or None before the first tick."""
+        """The readings of the latest tick, or None before the first tick."""
         self._gpus = SharedGpus(gpus)
         self._processes = processes
         self._build_engine = build_engine
@@ -486,7 +486,7 @@ class NodeWatch:
         return Published(samples=tuple(samples), monotonic_seconds=readings.monotonic_seconds)
 
     def _is_stale(self, engine: WatchedEngine) -> bool:
-        """Return whether an engine's newest sample is too old to be shown."""
+        """Return whether an engine's latest sample is too old to be shown."""
         published = engine.watch.published
         if published is None:
             return True

@@ -33,7 +33,7 @@ class ServerPages:
         self._clock = clock
         self._was_silent = False
         self.latest: ServerReply | None = None
-        """The result of the newest round, or None while nothing is requested."""
+        """The result of the latest round, or None while nothing is requested."""
 
     async def run(self, read_snapshot: Callable[[], Snapshot | None]) -> None:
         """Send rounds of requests until cancelled; `read_snapshot` returns the newest snapshot."""

@@ -25,7 +25,7 @@ from vllm_headroom.vocabulary import MetricType
 class HeadroomCollector(Collector):
     """Turns the published samples into metric families. Does no I/O and never raises.
 
-    `published` returns the samples of the newest tick, or None before the first tick. `list_others`
+    `published` returns the samples of the latest tick, or None before the first tick. `list_others`
     returns additional samples. `build` contains the build's labels: version, revision and Python
     version.
     """

@@ -55,7 +55,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
     own_sidecar: tuple[OtherEngine, ...]
     unreadable: tuple[OtherEngine, ...]
     seconds: float | None
-    """When the newest tick began, in seconds since the epoch. None before the first tick."""
+    """When the latest tick began, in seconds since the epoch. None before the first tick."""
     age_seconds: float = 0.0
     stall_reason: str | None = None
     """Why the sampling loop is unhealthy, or None while it is healthy."""

@@ -104,7 +104,7 @@ def _render_header(view: View) -> str:
 
 
 def render_age(seconds: float | None, age_seconds: float, version: str) -> str:
-    """Return the version and the newest sample's age; `seconds` is None before the first sample."""
+    """Return the version and the latest sample's age; `seconds` is None before the first sample."""
     sample_time = "the start"
     age = ""
     if seconds is not None:

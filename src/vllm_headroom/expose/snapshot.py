@@ -54,7 +54,7 @@ def respond_snapshot(view: View) -> Response:
 
 
 def build_document(view: View) -> dict[str, Any]:
-    """Return the newest sample, its verdicts and the last day's curves, for JSON.
+    """Return the latest sample, its verdicts and the last day's curves, for JSON.
 
     Before the first sample, all values are None and all lists are empty.
     """

@@ -423,7 +423,7 @@ def find_no_name(_pid: int) -> None:
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """The newest sample, and everything else that the page and the snapshot show."""
+    """The latest sample, and everything else that the page and the snapshot show."""
 
     version: str
     interval_seconds: float
@@ -455,7 +455,7 @@ class View(Struct, frozen=True, kw_only=True):
 
     @property
     def engine_status(self) -> EngineStatus | None:
-        """Return the engine's status in the newest sample, or None if unknown."""
+        """Return the engine's status in the latest sample, or None if unknown."""
         return None if self.snapshot is None else self.snapshot.engine_status
 
     def find_start(self, verdict: Verdict) -> VerdictStart | None:

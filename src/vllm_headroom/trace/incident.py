@@ -42,7 +42,7 @@ exits immediately, and its server exits within seconds.
 """
 
 PEAK_BEFORE_SECONDS: Final = 60.0
-"""The newest sample's peak is the highest usage within this time before that sample."""
+"""The latest sample's peak is the highest usage within this time before that sample."""
 
 
 class EngineEvent(Struct, frozen=True, kw_only=True):
