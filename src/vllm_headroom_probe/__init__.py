@@ -1,7 +1,7 @@
 """The probe that vLLM loads into each process.
 
-The probe writes memory figures to a file. It never raises an error in vLLM's code. It never blocks
-vLLM or initialises CUDA. It runs in vLLM's Python, version 3.9 or later, without any other
+The probe writes memory figures to a file. The probe never raises an error in vLLM's code, blocks
+vLLM or initialises CUDA. The probe runs in vLLM's Python, version 3.9 or later, without any other
 packages.
 """
 

@@ -123,8 +123,8 @@ class EngineObjects:
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
         """Return the worker without vLLM's wrappers, or None if this process has none.
 
-        With a single GPU, the worker is in the core's process. There, the core has a reference to
-        the worker.
+        With a single GPU, the worker is in the core's process. The core of such an engine has a
+        reference to the worker.
         """
         worker = self._worker() or read_own(self.core, "model_executor.driver_worker")
         wrapped = read_own(worker, "worker")
@@ -191,8 +191,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     pool = read_own(scheduler, "kv_cache_manager.block_pool")
     config = read_own(core, "vllm_config")
     # The scheduler keeps running during these readings and may move blocks. Therefore, live blocks
-    # are read before and after the free blocks. A moved block is then counted as free or as live at
-    # least once.
+    # are read before and after the free blocks. A block that moves between the readings is
+    # therefore counted as free or as live at least once.
     live_earlier = _find_live_blocks(scheduler)
     free_blocks = to_integer(read_own(pool, "free_block_queue.num_free_blocks"))
     live_later = _find_live_blocks(scheduler)
@@ -202,8 +202,8 @@ def read_scheduler(core: object) -> dict[str, int | None] | None:
     bytes_per_token = _compute_bytes_per_kv_token(
         read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
     )
-    # If the layers differ in bytes per token, a block may lack its first tokens. In this case,
-    # tokens cannot be counted.
+    # If the layers differ in bytes per token, a block may lack its first tokens. Tokens cannot be
+    # counted without these first tokens.
     live_tokens = None
     if live_later is not None and bytes_per_token is not None:
         live_tokens = live_later.tokens

@@ -57,8 +57,8 @@ def read_pinned() -> int | None:
     if torch_cuda is None:
         return None
     stats = torch_cuda.host_memory_stats_as_nested_dict()
-    # In torch 2.7 to 2.9, `allocated_bytes` is the pinned memory in use. There, `reserved_bytes` is
-    # all pinned memory.
+    # In torch 2.7 to 2.9, `allocated_bytes` is the pinned memory in use. In these versions,
+    # `reserved_bytes` is all pinned memory.
     owned = stats.get("reserved_bytes") or stats.get("allocated_bytes") or {}
     return to_integer(owned.get("current"))
 
@@ -88,9 +88,8 @@ class WorkerGpu:
     def read_device(self, worker: object) -> dict[str, Any] | None:
         """Return torch's facts about the device.
 
-        If torch's allocator is not safe to read, only two facts are returned. They are the UUID and
-        the total memory. Returns None if there is no GPU. Also returns None if the worker or UUID
-        is unknown.
+        If torch's allocator is not safe to read, only the UUID and the total memory are returned.
+        Returns None if there is no GPU. Also returns None if the worker or UUID is unknown.
         """
         index = to_integer(getattr(read_own(worker, "device"), "index", None))
         torch_cuda = find_cuda()
@@ -111,7 +110,8 @@ class WorkerGpu:
 
     def _read_allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
         """Return torch's figures for a device, with None for those that torch lacks."""
-        # The device is selected by its index. This thread's current device may be a different one.
+        # The device is selected by its index. The current device of this thread may be a different
+        # GPU.
         start_seconds = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - start_seconds
@@ -185,8 +185,8 @@ def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
 def _read_sleep_pool() -> dict[str, Any]:
     """Return the sleep pool's bytes by tag, and whether part of the pool is asleep.
 
-    Sleeping memory counts as 0 bytes. The result is empty if there is no pool. It is also empty if
-    vLLM does not mark sleeping memory.
+    Sleeping memory counts as 0 bytes. The result is empty if there is no pool, or if vLLM does not
+    mark sleeping memory.
     """
     pool = find_sleep_pool()
     if pool is None:

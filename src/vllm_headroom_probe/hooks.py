@@ -25,8 +25,8 @@ def begin(folder: str, frame: FrameType | None) -> None:
     """Start this process's probe on the first call.
 
     Each call looks for vLLM's worker or core. `frame` is the caller's frame. vLLM calls this
-    function while building the worker or core. One of the frames on this stack holds that object.
-    Nothing is started in an unsupported version of vLLM.
+    function while building the worker or core. One of the frames on the caller's stack holds the
+    worker or core. Nothing is started in an unsupported version of vLLM.
     """
     global _probe  # noqa: PLW0603 - see above
     vllm = sys.modules.get("vllm")

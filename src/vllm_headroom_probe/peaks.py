@@ -91,7 +91,8 @@ class KindTable:
             self.recent[bucket] = peak
         elif peak.transient_bytes > bucket_peak.transient_bytes:
             self.recent[bucket] = peak
-        # Squaring the size doubles its binary digits. This results in two classes per doubling.
+        # Squaring the size doubles its binary digits. Therefore, there are two classes per doubling
+        # of the size.
         size_class = (peak.size * peak.size).bit_length()
         highest, count = self.by_class.get(size_class, (peak, 0))
         if peak.transient_bytes > highest.transient_bytes:
@@ -185,8 +186,8 @@ class Peaks:
         """The highest number of rows sampled by a measured step."""
         self._measured_at_ns = 0
         """When the last measured step began, on the monotonic clock."""
-        # The step with which the next step is compared. It is kept as plain numbers, because each
-        # lookup of an attribute costs time.
+        # The step with which the next step is compared. The step is kept as plain numbers, because
+        # each lookup of an attribute costs time.
         self._repeatable_tokens: int | None = None
         """The number of tokens in the newest step, or None if it is not repeatable."""
         self._repeatable_requests = 0
@@ -201,9 +202,9 @@ class Peaks:
     def attach(self, worker: object) -> None:
         """Measure the worker's steps from now on.
 
-        Does nothing until vLLM has allocated its KV cache. Before that, vLLM measures the same
-        peaks for its own profiling. Also does nothing if torch's figures must not be read. The same
-        applies if the hook has failed.
+        Does nothing until vLLM has allocated its KV cache. Before the allocation, vLLM measures the
+        same peaks for its own profiling. Also does nothing if torch's figures must not be read or
+        the hook has failed.
         """
         runner = read_own(worker, "model_runner")
         if runner is None or runner is self._runner or self._is_over:
@@ -231,7 +232,8 @@ class Peaks:
         """Stop measuring steps, and restore the runner's own methods."""
         self._is_over = True
         for name, wrapper in self._wrappers.items():
-            # If another plugin has wrapped this wrapper, it stays. It then only passes on calls.
+            # If another plugin has wrapped this wrapper, this wrapper stays and only passes on
+            # calls.
             if vars(self._runner).get(name) is wrapper:
                 delattr(self._runner, name)
         self._forget_step()
@@ -241,10 +243,10 @@ class Peaks:
         self._wrappers[name] = wrapper
         setattr(self._runner, name, wrapper)
 
-    # If the measurement raises an error, the wrapped methods still run. Their results and errors
-    # are unchanged. Most steps repeat the previous one and are not measured. In such a step, the
-    # wrappers run as little code as possible. After vLLM's own work, their code is no longer in the
-    # CPU's caches.
+    # If the measurement raises an error, the wrapped methods still run. The results and errors of
+    # the wrapped methods are unchanged. Most steps repeat the previous one and are not measured. In
+    # a step that is not measured, the wrappers run as little code as possible. After vLLM's own
+    # work, the wrappers' code is no longer in the CPU's caches.
 
     def _wrap_forward(self, call: Call) -> Call:
         """Return a wrapper that runs and measures a step's first half."""
@@ -307,8 +309,8 @@ class Peaks:
         """
         if self._is_over:
             return
-        # vLLM's second runner calls this method to profile itself. It then reads the same peak from
-        # torch, which must not be reset.
+        # vLLM's second runner calls this method to profile itself. During profiling, vLLM reads the
+        # same peak from torch, so the peak must not be reset.
         if options.get("dummy_run"):
             self._forget_step()
             return

@@ -109,8 +109,8 @@ class Probe:
     def start(self) -> None:
         """Start the thread, or restart it after `pause`.
 
-        If the thread did not end during `pause`, it is hanging. The probe then stops instead of
-        starting another thread.
+        A thread that did not end during `pause` is hanging. In that case, the probe stops instead
+        of starting another thread.
         """
         if self._thread is not None and self._thread.is_alive():
             self._mark_stopped("a write hung while vLLM forked")
@@ -131,7 +131,7 @@ class Probe:
         """Make torch record its memory history, if snapshots are requested.
 
         torch calls this when it initialises CUDA. `frame` is the caller's frame. One of the frames
-        above it holds the worker or core, which has the configuration.
+        above the caller holds the worker or core, which has the configuration.
         """
         if self.snapshots is not None:
             self.engine.search(frame)

@@ -200,15 +200,15 @@ def is_history_on() -> bool:
 def read_request(folder: str, name: str, format_field: str) -> dict[str, Any]:
     """Return the request from a file in the folder.
 
-    The result is empty if there is no valid request. The same applies if the file was not touched
-    for UNATTENDED_SECONDS.
+    The result is empty if there is no valid request. The result is also empty if the file was not
+    touched for UNATTENDED_SECONDS.
     """
     try:
         file = _read_start(os.path.join(folder, name))  # noqa: PTH118 - see folder
         request = json.loads(file.content)
         is_attended = abs(time.time() - file.changed_at) < UNATTENDED_SECONDS
         has_id = isinstance(request["id"], str)
-        has_end = request["until"] + 0 > 0  # This raises TypeError unless the value is a number.
+        has_end = request["until"] + 0 > 0  # adding 0 raises TypeError unless the value is a number
         is_known = request[format_field] == 1
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
@@ -248,7 +248,7 @@ def _list_host_stacks(snapshot: tracemalloc.Snapshot) -> list[dict[str, Any]]:
 def _list_gpu_stacks(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the call stacks that allocated the most of torch's memory in use.
 
-    A block allocated before the recording has no stack and is left out.
+    A block allocated before the recording has no stack and is omitted.
     """
     sizes_bytes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for segment in snapshot["segments"]:

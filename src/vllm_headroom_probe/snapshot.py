@@ -136,7 +136,7 @@ class Snapshots:
             _warn("no history is kept: %s is no folder that vLLM can write", self._folder)
             return
         try:
-            # If vLLM's user is already recording a history, that recording stays unchanged. It is
+            # If vLLM's user is already recording a history, that recording stays unchanged and is
             # used here too.
             if not is_history_on():
                 self._is_ours = True
@@ -204,8 +204,8 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - without the snapshot the probe goes on
             report["problem"] = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
             _warn("no snapshot: %s", report["problem"])
-        # In JSON, a non-ASCII letter in a path takes up to six bytes. The report may then be too
-        # long.
+        # In JSON, a non-ASCII letter in a path takes up to six bytes. A report with many such
+        # letters may be too long.
         while report["largest"] and len(json.dumps(report)) > MAX_REPORT_BYTES:
             report["largest"].pop()
 
@@ -303,8 +303,8 @@ def _list_allocation_times(snapshot: dict[str, Any]) -> dict[int | None, float]:
 def _find_place(frames: Any) -> tuple[str | None, int | None]:  # noqa: ANN401 - torch's
     """Return the path and line number of the innermost frame outside torch.
 
-    If all frames are in torch, the innermost of these is used. Both values are None if there are no
-    frames.
+    If all frames are in torch, the innermost frame is used. The file and the line are None if there
+    are no frames.
     """
     own_frames = (frame for frame in frames if not TORCH_CODE.search(frame["filename"]))
     frame = next(own_frames, frames[0] if frames else None)

@@ -120,7 +120,7 @@ def find_command(name: str) -> Command:
 def execute(command: Command, name: str, argv: Sequence[str]) -> int:
     """Run a command, print its report if it has one, and return the status.
 
-    Errors in the options or the input are printed too. They result in status 2.
+    Errors in the options or the input are printed too and result in status 2.
     """
     try:
         arguments = build_parser(command, name).read(argv)
@@ -130,7 +130,7 @@ def execute(command: Command, name: str, argv: Sequence[str]) -> int:
     except Printed as printed:
         write_result(str(printed))
         return 0
-    # These are operator errors: each gets one line and no traceback.
+    # Both exceptions are operator errors: each gets one line and no traceback.
     except (BadOptions, BadInput) as error:
         mistakes = error.lines if isinstance(error, BadOptions) else (str(error),)
         return refuse(mistakes, f"{PROGRAM} {name}", argv if command.has_report else ())

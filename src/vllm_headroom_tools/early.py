@@ -35,8 +35,8 @@ def require_open_files() -> None:
 def exit_on_signals(status: int | None) -> None:
     """Make SIGINT and SIGTERM end the process immediately, without a traceback.
 
-    The process exits with `status`. If `status` is None, the signal itself ends the process. A
-    shell then sees which signal it was.
+    The process exits with `status`. If `status` is None, the signal itself ends the process, so a
+    shell sees which signal it was.
     """
 
     def exit_now(number: int, _frame: object) -> None:
@@ -58,8 +58,8 @@ def exit_on_signals(status: int | None) -> None:
 def open_closed_streams() -> None:
     """Connect to /dev/null each standard stream that was closed when the process started.
 
-    Otherwise, the next file to be opened would get the closed stream's file descriptor. Output to
-    the stream would then be written to that file.
+    If a stream stayed closed, the next file to be opened would get its file descriptor. Output to
+    the stream would end up in that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -47,8 +47,8 @@ from vllm_headroom_tools.versions import Version, format_version, parse_version
 def build_report(assessment: Assessment) -> Report:
     """Return the report.
 
-    Its headline names the first cause or says that there is none. In the data, unknown figures are
-    None.
+    The report's headline names the first cause or says that there is no cause. In the data, unknown
+    figures are None.
     """
     findings = _list_findings(assessment.advice, assessment.missing, assessment.notes)
     # The first cause is the most severe.
@@ -159,7 +159,8 @@ def write_advice(change: Change) -> str:
     flag = change.flag
     if flag is None:
         return change.text
-    # If the current value is unknown, so is the new value. Only the difference is then given.
+    # If the current value is unknown, so is the new value. In that case, only the difference is
+    # given.
     if change.difference is not None:
         direction = "lower" if change.difference < 0 else "higher"
         amount = _format_number(abs(change.difference), flag)
@@ -196,7 +197,7 @@ def _format_number(value: float, flag: Flag) -> str:
 def _format_end(assessment: Assessment) -> Iterator[str]:
     """Yield the closing lines.
 
-    They are the verdict, if there is no advice, and any missing facts.
+    The last lines are the verdict, if there is no advice, and any missing facts.
     """
     if assessment.verdict is Conclusion.GOOD:
         is_trace = assessment.facts.origin is FactsSource.TRACE

@@ -39,7 +39,8 @@ class CappedFacts(Struct, frozen=True, kw_only=True):
     """
 
     seconds: float
-    # The limit on running requests. It is the largest number of requests that ran at the same time.
+    # The limit on running requests. The limit is the largest number of requests that ran at the
+    # same time.
     running: float
     # The 90th percentile of cache usage during this period.
     kv_used_ratio: float
@@ -128,7 +129,7 @@ class Leak(Struct, frozen=True, kw_only=True):
     reason: str = ""
     # The alarm's latest figures, or None if there was no alarm.
     alarm: Moment | None = None
-    # When the alarm ended. None if it is still active or if there was no alarm.
+    # When the alarm ended. None if the alarm is still active or if there was no alarm.
     ended_seconds: float | None = None
 
 
@@ -140,8 +141,8 @@ class Spell(Struct, frozen=True, kw_only=True):
 
     kind: Shortage
     lowest_room_bytes: float
-    # When the spell began, and for how long memory was short during the spell. Both are None for a
-    # page.
+    # When the spell began, and for how long memory was short during the spell. Both values are None
+    # for a page.
     began_seconds: float | None = None
     seconds: float | None = None
     # The number of running requests when the room was lowest.
@@ -168,7 +169,7 @@ def measure_others(used_bytes: float, engine_bytes: float | None) -> float | Non
     """Return the bytes that other processes hold on a GPU.
 
     Returns None if the engine's bytes are unknown. A difference of at most UNATTRIBUTED_BYTES is
-    attributed to the driver. The result is then 0.
+    attributed to the driver, and the result is 0.
     """
     if engine_bytes is None:
         return None
@@ -198,8 +199,8 @@ class GpuFacts(Device, frozen=True, kw_only=True):
     """The facts about one of the engine's GPUs; unknown facts are None."""
 
     leak: Leak
-    # Whether growth on the GPU is known to come from the engine. If it is not, another process may
-    # be growing.
+    # Whether growth on the GPU is known to come from the engine. If the source of the growth is
+    # unknown, another process may be growing.
     is_holder_known: bool = True
     # The total that CUDA reports, which excludes the driver's reserve.
     usable_bytes: float | None = None

@@ -50,8 +50,8 @@ class Change(Struct, frozen=True, kw_only=True):
     flag: Flag | None = None
     # The new value of `flag`, or None for a flag that takes no value.
     value: float | None = None
-    # The amount by which to change `flag`. It is given instead of `value` if the current value is
-    # not known.
+    # The amount by which to change `flag`. The difference is given instead of `value` if the
+    # current value is not known.
     difference: float | None = None
     # The current value of `flag`, or None if it is unknown.
     now: float | None = None
@@ -96,7 +96,7 @@ def list_evidence(*figures: tuple[str, float | str | None, str]) -> tuple[Figure
     """Return the known figures as evidence.
 
     Each figure is a name, a value and a text. In the text, {} is replaced by the formatted value.
-    Figures whose value is None are unknown and are left out.
+    Figures whose value is None are unknown and are omitted.
     """
     evidence = []
     for name, value, text in figures:

@@ -104,8 +104,8 @@ class EngineHistory:
     def step(self, reading: EngineReading, seconds: float, stranded_ratio: float | None) -> None:
         """Add a sample that was taken `seconds` after the previous one.
 
-        `stranded_ratio` is the share of the cache in use while the engine is idle. Otherwise, it is
-        None.
+        `stranded_ratio` is the share of the cache in use while the engine is idle. While the engine
+        is busy, `stranded_ratio` is None.
         """
         self._seconds += seconds
         counts = StepCounts(
@@ -215,8 +215,8 @@ class EngineHistory:
         """Return the facts about a limit on running requests.
 
         Returns None if no requests waited while the cache had room. Also returns None if requests
-        often waited while fewer than the highest number were running. A limit was then not the
-        reason for waiting.
+        often waited while fewer than the highest number were running. In these cases, requests did
+        not wait because of a limit.
         """
         # The maximum is not used, because a single sample may be an outlier.
         kv_used_ratio = self._roomy_used.quantile(0.9)
@@ -254,7 +254,7 @@ def _step_stranded(
     """Update the facts on the cache share in use while the engine is idle.
 
     If the share is unknown (None), the facts do not change. If the share falls, the engine has
-    freed cache, so nothing had leaked. The facts then start over.
+    freed cache, so nothing had leaked. In that case, the facts about lost cache start over.
     """
     if stranded_ratio is None:
         return earlier
@@ -367,8 +367,8 @@ class GpuHistory:
         if self._open_spell is not None and roomy_seconds >= SPELL_GAP_SECONDS:
             self._facts = self._add_open_spell(has_engine_exited=False)
             self._open_spell = None
-        # Samples shortly after a shortage may still be part of the spell. They do not count as
-        # samples with enough room.
+        # Samples shortly after a shortage may still be part of the spell. Such early samples do not
+        # count as samples with enough room.
         if running and self._open_spell is None:
             roomy_running = max(self._facts.roomy_running or 0.0, running)
             self._facts = replace(self._facts, roomy_running=roomy_running)
@@ -376,8 +376,7 @@ class GpuHistory:
     def _add_open_spell(self, *, has_engine_exited: bool) -> GpuFacts:
         """Return the facts, including the current spell if there is one.
 
-        A brief spell that left some room is ignored. It still counts if it ended with the engine's
-        exit.
+        A brief spell that left some room is ignored, unless the spell ended with the engine's exit.
         """
         spell = self._open_spell
         if spell is None:
@@ -385,8 +384,8 @@ class GpuHistory:
         seconds = spell.seconds or 0.0
         began_seconds = spell.began_seconds or 0.0
         span_seconds = self._low_at_seconds - began_seconds
-        # If memory was short only from time to time, the shortage consists of peaks. Otherwise, it
-        # is lasting.
+        # If memory was short only from time to time, the shortage consists of peaks. If memory was
+        # short for most of the time, the shortage is lasting.
         if seconds >= LASTING_SECONDS and seconds >= LOW_TIME_RATIO * span_seconds:
             roomy_start_seconds = began_seconds - self._held_since_seconds
             is_from_start = roomy_start_seconds <= LASTING_SECONDS
@@ -511,7 +510,7 @@ class TraceHistory:
     def build_facts(self, settings: EngineArgs) -> Facts:
         """Return the facts of all samples so far.
 
-        `settings` come from the operator. Settings that the operator left out are read from the
+        `settings` come from the operator. Settings that the operator did not give are read from the
         trace.
         """
         begin_seconds, end_seconds = self._replay.span

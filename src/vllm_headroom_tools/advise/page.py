@@ -70,8 +70,8 @@ HOST_LEAK_FIGURES: Final = {
 def parse_facts(text: str, settings: EngineArgs) -> Facts:
     """Return the facts from a sidecar's page.
 
-    `settings` come from the operator. Settings that the operator left out are read from the page.
-    Raises BadInput unless the page comes from a sidecar that watches vLLM.
+    `settings` come from the operator. Settings that the operator did not give are read from the
+    page. Raises BadInput unless the page comes from a sidecar that watches vLLM.
     """
     page = _parse_page(text)
     _check_page(page)
@@ -155,8 +155,8 @@ def _read_settings(page: Values, settings: EngineArgs) -> EngineArgs:
     sizes_cache_in_bytes = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         settings,
-        # The page's series give a lower bound for the version. It is the oldest version that
-        # exports all of them.
+        # The page's series give a lower bound for the version. The lower bound is the oldest
+        # version that exports all of these series.
         at_least=max((settings.at_least, *offered_versions)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or sizes_cache_in_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization or _read_utilization(page),
@@ -292,7 +292,7 @@ def _read_leak(
 def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     """Return the facts about an engine.
 
-    Its cache counts as full only if it is full now.
+    The engine's cache counts as full only if the cache is full now.
     """
 
     def read(metric: Metric) -> float | None:
@@ -316,8 +316,8 @@ def _read_engine(page: Values, model_name: str, engine: str) -> EngineFacts:
     hits = read(catalog.ENGINE_PREFIX_HITS)
     prefix = None
     if queries is not None and hits is not None:
-        # A page does not show how long requests waited. If any requests are waiting now, they are
-        # assumed to wait all the time. The same applies if there has ever been a preemption.
+        # A page does not show how long requests waited. If any requests are waiting now, or if
+        # there has ever been a preemption, requests are assumed to wait all the time.
         has_waited = bool(read(catalog.ENGINE_WAITING) or preemptions)
         prefix = PrefixFacts(
             queries=queries,
@@ -382,7 +382,7 @@ async def _fetch_page(url: str, advice: str) -> str:
 def list_node_engines(text: str) -> list[str] | None:
     """Return the names of a page's engines, if its sidecar watches several engines.
 
-    Returns None for any other page. Such a page lacks the metric with the number of engines.
+    Returns None for any other page, which lacks the metric with the number of engines.
     """
     lines = text.splitlines()
     # Only a page with several engines has this metric.

@@ -74,8 +74,8 @@ class Assessment(Struct, frozen=True, kw_only=True):
 def judge_facts(facts: Facts) -> Assessment:
     """Apply the rules and return their advice with the verdict.
 
-    The verdict is "not good" if there is any advice. Otherwise, it is "good" only if all important
-    facts are known.
+    The verdict is "not good" if there is any advice. Without advice, the verdict is "good" only if
+    all important facts are known.
     """
     is_growing = _is_growing(facts)
     notes = []
@@ -140,7 +140,7 @@ def _find_absent_flags(advice: Iterable[Advice], facts: Facts) -> list[Flag]:
 
 
 def _note_absent_flags(flags: Iterable[Flag], facts: Facts) -> Iterator[str]:
-    """Yield a note on each option that is left out.
+    """Yield a note on each option that the operator did not give.
 
     The option is named without dashes. Nobody should copy it into a command line.
     """
@@ -311,7 +311,7 @@ def _note_uneven_ranks(facts: Facts) -> Iterator[str]:
 def _note_unused_cache(facts: Facts) -> Iterator[str]:
     """Yield a note on a mostly unused KV cache.
 
-    It must have stayed mostly unused for at least a day under load.
+    The cache must have stayed mostly unused for at least a day under load.
     """
     if facts.span_seconds < DAY_SECONDS or not any(engine.finished for engine in facts.engines):
         return
@@ -334,7 +334,7 @@ def _note_unused_cache(facts: Facts) -> Iterator[str]:
 def _note_single_exit(facts: Facts) -> Iterator[str]:
     """Yield a note on an exit under load.
 
-    It is for traces with too few exits for advice on crashes.
+    The note is for traces with too few exits for advice on crashes.
     """
     crashes = starts.find_crashes(facts)
     if not crashes or starts.find_crash(facts) is not None:

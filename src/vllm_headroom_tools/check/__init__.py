@@ -1,4 +1,4 @@
 """The CI gate.
 
-It checks whether a vLLM version uses or leaks more memory than allowed.
+The command checks whether a vLLM version uses or leaks more memory than allowed.
 """

@@ -107,8 +107,8 @@ def _find_doubt(
         return ONLY_BASELINE
     if baseline_series is None:
         return NOT_IN_BASELINE
-    # Doubts about the series are more specific than doubts about the whole trace. They are checked
-    # first.
+    # Doubts about the series are checked first, because they are more specific than doubts about
+    # the whole trace.
     doubt = _find_size_mismatch(series, baseline_series)
     if doubt is not None:
         return doubt
@@ -257,7 +257,7 @@ def _judge_parts(
 ) -> Iterator[Judgement]:
     """Judge the growth of those parts of GPU memory that both traces have.
 
-    The limit is a share of all parts combined. The same share of a small part would be almost
+    The limit is a share of all parts combined. A share of a single small part would be almost
     nothing.
     """
     parts_bytes = _average_parts(gpu)

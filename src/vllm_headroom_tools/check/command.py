@@ -130,7 +130,7 @@ def judge_limits(
 ) -> Iterator[Judgement]:
     """Yield the judgements for each limit; `bounds` maps each limit's option to its value.
 
-    A limit may apply to no GPU or process in the trace. Its only judgement is then "cannot tell".
+    If a limit applies to no GPU or process in the trace, its only judgement is "cannot tell".
     """
     for option, bound in bounds.items():
         limit = LIMITS[option]
@@ -275,8 +275,8 @@ def _compare_logs(options: Namespace) -> Report:
 def _locate_trace(name: str, engine: str | None) -> str:
     """Return the file to read.
 
-    If `name` is a state folder, the result is its flight record. Otherwise, it is `name` itself.
-    Raises BadInput if the folder has several engines and none is chosen.
+    If `name` is a state folder, the result is the folder's flight record. If not, the result is
+    `name` itself. Raises BadInput if the folder has several engines and none is chosen.
     """
     place = Path(name)
     if not place.is_dir():

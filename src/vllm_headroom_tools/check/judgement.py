@@ -35,7 +35,8 @@ class Judgement(Struct, frozen=True, kw_only=True):
     subject: str = ""  # the GPU, role or engine, or empty for all of them together
     verdict: Conclusion
     unit: Unit = Unit.BYTES
-    # These figures are in `unit`. A figure that is unknown or does not apply is None.
+    # The value, the bound and the baseline are in `unit`. A figure that is unknown or does not
+    # apply is None.
     value: float | None = None
     highest_allowed: float | None = None
     lowest_allowed: float | None = None

@@ -134,8 +134,8 @@ def _judge_quiet(
 ) -> Judgement:
     """Judge a series that has neither an alarm nor a relevant early warning.
 
-    The series passes if the detector would find a leak as large as the limit. It cannot be judged
-    if there is a doubt. The same applies if the detector would have missed such a leak.
+    The series passes if the detector would find a leak as large as the limit. The series cannot be
+    judged if there is a doubt, or if the detector would have missed such a leak.
     """
     doubt = find_doubt(record, series.coverage, series.name)
     if doubt is not None:
@@ -194,10 +194,10 @@ def find_smallest_visible(
 ) -> float | None:
     """Return the smallest leak per request that the detector would find in these readings.
 
-    A steady leak is added to the readings. The detector then runs on the result. The leaks that are
-    tried begin at `bytes_per_request` and double each time. The drift is subtracted from the added
-    leak. The drift is measured in the second half of the readings. The drift may itself be a leak,
-    or it may hide one. Returns None if the detector finds no such leak or the drift is unknown.
+    A steady leak is added to the readings. The detector runs on the sum. The first leak that is
+    tried is `bytes_per_request`, and each further leak is twice as large. The drift in the second
+    half of the readings is subtracted from the added leak. The drift may itself be a leak, or it
+    may hide one. Returns None if the detector finds no such leak or the drift is unknown.
     """
     drift = _measure_drift(readings)
     if drift is None:

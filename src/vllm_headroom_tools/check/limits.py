@@ -132,8 +132,8 @@ def judge_preemptions(
 ) -> Iterator[Judgement]:
     """Judge the preemptions per thousand requests.
 
-    A trace with too few requests for a verdict may still fail. It fails if further requests without
-    a preemption could not lower the rate enough.
+    A trace with too few requests for a verdict may still fail. The trace fails if further requests
+    without a preemption could not lower the rate enough.
     """
     doubt = find_doubt(record, record.engine_coverage, "the engine")
     value = compute_preemption_rate(record)
@@ -143,7 +143,8 @@ def judge_preemptions(
     else:
         preemptions = record.preemptions.total or 0.0
         requests = record.finished_requests.total or 0.0
-        # This would be the rate if enough requests finished and no more preemptions occurred.
+        # The value below would be the rate if enough requests finished and no more preemptions
+        # occurred.
         value_after_enough = 1000 * preemptions / max(requests, LEAST_TRACE_REQUESTS)
         verdict = compare_with_limit(value_after_enough, limit, doubt)
         counts = f"{preemptions:,.0f} in all, of {requests:,.0f} requests"

@@ -29,8 +29,8 @@ DetectorInput = tuple[Observation, float]
 class Budget(Struct, frozen=True, kw_only=True):
     """The operator's budget for the engine on each GPU, in bytes or a share.
 
-    It replaces the budget that the engine reports. Both fields are None if the operator did not set
-    a budget.
+    The operator's budget replaces the budget that the engine reports. Both fields are None if the
+    operator did not set a budget.
     """
 
     reported_bytes: int | None = None
@@ -138,7 +138,8 @@ class MemorySeries:
         self.readings: list[DetectorInput] = []
         self._keeps_readings = keeps_readings
         self._loads: defaultdict[int, _LoadReadings] = defaultdict(_LoadReadings)
-        # These fields are for GPUs only. The last is the time during which a discrepancy was known.
+        # The following fields are for GPUs only. The last of them is the time during which a
+        # discrepancy was known.
         self.total_bytes: int | None = None
         self.parts: defaultdict[MemoryPart, array[float]] = defaultdict(lambda: array("d"))
         self.highest_discrepancy: SignedDiscrepancy | None = None
@@ -154,8 +155,8 @@ class MemorySeries:
         """Add a reading, and the observation that the detector received for it.
 
         `detector_observation` is None if the detector did not receive this reading. `requests` is
-        the detector's count. `running` is the load. If it is None, the reading is not used for the
-        costs.
+        the detector's count. `running` is the load. If `running` is None, the reading is not used
+        for the costs.
         """
         if self._keeps_readings and detector_observation is not None:
             self.readings.append((detector_observation, requests))
@@ -301,15 +302,16 @@ class TraceRecord:
         self._restarts = self.restarts
         engines = list_named(page)
         self.finished_requests.step(count_finished(page), restarted=has_restarted)
-        # After a restart, counters begin at 0. Their whole value is added as an increase.
+        # After a restart, counters begin at 0. The whole value of a restarted counter is added as
+        # an increase.
         preemptions = sum_known(engine.preemptions_total for engine in engines)
         self.preemptions.step(preemptions, restarted=has_restarted)
         for engine in engines:
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
                 tokens = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
-                # Keep the smallest size of all starts. One start may have had less room than
-                # another.
+                # Keep the smallest KV-cache size of all starts. One start may have had less room
+                # than another.
                 self.capacity_tokens[engine.engine] = min(tokens, engine.kv_capacity_tokens)
 
 
@@ -318,8 +320,8 @@ def pair_gpus(
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
     """Yield each GPU in a trace with its baseline match, or with None.
 
-    A matching GPU has the same UUID. On different machines, no UUIDs may match. GPUs are then
-    matched in the order of their indices.
+    A matching GPU has the same UUID. If the traces are from different machines, no UUIDs match, and
+    GPUs are matched in the order of their indices.
     """
     baseline_gpus = () if baseline is None else baseline.gpus
     baseline_by_uuid = {gpu.key: gpu for gpu in baseline_gpus}
@@ -342,9 +344,8 @@ LEAST_SHARE: Final = 0.9
 def find_doubt(record: TraceRecord, coverage: Coverage | None, subject: str) -> str | None:
     """Return why a subject cannot be judged, or None if it can be.
 
-    There are two possible reasons. One reason is that the trace is too short. The other is that the
-    engine's page or the subject was unreadable too long. `coverage` is the time during which the
-    subject was read, or None if never.
+    There are two possible reasons: the trace is too short, or the engine's page or the subject was
+    unreadable too long. `coverage` is the time during which the subject was read, or None if never.
     """
     return (
         find_shortfall(record)

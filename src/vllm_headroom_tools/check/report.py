@@ -91,7 +91,7 @@ def format_table(
 def format_rows(judgements: Sequence[Judgement]) -> list[str]:
     """Return the headings and one row per judgement, as lines with aligned columns.
 
-    The baseline column is left out if no row has a baseline.
+    The baseline column is omitted if no row has a baseline.
     """
     rows: list[tuple[str, ...]] = [HEADINGS]
     for judgement in judgements:
@@ -221,7 +221,7 @@ def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
     """Yield GitHub annotations for the judgements.
 
     An exceeded limit is an error. A limit that cannot be judged is a warning. If no limit was
-    exceeded or undecided, a single notice covers all of them. GitHub shows at most ten annotations
+    exceeded or undecided, a single notice covers all limits. GitHub shows at most ten annotations
     of each level per step.
     """
     is_all_kept = True

@@ -22,7 +22,7 @@ MAX_SIMULATED_GPUS: Final = 64
 class DemoSettings(ModelSettings):
     """The demo's own settings, and the daemon's settings that also apply to a simulation.
 
-    Settings of a real engine or of the Kubernetes API server are left out.
+    Settings of a real engine or of the Kubernetes API server are omitted.
     """
 
     no_options: ClassVar = frozenset(

@@ -50,7 +50,7 @@ _UUID_PART: Final = re.compile("-0000(-[45]000-8000-)")
 class Fleet(app.Daemon):
     """The first engine's daemon.
 
-    It also runs the other daemons and serves all their series.
+    The first daemon also runs the other daemons and serves all their series.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ async def run(settings: ModelSettings, *, speed: float, gpus: int) -> int:
     settings = settings.model_copy(
         update={
             "sample_interval_seconds": interval_seconds,
-            # These files can hold the data of only one engine.
+            # The files in the state folder can hold the data of only one engine.
             "state_dir": None,
             "trace_file": None,
         }

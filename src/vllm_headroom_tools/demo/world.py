@@ -95,13 +95,13 @@ TABLE: Final[dict[str, Scenario]] = {
         ),
         Scenario(name="sleep", sleeps=Visits((900.0, 1_500.0), (600.0, 1_200.0))),
         Scenario(name="mig", has_mig=True),
-        # This is 5.9 % of the budget. A public report found an excess of 4.4 to 5.4 % on 16
+        # The excess is 5.9 % of the budget. A public report found an excess of 4.4 to 5.4 % on 16
         # engines.
         Scenario(name="over-budget", excess_mib=4_400),
         Scenario(name="low-memory", excess_mib=5_450, excess_after_seconds=600.0),
         # At 10 requests per second, this is 16 MB per second.
         Scenario(name="host-leak", host_leak_bytes_per_request=1_600_000.0),
-        # At this rate, the offload grows by 4 MB per second. It is full in less than two hours.
+        # At this rate, the offload grows by 4 MB per second and is full in less than two hours.
         Scenario(name="filling", offloaded_bytes_per_request=400_000.0),
         Scenario(name="stranded", strands_after_seconds=600.0),
         Scenario(name="blind", page_fails_after_seconds=600.0),
@@ -135,8 +135,8 @@ def draw_poisson(random: Random, mean: float) -> int:
 class Drift:
     """A value that drifts around 0.
 
-    It is a first-order autoregressive process with one step per second. `deviation` is the standard
-    deviation of the value. The value returns to 0 with the time constant `memory_seconds`.
+    The drift is a first-order autoregressive process with one step per second. `deviation` is the
+    standard deviation of the value. The value returns to 0 with the time constant `memory_seconds`.
     """
 
     def __init__(self, random: Random, *, deviation: float, memory_seconds: float) -> None:
@@ -155,7 +155,7 @@ class Recurring:
     """Something that arrives, stays and leaves repeatedly; if `visits` is None, it never arrives.
 
     `number` counts the visits from 1. `size`, `came_seconds` and `leaves_seconds` describe the
-    newest visit. This visit may still be in the future.
+    latest visit, which may still be in the future.
     """
 
     def __init__(self, random: Random, visits: Visits | None) -> None:
@@ -366,11 +366,11 @@ class SimulatedRun:
     def count_gpu_bytes(self, seconds: float) -> int:
         """Return the worker's GPU memory at this time in bytes.
 
-        It is 0 before the worker starts. Even a healthy engine keeps taking memory that it never
-        frees. This is modelled on PyTorch's caching allocator and on lazily loaded kernels. The
-        allocator has segments of 2 MiB and 20 MiB (c10/core/AllocatorConfig.h). The n-th request
-        needs something new with a probability that falls as 1/n. This growth therefore fades,
-        unlike the growth of a leak.
+        The result is 0 before the worker starts. Even a healthy engine keeps taking memory that it
+        never frees. The growth of a healthy engine is modelled on PyTorch's caching allocator and
+        on lazily loaded kernels. The allocator has segments of 2 MiB and 20 MiB
+        (c10/core/AllocatorConfig.h). The n-th request needs something new with a probability that
+        falls as 1/n. This growth therefore fades, unlike the growth of a leak.
         """
         if seconds < self.started_seconds:
             return 0
@@ -405,7 +405,7 @@ class World:
 
     They depend only on the scenario, the seed and the time. `seconds` is the time since the demo
     began, in whole seconds. `active_requests` is the number of requests that the GPU is processing.
-    During a hang, it is 0.
+    During a hang, `active_requests` is 0.
     """
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:

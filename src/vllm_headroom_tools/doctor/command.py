@@ -104,7 +104,7 @@ def _describe_check(name: str, check: Check) -> dict[str, Any]:
 
     `ok` is None if the check's result is unknown or does not apply.
     """
-    # A check's text is in the field for its state. The other two are null.
+    # A check's text is in the field for its state. The fields for the other two states are null.
     texts: dict[str, str | None] = {"found": None, "missing": None, "reason": None}
     is_ok = None
     if check.state is Status.OK:
@@ -155,7 +155,7 @@ def _render_text(
 
 async def _run(arguments: Namespace) -> Report:
     settings = arguments.settings
-    # Otherwise, the readers would also log the problems that the checks report.
+    # At a lower level, the readers would also log the problems that the checks report.
     logs.configure(settings.log_format, "error")
     checks = await examine(settings)
     return build_report(checks, read_version(), find_place(os.environ))

@@ -84,7 +84,7 @@ def check_engine(survey: Survey) -> Check:
     # The server responds but is of an unknown kind. The address is most likely wrong.
     details: tuple[str, ...] = ()
     ways: tuple[Fix, ...] = (_fix_address(survey),)
-    # The page of this vLLM engine has none of vLLM's series. They have been turned off.
+    # The page of this vLLM engine has none of vLLM's series, so the series have been turned off.
     if survey.version is not None:
         details = (f"the server calls itself version {survey.version}",)
         ways = (put(f"{fixes.VLLM}, to take out", "--disable-log-stats"), *ways)
@@ -113,13 +113,14 @@ def _describe_engines(survey: Survey, page: EnginePage) -> str:
 def _check_unreadable(survey: Survey, failure: Failure) -> Check:
     """Return the result for a page that cannot be read.
 
-    The result is MISSING. It is UNKNOWN after a timeout if the daemon would wait longer.
+    The result is MISSING, or UNKNOWN after a timeout if the daemon would wait longer.
     """
     ways = fixes.find_engine_fixes(failure.reason, _fix_address(survey))
     hints: list[str] = []
     status = Status.MISSING
     daemon_waits_seconds = survey.daemon_waits_seconds
-    # This command waits only briefly. A slow page may still be fast enough for the daemon.
+    # The doctor waits only briefly. A page that is too slow for the doctor may still be fast enough
+    # for the daemon.
     if failure.reason is Reason.TIMEOUT and daemon_waits_seconds > LOOK_SECONDS:
         status = Status.UNKNOWN
         hints.append(
@@ -197,8 +198,8 @@ def _list_series() -> dict[str, tuple[Metric, ...]]:
     series: dict[str, tuple[Metric, ...]] = {}
     for field, engine_input in INPUTS.items():
         metrics = tuple(
-            # A series depends on the input that it exports. It also depends on the facts from which
-            # it is computed.
+            # A series depends on the input that it exports. The series also depends on the facts
+            # from which it is computed.
             metric
             for metric in catalog.METRICS
             if field in metric.needs or metric.name == engine_input.metric
@@ -217,8 +218,8 @@ inputs with the engine's own memory figures. The check `reported_memory` covers 
 def check_engine_inputs(survey: Survey) -> Check:
     """Check which inputs are missing on the page, and which series are therefore absent.
 
-    The check is UNKNOWN if there is no page. It is OK if no series needs the missing inputs. The
-    same applies if this kind of engine never exports them. If inputs are missing before the first
+    The check is UNKNOWN if there is no page. The check is OK if no series needs the missing inputs,
+    or if this kind of engine never exports these inputs. If inputs are missing before the first
     request, the check is UNKNOWN.
     """
     page = survey.page
@@ -329,9 +330,10 @@ def check_kv_bytes(
 ) -> Check:
     """Check whether the KV cache size in bytes is known.
 
-    The daemon computes the size from the configured bytes per token. Without this setting, it uses
-    the configured model. If neither works and no model is configured, the check is NOT_APPLICABLE.
-    It is not MISSING, because the size is optional. The check is UNKNOWN if there is no page.
+    The daemon computes the size from the configured bytes per token. Without this setting, the
+    daemon uses the configured model. If neither works and no model is configured, the check is
+    NOT_APPLICABLE. The check is not MISSING, because the size is optional. The check is UNKNOWN if
+    there is no page.
     """
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
@@ -539,7 +541,7 @@ def _list_contradictions(options: EngineOptions, survey: Survey) -> Iterator[str
         )
     if options.gpu_memory_utilization is None or isinstance(survey.page, Failure):
         return
-    # The page shows the value in effect. If it differs from the command line, it may come from a
+    # The page shows the value in effect. A value that differs from the command line may come from a
     # configuration file.
     page_ratios = {engine.gpu_memory_utilization_ratio for engine in survey.page.engines}
     if not page_ratios <= {None, options.gpu_memory_utilization}:

@@ -233,7 +233,7 @@ async def survey_engine(settings: ModelSettings, proc: Path, sys: Path) -> Surve
     A source that cannot be read is replaced by a Failure in the result.
     """
     url = httpx.URL(settings.engine_url)
-    # This is the daemon's own timeout. The doctor never waits longer than the daemon.
+    # The value below is the daemon's own timeout. The doctor never waits longer than the daemon.
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, LOOK_SECONDS))
     profile = None if settings.engine_profile == AUTO else settings.engine_profile

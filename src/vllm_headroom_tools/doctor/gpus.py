@@ -71,8 +71,8 @@ def check_gpus(survey: Survey) -> Check:
     for gpu in survey.gpus:
         name = name_gpu_with_uuid(gpu.reading)
         details += [f"{name}: {describe_leftover(leftover)}" for leftover in gpu.leftovers]
-    # A GPU may respond without reporting its memory. It also counts as unreadable, because its
-    # series are absent.
+    # A GPU that responds without reporting its memory also counts as unreadable, because its series
+    # are absent.
     unreadable = [device for device in devices if device.failure or device.memory is None]
     if not unreadable:
         return Check(Status.OK, f"{len(devices)} visible", details=tuple(details))
@@ -186,7 +186,8 @@ def _explain_no_process(
 ) -> tuple[Status, str, tuple[Fix, ...]]:
     """Return the state, why no engine process is visible, and the fixes.
 
-    If the engine does not respond either, it may not be running. The state is then UNKNOWN.
+    If the engine does not respond either, the state is UNKNOWN, because the engine may not be
+    running.
     """
     if processes.ambiguous_engines:
         return Status.MISSING, AMBIGUOUS, fixes.SAY_WHICH_PORT
@@ -263,8 +264,8 @@ def check_process_memory(survey: Survey) -> Check:
         if not _reports_memory(device, engine_pids)
     ]
     if unreported:
-        # On AMD cards, the memory is read from the processes' open files. This requires a
-        # permission.
+        # On AMD cards, the memory is read from the processes' open files. Reading these files
+        # requires a permission.
         ways: tuple[Fix, ...] = (ASK_THE_NODE,)
         if has_amd:
             ways = (*fixes.TRACE_THEM, fixes.SEE_HOST_PIDS)
@@ -385,8 +386,8 @@ def _has_reliable_pids(survey: Survey) -> bool:
 def _explain_none(survey: Survey) -> tuple[Status, str, tuple[Fix, ...]]:
     """Return the state, the reason why the engine has no GPU, and the fixes.
 
-    The state is MISSING if the engine's processes cannot be read or are ambiguous. It is also
-    MISSING if the engine responds. Otherwise, it is UNKNOWN.
+    The state is MISSING if the engine's processes cannot be read or are ambiguous. The state is
+    also MISSING if the engine responds. In all other cases, the state is UNKNOWN.
     """
     status = Status.MISSING
     if isinstance(survey.page, Failure) and not _is_process_problem(survey):
@@ -447,7 +448,7 @@ def _is_unlisted_amd(device: GpuReading) -> bool:
 def _name_gpus(survey: Survey) -> Fix:
     """Return the fix that names all visible GPUs.
 
-    They are named by index or, if it is ambiguous, by UUID.
+    GPUs are named by index or, if the index is ambiguous, by UUID.
     """
     devices = [gpu.reading for gpu in survey.gpus]
     # MIG instances and AMD partitions share their GPU's index. Only their UUIDs identify them.

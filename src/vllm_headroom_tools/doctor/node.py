@@ -159,7 +159,7 @@ def check_cgroups(engines: Sequence[LocatedEngine], proc: Path) -> Check:
     """Check whether the memory cgroups of the watched engines are visible.
 
     If some cgroups are not visible, the check is NOT_APPLICABLE. The daemon also works without
-    them. In this case, the check still has a fix.
+    these cgroups. The check has a fix even if it is NOT_APPLICABLE.
     """
     if not engines:
         return Check(Status.NOT_APPLICABLE, "no engine is watched")

@@ -34,7 +34,8 @@ async def check_listen_port(host: str, port: int, web_config: Path | None = None
     """Check whether a daemon is already serving at this address, or could do so.
 
     With TLS, the daemon is recognised by the certificate that `web_config` names. The check is
-    UNKNOWN if the server has a password or another certificate. It is NOT_APPLICABLE for port 0.
+    UNKNOWN if the server has a password or another certificate. The check is NOT_APPLICABLE for
+    port 0.
     """
     if port == 0:
         return Check(
@@ -172,7 +173,7 @@ async def _check_writable(
 ) -> Check:
     """Run `attempt` in a thread, and return the result for the path.
 
-    A thread is used because a volume can hang. The fix mounts a volume. It sets `variable` to
+    A thread is used because a volume can hang. The fix mounts a volume and sets `variable` to
     `value`, a path on that volume.
     """
     _, problem = await Worker[None]("files").attempt(attempt, FILE_SECONDS)

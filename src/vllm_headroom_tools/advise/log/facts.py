@@ -210,9 +210,9 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
     """Return the change that gives vLLM `missing_bytes` more on each GPU, rounded up.
 
     Until the cache is allocated, vLLM logs the GPU's size only at level DEBUG. If the size is
-    unknown, the proposed share is vLLM's default. The current share must be lower. Returns None if
-    the share is unknown. Also returns None if the new share would exceed the safe share. The same
-    applies if it needs more memory than was free before the start.
+    unknown, the proposed share is vLLM's default. The current share must be lower than the proposed
+    share. Returns None if the current share is unknown. Also returns None if the new share would
+    exceed the safe share. The new share must not need more memory than was free before the start.
     """
     settings = start_facts.settings
     total_bytes = start_facts.total_bytes
@@ -234,7 +234,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
             cost=cost,
         )
     hundredths = 100 * (now + missing_bytes / total_bytes)
-    # Round up to hundredths, because a smaller share would fail in the same way.
+    # Round the share up to hundredths, because a smaller share would fail like the current share.
     value = ceil(hundredths - ROUNDING_TOLERANCE) / 100
     if value > SAFE_UTILIZATION or value <= now:
         return None

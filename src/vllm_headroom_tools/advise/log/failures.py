@@ -150,8 +150,8 @@ def _is_fragmented(refusal: Refusal) -> bool:
 def _shrink_share(start_facts: StartFacts, refusal: Refusal) -> tuple[Change, ...]:
     """Return a smaller share for vLLM that leaves the refused bytes and AIM_BYTES free.
 
-    The smaller cache may be unable to hold a request of the maximum length. The changes then
-    include a lower maximum.
+    The smaller cache may be unable to hold a request of the maximum length. In that case, the
+    changes include a lower maximum length.
     """
     total_bytes = start_facts.total_bytes
     if not total_bytes:
@@ -191,7 +191,7 @@ each request and each word of the vocabulary.
 def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
     """Return a limit on requests or tokens.
 
-    It depends on which code needed the memory.
+    The advice depends on which code needed the memory.
     """
     settings = start_facts.settings
     is_sampling = "dummy_requests" in failure.figures or any(
@@ -277,7 +277,7 @@ def _find_cache_bytes(start_facts: StartFacts) -> float:
 def _change_for_context(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
     """Return changes that let the longest request fit.
 
-    They are a larger cache, the longest length that fits, and more GPUs.
+    The changes are a larger cache, the longest length that fits, and more GPUs.
     """
     needed_bytes = failure.figures.get("needed_bytes")
     cache_bytes = failure.figures.get("kv_cache_bytes")
@@ -344,13 +344,14 @@ def _change_for_state_blocks(start_facts: StartFacts, failure: LogFailure) -> tu
 def _change_for_used_gpu(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
     """Return two changes.
 
-    They move other processes away, or request only the share that was free.
+    The changes move other processes away, or request only the share that was free.
     """
     total_bytes = failure.figures.get("total_bytes") or start_facts.total_bytes
     free_bytes = start_facts.free_bytes
     lower_share = None
     if total_bytes and free_bytes is not None:
-        # vLLM refuses a share that is larger than the free memory. Its log rounds both figures.
+        # vLLM refuses a share that is larger than the free memory. vLLM's log rounds both the share
+        # and the free memory.
         share = floor(100 * (free_bytes - LOG_ROUNDING_BYTES) / total_bytes) / 100
         starts = would_start(start_facts, gpu_memory_utilization=share) if share > 0 else False
         if starts is False:

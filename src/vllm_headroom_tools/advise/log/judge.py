@@ -1,6 +1,6 @@
 """Advice on an engine log.
 
-It explains why the engine ended, or how a successful start uses its GPU.
+The verdict explains why the engine ended, or how a successful start uses its GPU.
 """
 
 from collections.abc import Iterator

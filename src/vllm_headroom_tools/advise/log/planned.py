@@ -31,7 +31,8 @@ def would_start(start_facts: StartFacts, **changes: Any) -> bool | None:  # noqa
     settings = start_facts.settings
     release = _find_release(start_facts)
     gpu_memory_bytes = round(total_bytes)
-    # If the log lacks a figure, vLLM's default is used. It depends on the card and the version.
+    # If the log lacks a figure, vLLM's default is used. The default depends on the card and the
+    # version.
     defaults = choose_defaults(gpu_memory_bytes, release)
     options: dict[str, Any] = {
         "shape": shape,

@@ -74,7 +74,7 @@ def _change_utilization(facts: Facts, added_ratio: float, text: str, cost: str) 
         if added_ratio > 0:
             text = f"{text}; not above {SAFE_UTILIZATION:g}"
         return Change(flag=flag, difference=difference, text=text, cost=cost)
-    # The operator chose a share above the safe share deliberately. Such a share is not lowered.
+    # A share above the safe share is not lowered, because the operator chose it deliberately.
     highest = max(now, SAFE_UTILIZATION)
     value = floor(min(now + added_ratio, highest) * 100 + ROUNDING_TOLERANCE) / 100
     if not _is_useful(now, value, added_ratio):
@@ -129,8 +129,8 @@ def take_less(facts: Facts, gpu: GpuFacts, freed_bytes: float) -> Change | None:
 def _describe_lost_tokens(facts: Facts, freed_bytes: float) -> str:
     """Describe how many tokens the KV cache loses.
 
-    The first engine with a known capacity is used. Returns an empty string if no capacity is known.
-    The same applies if no capacity would be left.
+    The first engine with a known capacity is used. Returns an empty string if no capacity is known
+    or if no capacity would remain.
     """
     for engine in facts.engines:
         if not engine.capacity_bytes or not engine.capacity_tokens:
@@ -153,7 +153,7 @@ def take_more(facts: Facts) -> Change | None:
 
     Unused memory is the room at the highest peak of a trace, minus AIM_BYTES. Returns None for a
     page, or for a trace that is shorter than PEAKS_SECONDS. Also returns None if memory ran short
-    during a start or later. The same applies if other processes took memory.
+    during a start or later, or if other processes took memory.
     """
     room_bytes = facts.least_room_bytes
     usable_bytes = facts.usable_bytes
@@ -259,7 +259,7 @@ def find_full_cache(facts: Facts) -> Advice | None:
 
     The rule applies if requests were preempted often while the cache was full. There must have been
     at least HURTING_PREEMPTIONS preemptions per finished request. In a trace, the cache must have
-    been full for at least LASTING_SECONDS. Less time is enough if most running requests were
+    been full for at least LASTING_SECONDS. A shorter time is enough if most running requests were
     preempted several times within minutes. The first proposal is to give unused memory to the
     cache, which costs least. The second proposal depends on the cause:
 
@@ -500,9 +500,9 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
     """Return a limit at which the running requests fill CONCURRENCY_KEPT_RATIO of the cache.
 
     A request's size is the tokens that it held while the cache was full. If the size or the
-    capacity is unknown, the requests that filled the cache count. The limit is then
-    CONCURRENCY_KEPT_RATIO of their number. The largest number that ran without a preemption is not
-    an upper bound. There may simply have been no more requests.
+    capacity is unknown, the limit is CONCURRENCY_KEPT_RATIO of the number of requests that filled
+    the cache. The largest number that ran without a preemption is not an upper bound. There may
+    simply have been no further requests to run.
 
     Returns None if the limit is not below the current one.
     """
@@ -517,8 +517,8 @@ def _run_fewer(facts: Facts, pressed: PressedCache) -> Change | None:
             f"as many as {percent} of its {capacity_tokens:,.0f} tokens hold, at {tokens:,.0f} for"
             " each"
         )
-        # During a series of collapses, samples may miss the highest cache usage. The number of
-        # tokens is then too low.
+        # During a series of collapses, samples may miss the highest cache usage. If samples miss
+        # the highest usage, the number of tokens is too low.
         is_bounded = pressed.thrash is not None
         requests = min(requests, fitting_requests) if is_bounded else fitting_requests
     cost = "the rest waits in the queue, where no work is lost; a restart"
@@ -556,7 +556,7 @@ def find_unused_memory(facts: Facts) -> Advice | None:
         return None
     if room_bytes < UNUSED_RATIO * (facts.usable_bytes or 0.0):
         return None
-    # The engines share the GPUs. One engine with waiting requests is enough.
+    # The engines share the GPUs. The rule applies even if only one engine has waiting requests.
     for engine in facts.engines:
         full = engine.full
         if full is None or full.queued_seconds < LASTING_SECONDS:
@@ -595,8 +595,8 @@ def find_too_few_requests(facts: Facts) -> Advice | None:
     During that time, the number of running requests must have stayed the same. More requests also
     take more memory outside the cache. Therefore, the rule does not apply if any peak left less
     than AIM_BYTES. Nor does it apply if another rank preempts requests. The proposed limit would
-    use CACHE_FILL_RATIO of the cache. It is computed from the tokens that running requests held.
-    Returns None if the rule does not apply.
+    use CACHE_FILL_RATIO of the cache. The limit is computed from the tokens that running requests
+    held. Returns None if the rule does not apply.
     """
     room_bytes = facts.least_room_bytes
     if room_bytes is None or room_bytes < AIM_BYTES:
@@ -771,7 +771,7 @@ def _hits_rarely(prefix: PrefixFacts) -> bool:
 def _list_prefix_evidence(prefix: PrefixFacts) -> tuple[Figure, ...]:
     """Return the figures for a prefix cache.
 
-    An unknown recent ratio is left out.
+    If the recent ratio is unknown, it is omitted.
     """
     hit_ratio = prefix.hits / prefix.queries
     # If the ratio is unknown, `list_evidence` leaves out the figure and its text.

@@ -97,10 +97,10 @@ class WorstLeak(Struct, frozen=True, kw_only=True):
 def find_gpu_leak(facts: Facts) -> Advice | None:
     """Judge the growth of the engine's GPU memory (docs/leaks.md).
 
-    The rule applies if the leak detector raised an alarm on a GPU. It proposes a restart before
-    memory runs out. The second proposal depends on where memory grows. No vLLM option stops a leak.
-    If the growing process is unknown, the first step is to find it. Returns None if the rule does
-    not apply.
+    The rule applies if the leak detector raised an alarm on a GPU. The rule proposes a restart
+    before memory runs out. The second proposal depends on where memory grows. No vLLM option stops
+    a leak. If the growing process is unknown, the first step is to find that process. Returns None
+    if the rule does not apply.
     """
     worst = _pick_worst_leak((gpu.display_name, gpu.leak) for gpu in facts.gpus)
     if worst is None:
@@ -136,9 +136,9 @@ def find_gpu_leak(facts: Facts) -> Advice | None:
 def find_straight_growth(facts: Facts) -> Advice | None:
     """Judge growth that filled a GPU within minutes.
 
-    Such growth is too fast for the leak detector. The rule applies if memory grew linearly under
-    constant load before an exit. The detector must not have raised an alarm. The proposed fix is
-    not a vLLM option, because no option stops a leak. Returns None if the rule does not apply.
+    The rule applies if memory grew linearly under constant load before an exit. The leak detector
+    must not have raised an alarm, because the growth was too fast for it. The proposed fix is not a
+    vLLM option, because no option stops a leak. Returns None if the rule does not apply.
     """
     gpus = [causes.find_straight_growth_gpu(end) for end in facts.ends]
     # Start with the latest exit, because the operator wants to know about that exit.
@@ -168,9 +168,9 @@ def find_straight_growth(facts: Facts) -> Advice | None:
 def find_host_leak(facts: Facts) -> Advice | None:
     """Judge the growth of host memory in the engine's processes.
 
-    The rule applies if the leak detector raised an alarm on a process role. It proposes a restart
-    before the kernel kills the engine, and then an upgrade. If a known leak affects this role, the
-    upgrade is to the fixed version. Returns None if the rule does not apply.
+    The rule applies if the leak detector raised an alarm on a process role. The rule proposes a
+    restart before the kernel kills the engine, followed by an upgrade. If a known leak affects this
+    role, the upgrade is to the fixed version. Returns None if the rule does not apply.
     """
     worst = _pick_worst_leak((host.process, host.leak) for host in facts.hosts)
     if worst is None:
@@ -298,11 +298,11 @@ LOST_RISES: Final = 3
 def find_kv_block_leak(facts: Facts) -> Advice | None:
     """Judge blocks of the KV cache that stay in use while no request runs.
 
-    The rule concerns the cache share in use while the engine is idle. It applies if this share
-    exceeds STRANDED_RATIO. It also applies if this share exceeds LOST_RATIO and keeps rising. There
-    must be LOST_RISES rises from one idle period to the next. It proposes a restart. After that, it
-    proposes an upgrade or running without the KV connector. The connector may lose blocks in failed
-    transfers. Returns None if the rule does not apply.
+    The rule concerns the cache share in use while the engine is idle. The rule applies if this
+    share exceeds STRANDED_RATIO. The rule also applies if this share exceeds LOST_RATIO and has
+    risen LOST_RISES times from one idle period to the next. The first proposal is a restart. The
+    second proposal is an upgrade, or running without the KV connector, which may lose blocks in
+    failed transfers. Returns None if the rule does not apply.
     """
     leaking_engines = []
     evidence: list[Figure] = []
@@ -344,7 +344,7 @@ def _name_engines(facts: Facts, engines: Iterable[EngineFacts]) -> str:
 def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
     """Return the cache share that stays in use, and how often it has risen.
 
-    The number of rises is left out if the share never rose.
+    The number of rises is omitted if the share never rose.
     """
     first_percent = format_percent(stranded.first_ratio)
     return list_evidence(
@@ -364,11 +364,11 @@ def _list_stranded_evidence(stranded: StrandedFacts) -> tuple[Figure, ...]:
 # Shortages not caused by a leak.
 
 SHORTAGE_CAUSES: Final = {
-    # vLLM's share leaves too little for the memory outside it (DESIGN.md, 7). This is the CUDA
-    # context, NCCL, and kernels that load late.
+    # vLLM's share leaves too little for the memory outside it (DESIGN.md, 7). The memory outside
+    # the share holds the CUDA context, NCCL, and kernels that load late.
     Shortage.LEVEL: (Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {} than it can spare"),
-    # The allocator does not return memory that a request once needed. Its usage therefore never
-    # falls below the highest need so far (DESIGN.md, 20).
+    # The allocator does not return memory that a request once needed. The allocator's usage
+    # therefore never falls below the highest need so far (DESIGN.md, 20).
     Shortage.RISEN: (Cause.CHRONIC, "Memory of {} filled up after the start"),
     Shortage.PEAK: (Cause.BURST, "Bursts nearly fill {}"),
 }
@@ -450,7 +450,7 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
             continue
         room_bytes = gpu.usable_bytes - excess.budget_bytes - excess.excess_bytes
         is_lasting = excess.seconds >= OVER_BUDGET_SECONDS
-        # An excess alone is not a problem. It must also leave too little memory or explain an exit.
+        # An excess is only a problem if it leaves too little memory or explains an exit.
         if gpu.uuid in fatal_uuids or (is_lasting and room_bytes < excess.tight_bytes):
             gpus.append((gpu, excess))
     return gpus
@@ -459,10 +459,11 @@ def _list_over_budget(facts: Facts) -> list[tuple[GpuFacts, BudgetExcess]]:
 def find_shortage(facts: Facts, kind: Shortage) -> Advice | None:
     """Judge shortages on a GPU, except those caused by a leak.
 
-    In a shortage, less than LOW_BYTES are left. The rule applies if any GPU had a shortage of this
-    kind. It first proposes changes that make bursts smaller, in the order of the runbook
-    HeadroomGpuMemoryPeak. It then proposes a smaller share for vLLM. With that share, AIM_BYTES
-    would have been free in the worst shortage. Returns None if the rule does not apply.
+    In a shortage, less than LOW_BYTES of GPU memory are free. The rule applies if any GPU had a
+    shortage of this kind. The rule first proposes changes that make bursts smaller, in the order of
+    the runbook HeadroomGpuMemoryPeak. The rule also proposes a smaller share for vLLM. With the
+    smaller share, AIM_BYTES would have been free in the worst shortage. Returns None if the rule
+    does not apply.
     """
     explained_uuids = _list_explained(facts, kind)
     spells = [

@@ -26,9 +26,10 @@ def find_unsafe_peaks(facts: Facts) -> Advice | None:
     """Judge the last minute's peaks and the largest safe requests.
 
     The probe measures both. The rule applies if the next peak of the same kind might not fit. The
-    estimate includes how much such peaks vary. It also applies if fewer tokens are safe with prompt
-    logprobs than without. It first proposes a limit on that kind of work. The limit is computed
-    from the probe's fit. It then proposes a smaller share. Returns None if the rule does not apply.
+    estimate includes how much such peaks vary. The rule also applies if fewer tokens are safe with
+    prompt logprobs than without. The first proposal is a limit on the kind of work that causes the
+    peak. The limit is computed from the probe's fit. The second proposal is a smaller share for
+    vLLM. Returns None if the rule does not apply.
     """
     for gpu in facts.gpus:
         unfitting = [peak for peak in gpu.peaks if peak.missing_bytes(gpu.peak_room_bytes) > 0]
@@ -87,7 +88,7 @@ def _limit_work(
 ) -> tuple[Change, ...]:
     """Return the options that limit a kind of work.
 
-    Their values are computed from the probe's fit.
+    The values of the limits are computed from the probe's fit.
     """
     if work is Work.PROMPT_LOGPROBS and gpu.safe_logprobs_tokens:
         return drop_none(

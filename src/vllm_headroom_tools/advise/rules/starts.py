@@ -48,8 +48,8 @@ def find_failing_starts(facts: Facts) -> Advice | None:
     """Judge starts that exited before the engine served.
 
     The rule applies if there were at least FAILED_STARTS failed starts. Two figures at each exit
-    decide on the cause. One is the room on the engine's GPUs. The other is the memory that the
-    engine and other processes hold there. The advice is for the first of these causes that fits:
+    decide on the cause: the room on the engine's GPUs, and the memory that the engine and other
+    processes hold on these GPUs. The advice is for the first of the following causes that fits:
 
     - other processes on the GPU
     - a full /dev/shm
@@ -108,7 +108,7 @@ def _advise_on_full_gpu(facts: Facts, starts: Sequence[Ending]) -> Advice:
 def _advise_on_too_large_model(facts: Facts, loaded_starts: Sequence[Ending]) -> Advice:
     """Return the advice for a model that left no room for the KV cache.
 
-    vLLM logs "No available memory for the cache blocks" in this case. It may also log that the
+    vLLM logs "No available memory for the cache blocks" in this case. vLLM may also log that the
     cache is too small for the longest request.
     """
     return Advice(
@@ -231,7 +231,7 @@ def _list_start_evidence(starts: Sequence[Ending]) -> tuple[Figure, ...]:
 def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     """Return two changes: move other processes off the GPU, and lower vLLM's share.
 
-    The new share is the share of memory that was free before the starts. The new share is left out
+    The new share is the share of memory that was free before the starts. The new share is omitted
     in these cases:
 
     - The free memory is unknown.
@@ -248,8 +248,8 @@ def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     free_bytes = _find_free_bytes(facts.failed_starts)
     if free_bytes is None or facts.usable_bytes is None or facts.settings.sizes_cache_in_bytes:
         return (move,)
-    # The same share takes the most bytes on the largest GPU. Therefore, compute it for that GPU,
-    # and round it down to a hundredth.
+    # The same share takes the most bytes on the largest GPU. Therefore, compute the share for the
+    # largest GPU, and round the share down to a hundredth.
     share = floor((free_bytes - AIM_BYTES) / facts.usable_bytes * 100) / 100
     # An unknown share is probably vLLM's default, which is not above `share`.
     if facts.settings.gpu_memory_utilization is None and share >= SAFE_UTILIZATION:
@@ -339,9 +339,10 @@ def find_crash(facts: Facts) -> Advice | None:
     """Judge exits of a serving engine that GPU memory does not explain.
 
     Exits from `find_crashes` are only used if the room on the GPUs is known. The rule applies to at
-    least FAILED_STARTS such exits. One exit is enough if engine processes outlived it. The rule
-    proposes reading the logs, which show whether an allocation failed. If no allocation failed,
-    changing the options for memory sizes does not help. Returns None if the rule does not apply.
+    least FAILED_STARTS of these exits. A single exit is enough if engine processes kept running
+    after the exit. The rule proposes reading the logs, which show whether an allocation failed. If
+    no allocation failed, changing the options for memory sizes does not help. Returns None if the
+    rule does not apply.
     """
     crashes = [end for end in find_crashes(facts) if end.fullest_gpu is not None]
     orphan_bytes = max((end.orphan_bytes for end in crashes), default=0)
@@ -386,7 +387,7 @@ def find_crash(facts: Facts) -> Advice | None:
 def find_crashes(facts: Facts) -> tuple[Ending, ...]:
     """Return the exits in which a serving engine crashed while GPU memory was left.
 
-    At such an exit, requests were running, or some engine processes did not exit. An exit is
+    In a crash, requests were running at the exit, or some engine processes did not exit. An exit is
     included even if the room on the GPUs is unknown.
     """
     crashes = []
@@ -431,9 +432,9 @@ PROCESSOR_CACHE_GB: Final = 1.0
 def find_host_shortage(facts: Facts) -> Advice | None:
     """Judge host memory that ran short.
 
-    The rule applies if the kernel's out-of-memory killer ended a process. It also applies if less
-    than HOST_LOW_RATIO of the container's limit was left. It first proposes a smaller cache for
-    processed images. It then proposes less data in host memory, and then a higher limit. Returns
+    The rule applies if the kernel's out-of-memory killer ended a process. The rule also applies if
+    less than HOST_LOW_RATIO of the container's memory limit was free. The proposals are a smaller
+    cache for processed images, less data in host memory, and a higher limit, in this order. Returns
     None if the rule does not apply.
     """
     host = facts.host
@@ -495,12 +496,12 @@ def find_other_tenant(facts: Facts) -> Advice | None:
     """Judge memory held by processes that do not belong to the engine.
 
     The rule applies if other processes hold more than NEIGHBOUR_BYTES on the engine's GPUs. In
-    addition, one of two conditions must hold. Either they allocated that much during the trace, or
-    they leave less than AIM_BYTES free. Constant memory that leaves enough room is no problem
-    (runbook HeadroomNeighbourGrowing, "Do nothing when"). A page has no history. For a page, only
-    the memory that they currently hold counts. The rule proposes moving the other processes. If
-    that is impossible, it proposes a smaller share for vLLM. Returns None if the rule does not
-    apply.
+    addition, these processes must have allocated that much during the trace, or must leave less
+    than AIM_BYTES free. Constant memory that leaves enough room is no problem (runbook
+    HeadroomNeighbourGrowing, "Do nothing when"). A page has no history. For a page, only the memory
+    that other processes currently hold counts. The rule proposes moving the other processes. If
+    they cannot be moved, the rule proposes a smaller share for vLLM. Returns None if the rule does
+    not apply.
     """
     gpu = None
     others_memory = None
@@ -571,8 +572,8 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
     """Return a smaller share.
 
     Returns None if the current share is unknown or leaves enough. The new share leaves AIM_BYTES at
-    peaks. It is at most the memory that other processes leave free. Otherwise, vLLM would refuse to
-    start (worker/utils.py).
+    peaks. The new share is at most the memory that other processes leave free. With a larger share,
+    vLLM would refuse to start (worker/utils.py).
     """
     missing_bytes = 0.0
     if gpu.least_room_bytes is not None:
@@ -587,8 +588,9 @@ def _make_room_for_others(facts: Facts, gpu: GpuFacts, others_memory: Extent) ->
 def find_leftovers(facts: Facts) -> Advice | None:
     """Judge processes that outlived their engine.
 
-    The rule applies if such a process uses a GPU when a trace ends. It proposes ending this
-    process. A page does not list such processes. Returns None if the rule does not apply.
+    The rule applies if such a process uses a GPU when a trace ends. The rule proposes ending the
+    leftover process. A page does not list leftover processes. Returns None if the rule does not
+    apply.
     """
     figures: list[tuple[str, float | str, str]] = []
     for gpu in facts.gpus:
