@@ -170,9 +170,9 @@ def _count_returned(
 ) -> float | None:
     """Return how many requests a full cache requeued since the previous sample.
 
-    The result is the larger of two numbers. One is the number of preemptions. The other is the
-    number of requests that changed from running to waiting. Returns None if the cache had room.
-    Also returns None if less than COLLAPSE_RATIO of the running requests were requeued.
+    The result is the number of preemptions or the number of requests that changed from running to
+    waiting, whichever is larger. Returns None if the cache had room. Also returns None if less than
+    COLLAPSE_RATIO of the running requests were requeued.
     """
     running = previous_reading.running
     used_ratio = max(previous_reading.kv_used_ratio or 0.0, reading.kv_used_ratio or 0.0)

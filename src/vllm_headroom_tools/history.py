@@ -42,8 +42,8 @@ class Rise(Struct):
         """Add a reading and return the increase since the previous one.
 
         The increase is 0 for the first reading and for an unknown value (None). If `restarted` is
-        True, the counter is assumed to have started at 0. This applies even if it already exceeds
-        the previous value.
+        True, the counter is assumed to have started at 0. The counter is assumed to have restarted
+        even if it already exceeds the previous value.
         """
         if value is None:
             return 0.0
@@ -109,7 +109,8 @@ class Curves:
         values = self._curves.get((name, uuid), array("d"))
         if all(map(isnan, values)):
             return []
-        # A curve may start later than the first sample. Every sample since then has added a value.
+        # A curve may start later than the first sample. Every sample since the curve's start has
+        # added a value.
         times = self._times[len(self._times) - len(values) :]
         return [
             (seconds, None if isnan(value) else value)
@@ -129,7 +130,7 @@ class Curves:
             memory = gpu.reading.memory
             values["free", gpu.reading.uuid] = None if memory is None else memory.free_bytes
             values["held", gpu.reading.uuid] = gpu.held_bytes
-        # Curves without a value in this sample are extended too. Then no curve falls behind.
+        # Curves without a value in this sample are extended too, so that no curve falls behind.
         for key in {**self._curves, **values}:
             value = values.get(key)
             self._curves.setdefault(key, array("d")).append(nan if value is None else value)
@@ -217,7 +218,7 @@ class LeakCourse(Struct):
     def is_undecided(self) -> bool:
         """Return whether an early warning may have been a leak.
 
-        It may have been a leak in any of these cases:
+        The growth may have been a leak in any of these cases:
 
         - A warning is still open, or was open when the engine restarted.
         - All withdrawn warnings together lasted at least as long as an alarm needs.
@@ -495,8 +496,8 @@ def _merge_host(earlier: HostMemory | None, newest: HostMemory | None) -> HostMe
     """Return the reading with the higher host memory usage, or None if both are None.
 
     The usage and the limit in the result are from the same sample. The limit's basis may change,
-    for example from the machine to a cgroup. Only the newest reading is then used. Shared memory
-    and OOM kills have the higher value of the two readings.
+    for example from the machine to a cgroup. If the basis changed, only the latest reading is used.
+    Shared memory and OOM kills have the higher value of the two readings.
     """
     if newest is None or earlier is None:
         return newest or earlier

@@ -266,7 +266,7 @@ def join_parts(words: Sequence[str], json_names: Container[str]) -> list[str]:
     """Return the words with parts such as `--name.key VALUE` merged into one JSON object.
 
     This is how vLLM parses such options (vLLM 0.33, utils/argparse_utils.py). Parts are merged only
-    for the options in `json_names`. The object comes after all other words.
+    for the options in `json_names`. The merged JSON object comes after all other words.
     """
     joined_words: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
@@ -313,15 +313,15 @@ class Argument(NamedTuple):
 class Parser(argparse.ArgumentParser):
     """A command's options; the parser reports all mistakes in them at once.
 
-    argparse declares the options and formats the help. It does not parse them, because it stops at
-    the first mistake. An option may be repeated if its default is a list.
+    argparse declares the options and formats the help. argparse does not parse the words, because
+    it stops at the first mistake. An option may be repeated if its default is a list.
     """
 
     def __init__(self, prog: str, version: Callable[[], str] = str) -> None:
         super().__init__(
             prog=prog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # Options cannot be abbreviated. Otherwise, a new option could make an abbreviation
+            # Options cannot be abbreviated. A new option could make an existing abbreviation
             # ambiguous.
             allow_abbrev=False,
             add_help=False,
@@ -444,7 +444,7 @@ class Parser(argparse.ArgumentParser):
             unknown_names = [option.name for option in line_options if option.is_unknown]
             line_options = [option for option in line_options if not option.is_unknown]
         typed_options += line_options
-        # From here on, mistakes are collected. The operator then sees all of them at once.
+        # From here on, mistakes are collected, so that the operator sees all of them at once.
         arguments, mistakes = self._check(typed_options)
         for place, word in enumerate(loose_words):
             if place < len(positionals):

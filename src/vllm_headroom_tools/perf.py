@@ -66,7 +66,7 @@ async def record_faults(pids: Collection[int] | None, seconds: float) -> tuple[F
                 return {}, f"perf: {_find_problem(output) or f'status {status}'}"
             _, script = await _run(PERF_END_SECONDS, perf, *SCRIPT_COMMAND.split(), "--input", file)
             return count_faults(script), None
-    except OSError as error:  # This includes TimeoutError, which has no strerror.
+    except OSError as error:  # includes TimeoutError, which has no strerror
         return {}, f"perf: {error.strerror or 'its record took too long to read'}"
 
 
@@ -85,7 +85,7 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
     """Run a program, interrupt it after `seconds`, and return its exit status and output.
 
     The output is standard output or, if that is empty, standard error. If the program ignores the
-    interrupt, it is killed. TimeoutError is then raised.
+    interrupt, it is killed, and TimeoutError is raised.
     """
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
@@ -106,8 +106,9 @@ async def _run(seconds: float, *words: str) -> tuple[int | None, str]:
 def count_faults(script: str) -> Faults:
     """Count the faults of each stack in the output of `perf script`.
 
-    The output has one paragraph per sample. Its first line contains the pid. Each further line
-    contains a frame's address, symbol and file. Paragraphs in any other form are skipped.
+    The output has one paragraph per sample. The first line of a paragraph contains the pid. Each
+    further line contains a frame's address, symbol and file. Paragraphs in any other form are
+    skipped.
     """
     counts: dict[int, Counter[tuple[str, ...]]] = {}
     for sample in script.split("\n\n"):

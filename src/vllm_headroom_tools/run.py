@@ -14,8 +14,8 @@ def _run(arguments: Namespace) -> NoReturn:
     with pause_collection():
         # --help and --print-config do not need the daemon.
         from vllm_headroom.daemon import app, node_daemon  # noqa: PLC0415 - see above
-    # Imported modules are never freed. A full collection would visit all of their objects. It takes
-    # 25 ms and would delay scrapes.
+    # Imported modules are never freed. A full collection would visit all objects of these modules.
+    # The visit takes 25 ms and would delay scrapes.
     gc.freeze()
     settings: ModelSettings = arguments.settings
     if settings.engines is not None:

@@ -123,7 +123,7 @@ def _read_words(words: Sequence[str]) -> list[str]:
             raise BadOptions(f"process {word}: it runs no `vllm serve`")
         return _find_options(command, {}, f"process {word}")
     is_option = word.startswith("-")
-    # A model name contains a slash. It does not end in the extension of a script or manifest.
+    # A model name contains a slash and does not end in the extension of a script or manifest.
     if not is_option and ("/" not in word or Path(word).suffix in FILE_SUFFIXES):
         raise BadOptions(f"-- {word}: there is no such file, and it is no `vllm serve` line")
     return _find_options(words, {}, "the line")
@@ -351,7 +351,7 @@ def _find_options(words: Sequence[str], variables: Mapping[str, str], name: str)
 def _read_environment(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     """Return an option with the ENVIRONMENT variables that are set for the command line.
 
-    Returns an empty list if none of them are set.
+    Returns an empty list if none of the variables are set.
     """
     environment = dict(variables)
     for word in words:

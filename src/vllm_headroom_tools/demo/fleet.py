@@ -170,7 +170,7 @@ async def run(settings: ModelSettings, *, speed: float, gpus: int) -> int:
     settings = settings.model_copy(
         update={
             "sample_interval_seconds": interval_seconds,
-            # The files in the state folder can hold the data of only one engine.
+            # A state folder or a trace file can hold the data of only one engine.
             "state_dir": None,
             "trace_file": None,
         }

@@ -190,7 +190,7 @@ class SimulatedGpus(Simulated):
     ) -> Mapping[str, int]:
         """Return the memory in use by UUID.
 
-        It is included in the peak of the last 60 s.
+        The memory in use is included in the peak of the last 60 s.
         """
         world = self._look()
         return dict.fromkeys(self._list_uuids(world), world.used_bytes)
@@ -204,7 +204,7 @@ class SimulatedGpus(Simulated):
     def _look(self) -> World:
         """Return the world at the current time.
 
-        Its memory in use is added to the peak.
+        The world's memory in use is added to the peak.
         """
         world = self._now()
         self._peak.add(world.seconds, world.used_bytes)

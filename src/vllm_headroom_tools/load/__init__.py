@@ -1,4 +1,4 @@
 """The `load` command.
 
-It puts a bounded load on a server and watches the server's memory.
+The command puts a bounded load on a server and watches the server's memory.
 """

@@ -48,8 +48,8 @@ def list_limits(
 ) -> list[tuple[int, str]]:
     """Return the limits, lowest first.
 
-    A limit is a number of streams to one address, and a name. Limits that cannot be read are left
-    out. The limit on open files is always included.
+    A limit is a number of streams to one address, and a name. Limits that cannot be read are
+    omitted. The limit on open files is always included.
     """
     # Descriptors that are already open: standard streams, the trace and libraries.
     open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -71,9 +71,8 @@ def list_limits(
 def _read_free_memory(proc: Path) -> int | None:
     """Return how many more bytes of memory this process may use.
 
-    The result is the smaller of two figures. One is the machine's available memory. The other is
-    the unused part of the container's limit. Returns None if both figures are unknown. May raise
-    OSError.
+    The result is the machine's available memory or the unused part of the container's limit,
+    whichever is smaller. Returns None if both figures are unknown. May raise OSError.
     """
     reading = read_host(proc, read_own_pid(proc))
     free_bytes = []

@@ -1,6 +1,6 @@
 """Concurrent clients.
 
-They send each request after the previous answer or at a given rate.
+The clients send each request after the previous answer or at a given rate.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ class Clients:
 
     Requests that are still open `grace_seconds` after the end of a step are cancelled. `stop`
     cancels all requests immediately. `most_requests` is the maximum number of requests in all
-    steps. None means no maximum. With `requests_per_second`, requests begin as a Poisson process.
-    They do not wait for earlier answers (an open loop).
+    steps. None means no maximum. With `requests_per_second`, requests begin as a Poisson process,
+    without waiting for earlier answers (an open loop).
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Clients:
     async def wait_turn(self, end_seconds: float) -> bool:
         """Wait until a client may begin a request, then return True.
 
-        Returns False immediately if the maximum number of requests has been reached. The same
-        applies if the client's turn comes after `end_seconds`.
+        Returns False immediately if the maximum number of requests has been reached, or if the
+        client's turn comes after `end_seconds`.
         """
         now_seconds = monotonic()
         turn_seconds = now_seconds

@@ -54,7 +54,7 @@ async def run_load(order: LoadOrder) -> Report:
     - The trace already exists.
     """
     try:
-        # Read the files first. The load must not begin if one of them is invalid.
+        # Read the files first, because the load must not begin if one of these files is invalid.
         tls = load_trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
     except UnusableCredentials as error:
@@ -63,8 +63,8 @@ async def run_load(order: LoadOrder) -> Report:
     target = await find_target(order.url, order.api, tls, bearer)
     check_capacity(order.concurrency, count_streams(order.concurrency), uses_tls=tls is not None)
     model = await _choose_model(order, target)
-    # Create the trace before the first request. Otherwise, an hour of results could be lost because
-    # the trace cannot be written.
+    # Create the trace before the first request. If the trace could not be written later, an hour of
+    # results would be lost.
     create_trace(order.trace)
     sampling = Sampling(
         parts=_build_parts(order, target, SystemClock()),
@@ -137,8 +137,8 @@ async def _choose_model(order: LoadOrder, target: Target) -> str:
 def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     """Return the sources to sample.
 
-    If the server is on another machine, its processes cannot be read here. The same applies to its
-    probe files. Its GPUs cannot be read either, unless the order names them.
+    If the server is on another machine, its processes and probe files cannot be read here. The
+    server's GPUs cannot be read either, unless the order names them.
     """
     is_local = is_here(target.address[0])
     # If the server is on another machine, this machine's GPUs are not the engine's.

@@ -111,7 +111,7 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
     def page_url(self) -> httpx.URL:
         """Return the URL of the engine's metrics page.
 
-        It is the configured URL, or else the server's.
+        The URL of the page is the configured one, or else the server's.
         """
         if self.metrics_url:
             return httpx.URL(self.metrics_url)

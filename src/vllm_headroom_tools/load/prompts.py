@@ -108,7 +108,7 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
     """Return a function that builds a prompt of a given number of words.
 
     A word is about one token. The first `shared_ratio` of each prompt is the same in all prompts.
-    The rest begins with words that are new in each prompt.
+    The remainder of each prompt begins with words that are new in that prompt.
     """
     shared_ring = random.choices(WORDS, k=RING_WORDS)
     own_ring = random.choices(WORDS, k=RING_WORDS)
@@ -116,14 +116,13 @@ def build_prompt_maker(shared_ratio: float, random: Random) -> Callable[[int], s
     def make_prompt(word_count: int) -> str:
         """Return a prompt of this many words.
 
-        It begins with the words that all prompts share.
+        The prompt begins with the words that all prompts share.
         """
         # The share refers to words, because a word is about one token.
         shared_count = round(shared_ratio * word_count)
         rings = word_count // RING_WORDS + 1
         shared_words = (shared_ring * rings)[:shared_count]
-        # Without fresh words, a prompt could begin like an earlier one. It would then hit a prefix
-        # cache.
+        # Without fresh words, a prompt could begin like an earlier prompt and hit a prefix cache.
         fresh_words = random.choices(WORDS, k=min(word_count - shared_count, FRESH_WORDS))
         own_count = word_count - shared_count - len(fresh_words)
         start = random.randrange(RING_WORDS)
@@ -141,7 +140,7 @@ BLOCK_PIXELS: Final = 32
 def draw_image(size: tuple[int, int], random: Random) -> bytes:
     """Return a PNG of randomly coloured squares.
 
-    It is new to all of the server's caches. `size` is the width and height in pixels.
+    The image is new to all of the server's caches. `size` is the width and height in pixels.
     """
     width, height = size
     pixels = b""

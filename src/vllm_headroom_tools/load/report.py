@@ -145,11 +145,11 @@ def list_load_faults(
 def list_slow_steps(order: LoadOrder, stages: Iterable[Stage]) -> Iterator[str]:
     """Yield a text for each step whose requests were too slow for the order.
 
-    Steps above 100 % are left out. So are steps without a successful request. They are already
-    reported as a fault or as incomplete.
+    Steps above 100 % are omitted. Steps without a successful request are also omitted, because they
+    are already reported as a fault or as incomplete.
     """
     for stage in stages:
-        # A step above 100 % is not judged. It only shows what happens under overload.
+        # A step above 100 % is not judged, because it only shows what happens under overload.
         if stage.share > 1:
             continue
         for name, times, most_seconds in (
@@ -176,8 +176,8 @@ def _judge_load(
 ) -> Conclusion:
     """Return the verdict on a load.
 
-    It is "not good" if there are faults. Without faults, it is "cannot tell" if the load is
-    incomplete, and otherwise "good".
+    The verdict is "not good" if there are faults. Without faults, the verdict is "cannot tell" if
+    the load is incomplete, and "good" if it is complete.
     """
     if faults:
         return Conclusion.NOT_GOOD
@@ -190,7 +190,7 @@ def _judge_load(
 def _explain_no_fault(outcomes: Counter[Outcome], *, is_interrupted: bool) -> str:
     """Return the headline of a load without faults.
 
-    It says what succeeded, or why the load is not judged.
+    The text says what succeeded, or why the load is not judged.
     """
     succeeded = outcomes[Outcome.SUCCEEDED]
     not_sent = outcomes[Outcome.NOT_SENT]

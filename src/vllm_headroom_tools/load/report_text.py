@@ -99,8 +99,8 @@ def _list_rows(document: ReportDocument) -> Iterator[Row]:
             yield f"{label}, {quantile}", [_format_latency(step[field][quantile]) for step in steps]
     yield "tokens of a request, in + out", [_format_tokens(step) for step in steps]
     yield _build_row("tokens generated per second", steps, "generation_tokens_per_second")
-    # The table has an offered rate only if a rate was given. Otherwise, each client sends its next
-    # request after an answer.
+    # The table has an offered rate only if a rate was given. Without a given rate, each client
+    # sends its next request after an answer.
     if any(step["offered_requests_per_second"] for step in steps):
         yield _build_row("requests offered per second", steps, "offered_requests_per_second")
     yield _build_row("requests per second", steps, "requests_per_second")
@@ -163,7 +163,7 @@ def _build_row(
 ) -> Row:
     """Return a row with the value of `field` in each part.
 
-    An unknown value is "-". Each part is a step, or an object within a step.
+    An unknown value is shown as "-". Each part is a step, or an object within a step.
     """
     format_known = format_figure or _format_number
     cells = []
@@ -248,7 +248,7 @@ def _format_growth(series: ReportDocument) -> str:
 def _list_conclusions(document: ReportDocument) -> Iterator[str]:
     """Yield the closing lines.
 
-    They are on this process's delays, why the load ended early, and the trace.
+    The conclusions are on this process's delays, why the load ended early, and the trace.
     """
     delays_seconds = [step["own_delay_seconds"]["p99"] for step in document["steps"]]
     longest_seconds = max(filter(None, delays_seconds), default=0.0)

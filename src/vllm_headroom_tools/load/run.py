@@ -139,7 +139,7 @@ class LoadRun:
     async def _measure_delays(self) -> None:
         """Measure how late this process's loop runs.
 
-        Its delays could be mistaken for the server's. Runs until cancelled.
+        Delays of this process could be mistaken for the server's. Runs until cancelled.
         """
         while True:
             due_seconds = monotonic() + DELAY_SECONDS

@@ -163,7 +163,7 @@ class LoadObservation:
 def _list_starts(page: EnginePage) -> set[float]:
     """Return the start times of the engines on a page.
 
-    Engines whose start time is not reported are left out.
+    Engines whose start time is not reported are omitted.
     """
     return {
         engine.started_at_seconds

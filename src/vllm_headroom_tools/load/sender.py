@@ -57,7 +57,7 @@ class RequestSender:
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
         self._connecting = asyncio.Semaphore(MOST_CONNECTING)
-        # The connections that may be reused. Each has the time at which it became idle.
+        # The connections that may be reused, each with the time at which it became idle.
         self._idle: list[tuple[float, ClientConnection]] = []
 
     async def send(self, tally: Tally) -> Outcome:
@@ -89,8 +89,8 @@ class RequestSender:
         connection, connecting_seconds = await self._find_connection()
         stream = Stream(tally.inter_token_seconds.add)
         answering = connection.send(self._target, self._make_body(), stream)
-        # The time spent connecting is attributed to the server. The time spent building the body is
-        # attributed to this machine. The same applies to waiting for a turn to connect.
+        # The time spent connecting is attributed to the server. The time spent building the body or
+        # waiting for a turn to connect is attributed to this machine.
         start_seconds = monotonic() - connecting_seconds
         tally.open_stream()
         try:
@@ -113,8 +113,8 @@ class RequestSender:
     async def _find_connection(self) -> tuple["ClientConnection", float]:
         """Return an idle or new connection, and how many seconds connecting took.
 
-        This number is 0 for an idle connection. It does not include the time spent waiting for a
-        turn to connect.
+        The number of seconds is 0 for an idle connection. The number does not include the time
+        spent waiting for a turn to connect.
         """
         # Try the most recently used connection first. It is the least likely to have been closed.
         while self._idle:
@@ -165,8 +165,8 @@ class ClientConnection(asyncio.Protocol):
     async def send(self, target: Target, body: bytes, stream: Stream) -> Completion:
         """Send a request and return how it ended; `stream` receives the answer's bytes.
 
-        The connection is closed if the request is cancelled. It is also closed if the answer rules
-        out another request.
+        The connection is closed if the request is cancelled, or if the answer rules out another
+        request.
         """
         self._completion = asyncio.get_running_loop().create_future()
         self._stream = stream

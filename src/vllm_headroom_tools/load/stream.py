@@ -81,7 +81,8 @@ def shorten_text(text: str) -> str:
 def _build_failure(error: str, shown_text: str, outcome: Outcome) -> Completion:
     """Return the result for a server error.
 
-    It is OUT_OF_MEMORY if the error says so. `shown_text` is the text shown to the operator.
+    The outcome is OUT_OF_MEMORY if the error says that memory ran out. `shown_text` is the text
+    shown to the operator.
     """
     if OUT_OF_MEMORY.search(error):
         outcome = Outcome.OUT_OF_MEMORY
@@ -109,9 +110,9 @@ class StreamError(Exception):
 class Stream:
     """The part of an answer that has arrived so far.
 
-    `add_gap` is called for every event with a choice. Its argument is the seconds since the
-    previous such event. It is 0 if both arrived together. vLLM's own benchmark counts the same
-    events (vllm/benchmarks/lib/endpoint_request_func.py).
+    `add_gap` is called for every event with a choice. The argument of `add_gap` is the seconds
+    since the previous event with a choice, or 0 if both arrived together. vLLM's own benchmark
+    counts the same events (vllm/benchmarks/lib/endpoint_request_func.py).
     """
 
     # avoid a dictionary per object, because 10,000 streams may be open at once

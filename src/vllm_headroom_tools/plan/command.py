@@ -328,7 +328,8 @@ def _read_shape(options: Namespace) -> ModelShape | str:
             return problem
         missing = ", ".join(map(name_option, missing_sizes))
         return f"{problem}; missing: {missing}"
-    # Without a file, the options describe a standard decoder. Each of its layers keeps every token.
+    # Without a file, the options describe a standard decoder, in which each layer keeps every
+    # token.
     return parse_model_config("{}", overrides)
 
 
@@ -364,7 +365,7 @@ def _read_weights(options: Namespace, shape: ModelShape) -> tuple[int | None, in
     stored_bytes = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if stored_bytes is None:
         return None, None
-    # The files may have another dtype. Their size gives the number of parameters.
+    # The files may have a different dtype. The size of the files gives the number of parameters.
     if shape.quantisation is None:
         return None, int(stored_bytes / shape.stored_bytes)
     # If an option changes the quantisation, the size of the weight files no longer applies.
@@ -829,7 +830,7 @@ def _add_choice(
     meaning: str,
     default: str | None = None,
 ) -> None:
-    """Add an option that takes one of these names. Its help lists the names."""
+    """Add an option that takes one of these names; the option's help lists the names."""
     value = choice(names)
     group.add_argument(
         *flags, metavar="NAME", type=value, default=default, help=f"{meaning}: {value.accepts}"

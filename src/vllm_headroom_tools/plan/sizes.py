@@ -113,8 +113,8 @@ class Sizing(Struct, frozen=True, kw_only=True):
 def judge_sizes(question: Question, traffic: Traffic, typed_batch_tokens: int | None) -> Sizing:
     """Return the sizes that can handle the traffic of an engine with these settings.
 
-    `typed_batch_tokens` is the operator's `--max-num-batched-tokens`. If it is None, each card uses
-    its default.
+    `typed_batch_tokens` is the operator's `--max-num-batched-tokens`. If the value is None, each
+    card uses its default.
     """
     estimate = estimate_memory(question)
     used_tokens = traffic.needed_tokens

@@ -44,8 +44,8 @@ class Traffic(Struct, frozen=True, kw_only=True):
     capacity_tokens: float | None = None
     # How long the cache was full.
     full_seconds: float = 0.0
-    # How long requests queued. The next fields are only set if this was long. They are the median
-    # number of waiting requests, and the traffic without queueing.
+    # How long requests queued. The next two fields are only set if requests queued for long: the
+    # median number of waiting requests, and the traffic without queueing.
     queued_seconds: float = 0.0
     queued_waiting: float | None = None
     queued_requests: float | None = None

@@ -100,7 +100,8 @@ def _explain_concurrency(estimate: MemoryEstimate) -> str:
         return "It keeps nothing of a sequence: there is no KV cache."
     length = estimate.question.max_model_len or 1
     sequences = estimate.question.max_num_seqs
-    # Use the lower bound. If not all sequences fit, vLLM starts and preempts requests.
+    # Use the lower bound of the number of sequences. If not all sequences fit, vLLM starts and
+    # preempts requests.
     at_once = int(estimate.count_sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
@@ -188,7 +189,7 @@ def _note_copies(question: Question) -> Iterator[str]:
 
 
 def _note_omissions(question: Question) -> Iterator[str]:
-    """Yield notes on weights and activations left out, and on an unchecked model type."""
+    """Yield notes if weights or activations are omitted, or the model type is unchecked."""
     model_type = question.shape.unknown_type
     if model_type is not None:
         yield (
@@ -206,8 +207,8 @@ def _note_omissions(question: Question) -> Iterator[str]:
 def _note_memory_outside(estimate: MemoryEstimate) -> Iterator[str]:
     """Yield notes about memory outside the budget.
 
-    With unified memory, the notes state how much memory the machine itself needs. Otherwise, there
-    is a note if the card is nearly full.
+    With unified memory, the notes state how much memory the machine itself needs. Without unified
+    memory, there is a note if the card is nearly full.
     """
     question = estimate.question
     if question.unified_memory:
@@ -390,9 +391,9 @@ def _leave_graphs(question: Question) -> Iterator[Trial]:
 def _change_share(question: Question) -> Iterator[Trial]:
     """Yield a trial with a different share of the card.
 
-    Yields nothing if an option sets the cache's size. The new share is the highest safe one. With
-    unified memory, the machine's own need is subtracted. The new share may then be below the
-    current one.
+    Yields nothing if an option sets the cache's size. The new share is the highest safe share. With
+    unified memory, the machine's own need is subtracted, so the new share may be below the current
+    share.
     """
     if question.kv_cache_memory_bytes is not None:
         return

@@ -79,8 +79,8 @@ def read_speculation(options: Namespace) -> Speculation:
         name = None
     elif method == HIDDEN_STATES:
         name = HIDDEN_STATES
-    # The options may name the model itself as the draft, as in Ernie's recipes. Its own heads then
-    # generate the drafts.
+    # The options may name the model itself as the draft, as in Ernie's recipes. In that case, the
+    # model's own heads generate the drafts.
     is_assistant = name is not None and name.endswith(ASSISTANT)
     if method == OWN_HEADS and not is_assistant:
         name = None

@@ -53,8 +53,8 @@ def _add_options(parser: Parser) -> None:
 def find_trace(place: Path) -> Path:
     """Return the trace to read.
 
-    The trace is `place` itself if it is a file. Otherwise, it is the folder's newest incident.
-    Raises BadInput if the folder cannot be read or contains no incident.
+    If `place` is a file, that file is the trace. If `place` is a folder, the trace is the folder's
+    newest incident. Raises BadInput if the folder cannot be read or contains no incident.
     """
     if not place.is_dir():
         return place
@@ -81,8 +81,8 @@ def _run(options: Namespace) -> Report:
     # A file that the operator names may be from another pod.
     pod = read_engine_pod() if options.place is None else None
     log = None if options.log is None else read_engine_log(options.log)
-    # The environment variable describes this pod's engine. It is ignored if the operator names a
-    # file.
+    # The environment variable describes this pod's engine. The variable is ignored if the operator
+    # names a file.
     reported_bytes = options.reported_bytes
     if reported_bytes is None and options.place is None:
         reported_bytes = read_reported_bytes(os.environ)

@@ -91,7 +91,7 @@ def place_time(time: LogTime, near_seconds: float) -> float | None:
     """Return a line's time in seconds since the epoch.
 
     Returns None if the line has no time. The engine logs neither the year nor the time zone. The
-    time zone is assumed to be a whole number of hours from UTC. It is chosen so that the time is
+    time zone is assumed to be a whole number of hours from UTC, and is chosen so that the time is
     closest to `near_seconds`.
     """
     if time.seconds is not None:

@@ -196,8 +196,7 @@ class EndFollower:
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Add a sample; return the sample with the engine's state."""
         previous = self.replay.engine
-        # As in the daemon, update the engine's run first. Then let the leak detector judge the
-        # sample.
+        # As in the daemon, update the engine's run before the leak detector judges the sample.
         snapshot = self.replay.step(snapshot)
         status = snapshot.engine_status
         event = None if status is None else status.event
@@ -229,7 +228,8 @@ class EndFollower:
         if not is_due and not is_overdue:
             return None
         status = snapshot.engine_status
-        # The run that exited is in the previous sample. This sample may already show the next run.
+        # The run that exited is in the previous sample. The current sample may already show the
+        # next run.
         run = previous.runs.newest or previous.runs.present
         reason = incident.reason
         age_seconds = None
@@ -284,7 +284,7 @@ def judge_end(end: Ending | None, *, has_ended: bool = False) -> tuple[Diagnosis
 def build_report(postmortem: Postmortem) -> Report:
     """Return the report on a post-mortem.
 
-    Its exit status is always 0, because a post-mortem neither passes nor fails.
+    The report's exit status is always 0, because a post-mortem neither passes nor fails.
     """
     headline = _describe(postmortem.answer)
     if postmortem.ending is not None:

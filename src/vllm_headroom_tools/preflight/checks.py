@@ -220,13 +220,13 @@ def _check_free_blocks(
 ) -> Iterator[Obstacle]:
     """Check the free 2 MiB blocks on a machine with unified memory.
 
-    The driver maps memory in such blocks. It cannot use smaller pieces.
+    The driver maps memory in blocks of this size and cannot use smaller pieces.
     """
     blocks_bytes = memory.machine_free_blocks_bytes
     if blocks_bytes is None or blocks_bytes >= requested_bytes:
         return
-    # With few free blocks, vLLM fails immediately. With more of them, it may still run out of free
-    # blocks later.
+    # With few free blocks, vLLM fails immediately. With more free blocks, vLLM may still run out of
+    # them later.
     is_scarce = blocks_bytes < SCARCE_BLOCKS_BYTES
     yield Obstacle(
         Kind.HOST,
@@ -407,8 +407,8 @@ def check_unknown_options(
     """Report the options that do not exist in any vLLM release in our table.
 
     `unknown_options` contains a line about each option. `vllm_version` is the version of vLLM in
-    this environment. If our table covers this version, vLLM would refuse to start. Otherwise, the
-    version may have these options.
+    this environment. If our table covers this version, vLLM would refuse to start. If our table
+    does not cover the version, the version may have these options.
     """
     release = re.match(r"(\d+)\.(\d+)", vllm_version or "")
     is_refused = release is not None and (int(release[1]), int(release[2])) <= LAST_RELEASE

@@ -189,7 +189,7 @@ def _read_request(arguments: Namespace) -> MemoryRequest:
     """Return the memory that vLLM requests.
 
     Without options, the request for a start is vLLM's default share. For a wake-up, the request is
-    empty. Its share is later taken from the engine's page.
+    empty. The share for the wake-up is later taken from the engine's page.
     """
     utilization_ratio = arguments.gpu_memory_utilization
     has_size = utilization_ratio is not None or arguments.bytes is not None

@@ -171,7 +171,7 @@ async def _find_holders(
     """Return the processes on each GPU, by UUID.
 
     A GPU is absent if NVML does not list its processes. In a container, the driver's pids and sizes
-    may not be valid. The names and sizes are then None.
+    may not be valid. If they are invalid, the names and sizes are None.
     """
     names: dict[int, str] = {}
     if not isinstance(listed, Failure) and are_pids_reliable(readings, listed):

@@ -104,7 +104,7 @@ def judge_conditions(
         findings += checks.check_identical(devices)
         findings += checks.check_nvlink(devices, conditions.faults)
         findings += checks.check_shared_memory(conditions.shm)
-    # Each MIG instance reports the faults of its entire GPU. The same fault may occur twice.
+    # Each MIG instance reports the faults of its entire GPU, so the same fault may occur twice.
     unique_findings = dict.fromkeys(findings)
     return Clearance(
         conditions=conditions,
@@ -355,8 +355,7 @@ def _check_wake(
 ) -> tuple[Obstacle, ...]:
     """Return a finding for each GPU of a sleeping engine.
 
-    There is only one finding if the engine is awake. The same applies if its state or GPUs are
-    unknown.
+    There is only one finding if the engine is awake, or if its state or GPUs are unknown.
     """
     if isinstance(page, Failure):
         return (_report_unknown_engine(page.message),)

@@ -235,8 +235,8 @@ async def _read_mappings(process: ProbedProcess) -> dict[str, int] | None:
     """Return a process's memory in bytes, by kind of mapping.
 
     Returns None if the mappings cannot be read. The probe reports the pid in the process's own PID
-    namespace. In the sidecar's namespace, that pid may be a different process. The mappings are
-    then unreadable.
+    namespace. In the sidecar's namespace, that pid may be a different process. In that case, the
+    mappings cannot be read.
     """
 
     def read() -> dict[str, int] | None:

@@ -54,8 +54,8 @@ such as imports and calls, are rejected.
 class PlainUnpickler(pickle._Unpickler):  # noqa: SLF001
     """An unpickler that accepts only plain data.
 
-    It is based on the Python implementation. With a forged file, the C unpickler may allocate any
-    amount of memory.
+    The class is based on the Python implementation. With a forged file, the C unpickler may
+    allocate any amount of memory.
     """
 
     n_operations = 0

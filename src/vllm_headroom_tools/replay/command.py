@@ -401,7 +401,7 @@ def _run(options: Namespace) -> Report:
 def _run_detector(options: Namespace, export: "SampleExport | None") -> Report:
     """Run all snapshots through the detector, write the requested files, and return the report."""
     replay = LeakReplay(reported_bytes=options.reported_bytes)
-    # The curves need memory for every sample. They are kept only for a picture.
+    # The curves are kept only for a picture, because they need memory for every sample.
     curves = Curves()
     has_charts = options.svg or not options.json
     for snapshot in _read_snapshots(options):

@@ -171,8 +171,8 @@ class SeriesSpool:
                 series = _Series()
                 family[labels] = series
             series.points.append(seconds)
-            # A trace may cover months. Its points do not fit in memory, so they are written to a
-            # file.
+            # A trace may cover months. The points of a long trace do not fit in memory, so points
+            # are written to a file.
             series.points.append(value)
             self._buffered_points += 1
         if self._buffered_points > MOST_BUFFERED_POINTS:

@@ -213,8 +213,8 @@ def _convert_to_gib(points: list[Point]) -> list[Point]:
 def _find_floor(points: list[Point]) -> float:
     """Return the lowest value, in GiB, on the scale of a held-memory chart.
 
-    It is slightly below the minimum. On a scale from 0, growth would not be visible. Returns 0 if
-    there are no values.
+    The floor is slightly below the minimum, because growth would not be visible on a scale from 0.
+    Returns 0 if there are no values.
     """
     values = [value for _, value in points if value is not None]
     if not values:

@@ -137,14 +137,15 @@ class PrometheusApi:
         self, url: httpx.URL, *, bearer_token_file: Path | None = None, ca_file: Path | None = None
     ) -> None:
         base = url.copy_with(query=None, fragment=None)
-        # This is the URL for messages, which must not contain a password.
+        # The URL for messages, which must not contain a password.
         self.shown = str(base.copy_with(userinfo=b""))
         self._address = base.copy_with(path=base.path.rstrip("/") + "/api/v1/query_range")
         headers = {"User-Agent": "vllm-headroom", "Accept-Encoding": "gzip"}
         try:
             if bearer_token_file is not None:
                 headers["Authorization"] = f"Bearer {read_token(bearer_token_file)}"
-                # Otherwise, httpx would send the URL's user and password instead of our header.
+                # With a user in the URL, httpx would send the URL's user and password instead of
+                # our header.
                 self._address = self._address.copy_with(userinfo=b"")
             verify = load_trust(ca_file)
         except UnusableCredentials as error:

@@ -95,8 +95,8 @@ def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Ser
 
     Raises BadInput if the series cannot be read or are ambiguous. The query uses `last_over_time`,
     which limits the age of a value. If a series ends without a staleness marker, a plain selector
-    repeats its last value. It does so for five minutes. The memory of a dead engine would then look
-    constant.
+    repeats the last value for five minutes. With a plain selector, the memory of a dead engine
+    would look constant.
     """
     selector = build_selector(source.kind.names, source.matchers)
     series = api.query_range(_select_latest(selector, source.window_ms), page)
@@ -146,10 +146,10 @@ def _read_start_times(
 def _merge_series(kind: Exporter, all_series: Iterable[Series], overlap_steps: int) -> list[Series]:
     """Join consecutive series with the same identity; return one series per identity.
 
-    Such series arise when a scrape label changes, for example because a pod was recreated. If two
-    series overlap, the later one takes precedence. Series may overlap by up to `overlap_steps`, the
-    maximum age of a value. Raises BadInput if they overlap for longer, because they then belong to
-    different objects.
+    An object has several series when a scrape label changes, for example because a pod was
+    recreated. If two series overlap, the later one takes precedence. Series may overlap by up to
+    `overlap_steps`, the maximum age of a value. Raises BadInput if two series overlap for longer,
+    because such series belong to different objects.
     """
     groups: dict[tuple[str, ...], list[Series]] = {}
     for series in all_series:
@@ -178,8 +178,8 @@ def _pick_identity(kind: Exporter, series: Series) -> dict[str, str]:
 def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     """Return the error message for different objects with the same identity.
 
-    The message names the scrape labels that differ. It also names the option that would select one
-    of the series.
+    The message names the scrape labels that differ, and the option that would select one of the
+    series.
     """
     metric = group[0].name
     differing: dict[str, list[str]] = {}
