@@ -27,7 +27,8 @@ Document = dict[str, Any]
 async def fetch_document(reader: PageReader, engine_name: str | None = None) -> Document | str:
     """Fetch the document, or return one line that says why it cannot be fetched.
 
-    `engine_name` selects one of several engines. It may be None if the sidecar watches only one.
+    `engine_name` selects one of several engines. `engine_name` may be None if the sidecar watches
+    only one engine.
     """
     page = await reader.fetch()
     if isinstance(page, Failure):

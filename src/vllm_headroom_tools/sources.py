@@ -41,7 +41,7 @@ Entries = Mapping[str, Entry]
 class SettingsSource(NamedTuple):
     """The values from one source.
 
-    Each mistake in its names or format has a line.
+    Each mistake in the names or the format of the source has a line.
     """
 
     entries: Entries

@@ -105,7 +105,7 @@ def wrap_line(line: str, columns: int) -> Text:
         left_columns = _LEFT_COLUMNS.match(line)
         left_width = len(left_columns[0]) if left_columns else 0
         indent = min(left_width, _MAX_INDENT, columns // 2) or 2
-        # rich's own wrapping does not indent. It breaks words that users want to copy, such as
+        # rich's own wrapping does not indent, and breaks words that users want to copy, such as
         # addresses.
         line = textwrap.fill(
             line,
@@ -191,7 +191,7 @@ def draw_bars(
 
     Each column covers an equal part of the curve's time span. Its bar shows what `pick` returns for
     the values in this part. If the part has no values, the bar shows the last earlier value. A gap
-    is blank. `ends` are the values of the lowest and the highest bar. By default, these are zero
+    is blank. `ends` are the values of the lowest and the highest bar. By default, the ends are zero
     and the maximum value. An empty curve results in empty rows.
     """
     columns = _pick_columns(sorted(curve, key=lambda point: float(point[0])), width, pick)

@@ -156,8 +156,8 @@ def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snap
                 f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
                 f" {format_duration(step_seconds)}: {CLOCK_WENT_BACK}"
             )
-        # Keep the highest time so far. Otherwise, each sample until the clock has caught up would
-        # be reported again.
+        # Keep the highest time so far. After a clock was set back, each sample until the clock has
+        # caught up would be reported again.
         newest_seconds = max(newest_seconds, snapshot.time_seconds)
         yield snapshot
 
@@ -281,10 +281,9 @@ def _parse_record(line: bytes) -> dict[str, Any] | str | None:
 def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     """Return a sample as the daemon saw it.
 
-    Raises BadInput if a field has an invalid value. If a field is absent or null, it is unknown. If
-    a source is absent or null, it is treated as failed. `t` is used as the time of both clocks.
-    Without an index, a GPU is identified by its position in the list. The same applies to an engine
-    without a name.
+    Raises BadInput if a field has an invalid value. A field that is absent or null is unknown. A
+    source that is absent or null is treated as failed. `t` is used as the time of both clocks. A
+    GPU without an index, or an engine without a name, is identified by its position in the list.
     """
     if FORMAT in record:
         raise BadInput(NO_TRACE)
@@ -422,9 +421,9 @@ def parse_gpu(entry: Mapping[str, Any], place: int) -> Gpu:
     """Return a GPU of the engine.
 
     Without an index, the GPU is identified by its position in the list. The held bytes are those
-    attributed to the engine. If these are unknown, they are the used bytes minus those of other
-    processes. They are None if the used bytes are also unknown. Raises WrongFieldError if a field
-    has an invalid value.
+    attributed to the engine. If the attributed bytes are unknown, the held bytes are the used bytes
+    minus those of other processes. The held bytes are None if the used bytes are also unknown.
+    Raises WrongFieldError if a field has an invalid value.
     """
     index = read_size(entry, "gpu")
     if index is None:
@@ -482,8 +481,8 @@ def _parse_leftover(entry: Mapping[str, Any], _place: int) -> Leftover:
 def _parse_inside(entry: Mapping[str, Any]) -> Inside | None:
     """Return the probe's facts about a GPU.
 
-    Returns None if the trace contains none of them. Parts that this version does not know are
-    omitted.
+    Returns None if the trace contains no facts from the probe. Parts that this version does not
+    know are omitted.
     """
     sizes = read_within(entry, "parts", _parse_parts) or ()
     inside = Inside(parts=sizes, **_read_fields(entry, Inside, _INSIDE_FIELDS.items()))

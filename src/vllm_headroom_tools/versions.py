@@ -20,9 +20,9 @@ _PRERELEASE: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)"
 def parse_version(text: str) -> Version | None:
     """Return the version in a text.
 
-    Returns None if it is too old or not a release, such as a nightly. A release candidate or
-    development version may lack features of its release. It is therefore treated as the previous
-    release: 0.12.0rc1 becomes 0.11.0.
+    Returns None if the version is too old or not a release, such as a nightly. A release candidate
+    or development version may lack features of its release. Such a version is therefore treated as
+    the previous release: 0.12.0rc1 becomes 0.11.0.
     """
     match = _VERSION.fullmatch(text.strip())
     if match is None:
@@ -80,8 +80,8 @@ class Fault(Struct, frozen=True):
     def is_in(self, version: Version) -> bool:
         """Return whether this version has the fault.
 
-        Versions newer than the last one with the fault are assumed not to have it. This applies
-        even to versions older than the one with the fix.
+        Versions newer than the last one with the fault are assumed not to have it. These versions
+        are assumed not to have the fault even if they are older than the version with the fix.
         """
         if version < self.first_version:
             return False

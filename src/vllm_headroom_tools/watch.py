@@ -106,7 +106,8 @@ async def _run(arguments: Namespace) -> Report | int:
         ca_file=arguments.ca_file,
     )
     try:
-        # With these options, a program needs a single result. The document is then read only once.
+        # With `--json` or `--exit-code`, a program needs a single result, so the document is read
+        # only once.
         if arguments.json or arguments.exit_code is not None:
             document = await fetch_document(reader, arguments.engine)
             if isinstance(document, str):
@@ -175,8 +176,8 @@ def judge_leak(document: Document, within_seconds: float) -> Report:
     - There is a leak alarm.
     - By the lower bound, memory may run out within `within_seconds`.
 
-    Otherwise, the exit status is 0. Raises BadInput if the document is stale or has a different
-    structure.
+    In all other cases, the exit status is 0. Raises BadInput if the document is stale or has a
+    different structure.
     """
     try:
         age_seconds = document["age_seconds"]
@@ -220,13 +221,13 @@ async def _draw_live(fetch: FetchDocument, host: str) -> NoReturn:
 async def _write_lines(fetch: FetchDocument, _host: str) -> NoReturn:
     """Write all verdicts once, then each one whose level, alert or engine state changes.
 
-    This continues until the task is cancelled.
+    Lines are written until the task is cancelled.
     """
     previous_keys: set[str] = set()
     while True:
         document = await fetch()
-        # A string explains why there is no document. It is used as its own key, so that it is
-        # written only once.
+        # A string explains why there is no document. The string is used as its own key, so that it
+        # is written only once.
         lines = {document: document} if isinstance(document, str) else _describe_verdicts(document)
         for key, line in lines.items():
             if key not in previous_keys:
@@ -257,7 +258,7 @@ def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Tex
     """Yield the lines of the screen: verdicts, free memory and load.
 
     Free memory is that of the GPUs and the host. If `document` is a string, it explains why there
-    is no document. In this case, only this string is yielded.
+    is no document. If there is no document, only this string is yielded.
     """
     if isinstance(document, str):
         yield _draw("bold red", document)
@@ -266,7 +267,7 @@ def draw_frame(document: Document | str, title: str, width: int) -> Iterator[Tex
     for verdict in document["verdicts"]:
         yield wrap_line(describe_verdict(verdict), width)
     history = document["history"]
-    # The list is reversed. Of two curves for the same GPU, the first is then used.
+    # The list is reversed, so that the first of two curves for the same GPU is used.
     curves = {gpu["uuid"]: gpu["free_bytes"] for gpu in reversed(history["gpus"])}
     for gpu in document["gpus"]:
         is_of_engine = (gpu["info"] or {}).get("attribution")

@@ -86,7 +86,7 @@ class Assumption(Struct, frozen=True, kw_only=True):
 class StartAssumptions(Struct, frozen=True, kw_only=True):
     """The assumptions about one GPU at the start.
 
-    Figures from a log can replace each of them.
+    Figures from a log can replace each assumption.
     """
 
     # The part of the memory given in the question that CUDA does not see.
@@ -459,7 +459,7 @@ def _assume_graphs(question: Question) -> Assumption:
     For the first batch size, the estimate covers one graph. For each further size, it covers a
     whole-model graph and one of the model's parts. The source is vLLM 0.19,
     v1/worker/gpu_model_runner.py, `profile_cudagraph_memory`. Since vLLM 0.29, the graphs of the
-    parts are measured instead. Their figure is smaller.
+    parts are measured instead, and the measured figure is smaller.
     """
     if question.enforce_eager:
         return Assumption(
@@ -492,7 +492,7 @@ def _assume_graphs(question: Question) -> Assumption:
     whole_sizes = count_whole_graph_sizes(question) - 1
     further = parts_range.scale(parts_sizes) + whole_range.scale(whole_sizes)
     # Reports only give the total size of the two graphs for a batch size. The graph of the model's
-    # parts may account for all of it.
+    # parts may account for the entire size.
     further = Range(low=further.low, high=max(further.high, both_most * parts_sizes))
     first = FIRST_GRAPH
     if question.card_name is not None and question.card_name not in HOPPER_CARDS:

@@ -16,8 +16,8 @@ class Card(Struct, frozen=True, kw_only=True):
     # The total reported by NVML; with unified memory, the machine's MemTotal.
     memory_bytes: int
     has_unified_memory: bool = False
-    # Whether the card gets vLLM's defaults for small cards. It does if its name contains "a100"
-    # (engine/arg_utils.py, `get_batch_defaults`).
+    # Whether the card gets vLLM's defaults for small cards. A card gets these defaults if its name
+    # contains "a100" (engine/arg_utils.py, `get_batch_defaults`).
     has_small_defaults: bool = False
 
 
@@ -191,7 +191,7 @@ def _describe_unknown_card(text: str, key: str) -> str:
     `key` is the name's normalized form.
     """
     names = [card.name for card in CARDS]
-    # A kind of card may have several sizes, such as the A100. Its name must then include the size.
+    # If a kind of card has several sizes, such as the A100, the name must include the size.
     sizes = [name for name in names if key and _build_key(name).startswith(key)]
     if len(sizes) > 1 and all("GB" in name for name in sizes):
         return f"there are {' and '.join(sizes)}"

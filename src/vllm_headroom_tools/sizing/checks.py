@@ -32,7 +32,7 @@ class StartCheck(Struct, frozen=True, kw_only=True):
     """One check of a start, and its result."""
 
     name: CheckName
-    # None if a figure is unknown. Also None if only the lower bounds pass the check.
+    # None if a figure is unknown or only the lower bounds pass the check.
     passes: bool | None
     # Why the check fails, or may fail.
     problem: str
@@ -85,8 +85,8 @@ def can_start(estimate: MemoryEstimate) -> bool | None:
     answers = [check.passes for check in check_start(estimate)]
     if False in answers:
         return False
-    # All checks pass here. Uncounted weights or inputs could use up the remaining memory. A check
-    # may then fail.
+    # All checks pass here. A check may fail if uncounted weights or inputs use up the remaining
+    # memory.
     if question.has_uncounted_weights or question.has_uncounted_activations:
         return None
     if question.has_unknown_draft or question.max_model_len is None:
@@ -423,9 +423,10 @@ def _clip_at_zero(amount: Range) -> Range:
 def _check_card(estimate: MemoryEstimate) -> Iterator[StartCheck]:
     """Check that the card has room for all parts together.
 
-    With a budget, the check only covers the parts outside it. These include the memory that the
-    machine itself needs if memory is unified. They also include the CUDA graphs in releases whose
-    budget does not count them. If the size of the KV cache is set, there is no budget.
+    With a budget, the check only covers the parts outside the budget. With unified memory, these
+    parts include the memory that the machine itself needs. In releases whose budget does not count
+    CUDA graphs, these parts also include the graphs. If the size of the KV cache is set, there is
+    no budget.
     """
     question = estimate.question
     visible = estimate.visible

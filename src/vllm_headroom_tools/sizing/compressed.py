@@ -77,9 +77,9 @@ class CompressedCache(Struct, frozen=True, kw_only=True):
         """Return how vLLM 0.33 divides the cache of the largest pipeline stage.
 
         The compressed latents form a single group. The windows and the compressors' two kinds of
-        states form additional groups. Each has about as many layers as the latents' group
-        (v1/core/kv_cache_planning.py, `_get_packed_kv_cache_groups`). The block size is determined
-        by the largest group. `stages` is the number of pipeline stages.
+        states form additional groups. Each additional group has about as many layers as the
+        latents' group (v1/core/kv_cache_planning.py, `_get_packed_kv_cache_groups`). The block size
+        is determined by the largest group. `stages` is the number of pipeline stages.
         """
         # If the layers cannot be divided evenly, the first stages get one layer more. The largest
         # stage counts.

@@ -69,8 +69,8 @@ def read_integer(config: Config, *names: str) -> int | None:
     """Return the first field that is set.
 
     If the field is a list, returns its largest number. A field is not set if it is null, false, 0
-    or []. The next field is then tried. Returns None if no field is set, or if a list contains only
-    zeros. Raises ValueError for a value that is not a size.
+    or []. If a field is not set, the next field is tried. Returns None if no field is set, or if a
+    list contains only zeros. Raises ValueError for a value that is not a size.
     """
     for name in names:
         value = config.get(name)

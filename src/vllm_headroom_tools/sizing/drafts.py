@@ -51,7 +51,8 @@ def name_head_method(draft: ModelShape, method: str) -> str:
 def add_assumed_head(shape: ModelShape, method: str, tokens: int) -> ModelShape | None:
     """Return the model's shape with an assumed draft head for a method.
 
-    The head's configuration is unknown, so the largest head of its kind is assumed. It consists of:
+    The head's configuration is unknown, so the largest head of its kind is assumed. The largest
+    head consists of:
 
     - HEAD_LAYERS dense layers with the model's sizes
     - a projection from the outputs of several layers to the head's input
@@ -85,7 +86,7 @@ def _count_dense_layer(shape: ModelShape, hidden_size: int) -> int:
     heads = (shape.attention_heads or 1) + shape.heads.count
     attention_parameters = 2 * hidden_size * heads * shape.heads.key_size
     if shape.latent_width is not None:
-        # This is an upper bound: projections through latents are smaller.
+        # The figure is an upper bound, because projections through latents are smaller.
         attention_parameters = 4 * hidden_size**2
     mlp_width = shape.mlp_width or UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     return attention_parameters + 3 * hidden_size * mlp_width
@@ -131,9 +132,9 @@ def build_head(draft: ModelShape, method: str, target: ModelShape) -> ModelShape
 def add_draft_cache(shape: ModelShape, draft: ModelShape) -> ModelShape:
     """Return the model's shape with the draft's layers added.
 
-    This applies to models whose layers form groups in the cache. The draft is treated as additional
-    layers of the model that keep every token. The number of these layers is the smallest that holds
-    the draft's bytes.
+    The draft's cache is added in this way if the model's layers form groups in the cache. The draft
+    is treated as additional layers of the model that keep every token. The number of these layers
+    is the smallest that holds the draft's bytes.
     """
     own_bytes, _ = count_layer_bytes(shape, kv_dtype="auto", tensor_parallel=1)
     draft_bytes, _ = count_layer_bytes(draft, kv_dtype="auto", tensor_parallel=1)

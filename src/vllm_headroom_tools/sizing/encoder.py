@@ -154,8 +154,8 @@ def _measure_largest(config: Config, encoder: Config) -> EncoderInput | None:
     if mlp_width is None:
         mlp_width = UNGIVEN_MLP_WIDTH_RATIO * hidden_size
     patches = item.tokens * item.patches_per_token
-    # A patch takes as many values as a token does in a language model's layer. They are either
-    # queries, keys, values and output, or the gate, up and down projections.
+    # A patch takes as many values as a token does in a language model's layer. The values are
+    # either queries, keys, values and output, or the gate, up and down projections.
     layer_width = max(4 * hidden_size, 3 * mlp_width)
     return EncoderInput(
         tokens=item.tokens,
@@ -234,7 +234,7 @@ def _read_qwen_item(
 ) -> LargestItem:
     """Return the larger of two inputs.
 
-    They are an image at the processor's limit and a pair of video frames.
+    The two inputs are an image at the processor's limit and a pair of video frames.
     """
     processor = read_mapping(config, "preprocessor")
     merged_side = read_integer(encoder, "spatial_merge_size") or 2

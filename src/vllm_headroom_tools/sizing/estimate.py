@@ -73,11 +73,11 @@ def estimate_activations(question: Question, assumptions: StartAssumptions) -> R
     - A forward pass: `_estimate_forward` times `forward_ratio`.
     - Sampling: sequences x vocabulary x 4 bytes of logits, times `sampling_ratio`. One or two
       copies of the batch's hidden states are added. Tensor parallelism does not divide the sampling
-      memory. In a pipeline, only the last stage samples. It also holds the hidden states and
-      residuals that it received.
-    - The image encoder. Its tokens also stay in memory during the forward pass and sampling
-      (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes as much memory as a token in the
-      language model. Tensor parallelism divides some encoders but not others.
+      memory. In a pipeline, only the last stage samples. The last stage also holds the hidden
+      states and residuals that it received.
+    - The image encoder. The encoder's tokens also stay in memory during the forward pass and
+      sampling (v1/worker/gpu_model_runner.py, `profile_run`). A patch takes as much memory as a
+      token in the language model. Tensor parallelism divides some encoders but not others.
     """
     hidden_size = question.shape.hidden_size
     vocabulary = question.shape.vocabulary
@@ -250,13 +250,13 @@ def _estimate_gaps(question: Question) -> Range:
 def estimate_host(question: Question) -> Range:
     """Return the host memory used by all of vLLM's processes.
 
-    Each engine has a core and a server. With several GPUs, it also has a worker for each GPU. Each
-    server and core has an image cache (vLLM 0.33, config/multimodal.py). The cache fills up over
-    time, so it is only included in the upper bound.
+    Each engine has a core and a server. With several GPUs, each engine also has a worker for each
+    GPU. Each server and core has an image cache (vLLM 0.33, config/multimodal.py). The cache fills
+    up over time, so it is only included in the upper bound.
     """
     engines = question.data_parallel_size
     workers = question.gpus
-    # Each engine has a core and a server. With a single GPU, the core drives it directly.
+    # Each engine has a core and a server. With a single GPU, the core drives the GPU directly.
     servers_and_cores = 2 * engines
     processes = servers_and_cores
     if workers > engines:
@@ -309,8 +309,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     bytes_per_token: int
     engine_bytes_per_token: int
     weights_bytes: int | None
-    # The upper bound of vLLM's share of the memory that CUDA sees. It is also None if an option
-    # sets the KV cache's size instead.
+    # The upper bound of vLLM's share of the memory that CUDA sees. The bound is also None if an
+    # option sets the KV cache's size instead.
     budget_bytes: float | None
     activations: Range | None
     sampler_warmup: Range | None
@@ -391,8 +391,9 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
         """Return the minimum number of tokens that the KV cache holds (`get_kv_cache_capacity`).
 
         With sliding-window or state-space layers, the result is for sequences of length
-        `max_model_len`. It is that length times the number of sequences that fit. Returns None if
-        the blocks are unknown. For models with such layers, `max_model_len` must be known too.
+        `max_model_len`. The result is `max_model_len` times the number of sequences that fit.
+        Returns None if the blocks are unknown. For models with sliding-window or state-space
+        layers, `max_model_len` must be known too.
         """
         blocks = self.blocks
         if blocks is None:

@@ -27,10 +27,11 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # The number of layers that only keep keys and values of the last `window_tokens`.
     windowed_layers: int = 0
     window_tokens: int | None = None
-    # Whether the window begins at the last multiple of `window_tokens` (a chunk). Otherwise, it
-    # moves with each token.
+    # Whether the window begins at the last multiple of `window_tokens` (a chunk). A window that is
+    # not a chunk moves with each token.
     has_chunks: bool = False
-    # The heads of a windowed layer. None if they equal `heads`, those of a full-attention layer.
+    # The heads of a windowed layer. None if they equal `heads`, the heads of a full-attention
+    # layer.
     windowed_heads: KvHeads | None = None
     # The number of layers that keep `state_bytes` per sequence instead of its tokens.
     stateful_layers: int = 0
@@ -51,7 +52,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     # The number of values per token in the widest MLP, summed over its experts.
     mlp_width: int | None = None
     experts_per_token: int = 1
-    # The size of a draft head's own vocabulary. None if the head uses the model's.
+    # The size of a draft head's own vocabulary. None if the head uses the model's vocabulary.
     draft_vocabulary: int | None = None
     # The class that serves the model, or None if the configuration does not name one.
     class_name: str | None = None
@@ -66,7 +67,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     # The original length times YaRN's factor, or None if the model uses other rotary embeddings.
     yarn_length: int | None = None
-    # The width of an expert, and the size of its input and output. MXFP4 pads all of them.
+    # The width of an expert, and the size of its input and output. MXFP4 pads all three.
     expert_width: int = 0
     expert_inputs: int | None = None
     # The compressed cache of DeepSeek V4.
@@ -96,7 +97,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     def has_every_token(self) -> bool:
         """Return whether every layer that has a cache keeps every token.
 
-        Only in this case can the KV cache be described in bytes per token.
+        Only a KV cache of which this is true can be described in bytes per token.
         """
         return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
 
@@ -133,9 +134,9 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     def add_speculation(self, tokens: int) -> Self:
         """Return the shape with the model's heads for multi-token prediction.
 
-        The heads are `speculative_layers` additional layers that keep every token. Each is as large
-        as the model's average layer. A state is also kept for each speculative token (vLLM 0.33,
-        v1/kv_cache_interface.py, `MambaSpec.num_speculative_blocks`).
+        The heads are `speculative_layers` additional layers that keep every token. Each additional
+        layer is as large as the model's average layer. A state is also kept for each speculative
+        token (vLLM 0.33, v1/kv_cache_interface.py, `MambaSpec.num_speculative_blocks`).
         """
         parameters = self.parameters
         if parameters is not None:
@@ -383,10 +384,10 @@ def count_weights_bytes(
     """Return the bytes of weights on the GPU that holds the most.
 
     Returns None if the weights are unknown. If `total_bytes` gives the size of the whole model,
-    nothing is counted. Tensor parallelism is assumed to divide everything. The parts that it
-    replicates, such as norms and routers, amount to about one percent. Data parallelism divides the
-    experts and replicates everything else. The first and last pipeline stages have one embedding
-    matrix each.
+    nothing is counted. Tensor parallelism is assumed to divide all weights. The weights that tensor
+    parallelism replicates, such as norms and routers, amount to about one percent. Data parallelism
+    divides the experts and replicates everything else. The first and last pipeline stages have one
+    embedding matrix each.
     """
     model_bytes = count_model_bytes(shape) if total_bytes is None else total_bytes
     if model_bytes is None:
@@ -500,7 +501,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     """vLLM's division of one GPU's KV cache into blocks of equal size.
 
     Layers of the same kind form groups, and a sequence has blocks in each group. In a model without
-    a cache, a block has 0 bytes. A sequence then takes no blocks.
+    a cache, a block has 0 bytes and a sequence takes no blocks.
     """
 
     # The number of tokens in a block of a full-attention group.
@@ -543,8 +544,8 @@ class KvLayout(Struct, frozen=True, kw_only=True):
     def find_longest(self, blocks: int, ceiling: int) -> int:
         """Return the maximum length of a sequence that takes at most this many blocks.
 
-        The result is a multiple of the tokens in a block, capped at `ceiling`. It is found by
-        bisection. It is 0 if not even one block fits.
+        The result is a multiple of the tokens in a block, capped at `ceiling`. The result is found
+        by bisection, and is 0 if not even one block fits.
         """
         # In units of whole blocks.
         low = 0
@@ -594,8 +595,8 @@ def build_kv_layout(
     tokens = _choose_block_tokens(shape, block_tokens, full_bytes, tensor_parallel)
 
     # A page is one layer's part of a block. Full and windowed layers may need pages of different
-    # sizes. vLLM uses the larger size for all. The kind that needs less may then have several times
-    # as many tokens per page.
+    # sizes. vLLM uses the larger size for all layers. The kind of layer that needs less may have
+    # several times as many tokens per page.
     full_page_bytes = full_bytes * tokens
     windowed_page_bytes = windowed_bytes * tokens
     page_bytes = 0
@@ -650,7 +651,7 @@ def _choose_group_layers(layer_counts: tuple[int, ...]) -> int:
     """Return the number of layers in a group, or 0 if there are no layers.
 
     A group has as many layers as the rarest kind. If the kinds are almost equally frequent, the
-    most frequent kind sets the number. vLLM then pads the other kinds.
+    most frequent kind sets the number, and vLLM pads the other kinds.
     """
     counts = [count for count in layer_counts if count]
     if not counts:
@@ -685,7 +686,8 @@ def _choose_block_tokens(
 def _count_pages(page_bytes: int, own_page_bytes: int) -> int:
     """Return how many pages of one kind of layer fit in a common page.
 
-    If the common size is not a multiple of this size, vLLM pads the page. The number is then 1.
+    If the common size is not a multiple of the kind's own page size, vLLM pads the page and the
+    number is 1.
     """
     if page_bytes and own_page_bytes and page_bytes % own_page_bytes == 0:
         return page_bytes // own_page_bytes

@@ -103,7 +103,8 @@ def _read_listed_kinds(config: Config) -> list[str]:
 
     Returns an empty list if the configuration has none.
     """
-    # Each model family has its own field for the layers. Only one of these functions can apply.
+    # Each model family has its own field for the layers. Only one of the functions below can apply
+    # to a model.
     for read_kinds in (_read_block_kinds, _read_kimi_kinds, _read_nemotron_kinds, _read_flags):
         kinds = read_kinds(config)
         if kinds is not None:
@@ -212,7 +213,7 @@ class StateSizes(Struct, frozen=True, kw_only=True):
     convolution_inputs: int
     # The values per token for the state's heads. 0 for Mamba-1, which has no heads.
     head_values: int
-    # The number of tokens that the convolution covers. None if the configuration lacks it.
+    # The number of tokens that the convolution covers. None if the configuration lacks this number.
     kernel_tokens: int | None
 
 
@@ -276,7 +277,7 @@ def _read_mamba_2(config: Config, heads: int, kernel_tokens: int | None) -> Stat
     return StateSizes(
         output_values=output_values,
         state_values=output_values * state_size,
-        # These are the inputs to the state, and each group's vectors B and C.
+        # The convolution covers the inputs to the state, and each group's vectors B and C.
         convolution_inputs=output_values + 2 * groups * state_size,
         head_values=heads,
         kernel_tokens=kernel_tokens,

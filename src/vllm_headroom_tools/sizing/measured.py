@@ -1,6 +1,6 @@
 """The figures from a startup log.
 
-They replace assumptions about a start with similar settings.
+The measured figures replace assumptions about a start with similar settings.
 """
 
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ BATCH_SETTINGS: Final = ("max_num_seqs", "max_num_batched_tokens")
 class MeasuredStart(Struct, frozen=True, kw_only=True):
     """The settings of one start, and its figures per GPU.
 
-    Figures missing from the log are None. A figure depends on some of the settings. It applies to a
-    question only if these settings have the same values.
+    Figures missing from the log are None. A figure depends on some of the settings. The figure
+    applies to a question only if these settings have the same values.
     """
 
     # The log file and vLLM's version.

@@ -263,8 +263,8 @@ def parse_model_config(
         return "it is not a model's configuration, which is a JSON object"
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
-        # Reject such a configuration. The figure would be too low. `plan` could say that a model
-        # fits when it does not.
+        # Reject a configuration with such an override, because the figure would be too low. `plan`
+        # could say that a model fits when it does not.
         if config.get(OVERRIDES) and find_full_layer_override(config) is None:
             return f"{UNKNOWN_CACHE}: it has {OVERRIDES}"
         is_compressed = has_compressed_cache(config)
@@ -666,7 +666,7 @@ def count_checkpoint_bytes(folder: Path) -> int | None:
 
     Returns None if no file in it shows the size. The index contains the size
     (`metadata.total_size`) even if the files themselves are missing. Without an index, the result
-    is the total size of the files. It includes headers of a few kB.
+    is the total size of the files. The total size includes headers of a few kB.
     """
     metadata = _read_json(folder / "model.safetensors.index.json").get("metadata")
     total_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None

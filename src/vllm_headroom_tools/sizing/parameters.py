@@ -448,8 +448,8 @@ def _list_experts(config: Config, name: str, hidden_size: int) -> Iterator[Matri
     if expert_inputs is None:
         expert_inputs = hidden_size
     else:
-        # The experts work on a narrower vector. One projection leads to this vector, and one leads
-        # back.
+        # The experts work on a narrower vector. One projection leads to this vector, and another
+        # projection leads back.
         yield Matrix(name=f"{name}fc1_latent_proj", inputs=hidden_size, outputs=expert_inputs)
         yield Matrix(name=f"{name}fc2_latent_proj", inputs=expert_inputs, outputs=hidden_size)
     yield from _list_mlp(config, experts_name, expert_inputs, expert_width, copies=count)
@@ -519,7 +519,8 @@ def read_shared_expert_width(config: Config) -> int:
 class WidestMlp(Struct, frozen=True, kw_only=True):
     """The widest MLP that a token passes through."""
 
-    # The values per token in the MLP. They include all experts that a token passes through.
+    # The values per token in the MLP. The values include those of all experts that a token passes
+    # through.
     width: int
     # 1 for a dense MLP.
     experts_per_token: int
@@ -635,7 +636,8 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
     unquantised: int
     # The number of these parameters that are in experts. Only some tokens pass through each expert.
     experts: int
-    # The average bytes per quantised parameter. None if all are quantised in the same way.
+    # The average bytes per quantised parameter. None if all parameters are quantised in the same
+    # way.
     mixed_bytes: float | None = None
     # The adapter for all matrices except those of the experts.
     adapter: Adapter
@@ -676,7 +678,7 @@ def count_layer_parameters(
         elif read_matrix_bytes is not None:
             unquantised.append(matrix)
     experts = [matrix for matrix in matrices if EXPERTS in matrix.name]
-    # Adapters are never applied to exempt matrices. They are applied to experts only on demand.
+    # Adapters are never applied to exempt matrices, and are applied to experts only on demand.
     adapted = [matrix for matrix in matrices if not (matrix.is_exempt or EXPERTS in matrix.name)]
     total = _sum_parameters(matrices)
     unquantised_total = _sum_parameters(unquantised)

@@ -240,7 +240,8 @@ def match_unquantised(config: Config) -> Callable[[str], bool]:
 
     A name looks like "layers.3.mlp.down_proj". Checkpoints list the names of unquantised modules,
     or of modules that contain them. A listed name is complete, has wildcards, or is a regular
-    expression after "re:". It may begin with the name of the model part that contains the layers.
+    expression after "re:". A listed name may begin with the name of the model part that contains
+    the layers.
     """
     quantisation = read_quantisation(config)
     patterns = []
@@ -364,10 +365,10 @@ def _compile_module_pattern(name: str) -> re.Pattern[str] | None:
 def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
     """Return the bytes per value in the KV cache with `--kv-cache-dtype auto`.
 
-    These are the bytes of the model's dtype. If the checkpoint has scales for FP8 or NVFP4, they
-    are the bytes of that format. llm-compressor checkpoints name the format in `kv_cache_scheme`.
-    ModelOpt checkpoints may also name it in `kv_cache_quant_algo`. The sources are vLLM 0.32,
-    model_executor/layers/attention/attention.py, and utils/torch_utils.py,
+    The result is the bytes of the model's dtype. If the checkpoint has scales for FP8 or NVFP4, the
+    result is the bytes of that format. llm-compressor checkpoints name the format in
+    `kv_cache_scheme`. ModelOpt checkpoints may also name it in `kv_cache_quant_algo`. The sources
+    are vLLM 0.32, model_executor/layers/attention/attention.py, and utils/torch_utils.py,
     `get_kv_cache_quant_algo_string`.
     """
     quantisation = read_quantisation(config)

@@ -62,8 +62,8 @@ class Question(Struct, frozen=True, kw_only=True):
 
     shape: ModelShape
     release: Release = NEWEST_RELEASE
-    # The whole model's bytes of weights as served, and its number of parameters. If one of them is
-    # None, it is derived from the configuration.
+    # The whole model's bytes of weights as served, and its number of parameters. A value that is
+    # None is derived from the configuration.
     checkpoint_bytes: int | None = None
     parameters: int | None = None
     kv_cache_dtype: str = "auto"
@@ -75,8 +75,8 @@ class Question(Struct, frozen=True, kw_only=True):
     cpu_offload_bytes: float = 0
     # The size of each engine's KV cache tier in host memory.
     kv_offloading_bytes: float = 0
-    # The size of the cache for processed images in host memory. Each server and each core has such
-    # a cache.
+    # The size of the cache for processed images in host memory. Each server and each core has its
+    # own image cache.
     mm_processor_cache_bytes: float = 4 * GIB
     host_memory_bytes: int | None = None
     # The number of LoRA adapters that can be loaded. 0 if adapters are not used.
@@ -87,7 +87,7 @@ class Question(Struct, frozen=True, kw_only=True):
     # The memory of one card. With `unified_memory`, it is the memory of the machine, which the card
     # shares.
     gpu_memory_bytes: int | None = None
-    # The card's name in the table of cards. None if only its memory is given.
+    # The card's name in the table of cards. None if only the card's memory is given.
     card_name: str | None = None
     # The number of cards, or None if it is not given.
     card_count: int | None = None
@@ -97,7 +97,8 @@ class Question(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = SMALL_CARD.max_num_batched_tokens
     block_size: int = DEFAULT_BLOCK_TOKENS
     typical_len: int = TYPICAL_TOKENS
-    # The size of the KV cache, if an option sets it. vLLM then ignores the utilization.
+    # The size of the KV cache, if an option sets it. With this option, vLLM ignores the
+    # utilization.
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
     # Whether prefix caching is enabled, or None for the release's default.
@@ -158,8 +159,8 @@ class Question(Struct, frozen=True, kw_only=True):
         """Return how many states a layer keeps per sequence (`MambaSpec.max_memory_usage_bytes`).
 
         A layer keeps the current state, and one for each speculative token. With prefix caching, it
-        keeps an additional state. A Mamba-2 layer then also keeps the state at the end of the
-        prompt.
+        keeps an additional state. With prefix caching, a Mamba-2 layer also keeps the state at the
+        end of the prompt.
         """
         states = 1 + self.shape.speculative_states
         if self.has_prefix_states:
@@ -261,11 +262,12 @@ class Question(Struct, frozen=True, kw_only=True):
         """Return the bytes that vLLM reserves on each GPU for LoRA adapters.
 
         The result may be 0. Returns None if the model's parameters cannot be counted. For each
-        matrix of the model, an adapter has two matrices in the model's dtype. They have inputs x
-        rank and rank x outputs values. Tensor parallelism divides one of the two (vLLM 0.32,
-        lora/layers, `create_lora_weights`). Expert parallelism divides both matrices of experts.
-        Each GPU holds only some experts, but these are whole. Adapters of the embedding and the
-        output matrix are ignored. They are as small as those of a single layer.
+        matrix of the model, an adapter has two matrices in the model's dtype. The two matrices have
+        inputs x rank and rank x outputs values. Tensor parallelism divides one of the two (vLLM
+        0.32, lora/layers, `create_lora_weights`). Expert parallelism divides both matrices of
+        experts. Each GPU holds only some experts, but each of these experts is whole. Adapters of
+        the embedding and the output matrix are ignored. The ignored adapters are as small as those
+        of a single layer.
         """
         if not self.max_loras:
             return 0
@@ -329,7 +331,8 @@ def find_problem(question: Question) -> str | None:
             f"--tensor-parallel-size {ranks} is not divisible by"
             f" --decode-context-parallel-size {context_ranks}"
         )
-    # The ranks of decode context parallelism divide the tokens in such copies among themselves.
+    # The ranks of decode context parallelism divide the tokens in these copies of the cache among
+    # themselves.
     copies = 1 if shape.latent_width is not None else max(1, ranks // kv_heads)
     if context_ranks > 1 and shape.latent_width is None and copies % context_ranks:
         return (

@@ -47,8 +47,8 @@ class Release(Struct, frozen=True, kw_only=True):
     has_second_runner_graphs: bool
     # Whether the second runner profiles the image encoder.
     has_second_runner_encoder: bool
-    # Whether vLLM computes the KV cache's size from the memory consumed during the start. This
-    # memory includes unused memory that torch keeps.
+    # Whether vLLM computes the KV cache's size from the memory consumed during the start. The
+    # consumed memory includes unused memory that torch keeps.
     counts_consumed_memory: bool
     # Whether the second runner's profile includes the 32-bit logits.
     has_wide_profile: bool

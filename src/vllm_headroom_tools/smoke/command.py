@@ -74,7 +74,8 @@ class EngineServer:
     ) -> T | Failure:
         """Return the result of `read` for a path, or a Failure, within `seconds`.
 
-        For a timeout, the daemon's message is replaced. It advises on a different time limit.
+        For a timeout, the daemon's message is replaced, because it advises on a different time
+        limit.
         """
         reader = build_page_reader(
             self._settings, str(self._page.join(path)), timeout_seconds=seconds
@@ -188,7 +189,7 @@ async def request_completion(server: EngineServer, limit_seconds: float) -> Smok
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
             return _fail(problem)
         problems.append(problem)
-    # The first problem is that of the completion. It is more informative than that of the chat.
+    # The first problem is that of the completion, which is more informative than that of the chat.
     return _fail(problems[0])
 
 
@@ -257,10 +258,10 @@ async def check_counters(
 ) -> tuple[SmokeStep, EnginePage | Failure]:
     """Poll the page until a request has finished since `old_page`.
 
-    Returns the step and the page. The step fails if the page cannot be read or lacks inputs. It
-    also fails if no request finishes in time.
+    Returns the step and the page. The step fails if the page cannot be read, if it lacks inputs, or
+    if no request finishes in time.
     """
-    # If the old page could not be read, its count is 0. Any finished request then counts as ours.
+    # If the old page could not be read, its count is 0, and any finished request counts as ours.
     old_finished = _count_finished(old_page)
     now = asyncio.get_running_loop().time
     deadline_seconds = now() + patience_seconds
@@ -329,8 +330,8 @@ async def check_discrepancy(
 ) -> SmokeStep:
     """Compare the memory that the engine holds on each of its GPUs with the budget.
 
-    The step fails if the discrepancy on any GPU exceeds the limit. It is skipped if the budget or
-    the GPUs are unknown.
+    The step fails if the discrepancy on any GPU exceeds the limit. The step is skipped if the
+    budget or the GPUs are unknown.
     """
     if isinstance(page, Failure):
         return _skip(f"the engine's page, which has its budget, cannot be read: {page.message}")
@@ -359,8 +360,8 @@ async def check_discrepancy(
 def compare_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
     """Compare the discrepancies with the limit.
 
-    The step fails if any discrepancy exceeds the limit. It is skipped if no ratio is known or a GPU
-    is not the engine's. The first two labels of a sample identify the GPU.
+    The step fails if any discrepancy exceeds the limit. The step is skipped if no ratio is known or
+    a GPU is not the engine's. The first two labels of a sample identify the GPU.
     """
     ratios = {
         name_device(*sample.labels[:2]): sample.value
@@ -400,7 +401,7 @@ ACCEPTS_DURATION: Final = "a duration above 0, at most a day, such as 90s or 15m
 class SmokeSettings(Settings):
     """The settings of the smoke test.
 
-    They include the daemon's settings for the engine and its GPUs.
+    The settings include the daemon's settings for the engine and its GPUs.
     """
 
     no_options: ClassVar = frozenset(
@@ -581,8 +582,8 @@ async def take_steps(
     steps = {"health": health}
     if settings.expect_version:
         steps["version"] = await check_version(server, settings.expect_version)
-    # The page is read before the completion is requested. The counters before and after it can then
-    # be compared.
+    # The page is read before the completion is requested, so that the counters before and after the
+    # completion can be compared.
     page = await server.page()
     completion = await request_completion(server, settings.completion_deadline)
     # The counters include a request only once it has been completed.
