@@ -156,8 +156,7 @@ def _note_clock_steps(snapshots: Iterator[Snapshot], name: str) -> Iterator[Snap
                 f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
                 f" {format_duration(step_seconds)}: {CLOCK_WENT_BACK}"
             )
-        # Keep the highest time so far. After a clock was set back, each sample until the clock has
-        # caught up would be reported again.
+        # Keep the highest time so far, because a backward step is measured from this time.
         newest_seconds = max(newest_seconds, snapshot.time_seconds)
         yield snapshot
 

@@ -320,8 +320,8 @@ def pair_gpus(
 ) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
     """Yield each GPU in a trace with its baseline match, or with None.
 
-    A matching GPU has the same UUID. If the traces are from different machines, no UUIDs match, and
-    GPUs are matched in the order of their indices.
+    A matching GPU has the same UUID. If no GPU has this UUID, as on a different machine, GPUs are
+    matched in the order of their indices.
     """
     baseline_gpus = () if baseline is None else baseline.gpus
     baseline_by_uuid = {gpu.key: gpu for gpu in baseline_gpus}

@@ -263,8 +263,8 @@ def parse_model_config(
         return "it is not a model's configuration, which is a JSON object"
     try:
         config = _merge_parts(root, overrides or {}, defaults or {})
-        # Reject a configuration with such an override, because the figure would be too low. `plan`
-        # could say that a model fits when it does not.
+        # Reject overrides other than those of the full-attention layers' heads. The figure would be
+        # too low, and `plan` could say that a model fits when it does not.
         if config.get(OVERRIDES) and find_full_layer_override(config) is None:
             return f"{UNKNOWN_CACHE}: it has {OVERRIDES}"
         is_compressed = has_compressed_cache(config)

@@ -212,7 +212,7 @@ def raise_share(start_facts: StartFacts, missing_bytes: float, text: str) -> Cha
     Until the cache is allocated, vLLM logs the GPU's size only at level DEBUG. If the size is
     unknown, the proposed share is vLLM's default. The current share must be lower than the proposed
     share. Returns None if the current share is unknown. Also returns None if the new share would
-    exceed the safe share. The new share must not need more memory than was free before the start.
+    exceed the safe share or need more memory than was free before the start.
     """
     settings = start_facts.settings
     total_bytes = start_facts.total_bytes

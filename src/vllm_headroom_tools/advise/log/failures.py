@@ -191,7 +191,7 @@ each request and each word of the vocabulary.
 def _shrink_batch(start_facts: StartFacts, failure: LogFailure) -> tuple[Change, ...]:
     """Return a limit on requests or tokens.
 
-    The advice depends on which code needed the memory.
+    The choice depends on which code needed the memory.
     """
     settings = start_facts.settings
     is_sampling = "dummy_requests" in failure.figures or any(
