@@ -36,6 +36,22 @@ class _Running(Generic[T]):
         self.future: asyncio.Future[T] | None = None
         """The future of the call that is running now; None between calls."""
 
+    def check_abandoned(self) -> None:
+        """Raise TimeoutError if the running call was cancelled, so that calls do not pile up."""
+        # The value is read only once, because the thread may change it in the meantime.
+        future = self.future
+        if future is not None and future.done():
+            raise TimeoutError
+
+    def make_call(self, function: Callable[[], T], future: "asyncio.Future[T]") -> T | Exception:
+        """Return what a call returns, or the exception that it raises; runs on the thread."""
+        self.future = future
+        outcome = capture_outcome(function)
+        # `future` must be cleared before the loop settles the call's future. If not,
+        # `check_abandoned` would consider the call cancelled and still running.
+        self.future = None
+        return outcome
+
 
 class Caller(Protocol[T]):
     """Makes blocking calls on a thread."""
@@ -70,12 +86,7 @@ class Worker(Generic[T]):
         TimeoutError, so that calls do not pile up. Raises OSError (EAGAIN) if no thread can be
         started; the next call tries again.
         """
-        # The value is read only once, because the thread may change it in the meantime. The future
-        # may be done although its call is still running. In that case, the call was cancelled and
-        # is hanging.
-        running = self._running.future
-        if running is not None and running.done():
-            raise TimeoutError
+        self._running.check_abandoned()
         if self._thread is None:
             self._thread = start_thread(partial(_run_jobs, self._jobs, self._running), self._name)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -195,9 +206,7 @@ class SharedCaller(Generic[T]):
 
         Raises TimeoutError after `timeout_seconds`, and while this caller's last call is stuck.
         """
-        running = self._running.future
-        if running is not None and running.done():
-            raise TimeoutError
+        self._running.check_abandoned()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._thread.begin((function, future, self._running))
         async with asyncio.timeout(timeout_seconds):
@@ -218,9 +227,7 @@ def _run_shared_jobs(
             return
         if future.cancelled():
             continue
-        running.future = future
-        outcome = capture_outcome(function)
-        running.future = None
+        outcome = running.make_call(function, future)
         # The event loop is woken only once for all calls. Waking it costs more than a call.
         outcomes.append((future, outcome))
 
@@ -259,11 +266,7 @@ def _run_job(
     """
     if future.cancelled():
         return
-    running.future = future
-    outcome = capture_outcome(function)
-    # `running.future` must be cleared before the loop settles the future. If not, `begin` would
-    # consider the call cancelled and still running.
-    running.future = None
+    outcome = running.make_call(function, future)
     with contextlib.suppress(RuntimeError):  # The future's loop has closed.
         future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 
